@@ -1,0 +1,35 @@
+"""EESD: early-exiting speculative decoding as engines.
+
+``eesd.load(engine_dir)`` opens an exported engine directory and returns an :class:`eesd.LLM` that generates text token for
+token as the model alone would, only faster. Imports here are lazy: ``import eesd`` costs nothing and never needs torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eesd.runtime.errors import EESDError as EESDError
+    from eesd.runtime.llm import LLM as LLM
+    from eesd.runtime.llm import Completion as Completion
+    from eesd.runtime.llm import load as load
+    from eesd.runtime.sampling import Sampling as Sampling
+    from eesd.runtime.session import Session as Session
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "EESDError": "eesd.runtime.errors",
+    "LLM": "eesd.runtime.llm",
+    "Completion": "eesd.runtime.llm",
+    "load": "eesd.runtime.llm",
+    "Sampling": "eesd.runtime.sampling",
+    "Session": "eesd.runtime.session",
+}
+
+__all__ = ["LLM", "Completion", "EESDError", "Sampling", "Session", "__version__", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'eesd' has no attribute {name!r}")

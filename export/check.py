@@ -1,0 +1,123 @@
+"""The parity check after an export: both graphs through ONNX Runtime against the torch module, on a random token tree."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+from onnx import TensorProto, numpy_helper
+from torch import Tensor, nn
+
+from eesd.export.engine_dir import Head, weight_sources
+from eesd.export.graph import DTYPES
+from eesd.export.manifest import GraphInfo, Manifest
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.decoder import MASKED, Decoder, Inputs, empty_caches, rotary_tables
+from eesd.model.exit_head import ExitHead
+from eesd.model.graphs import Draft, Verify
+
+PROMPT, NODES, SLOTS = 12, 6, 32
+
+TOLERANCE = 1e-3
+"""Largest difference of a logit, relative to the largest logit, that float32 arithmetic in another order explains."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest absolute difference of a graph's logits, and the largest logit to judge it by."""
+
+    largest: float
+    scale: float
+
+    @property
+    def acceptable(self) -> bool:
+        return self.largest <= TOLERANCE * max(1.0, self.scale)
+
+
+def memory_needed(manifest: Manifest) -> int:
+    """Bytes that the check takes: the module, the session, and the session's packed copy, all in float32."""
+    return 3 * 4 * manifest.files["weights.bin"].size // DTYPES[manifest.dtype].itemsize
+
+
+def check_engine(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head) -> dict[str, Difference]:
+    """Differences for ``draft`` and ``verify``. Graphs of 16-bit types are widened: both sides use the rounded weights."""
+    torch.manual_seed(0)
+    decoder, exit_head = _rounded_modules(checkpoint, head, manifest)
+    programs = {
+        "draft": Draft(decoder, exit_head, manifest.draft_top_k).eval(),
+        "verify": Verify(decoder, exit_head).eval(),
+    }
+    ids = torch.randint(0, manifest.vocab_size, (1, PROMPT + NODES))
+    inputs = _random_tree(checkpoint, DTYPES[manifest.dtype])
+    return {
+        "draft": _compare(directory, manifest.draft, programs["draft"], ids, inputs, checkpoint),
+        "verify": _compare(directory, manifest.verify, programs["verify"], ids, inputs, checkpoint),
+    }
+
+
+def _rounded_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest) -> tuple[Decoder, ExitHead]:
+    """The modules in float32, their weights rounded to the engine's type."""
+    dtype = DTYPES[manifest.dtype]
+    sources = weight_sources(checkpoint, head, manifest.max_seq_len)
+    with torch.device("meta"):
+        modules = Decoder(checkpoint.config), ExitHead(checkpoint.config, head.config)
+    for module, prefix in zip(modules, ("", "exit_head."), strict=True):
+        state = {name: sources[prefix + name].read().to(dtype).float() for name, _ in module.named_parameters()}
+        module.load_state_dict(state, strict=False, assign=True)
+    if checkpoint.config.tied_embeddings:
+        modules[0].lm_head.weight = modules[0].model.embed_tokens.weight
+    return modules
+
+
+def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype) -> Inputs:
+    """A prompt and behind it a random tree, in one pass: each node sees the prompt, its ancestors and itself."""
+    count = PROMPT + NODES
+    parents = [*range(-1, PROMPT - 1), *(int(torch.randint(PROMPT - 1, i, ())) for i in range(PROMPT, count))]
+    visible = torch.eye(count, SLOTS, dtype=torch.bool)
+    positions = torch.zeros(count, dtype=torch.int64)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            visible[node] |= visible[parent]
+            positions[node] = positions[parent] + 1
+    cos, sin = (table.to(dtype).float() for table in rotary_tables(checkpoint.config, SLOTS))
+    mask = torch.zeros(count, SLOTS).masked_fill(~visible, MASKED)
+    return Inputs(cos, sin, positions[None], torch.zeros(1, dtype=torch.int64), mask[None, None])
+
+
+@torch.no_grad()
+def _compare(
+    directory: Path, info: GraphInfo, program: nn.Module, ids: Tensor, inputs: Inputs, checkpoint: Checkpoint
+) -> Difference:
+    caches = empty_caches(checkpoint.config, 1, SLOTS, len(info.caches))
+    expected = program(ids, inputs, caches)[0].numpy()
+    feeds = {
+        "input_ids": ids.numpy(),
+        "position_ids": inputs.position_ids.numpy(),
+        "write_indices": inputs.write_indices.numpy(),
+        "attn_mask": inputs.attn_mask.numpy(),
+    }
+    for tensor, cache in zip(info.inputs[4:], (t for pair in caches for t in pair), strict=True):
+        feeds[tensor.name] = cache.numpy()
+    session = ort.InferenceSession(_runnable(directory / info.file), providers=["CPUExecutionProvider"])
+    actual = session.run(["logits"], feeds)[0]
+    return Difference(float(np.abs(actual - expected).max()), float(np.abs(expected).max()))
+
+
+def _runnable(path: Path) -> str | bytes:
+    """The model for ONNX Runtime's CPU kernels: a float32 file as it is, another type widened to float32 in memory."""
+    model = onnx.load(path, load_external_data=False)
+    narrow = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
+    if not any(tensor.data_type in narrow for tensor in model.graph.initializer):
+        return str(path)
+    model = onnx.load(path)
+    for tensor in model.graph.initializer:
+        if tensor.data_type in narrow:
+            wide = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(wide, tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        if value.type.tensor_type.elem_type in narrow:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    del model.graph.value_info[:]
+    return bytes(model.SerializeToString())

@@ -1,0 +1,147 @@
+"""``eesd-export``: split a model into draft and verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from eesd.runtime.errors import EESDError, one_line_errors
+
+if TYPE_CHECKING:  # torch loads only after the options were checked
+    from eesd.export.engine_dir import Head
+    from eesd.export.manifest import Manifest
+    from eesd.model.checkpoint import Checkpoint
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--model", required=True, help="Model directory, Hugging Face id, or short name such as llama-70b.")
+@click.option("--exit-layer", type=int, help="Layers before the exit head (N); taken from the exit head when it has one.")
+@click.option("--exit-head", type=click.Path(path_type=Path), help="Directory of a trained exit head.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plans"), help="Engine directory to write.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
+@click.option("--max-seq-len", type=click.IntRange(min=2), help="Slots of the KV cache (S).  [default: at most 4096]")
+@click.option("--max-tree-nodes", type=click.IntRange(1, 512), default=32, help="Drafted tokens that fit one round (M).")
+@click.option("--draft-top-k", type=click.IntRange(1, 64), default=8, help="Candidates that the draft reports (K).")
+@click.option("--check/--no-check", default=None, help="Compare with the torch module.  [default: if memory allows]")
+@one_line_errors
+def main(
+    model: str,
+    exit_layer: int | None,
+    exit_head: Path | None,
+    output: Path,
+    dtype: str | None,
+    max_seq_len: int | None,
+    max_tree_nodes: int,
+    draft_top_k: int,
+    check: bool | None,
+) -> None:
+    """Write draft.onnx, verify.onnx, their shared weights, the tokenizer and manifest.json into one directory."""
+    try:
+        import onnx  # noqa: F401
+        import torch  # noqa: F401
+    except ImportError:
+        raise EESDError("Exporting needs torch and onnx; install them with: pip install 'eesd[export]'.") from None
+    from eesd.export.engine_dir import check_output, export
+    from eesd.export.graph import ExportOptions
+    from eesd.export.hub import find_model
+    from eesd.model.checkpoint import Checkpoint
+
+    console = Console(stderr=True)
+    check_output(output)
+    checkpoint = Checkpoint(find_model(model))
+    config = checkpoint.config
+    head = _choose_head(checkpoint, exit_layer, exit_head, console)
+    slots = max_seq_len or min(config.max_positions, 4096)
+    if slots > config.max_positions:
+        raise EESDError(f"--max-seq-len {slots} is more than the model's {config.max_positions} positions.")
+    options = ExportOptions(dtype or config.dtype, slots, max_tree_nodes, min(draft_top_k, config.vocab_size))
+    if options.dtype not in DTYPES:
+        raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
+    if max_tree_nodes >= slots:
+        raise EESDError(f"--max-tree-nodes {max_tree_nodes} does not fit a cache of {slots} slots.")
+    with _progress(console) as bar:
+        task = bar.add_task("", total=None)
+        lines: list[str] = []
+        export(
+            checkpoint,
+            head,
+            options,
+            output,
+            lambda stage: bar.update(task, description=stage),
+            lambda name, size, total: bar.update(task, description=name, advance=size, total=total),
+            lambda directory, manifest: lines.extend(_check(directory, manifest, checkpoint, head, check)),
+        )
+    click.echo(f"{output}: {config.architecture}, {options.dtype}, exit after layer {head.config.layer}, {slots} slots")
+    for line in lines:
+        click.echo(line)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<44.44}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path | None, console: Console) -> Head:
+    """The head given, else the one in the model directory, else an untrained one."""
+    from eesd.export.engine_dir import stored_head, untrained_head
+    from eesd.model.exit_head import CONFIG
+
+    if directory is None and (checkpoint.directory / CONFIG).exists():
+        directory = checkpoint.directory
+    if directory is not None:
+        head = stored_head(checkpoint, directory)
+        if exit_layer not in (None, head.config.layer):
+            raise EESDError(
+                f"The exit head in {directory} leaves after layer {head.config.layer}, --exit-layer says {exit_layer}; "
+                "leave the option out or give another --exit-head."
+            )
+        return head
+    if exit_layer is None:
+        raise EESDError("There is no trained exit head in the model directory; give --exit-layer N or --exit-head DIR.")
+    console.print("No trained exit head: acceptance will be low until one is trained with eesd-distill.", style="yellow")
+    return untrained_head(checkpoint, exit_layer)
+
+
+def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head, wanted: bool | None) -> list[str]:
+    """What the parity check found, a line for each graph; an error when a graph is wrong."""
+    from eesd.export.check import check_engine, memory_needed
+
+    needed = memory_needed(manifest)
+    if wanted is False:
+        return []
+    if wanted is None and needed > _available_memory() // 4:
+        return [f"parity not checked: it would take {needed / 1e9:.0f} GB of memory; --check does it all the same"]
+    differences = check_engine(directory, manifest, checkpoint, head)
+    bad = [kind for kind, difference in differences.items() if not difference.acceptable]
+    if bad:
+        raise EESDError(f"The {' and '.join(bad)} graph does not compute what the model does; please report this model.")
+    return [
+        f"{kind}: largest difference to torch {difference.largest:.2e} (largest logit {difference.scale:.1f})"
+        for kind, difference in differences.items()
+    ]
+
+
+def _available_memory() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 8 << 30
+
+
+if __name__ == "__main__":
+    main()

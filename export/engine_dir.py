@@ -1,0 +1,200 @@
+"""The export as a whole: checkpoint and exit head in, a complete engine directory out, or nothing."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import onnx
+import torch
+from torch import Tensor
+
+import eesd
+from eesd.export.graph import ExportOptions, Graph, to_proto, trace
+from eesd.export.manifest import FORMAT_VERSION, NAME, WEIGHTS, FileInfo, Manifest, sha256_of
+from eesd.export.weights import Plan, Source, check_space, plan_weights, write_weights
+from eesd.model import exit_head
+from eesd.model.checkpoint import Checkpoint, exit_tensors
+from eesd.model.config import ModelConfig
+from eesd.model.decoder import rotary_tables
+from eesd.model.exit_head import ExitConfig
+from eesd.runtime.errors import EESDError
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class Computed:
+    """A weight that is computed rather than read: the rotary tables."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self.read = compute
+
+
+@dataclass(frozen=True)
+class Head:
+    """The exit head of an export: its configuration and where each of its tensors comes from."""
+
+    config: ExitConfig
+    sources: Mapping[str, Source]
+
+
+def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
+    """A trained head from its directory; refused if it was trained on another model."""
+    config = exit_head.read_exit_config(directory, checkpoint.fingerprint())
+    exit_head.check_exit(checkpoint.config, config.layer, config.blocks)
+    return Head(config, exit_tensors(checkpoint.config, config, directory))
+
+
+def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:
+    """A head that reuses the model's last layer and norm as they are."""
+    exit_head.check_exit(checkpoint.config, layer, 1)
+    config = ExitConfig(layer=layer, base=checkpoint.fingerprint())
+    names = exit_head.initial_names(checkpoint.config, config)
+    return Head(config, {name: checkpoint.tensors[base] for name, base in names.items()})
+
+
+def export(
+    checkpoint: Checkpoint,
+    head: Head,
+    options: ExportOptions,
+    output: Path,
+    stage: Callable[[str], None],
+    progress: Callable[[str, int, int], None],
+    check: Callable[[Path, Manifest], None],
+) -> Manifest:
+    """Write an engine directory; it appears under its name only when it is complete and ``check`` did not raise.
+
+    ``stage`` is told what begins; ``progress`` each weight's name, its bytes, and the bytes of all weights.
+    """
+    check_output(output)
+    graphs = {}
+    for kind in ("draft", "verify"):
+        stage(f"tracing the {kind} graph")
+        graphs[kind] = trace(kind, checkpoint.config, head.config, options)
+    plan = plan_weights((graph.weights for graph in graphs.values()), options.dtype)
+    check_space(_existing_parent(output), plan.size + 64_000_000)
+    stage("writing the weights")
+    with _staging(output) as directory:
+        files = _write_all(directory, checkpoint, head, options, graphs, plan, progress)
+        manifest = _manifest(checkpoint, head.config, options, graphs, files)
+        (directory / NAME).write_text(manifest.to_json())
+        stage("checking parity")
+        check(directory, manifest)
+    return manifest
+
+
+def _write_all(
+    directory: Path,
+    checkpoint: Checkpoint,
+    head: Head,
+    options: ExportOptions,
+    graphs: Mapping[str, Graph],
+    plan: Plan,
+    progress: Callable[[str, int, int], None],
+) -> dict[str, FileInfo]:
+    sources = weight_sources(checkpoint, head, options.max_seq_len)
+    files = {
+        WEIGHTS: write_weights(
+            directory / WEIGHTS, plan, sources, options.dtype, lambda name, size: progress(name, size, plan.size)
+        )
+    }
+    for graph in graphs.values():
+        onnx.save(to_proto(graph, WEIGHTS, plan.places), directory / graph.info.file)
+        files[graph.info.file] = _file_info(directory / graph.info.file)
+    for name in TEXT_FILES:
+        if (checkpoint.directory / name).exists():
+            shutil.copyfile(checkpoint.directory / name, directory / name)
+            files[name] = _file_info(directory / name)
+    return files
+
+
+def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, Source]:
+    """Where every weight of the two graphs comes from, by its name in the graphs."""
+    sources: dict[str, Source] = dict(checkpoint.tensors)
+    sources |= {f"exit_head.{name}": source for name, source in head.sources.items()}
+    sources["cos"] = Computed(lambda: rotary_tables(checkpoint.config, slots)[0])
+    sources["sin"] = Computed(lambda: rotary_tables(checkpoint.config, slots)[1])
+    return sources
+
+
+def _file_info(path: Path) -> FileInfo:
+    return FileInfo(path.stat().st_size, sha256_of(path))
+
+
+def _manifest(
+    checkpoint: Checkpoint,
+    exit_config: ExitConfig,
+    options: ExportOptions,
+    graphs: Mapping[str, Graph],
+    files: dict[str, FileInfo],
+) -> Manifest:
+    config: ModelConfig = checkpoint.config
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        model=checkpoint.directory.resolve().name,
+        architecture=config.architecture,
+        base_fingerprint=exit_config.base,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        exit_layer=exit_config.layer,
+        exit_blocks=exit_config.blocks,
+        exit_trained=exit_config.trained,
+        dtype=options.dtype,
+        max_seq_len=options.max_seq_len,
+        max_tree_nodes=options.max_tree_nodes,
+        draft_top_k=options.draft_top_k,
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=config.eos_token_ids,
+        draft=graphs["draft"].info,
+        verify=graphs["verify"].info,
+        files=files,
+        tools=_tools(),
+    )
+
+
+def _tools() -> dict[str, str]:
+    tools = {"eesd": eesd.__version__, "torch": torch.__version__, "onnx": onnx.__version__}
+    for name in ("onnxscript", "onnx-ir"):
+        with contextlib.suppress(PackageNotFoundError):
+            tools[name] = version(name)
+    return tools
+
+
+def check_output(output: Path) -> None:
+    """Refuse to replace anything that is not an engine directory."""
+    if output.exists() and not output.is_dir():
+        raise EESDError(f"{output} is a file; give another --output.")
+    if output.is_dir() and any(output.iterdir()) and not (output / NAME).exists():
+        raise EESDError(f"{output} exists and is not an engine directory; give another --output.")
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(parent for parent in path.resolve().parents if parent.exists())
+
+
+@contextlib.contextmanager
+def _staging(output: Path) -> Iterator[Path]:
+    """A directory beside ``output`` that takes its name when the block ends well and vanishes when it does not."""
+    output = output.resolve()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        yield staged
+        staged.chmod(0o755)
+        if output.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}-old-", dir=output.parent))
+            os.replace(output, replaced / output.name)
+            os.replace(staged, output)
+            shutil.rmtree(replaced)
+        else:
+            os.replace(staged, output)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)

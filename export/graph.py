@@ -1,0 +1,246 @@
+"""The graph stage: torch modules to ONNX opset 24, without a single weight in memory.
+
+The modules are built under fake tensors and traced by ``torch.onnx.export``. What comes out is then made lean: reshapes copy
+their first two dimensions instead of computing them, linear weights lose their Transpose (they are stored transposed), and
+every weight becomes a named reference into ``weights.bin``.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass, IdentityEliminationPass, RemoveUnusedNodesPass
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from eesd.export.manifest import GraphInfo, TensorInfo
+from eesd.model.config import ModelConfig
+from eesd.model.decoder import KV, Decoder, Inputs, rotary_tables
+from eesd.model.exit_head import ExitConfig, ExitHead
+from eesd.model.graphs import Draft, Verify, draft_layers
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+OPSET = 24
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Choices of an export: element type, S (slots of the cache), M (nodes of a token tree), K (draft candidates)."""
+
+    dtype: str
+    max_seq_len: int
+    max_tree_nodes: int
+    draft_top_k: int
+
+
+@dataclass(frozen=True)
+class WeightRef:
+    """A weight a graph wants: its name, whether it is stored transposed, and the shape it is stored with."""
+
+    name: str
+    transposed: bool
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced graph whose initializers are still empty, what it needs, and its description for the manifest."""
+
+    model: ir.Model
+    weights: tuple[WeightRef, ...]
+    info: GraphInfo
+
+
+class _Program(nn.Module):
+    """Gives a module of ``model.graphs`` the flat signature of an engine, with the rotary tables as constants."""
+
+    def __init__(self, program: Draft | Verify, cos: Tensor, sin: Tensor) -> None:
+        super().__init__()
+        self.program = program
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, write_indices: Tensor, attn_mask: Tensor, caches: list[KV]
+    ) -> tuple[Tensor, ...]:
+        inputs = Inputs(self.cos, self.sin, position_ids, write_indices, attn_mask)
+        *outputs, written = self.program(input_ids, inputs, caches)
+        return (*outputs, *(tensor for cache in written for tensor in cache))
+
+
+def trace(kind: str, config: ModelConfig, exit_config: ExitConfig, options: ExportOptions) -> Graph:
+    """Trace ``"draft"`` or ``"verify"`` to ONNX. Needs memory for the graph only, whatever the model's size."""
+    dtype = DTYPES[options.dtype]
+    with FakeTensorMode(), _default_dtype(dtype):
+        decoder, head = Decoder(config), ExitHead(config, exit_config)
+        if kind == "draft":
+            program: Draft | Verify = Draft(decoder, head, options.draft_top_k)
+            caches = draft_layers(head, config.num_layers)
+        else:
+            program = Verify(decoder, head)
+            caches = list(range(config.num_layers + exit_config.blocks))
+        cos, sin = rotary_tables(config, options.max_seq_len)
+        module = _Program(program, cos.to(dtype), sin.to(dtype)).eval()
+        model = _export(module, _example(config, len(caches), dtype), len(caches))
+    _name_tensors(model, caches, ["logits", "topk_ids", "topk_logprobs"] if kind == "draft" else ["logits"])
+    weights = _make_lean(model, keep_transpose={"model.embed_tokens.weight"})
+    model.graph.name = f"eesd_{kind}"
+    info = GraphInfo(f"{kind}.onnx", tuple(caches), _describe(model.graph.inputs), _describe(model.graph.outputs))
+    return Graph(model, weights, info)
+
+
+def _example(config: ModelConfig, caches: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    batch, tokens, slots = 2, 3, 64
+    ids, positions = (torch.zeros(batch, tokens, dtype=torch.int64) for _ in range(2))
+    shape = (batch, config.num_kv_heads, slots, config.head_dim)
+    kv = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(caches)]
+    return ids, positions, torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, 1, tokens, slots, dtype=dtype), kv
+
+
+def _export(module: nn.Module, example: tuple[Any, ...], caches: int) -> ir.Model:
+    batch, tokens, slots = torch.export.Dim("B"), torch.export.Dim("n"), torch.export.Dim("S")
+    kv = {0: batch, 2: slots}
+    shapes = (
+        {0: batch, 1: tokens},
+        {0: batch, 1: tokens},
+        {0: batch},
+        {0: batch, 2: tokens, 3: slots},
+        [(kv, kv)] * caches,
+    )
+    with _quiet():
+        exported = torch.onnx.export(
+            module, example, dynamo=True, opset_version=OPSET, optimize=False, dynamic_shapes=shapes, verbose=False
+        )
+    assert exported is not None
+    return exported.model
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's notes about packages that we do not use off the user's terminal."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+def _name_tensors(model: ir.Model, caches: list[int], outputs: list[str]) -> None:
+    """Caches are ``key_3`` going in and ``key_3_out`` coming out."""
+    names = [f"{part}_{index}" for index in caches for part in ("key", "value")]
+    for value, name in zip(model.graph.inputs[4:], names, strict=True):
+        value.name = name
+    for value, name in zip(model.graph.outputs, [*outputs, *(f"{name}_out" for name in names)], strict=True):
+        value.name = name
+
+
+def _make_lean(model: ir.Model, keep_transpose: set[str]) -> tuple[WeightRef, ...]:
+    graph = model.graph
+    _constant_reshapes(graph)
+    IdentityEliminationPass()(model)
+    _drop_unnamed_weights(graph, keep_transpose)
+    RemoveUnusedNodesPass()(model)
+    ClearMetadataAndDocStringPass()(model)
+    constants = {name for name, value in graph.initializers.items() if value.meta.get("constant")}
+    weights = []
+    for name in list(graph.initializers):
+        value = graph.initializers[name]
+        if not value.uses():
+            del graph.initializers[name]
+        elif name not in constants:
+            assert value.shape is not None
+            weights.append(WeightRef(name, bool(value.meta.get("transposed")), tuple(value.shape.numpy())))
+    return tuple(weights)
+
+
+def _constant_reshapes(graph: ir.Graph) -> None:
+    """Replace computed target shapes [B, n, ...] by constants: 0 copies a dimension of the input."""
+    for node in list(graph):
+        shape = node.inputs[1] if node.op_type == "Reshape" else None
+        producer = shape.producer() if shape is not None else None
+        if producer is None or producer.op_type != "Concat":
+            continue
+        dims = [0, 0]
+        for part in producer.inputs[2:]:
+            assert part is not None
+            constant = ir.convenience.get_const_tensor(part)
+            assert constant is not None, "only B and n may be symbolic"
+            dims.append(int(constant.numpy().item()))
+        name = "reshape_" + "_".join(map(str, dims)).replace("-", "m")
+        target = graph.initializers.get(name)
+        if target is None:
+            target = ir.val(name, const_value=ir.tensor(dims, dtype=ir.DataType.INT64, name=name))
+            target.meta["constant"] = True
+            graph.initializers[name] = target
+        node.replace_input_with(1, target)
+        node.attributes.pop("allowzero", None)
+
+
+def _drop_unnamed_weights(graph: ir.Graph, keep_transpose: set[str]) -> None:
+    """Give weights their checkpoint names and fold the Transpose of linear weights into how they are stored."""
+    for old in list(graph.initializers):
+        value = graph.initializers[old]
+        if value.meta.get("constant"):
+            continue
+        del graph.initializers[old]
+        value.name = old.removeprefix("program.")
+        # A tied LM head is the embedding table; tracing may have kept either name.
+        if value.name == "lm_head.weight" and any(user.op_type == "Gather" for user, _ in value.uses()):
+            value.name = "model.embed_tokens.weight"
+        graph.initializers[value.name] = value
+        users = [user for user, _ in value.uses()]
+        if value.name not in keep_transpose and users and all(user.op_type == "Transpose" for user in users):
+            assert value.shape is not None
+            value.shape = ir.Shape(tuple(reversed(value.shape)))
+            value.meta["transposed"] = True
+            for user in users:
+                user.outputs[0].replace_all_uses_with(value)
+                graph.remove(user, safe=True)
+
+
+def _describe(values: Any) -> tuple[TensorInfo, ...]:
+    return tuple(
+        TensorInfo(
+            value.name,
+            tuple(dim if isinstance(dim, int) else str(dim) for dim in value.shape),
+            {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "INT64": "int64"}[value.dtype.name],
+        )
+        for value in values
+    )
+
+
+def to_proto(graph: Graph, location: str, places: dict[str, tuple[int, int]]) -> onnx.ModelProto:
+    """The graph as a ModelProto whose weights are external data: ``places`` gives each one's (offset, length)."""
+    for weight in graph.weights:
+        offset, length = places[weight.name]
+        value = graph.model.graph.initializers[weight.name]
+        value.const_value = ir.ExternalTensor(
+            location,
+            offset,
+            length,
+            value.dtype or ir.DataType.FLOAT,
+            shape=ir.Shape(weight.shape),
+            name=weight.name,
+        )
+    graph.model.producer_name = "eesd"
+    return ir.to_proto(graph.model)

@@ -1,0 +1,81 @@
+"""``eesd-inspect``: what is in an engine directory."""
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from eesd.export.manifest import Manifest, load_manifest, verify_files
+from eesd.runtime.errors import one_line_errors
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Hash every file again and compare with the manifest.")
+@click.option("--tensors", is_flag=True, help="List the inputs and outputs of both graphs.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+@one_line_errors
+def main(directory: Path, verify: bool, tensors: bool, as_json: bool) -> None:
+    """Show what an engine directory holds; --verify also re-hashes its files."""
+    manifest = load_manifest(directory)
+    if as_json:
+        click.echo(manifest.to_json(), nl=False)
+    else:
+        console = Console()
+        console.print(_summary(directory, manifest))
+        console.print(_files(manifest))
+        if tensors:
+            console.print(_tensors(manifest))
+    if verify:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("hashing", total=sum(info.size for info in manifest.files.values()))
+            verify_files(directory, manifest, lambda size: bar.advance(task, size))
+        click.echo("all files are as exported", err=as_json)
+
+
+def _summary(directory: Path, manifest: Manifest) -> Table:
+    slot = 2 * manifest.num_caches * manifest.num_kv_heads * manifest.head_dim * BYTES[manifest.dtype]
+    trained = "" if manifest.exit_trained else "  (untrained: train it with eesd-distill)"
+    rows = {
+        "model": f"{manifest.model} ({manifest.architecture})",
+        "geometry": (
+            f"{manifest.num_layers} layers of {manifest.hidden_size}, {manifest.num_heads} heads and "
+            f"{manifest.num_kv_heads} KV heads of {manifest.head_dim}, vocabulary {manifest.vocab_size}"
+        ),
+        "exit head": f"after layer {manifest.exit_layer}, {manifest.exit_blocks} block(s){trained}",
+        "element type": manifest.dtype,
+        "KV cache": (
+            f"{manifest.num_caches} caches, {manifest.max_seq_len} slots of {slot / 1024:.1f} KiB, "
+            f"{slot * manifest.max_seq_len / 2**20:.0f} MiB when full"
+        ),
+        "token tree": f"{manifest.max_tree_nodes} nodes a round, {manifest.draft_top_k} candidates a step",
+        "made with": ", ".join(f"{name} {value}" for name, value in manifest.tools.items()),
+    }
+    table = Table(title=str(directory), show_header=False, title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _files(manifest: Manifest) -> Table:
+    table = Table("file", "bytes", "SHA-256")
+    for name, info in manifest.files.items():
+        table.add_row(name, f"{info.size:,}", info.sha256[:16])
+    return table
+
+
+def _tensors(manifest: Manifest) -> Table:
+    table = Table("graph", "", "tensor", "shape", "type")
+    for graph in (manifest.draft, manifest.verify):
+        for way, infos in (("in", graph.inputs), ("out", graph.outputs)):
+            for info in infos:
+                table.add_row(graph.file, way, info.name, str(list(info.shape)), info.dtype)
+    return table
+
+
+if __name__ == "__main__":
+    main()

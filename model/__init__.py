@@ -1,0 +1,1 @@
+"""The torch definition: configuration, decoder, exit head, and reading of Hugging Face checkpoints."""

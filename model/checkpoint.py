@@ -1,0 +1,157 @@
+"""Reading safetensors checkpoints tensor by tensor, with plain file reads: no tensor is in memory before it is asked for."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eesd.model import exit_head
+from eesd.model.config import ModelConfig, load_config, read_json
+from eesd.model.decoder import Decoder
+from eesd.model.exit_head import ExitConfig, ExitHead
+from eesd.runtime.errors import EESDError
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies: ``nbytes`` bytes at ``offset`` of ``path``."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            data = bytearray(self.nbytes)
+            if file.readinto(data) != self.nbytes:
+                raise EESDError(f"{self.path} is truncated; fetch the file again.")
+        return torch.frombuffer(data, dtype=self.dtype).reshape(self.shape)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, from its header (8 bytes of length, then JSON); sizes are checked."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise EESDError(f"{path} is missing; the checkpoint is incomplete, fetch it again.") from None
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise EESDError(f"{path} is truncated; fetch the file again.")
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise EESDError(f"{path} is not a safetensors file; only safetensors checkpoints are read.") from None
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        tensors[name] = _stored(path, 8 + length, size, name, entry)
+    return tensors
+
+
+def _stored(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) -> StoredTensor:
+    if entry["dtype"] not in DTYPES:
+        raise EESDError(
+            f"{path}: the tensor {name} is stored as {entry['dtype']}; supported are {', '.join(DTYPES)} "
+            "(give the unquantized checkpoint)."
+        )
+    start, end = entry["data_offsets"]
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    if base + end > size:
+        raise EESDError(f"{path} is truncated: the tensor {name} ends past the end of the file; fetch it again.")
+    if end - start != prod(shape) * dtype.itemsize:
+        raise EESDError(f"{path} is damaged: the tensor {name} has the wrong number of bytes; fetch it again.")
+    return StoredTensor(path, base + start, end - start, shape, dtype)
+
+
+class Checkpoint:
+    """A Hugging Face model directory: its geometry, its tensors (one file or shards), its fingerprint."""
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise EESDError(f"{directory} is not a directory; give a Hugging Face model directory.")
+        self.directory = directory
+        self.config = load_config(directory)
+        self.tensors: dict[str, StoredTensor] = {}
+        for path in _weight_files(directory):
+            self.tensors.update(read_header(path))
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        for name, shape in expected_shapes(self.config).items():
+            stored = self.tensors.get(name)
+            if stored is None:
+                raise EESDError(f"The checkpoint {self.directory} has no tensor {name}; it is incomplete, fetch it again.")
+            if stored.shape != shape:
+                raise EESDError(
+                    f"The tensor {name} of {self.directory} has shape {list(stored.shape)} where config.json "
+                    f"asks for {list(shape)}; weights and config are of different models."
+                )
+
+    def fingerprint(self) -> str:
+        """SHA-256 over every tensor's name, shape, type and first kilobyte; the same however the model is sharded."""
+        digest = hashlib.sha256()
+        for name in sorted(expected_shapes(self.config)):
+            stored = self.tensors[name]
+            digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
+            with stored.path.open("rb") as file:
+                file.seek(stored.offset)
+                digest.update(file.read(min(1024, stored.nbytes)))
+        return digest.hexdigest()
+
+    def decoder(self) -> Decoder:
+        """The whole base model in memory, float32, frozen."""
+        model = Decoder(self.config).requires_grad_(False).eval()
+        for name, parameter in model.named_parameters():
+            parameter.copy_(self.tensors[name].read())
+        return model
+
+    def exit_head(self, directory: Path) -> ExitHead:
+        """A stored exit head for this model, float32."""
+        head = ExitHead(self.config, exit_head.read_exit_config(directory, self.fingerprint()))
+        stored = exit_tensors(self.config, head.exit_config, directory)
+        head.load_state_dict({name: tensor.read().float() for name, tensor in stored.items()})
+        return head.eval()
+
+
+def _weight_files(directory: Path) -> Iterator[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        shards = read_json(index).get("weight_map", {})
+        yield from (directory / shard for shard in sorted(set(shards.values())))
+    elif (directory / "model.safetensors").exists():
+        yield directory / "model.safetensors"
+    else:
+        raise EESDError(
+            f"{directory} has neither model.safetensors nor model.safetensors.index.json; "
+            "only safetensors checkpoints are read."
+        )
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of this geometry must have."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
+
+
+def exit_tensors(config: ModelConfig, exit_config: ExitConfig, directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a stored exit head, each checked against the head's geometry."""
+    stored = read_header(directory / exit_head.WEIGHTS)
+    with torch.device("meta"):
+        wanted = {name: tuple(p.shape) for name, p in ExitHead(config, exit_config).named_parameters()}
+    for name, shape in wanted.items():
+        if name not in stored or stored[name].shape != shape:
+            raise EESDError(f"The exit head in {directory} has no tensor {name} of shape {list(shape)}; it is damaged.")
+    return {name: stored[name] for name in wanted}

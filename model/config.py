@@ -1,0 +1,153 @@
+"""The geometry of a decoder, read from a Hugging Face ``config.json``."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eesd.runtime.errors import EESDError
+
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched: ``linear`` (factor alone) or ``llama3`` (all four)."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Geometry of a Llama-shaped decoder (Llama 2/3, CodeLlama, Mistral, Qwen2, Qwen2.5, Qwen3)."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of the base model (norms and biases left out)."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.num_layers * layer + embeddings
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an :class:`EESDError` where there is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise EESDError(f"{path} is missing; give a Hugging Face model directory.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise EESDError(f"{path} is not valid JSON ({error}); fetch the file again.") from None
+    if not isinstance(value, dict):
+        raise EESDError(f"{path} holds no JSON object; fetch the file again.")
+    return value
+
+
+def load_config(model_dir: Path) -> ModelConfig:
+    """Read ``config.json`` (and the EOS ids of ``generation_config.json``) of a model directory.
+
+    Raises :class:`EESDError` for an architecture or an option that the decoder does not implement.
+    """
+    raw = read_json(model_dir / "config.json")
+    architecture = (raw.get("architectures") or ["none"])[0]
+    if architecture not in SUPPORTED:
+        raise EESDError(f"The architecture {architecture} is not supported; supported are {', '.join(SUPPORTED)}.")
+    try:
+        return _from_raw(raw, architecture, _eos_ids(model_dir, raw))
+    except KeyError as error:
+        raise EESDError(f"{model_dir / 'config.json'} has no {error.args[0]!r}; the file is incomplete.") from None
+    except (TypeError, ValueError) as error:
+        raise EESDError(f"{model_dir / 'config.json'} has a value that cannot be used: {error}.") from None
+
+
+def _from_raw(raw: dict[str, Any], architecture: str, eos: tuple[int, ...]) -> ModelConfig:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise EESDError(f"The activation {raw['hidden_act']!r} is not supported; supported is 'silu'.")
+    heads = int(raw["num_attention_heads"])
+    theta, scaling = _rope(raw)
+    positions = int(raw.get("max_position_embeddings", 2048))
+    window = raw.get("sliding_window")
+    if window and raw.get("use_sliding_window", architecture == "MistralForCausalLM"):
+        positions = min(positions, int(window))  # inside the window, sliding attention is plain attention
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    bias = bool(raw.get("attention_bias", False))
+    hidden = int(raw["hidden_size"])
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=int(raw["vocab_size"]),
+        hidden_size=hidden,
+        intermediate_size=int(raw["intermediate_size"]),
+        num_layers=int(raw["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or hidden // heads),
+        max_positions=positions,
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=bias or qwen2,
+        output_bias=bias and not qwen2,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        bos_token_id=raw.get("bos_token_id"),
+        eos_token_ids=eos,
+    )
+
+
+def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """(theta, scaling), from ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before)."""
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if float(parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise EESDError("Partial rotary embeddings are not supported; every head dimension must be rotated.")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling("linear", float(parameters["factor"]))
+    if kind == "llama3":
+        return theta, RopeScaling(
+            "llama3",
+            float(parameters["factor"]),
+            float(parameters["low_freq_factor"]),
+            float(parameters["high_freq_factor"]),
+            int(parameters["original_max_position_embeddings"]),
+        )
+    raise EESDError(f"The rope scaling {kind!r} is not supported; supported are default, linear, llama3.")
+
+
+def _eos_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    path = model_dir / "generation_config.json"
+    eos = read_json(path).get("eos_token_id") if path.exists() else None
+    if eos is None:
+        eos = raw.get("eos_token_id")
+    if eos is None:
+        return ()
+    return tuple(int(token) for token in eos) if isinstance(eos, list) else (int(eos),)

@@ -1,0 +1,209 @@
+"""The decoder, written once for training, checking and export.
+
+It is the Llama block (RMSNorm, rotary attention with grouped heads, SwiGLU) over **static caches**: keys and values of the
+``n`` new tokens are written into ``[B, KV, S, D]`` at ``write_indices`` and attention sees all ``S`` slots through an additive
+mask ``[B, 1, n, S]``. Because position and visibility are inputs, one pass serves a prompt, one token, a chain or a token tree.
+
+Parameters carry their Hugging Face names, and the four operations that an engine fuses (norm, rotary, cache write, attention)
+are ONNX opset-24 operators, so that ``torch.onnx.export`` writes exactly the graph that is run.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from eesd.model.config import ModelConfig
+
+MASKED = -30000.0
+"""Added to the score of a slot that must not be seen: fits float16, and its softmax weight is exactly zero."""
+
+
+@dataclass
+class Inputs:
+    """What every layer needs besides its hidden state: rotary tables [S, D/2], positions [B, n], slots [B], mask [B, 1, n, S]."""
+
+    cos: Tensor
+    sin: Tensor
+    position_ids: Tensor
+    write_indices: Tensor
+    attn_mask: Tensor
+
+
+KV = tuple[Tensor, Tensor]
+"""The keys and values of one layer, each [B, KV, S, D]."""
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            normed: Tensor = torch.onnx.ops.symbolic(
+                "RMSNormalization",
+                (x, self.weight),
+                {"epsilon": self.eps, "axis": -1, "stash_type": 1},
+                dtype=x.dtype,
+                shape=x.shape,
+                version=23,
+            )
+            return normed
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def rotate(x: Tensor, inputs: Inputs) -> Tensor:
+    """Rotary embedding of x [B, H, n, D] at ``position_ids`` (halves rotated, as in Hugging Face checkpoints)."""
+    return torch.onnx.ops.rotary_embedding(x, inputs.cos, inputs.sin, inputs.position_ids)
+
+
+def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
+    """The cache [B, KV, S, D] with new [B, KV, n, D] in the slots ``write_indices[b] ..``; engines do it in place."""
+    if torch.compiler.is_exporting():
+        written: Tensor = torch.onnx.ops.symbolic(
+            "TensorScatter", (cache, new, write_indices), {"axis": 2}, dtype=cache.dtype, shape=cache.shape, version=24
+        )
+        return written
+    slots = write_indices[:, None] + torch.arange(new.shape[2], device=new.device)
+    return cache.scatter(2, slots[:, None, :, None].expand_as(new), new)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Tensor:
+    """Attention of q [B, H, n, D] over all S slots of the caches, heads grouped; [B, H, n, D]."""
+    if torch.compiler.is_exporting():
+        return torch.onnx.ops.attention(q, keys, values, attn_mask, scale=q.shape[-1] ** -0.5)[0]
+    return nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=attn_mask, enable_gqa=True)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        hidden, width = config.hidden_size, config.num_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, kv_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(width, hidden, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def write(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
+        """Project x [B, n, hidden] to keys and values and write them into the caches."""
+        k = self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2)
+        v = self.heads(self.v_proj(x)).transpose(1, 2)
+        return (
+            write_cache(cache[0], rotate(k, inputs), inputs.write_indices),
+            write_cache(cache[1], v, inputs.write_indices),
+        )
+
+    def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
+        q = self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2)
+        keys, values = self.write(x, inputs, cache)
+        y = attend(rotate(q, inputs), keys, values, inputs.attn_mask)
+        return self.o_proj(y.transpose(1, 2).flatten(2)), (keys, values)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class Block(nn.Module):
+    """One decoder block: x [B, n, hidden] -> (x, the layer's caches with the new tokens in them)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
+        attended, cache = self.self_attn(self.input_layernorm(x), inputs, cache)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+    def write(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
+        """Only the block's keys and values for x, without its output."""
+        return self.self_attn.write(self.input_layernorm(x), inputs, cache)
+
+
+class Backbone(nn.Module):
+    """Embeddings, blocks and final norm (``model.*`` in a checkpoint)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """The frozen base model. ``forward`` gives logits [B, n, V] and the new caches, one :data:`KV` for each layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tied_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
+        x = self.model.embed_tokens(input_ids)
+        written = []
+        for block, cache in zip(self.model.layers, caches, strict=True):
+            x, cache = block(x, inputs, cache)
+            written.append(cache)
+        return self.lm_head(self.model.norm(x)), written
+
+
+def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [length, D/2] in float32, with ``linear`` or ``llama3`` scaling of the frequencies applied."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is not None:
+        slowed = frequencies / scaling.factor
+        if scaling.kind == "linear":
+            frequencies = slowed
+        else:
+            turns = scaling.original_max_position * frequencies / (2 * math.pi)
+            blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            blend = blend.clamp(0, 1)
+            frequencies = (1 - blend) * slowed + blend * frequencies
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def causal_inputs(config: ModelConfig, batch: int, tokens: int, slots: int, start: int = 0) -> Inputs:
+    """Inputs for ``tokens`` consecutive tokens written at slot ``start`` of caches with ``slots`` slots (float32)."""
+    cos, sin = rotary_tables(config, slots)
+    position = torch.arange(start, start + tokens)
+    hidden = torch.arange(slots)[None, :] > position[:, None]
+    mask = torch.zeros(tokens, slots).masked_fill(hidden, MASKED)
+    return Inputs(
+        cos, sin, position.expand(batch, -1), torch.full((batch,), start), mask.expand(batch, 1, tokens, slots)
+    )
+
+
+def empty_caches(config: ModelConfig, batch: int, slots: int, layers: int) -> list[KV]:
+    """Zeroed caches for ``layers`` layers."""
+    shape = (batch, config.num_kv_heads, slots, config.head_dim)
+    return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(layers)]

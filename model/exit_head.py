@@ -1,0 +1,129 @@
+"""The exit head: what turns the hidden state after layer N into a draft of the next token.
+
+E decoder blocks, a norm, and the base model's LM head (or a trained copy of it). Stored as a checkpoint of its own,
+``exit_head.safetensors`` beside ``exit_head.json``, bound to its base model by a fingerprint.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from eesd.model.config import ModelConfig, read_json
+from eesd.model.decoder import KV, Block, Decoder, Inputs, RMSNorm
+from eesd.runtime.errors import EESDError
+
+WEIGHTS, CONFIG = "exit_head.safetensors", "exit_head.json"
+
+
+@dataclass(frozen=True)
+class ExitConfig:
+    """Where the head leaves the model and of what it is made.
+
+    ``layer`` is N, the number of base layers before it; ``blocks`` is E; ``own_lm_head`` says whether it has an LM head of its
+    own; ``base`` is the fingerprint of the base model; ``trained`` is false for a head that was only initialised.
+    """
+
+    layer: int
+    blocks: int = 1
+    own_lm_head: bool = False
+    base: str = ""
+    trained: bool = False
+
+
+class ExitHead(nn.Module):
+    """Blocks, norm and LM head on the hidden state [B, n, hidden] after layer N; caches: one for each block."""
+
+    def __init__(self, config: ModelConfig, exit_config: ExitConfig) -> None:
+        super().__init__()
+        self.exit_config = exit_config
+        self.blocks = nn.ModuleList(Block(config) for _ in range(exit_config.blocks))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = (
+            nn.Linear(config.hidden_size, config.vocab_size, bias=False) if exit_config.own_lm_head else None
+        )
+
+    def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Module) -> tuple[Tensor, list[KV]]:
+        """Draft logits [B, n, V] (through ``lm_head`` unless the head has its own) and the written caches."""
+        written = []
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x, cache = block(x, inputs, cache)
+            written.append(cache)
+        return (self.lm_head or lm_head)(self.norm(x)), written
+
+    def write(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> list[KV]:
+        """Only the keys and values: the first E - 1 blocks run, the last one just projects.
+
+        The verify pass does this on its own hidden state after layer N, so the draft never has to catch up.
+        """
+        written = []
+        for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
+            x, cache = block(x, inputs, cache)
+            written.append(cache)
+        written.append(self.blocks[-1].write(x, inputs, caches[-1]))
+        return written
+
+
+def check_exit(config: ModelConfig, layer: int, blocks: int) -> None:
+    """Refuse an exit layer or a block count that the model cannot have."""
+    if not 1 <= layer < config.num_layers:
+        raise EESDError(
+            f"The exit layer must be between 1 and {config.num_layers - 1} for this {config.num_layers}-layer model; "
+            f"{layer} was given."
+        )
+    if not 1 <= blocks <= config.num_layers:
+        raise EESDError(f"The exit head must have between 1 and {config.num_layers} blocks; {blocks} were given.")
+
+
+def initial_names(config: ModelConfig, exit_config: ExitConfig) -> dict[str, str]:
+    """For each parameter of an untrained head, the base parameter that it starts from: the last E layers, norm, LM head."""
+    names = {"norm.weight": "model.norm.weight"}
+    if exit_config.own_lm_head:
+        names["lm_head.weight"] = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    with torch.device("meta"):
+        block = Block(config)
+    for index in range(exit_config.blocks):
+        layer = config.num_layers - exit_config.blocks + index
+        for name in block.state_dict():
+            names[f"blocks.{index}.{name}"] = f"model.layers.{layer}.{name}"
+    return names
+
+
+def initialise(decoder: Decoder, exit_config: ExitConfig) -> ExitHead:
+    """A head that starts from the base model's last layers, norm and (if it has its own) LM head."""
+    check_exit(decoder.config, exit_config.layer, exit_config.blocks)
+    head = ExitHead(decoder.config, exit_config)
+    base = decoder.state_dict()
+    head.load_state_dict({k: base[v] for k, v in initial_names(decoder.config, exit_config).items()})
+    return head
+
+
+def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the head; each file appears whole or not at all, the JSON (which makes it a checkpoint) last."""
+    directory.mkdir(parents=True, exist_ok=True)
+    state = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
+    partial = directory / (WEIGHTS + ".tmp")
+    save_file(state, partial)
+    os.replace(partial, directory / WEIGHTS)
+    partial = directory / (CONFIG + ".tmp")
+    partial.write_text(json.dumps(asdict(head.exit_config), indent=2) + "\n")
+    os.replace(partial, directory / CONFIG)
+
+
+def read_exit_config(directory: Path, base: str) -> ExitConfig:
+    """The configuration of a stored head; refused when it was trained on another model than the one fingerprinted ``base``."""
+    raw = read_json(directory / CONFIG)
+    try:
+        config = ExitConfig(**raw)
+    except TypeError:
+        raise EESDError(f"{directory / CONFIG} is not an exit head's configuration; point --exit-head at one.") from None
+    if config.base != base:
+        raise EESDError(
+            f"The exit head in {directory} was trained on another base model "
+            f"(fingerprint {config.base[:12]}, this model is {base[:12]}); train one for this model."
+        )
+    return config

@@ -1,0 +1,38 @@
+"""The one exception for whatever the user can mend, and the one place that turns it into a line and exit code 2."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+import click
+
+P = ParamSpec("P")
+
+
+class EESDError(Exception):
+    """Bad input: the message is one sentence that says what is wrong and what to do."""
+
+
+def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
+    """Make a click callback report :class:`EESDError` and unreadable files as ``error: ...`` with exit code 2."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except EESDError as error:
+            fail(str(error))
+        except OSError as error:
+            place = f": {error.filename}" if error.filename else ""
+            fail(f"{error.strerror or error}{place}.")
+
+    return run
+
+
+def fail(message: str) -> None:
+    """Print ``error: message`` to stderr and leave with exit code 2."""
+    click.echo(f"error: {message}", err=True)
+    sys.exit(2)
+
+

@@ -1,0 +1,87 @@
+"""Tiny random Hugging Face checkpoints, one for each kind of model that the decoder claims to read."""
+
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+LLAMA3_ORIGINAL = 64
+"""Small enough for a short test to leave the trained range, large enough for fast rotary frequencies to stay unscaled."""
+
+GEOMETRY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-3,  # far from every default, so that a forgotten epsilon shows in the logits
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A transformers model type with what sets it apart from :data:`GEOMETRY`."""
+
+    name: str
+    model_type: str
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    shard_size: str | None = None
+
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": LLAMA3_ORIGINAL,
+}
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("llama2", "llama", {"num_key_value_heads": 4}, dtype=torch.float16),
+        Family("llama3", "llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING}, dtype=torch.bfloat16),
+        Family("llama-linear", "llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        Family("codellama", "llama", {"rope_theta": 1e6, "vocab_size": 128}, shard_size="100KB"),
+        Family("llama-tied", "llama", {"tie_word_embeddings": True}),
+        Family("llama-bias", "llama", {"attention_bias": True, "mlp_bias": True}),
+        Family("llama-head-dim", "llama", {"head_dim": 24, "num_hidden_layers": 4}),
+        Family("mistral", "mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+        Family("mistral-window", "mistral", {"sliding_window": 32}),
+        Family("qwen2", "qwen2", {"rope_theta": 1e6}),
+        Family("qwen2.5-tied", "qwen2", {"rope_theta": 1e6, "tie_word_embeddings": True, "num_hidden_layers": 4}),
+        Family("qwen3", "qwen3", {"rope_theta": 1e6, "head_dim": 32, "tie_word_embeddings": True}),
+        Family("qwen3-bias", "qwen3", {"head_dim": 16, "attention_bias": True}),
+    )
+}
+
+
+def build(family: Family, directory: Path, seed: int = 0) -> Path:
+    """Write the family's checkpoint with random weights; the same seed gives the same weights."""
+    config = AutoConfig.for_model(family.model_type, **(GEOMETRY | family.options))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomise(model, seed)
+    extra = {"max_shard_size": family.shard_size} if family.shard_size else {}
+    model.to(family.dtype).save_pretrained(directory, **extra)
+    return directory
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int) -> None:
+    """Random values everywhere: norms left at one and biases left at zero would hide that they are not applied."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+        else:
+            parameter.normal_(0.0, 1.5 / sqrt(parameter.shape[-1]), generator=generator)
