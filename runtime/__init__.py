@@ -1,0 +1,1 @@
+"""Engines, KV slab, token tree, sampling, the decode loop, and the text API. Needs no torch."""

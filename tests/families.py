@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LLAMA3_ORIGINAL = 64
-"""Small enough for a short test to leave the trained range, large enough for fast rotary frequencies to stay unscaled."""
+"""Small enough for a short test to go beyond, large enough for the fastest rotary frequency to stay unscaled."""
 
 GEOMETRY: dict[str, Any] = {
     "vocab_size": 97,

@@ -1,0 +1,171 @@
+"""How drafts are proposed and how they are accepted: greedy, coupled, and rejection sampling.
+
+A chooser serves one request. It proposes children of a draft node from the draft's logits, and after the verify pass walks
+down the tree and says which path is accepted and which token comes after it. All three are lossless:
+
+* ``Greedy``: the verifier's token is its argmax, whatever was drafted.
+* ``Coupled`` (Daliri et al. 2024, arXiv 2408.07978): the verifier's token at position t is argmax(log p_t + g_t) with noise g_t
+  that depends on seed and position alone; the draft proposes the best of log q_t + g_t.
+* ``Rejection`` (Leviathan et al. 2023): a chain samples x ~ q and accepts it with probability min(1, p/q), else draws from the
+  normalised positive part of p - q; a tree proposes the likeliest tokens of q and accepts child x with probability p(x),
+  else removes x from p, renormalises and tries its sibling.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from eesd.runtime.engine import Outputs
+from eesd.runtime.sampling import GumbelNoise, Logits, Sampling, Vector, normalize, penalize, philox, warp
+from eesd.runtime.tree import TokenTree
+
+
+class Proposal(NamedTuple):
+    """A candidate child: its token and its log-probability under the draft."""
+
+    token: int
+    logprob: float
+
+
+class Verdict(NamedTuple):
+    """The accepted nodes, root's child first, and the verifier's own token behind them."""
+
+    path: list[int]
+    token: int
+
+
+class Chooser(Protocol):
+    def begin(self, tokens: Sequence[int]) -> None:
+        """A round starts; ``tokens`` is everything committed, the root last."""
+        ...
+
+    def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
+        """The ``width`` best children for ``node``, whose draft results are in ``row``."""
+        ...
+
+    def accept(self, tree: TokenTree, logits: Logits) -> Verdict:
+        """Judge the tree by the verifier's logits [len(tree), V]."""
+        ...
+
+
+def make_chooser(sampling: Sampling, vocab_size: int) -> Chooser:
+    if sampling.greedy:
+        return Greedy(sampling)
+    return Coupled(sampling, vocab_size) if sampling.method == "coupled" else Rejection(sampling)
+
+
+def _best(scores: Vector | Logits, width: int) -> list[int]:
+    """Indices of the ``width`` largest scores, largest first; the lower index first among equals."""
+    if width == 1:
+        return [int(scores.argmax())]
+    cut = np.partition(scores, -width)[-width]
+    candidates = np.flatnonzero(scores >= cut)
+    return [int(i) for i in candidates[np.argsort(-scores[candidates], kind="stable")][:width]]
+
+
+class _Base:
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._tokens: Sequence[int] = ()
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+
+    def _penalized(self, logits: Logits, tree: TokenTree, node: int) -> Logits:
+        """Logits after ``node``, with the repetition penalty for everything on the way there."""
+        if self._sampling.repetition_penalty == 1:
+            return logits
+        drafted = [tree.tokens[n] for n in tree.path(node)]
+        return penalize(logits, self._sampling.repetition_penalty, [*self._tokens, *drafted])
+
+    def _position(self, tree: TokenTree, node: int) -> int:
+        """Position in the sequence of the token that follows ``node``."""
+        return len(self._tokens) + tree.depths[node]
+
+
+class _Deterministic(_Base):
+    """Walks the tree along the verifier's own tokens, which do not depend on what was drafted."""
+
+    def accept(self, tree: TokenTree, logits: Logits) -> Verdict:
+        node, path = 0, []
+        while True:
+            token = self._target(tree, node, logits[node])
+            child = next((c for c in tree.children(node) if tree.tokens[c] == token), None)
+            if child is None:
+                return Verdict(path, token)
+            path.append(child)
+            node = child
+
+    def _target(self, tree: TokenTree, node: int, logits: Logits) -> int:
+        raise NotImplementedError
+
+
+class Greedy(_Deterministic):
+    def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
+        ids, logprobs = outputs.topk_ids, outputs.topk_logprobs
+        if self._sampling.repetition_penalty == 1 and ids is not None and logprobs is not None and width <= ids.shape[1]:
+            return [Proposal(int(ids[row, i]), float(logprobs[row, i])) for i in range(width)]
+        scores = normalize(self._penalized(outputs.logits[row], tree, node).astype(np.float64))
+        return [Proposal(token, float(scores[token])) for token in _best(scores, width)]
+
+    def _target(self, tree: TokenTree, node: int, logits: Logits) -> int:
+        return int(self._penalized(logits, tree, node).argmax())
+
+
+class Coupled(_Deterministic):
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        super().__init__(sampling)
+        self._noise = GumbelNoise(sampling.seed, vocab_size)
+
+    def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
+        logprobs = warp(self._penalized(outputs.logits[row], tree, node), self._sampling)
+        best = _best(logprobs + self._noise.at(self._position(tree, node)), width)
+        return [Proposal(token, float(logprobs[token])) for token in best if logprobs[token] > -np.inf]
+
+    def _target(self, tree: TokenTree, node: int, logits: Logits) -> int:
+        logprobs = warp(self._penalized(logits, tree, node), self._sampling)
+        return int((logprobs + self._noise.at(self._position(tree, node))).argmax())
+
+
+class Rejection(_Base):
+    """The random numbers of a round depend on seed and position of its root alone: a cancelled round leaves no trace."""
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        super().begin(tokens)
+        self._random = philox(self._sampling.seed, 1, len(tokens))
+        self._sampled: dict[int, Vector] = {}
+        """q after each node whose single child was sampled from it."""
+
+    def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
+        logprobs = warp(self._penalized(outputs.logits[row], tree, node), self._sampling)
+        if width > 1:
+            return [Proposal(token, float(logprobs[token])) for token in _best(logprobs, width) if logprobs[token] > -np.inf]
+        self._sampled[node] = q = np.exp(logprobs)
+        token = self._draw(q)
+        return [Proposal(token, float(logprobs[token]))]
+
+    def accept(self, tree: TokenTree, logits: Logits) -> Verdict:
+        node, path = 0, []
+        while True:
+            p = np.exp(warp(self._penalized(logits[node], tree, node), self._sampling))
+            child = None
+            for candidate in tree.children(node):
+                token = tree.tokens[candidate]
+                q = self._sampled.get(node)
+                ratio = p[token] if q is None else p[token] / q[token]
+                if self._random.random() < ratio:
+                    child = candidate
+                    break
+                p = np.maximum(p - q, 0) if q is not None else np.where(np.arange(len(p)) == token, 0.0, p)
+                p /= p.sum()
+            if child is None:
+                return Verdict(path, self._draw(p))
+            path.append(child)
+            node = child
+
+    def _draw(self, probabilities: Vector) -> int:
+        """A token with the given probabilities [V], by inversion."""
+        cumulative = np.cumsum(probabilities)
+        token = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+        return min(token, len(probabilities) - 1)

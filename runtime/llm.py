@@ -1,0 +1,229 @@
+"""The Python API: ``eesd.load(engine_dir)``, then ``generate``, ``stream``, or sessions of one's own."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from eesd.controllers import Controller, make_controller
+from eesd.export.manifest import Manifest, load_manifest, verify_files
+from eesd.runtime.engine import Binding
+from eesd.runtime.errors import EESDError
+from eesd.runtime.guard import Guard
+from eesd.runtime.ort_engine import OrtEngine
+from eesd.runtime.sampling import Sampling
+from eesd.runtime.session import Drafter, Limits, Session
+from eesd.runtime.slab import KVSlab
+from eesd.runtime.stats import Stats
+from eesd.runtime.text import Message, TextCodec, TextStream
+
+BACKENDS = ("auto", "ort")
+Prompt = str | Sequence[Message] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How an :class:`LLM` drafts: who decides how far (see ``eesd.controllers``), the width of the token tree's levels
+    (1: a chain), and whether the guard rests drafting when it does not pay."""
+
+    controller: str = "beta-ts"
+    tree_width: int = 1
+    guard: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token of a stream brought: its text (may be empty), and whether it was drafted or the verifier's own."""
+
+    text: str
+    token: int
+    drafted: bool
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished generation. ``tokens`` are the new ones; ``finish_reason`` is ``stop`` or ``length``."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class _Workspace:
+    """A slab and the engines bound to it; reused from request to request, so nothing is bound twice."""
+
+    slab: KVSlab
+    verify: Binding
+    draft: Binding | None
+
+
+def load(
+    engine_dir: str | os.PathLike[str],
+    backend: str = "auto",
+    *,
+    speculation: Speculation | None = Speculation(),  # noqa: B008 (frozen)
+    threads: int | None = None,
+    verify_hashes: bool = False,
+) -> "LLM":
+    """Open an engine directory that ``eesd-export`` wrote.
+
+    ``speculation=None`` loads no draft engine: plain decoding with no overhead. ``threads`` defaults to the physical cores;
+    ``verify_hashes`` re-hashes every file first. Raises :class:`EESDError` when the directory cannot be used.
+    """
+    if backend not in BACKENDS:
+        raise EESDError(f"There is no backend {backend!r}; there are {', '.join(BACKENDS)}.")
+    if threads is not None and threads < 1:
+        raise EESDError(f"threads is {threads}; it must be at least 1.")
+    directory = Path(engine_dir)
+    manifest = load_manifest(directory)
+    if verify_hashes:
+        verify_files(directory, manifest)
+    threads = threads or default_threads()
+    verify = OrtEngine(directory, manifest, manifest.verify, threads)
+    draft = OrtEngine(directory, manifest, manifest.draft, threads) if speculation else None
+    return LLM(directory, manifest, verify, draft, speculation)
+
+
+def default_threads() -> int:
+    """The processors this process may use; one is left out of many, for the host's own work."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return available if available <= 4 else available - 1
+
+
+class LLM:
+    """A model ready to generate. Not for several threads at once: serve requests from one, or load once for each.
+
+    The controller and the guard live as long as the LLM: what one request taught them helps the next.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        verify: OrtEngine,
+        draft: OrtEngine | None,
+        speculation: Speculation | None,
+    ) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.speculation = speculation
+        self.controller: Controller | None = None
+        self.guard: Guard | None = None
+        self._verify = verify
+        self._draft = draft
+        self._codec: TextCodec | None = None
+        self._idle: list[_Workspace] = []
+        if speculation is not None:
+            self._check(speculation)
+            self.controller = make_controller(speculation.controller, speculation.seed)
+            self.guard = Guard() if speculation.guard else None
+
+    def _check(self, speculation: Speculation) -> None:
+        widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
+        if not 1 <= speculation.tree_width <= widest:
+            raise EESDError(f"tree_width is {speculation.tree_width}; this engine allows 1 to {widest}.")
+
+    @property
+    def codec(self) -> TextCodec:
+        """Tokenizer and chat template, loaded when first needed."""
+        if self._codec is None:
+            self._codec = TextCodec(self.directory)
+        return self._codec
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, of chat messages (``{"role": ..., "content": ...}``), or of token ids as they are."""
+        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], dict)):
+            return self.codec.encode(prompt)  # type: ignore[arg-type]
+        return [int(token) for token in prompt]  # type: ignore[call-overload]
+
+    @contextmanager
+    def session(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        max_new_tokens: int = 256,
+        draft: bool = True,
+        ignore_eos: bool = False,
+    ) -> Iterator[Session]:
+        """A :class:`Session` to drive round by round; its cache goes back to the LLM at the end of the ``with`` block."""
+        workspace = self._idle.pop() if self._idle else self._new_workspace()
+        manifest = self.manifest
+        limits = Limits(
+            () if ignore_eos else manifest.eos_token_ids, max_new_tokens, manifest.max_seq_len, manifest.max_tree_nodes
+        )
+        drafter = None
+        if draft and workspace.draft and self.controller and self.speculation:
+            drafter = Drafter(workspace.draft, self.controller, self.guard, self.speculation.tree_width)
+        try:
+            tokens = self.encode(prompt)
+            yield Session(
+                tokens, workspace.slab, workspace.verify, drafter, limits, sampling or Sampling(), manifest.vocab_size
+            )
+        finally:
+            self._idle.append(workspace)
+
+    def _new_workspace(self) -> _Workspace:
+        slab = KVSlab(self.manifest)
+        return _Workspace(slab, self._verify.bind(slab), self._draft.bind(slab) if self._draft else None)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        draft: bool = True,
+        ignore_eos: bool = False,
+    ) -> Completion:
+        """Generate until EOS, a stop string, ``max_new_tokens``, or the end of the cache.
+
+        ``draft=False`` decodes plainly. The tokens are the same either way: always when greedy or ``coupled``, in
+        distribution with ``rejection``. Raises :class:`EESDError` for a prompt or options that cannot be used.
+        """
+        stream = self.stream(
+            prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, draft=draft, ignore_eos=ignore_eos
+        )
+        pieces = []
+        while True:
+            try:
+                pieces.append(next(stream))
+            except StopIteration as end:
+                reason, stats = end.value
+                return Completion("".join(p.text for p in pieces), [p.token for p in pieces if p.token >= 0], reason, stats)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        draft: bool = True,
+        ignore_eos: bool = False,
+    ) -> Iterator[Piece]:
+        """As :meth:`generate`, piece by piece as rounds are committed.
+
+        Text comes in whole characters. A last piece with token -1 may bring text that was held back for a stop string. The
+        generator's return value is (finish_reason, :class:`Stats`).
+        """
+        with self.session(
+            prompt, sampling, max_new_tokens=max_new_tokens, draft=draft, ignore_eos=ignore_eos
+        ) as session:
+            text = None
+            if stop or (self.directory / "tokenizer.json").exists():
+                text = TextStream(self.codec, session.tokens, stop)
+            while session.finish_reason is None:
+                result = session.step()
+                for token, drafted in zip(result.tokens, result.drafted, strict=True):
+                    yield Piece(text.push(token) if text else "", token, drafted)
+                    if text and text.stopped:
+                        return "stop", session.stats
+            if text and (rest := text.finish()):
+                yield Piece(rest, -1, False)
+            return session.finish_reason, session.stats

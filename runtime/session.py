@@ -1,0 +1,239 @@
+"""One sequence being generated, round by round.
+
+A round: the draft proposes behind the last committed token (the root), the controller says after each step whether to go on,
+one verify pass judges everything, the accepted path and the verifier's own token are committed. That own token becomes the
+next round's root and rides in the next verify pass, so nothing is ever run twice or on its own.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from eesd.controllers import Controller, DraftStep, RoundOutcome
+from eesd.runtime.choosing import Proposal, make_chooser
+from eesd.runtime.engine import Binding, Outputs
+from eesd.runtime.errors import EESDError
+from eesd.runtime.guard import Guard
+from eesd.runtime.sampling import Sampling
+from eesd.runtime.slab import KVSlab
+from eesd.runtime.stats import Stats
+from eesd.runtime.tree import TokenTree
+
+PREFILL_CHUNK = 128
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a sequence ends: EOS ids, new tokens, and the slots of the cache; and how much one round may draft."""
+
+    eos_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    max_seq_len: int
+    max_tree_nodes: int
+
+
+class Round(NamedTuple):
+    """What one round committed: its tokens (at least one), and for each whether it was drafted or the verifier's own."""
+
+    tokens: list[int]
+    drafted: list[bool]
+    finish_reason: str | None
+    """``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None: call ``step`` again."""
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What a session needs to draft: the bound draft engine, who decides how far, and the width of a tree's levels."""
+
+    binding: Binding
+    controller: Controller
+    guard: Guard | None
+    tree_width: int = 1
+
+
+class Session:
+    """A sequence over its own KV slab. ``step`` runs one round; between steps nothing runs and nothing is pending.
+
+    ``step`` is a transaction: if it raises (a cancel, a failing engine), the session stands where the round began and ``step``
+    can be called again. With ``drafter`` None it is plain decoding through the same verify engine.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        slab: KVSlab,
+        verify: Binding,
+        drafter: Drafter | None,
+        limits: Limits,
+        sampling: Sampling,
+        vocab_size: int,
+    ) -> None:
+        if not len(prompt):
+            raise EESDError("The prompt is empty; give at least one token.")
+        if len(prompt) >= limits.max_seq_len:
+            raise EESDError(
+                f"The prompt has {len(prompt)} tokens, the cache {limits.max_seq_len} slots; "
+                "shorten the prompt or export with a larger --max-seq-len."
+            )
+        if limits.max_new_tokens < 1:
+            raise EESDError(f"max_new_tokens is {limits.max_new_tokens}; it must be at least 1.")
+        outside = next((token for token in prompt if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            raise EESDError(f"The prompt has the token id {outside}; ids go from 0 to {vocab_size - 1}.")
+        self.tokens = list(prompt)
+        """Prompt and everything committed. All but the last token (the root) are in the cache once the prefill is done."""
+        self.stats = Stats(prompt_tokens=len(prompt))
+        self.finish_reason: str | None = None
+        self._slab = slab
+        self._verify = verify
+        self._drafter = drafter
+        self._limits = limits
+        self._chooser = make_chooser(sampling, vocab_size)
+        self._prefilled = 0
+        self._rests_before = drafter.guard.rests if drafter and drafter.guard else 0
+
+    def prefill(self) -> None:
+        """Put the prompt, all but its last token, into the cache; the first ``step`` does it if this was not called."""
+        started = time.perf_counter()
+        end = self.stats.prompt_tokens - 1
+        while self._prefilled < end:
+            start, stop = self._prefilled, min(self._prefilled + PREFILL_CHUNK, end)
+            self._slab.reserve(stop)
+            self._verify.forward(self.tokens[start:stop], range(start, stop), start)
+            self._prefilled = stop
+        self.stats.prefill_seconds += time.perf_counter() - started
+
+    def step(self) -> Round:
+        """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished session."""
+        if self.finish_reason is not None:
+            raise EESDError("The session is finished; start a new one.")
+        if self._prefilled < self.stats.prompt_tokens - 1:
+            self.prefill()
+        begun = time.perf_counter()
+        tree = TokenTree(self.tokens[-1])
+        self._chooser.begin(self.tokens)
+        drafter = self._drafter_now()
+        draft_seconds = self._draft(tree, drafter) if drafter else 0.0
+        logits, verify_seconds = self._run_verify(tree)
+        path, token = self._chooser.accept(tree, logits)
+        if path and path[-1] != len(path):
+            self._slab.compact(len(self.tokens), [len(self.tokens) - 1 + node for node in path])
+        committed = [tree.tokens[node] for node in path] + [token]
+        result = self._commit(committed, len(path))
+        seconds = time.perf_counter() - begun
+        self._account(tree, len(path), result, (draft_seconds, verify_seconds, seconds), drafter)
+        return result
+
+    def _drafter_now(self) -> Drafter | None:
+        """The drafter, unless there is none, no room to draft, or the guard lets it rest."""
+        drafter = self._drafter
+        if drafter is None or self._room() < 1 or (drafter.guard and not drafter.guard.allows()):
+            return None
+        return drafter
+
+    def _room(self) -> int:
+        """How many levels a draft of this round may have."""
+        new_left = self._limits.max_new_tokens - self.stats.new_tokens
+        slots_left = self._limits.max_seq_len - len(self.tokens)
+        return min(new_left - 1, slots_left - 1, self._limits.max_tree_nodes)
+
+    def _draft(self, tree: TokenTree, drafter: Drafter) -> float:
+        """Grow the tree until the controller has enough; the seconds spent in the engine."""
+        root = len(self.tokens) - 1
+        budget = min(self._limits.max_tree_nodes, self._limits.max_seq_len - len(self.tokens))
+        room, frontier, seconds, depth = self._room(), [0], 0.0, 0
+        self._slab.reserve(root + 1 + budget)
+        while True:
+            started = time.perf_counter()
+            outputs = self._run_draft(tree, frontier, root, drafter.binding)
+            seconds += time.perf_counter() - started
+            depth += 1
+            width = min(drafter.tree_width, budget + 1 - len(tree))
+            frontier = self._grow(tree, frontier, outputs, width, drafter.tree_width)
+            if not frontier or depth >= room or len(tree) > budget:
+                return seconds
+            best = frontier[0]
+            step = DraftStep(
+                depth=depth,
+                probability=float(np.exp(tree.logprobs[best] - tree.logprobs[tree.parents[best]])),
+                path_probability=float(np.exp(tree.logprobs[best])),
+                entropy=_entropy(outputs.logits[0]) if drafter.controller.needs_entropy else None,
+            )
+            if not drafter.controller.keep_drafting(step):
+                return seconds
+
+    def _run_draft(self, tree: TokenTree, frontier: list[int], root: int, binding: Binding) -> Outputs:
+        """The whole frontier through the draft in one call."""
+        tokens = [tree.tokens[node] for node in frontier]
+        slot = root + frontier[0]
+        if tree.is_chain:
+            return binding.forward(tokens, [slot], slot)
+        positions = [root + tree.depths[node] for node in frontier]
+        return binding.forward(tokens, positions, slot, root, tree.visible(frontier[0]))
+
+    def _grow(self, tree: TokenTree, frontier: list[int], outputs: Outputs, keep: int, width: int) -> list[int]:
+        """Add the ``keep`` children of the frontier with the likeliest paths, likeliest first; the new frontier."""
+        candidates: list[tuple[float, int, Proposal]] = []
+        for row, node in enumerate(frontier):
+            for proposal in self._chooser.propose(tree, node, outputs, row, width):
+                candidates.append((tree.logprobs[node] + proposal.logprob, node, proposal))
+        candidates.sort(key=lambda candidate: -candidate[0])
+        return [tree.add(proposal.token, node, proposal.logprob) for _, node, proposal in candidates[:keep]]
+
+    def _run_verify(self, tree: TokenTree) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.float32]], float]:
+        root = len(self.tokens) - 1
+        self._slab.reserve(root + len(tree))
+        started = time.perf_counter()
+        if tree.is_chain:
+            outputs = self._verify.forward(tree.tokens, range(root, root + len(tree)), root)
+        else:
+            positions = [root + depth for depth in tree.depths]
+            outputs = self._verify.forward(tree.tokens, positions, root, root, tree.visible())
+        return outputs.logits, time.perf_counter() - started
+
+    def _commit(self, tokens: list[int], accepted: int) -> Round:
+        """Cut at EOS and at the limits, then commit in one step."""
+        limits, reason = self._limits, None
+        end = next((i for i, token in enumerate(tokens) if token in limits.eos_token_ids), None)
+        if end is not None:
+            tokens, reason = tokens[: end + 1], "stop"
+        elif (
+            self.stats.new_tokens + len(tokens) >= limits.max_new_tokens
+            or len(self.tokens) + len(tokens) >= limits.max_seq_len
+        ):
+            reason = "length"
+        self.tokens.extend(tokens)
+        self.finish_reason = reason
+        return Round(tokens, [index < accepted for index in range(len(tokens))], reason)
+
+    def _account(
+        self, tree: TokenTree, accepted: int, result: Round, times: tuple[float, float, float], drafter: Drafter | None
+    ) -> None:
+        stats, depth = self.stats, tree.depths[-1]
+        draft_seconds, verify_seconds, seconds = times
+        stats.rounds += 1
+        stats.new_tokens += len(result.tokens)
+        stats.draft_seconds += draft_seconds
+        stats.verify_seconds += verify_seconds
+        stats.host_seconds += seconds - draft_seconds - verify_seconds
+        if drafter is not None:
+            stats.drafting_rounds += 1
+            stats.draft_steps += depth
+            stats.drafted += len(tree) - 1
+            stats.accepted += accepted
+            stats.judge(depth, accepted)
+            drafter.controller.observe(RoundOutcome(depth, accepted, draft_seconds, verify_seconds))
+        guard = self._drafter.guard if self._drafter else None
+        if guard is not None:
+            guard.record(drafter is not None, len(result.tokens), seconds)
+            stats.guard_rests = guard.rests - self._rests_before
+
+
+def _entropy(logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> float:
+    scores = logits.astype(np.float64) - logits.max()
+    weights = np.exp(scores)
+    total = weights.sum()
+    return float(np.log(total) - (weights * scores).sum() / total)

@@ -1,0 +1,48 @@
+"""The KV slab: one buffer that both engines read and write in place."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.export.manifest import Manifest
+from eesd.runtime.errors import EESDError
+
+
+class KVSlab:
+    """Keys and values of all L + E caches, [L+E, 2, B, KV, S, D], in host memory.
+
+    Slot i holds the i-th token of the sequence; the round's root sits at slot w and drafted nodes behind it. S grows by
+    doubling, so that attention costs what the true length needs, up to ``limit``. ``generation`` counts the growths: who binds
+    ``data`` must bind it again when it changed.
+    """
+
+    def __init__(self, manifest: Manifest, slots: int = 256) -> None:
+        self.limit = manifest.max_seq_len
+        self.generation = 0
+        self._shape = (manifest.num_caches, 2, 1, manifest.num_kv_heads)
+        self._head_dim = manifest.head_dim
+        self.data = self._zeros(min(slots, self.limit))
+
+    def _zeros(self, slots: int) -> NDArray[np.float32]:
+        return np.zeros((*self._shape, slots, self._head_dim), dtype=np.float32)
+
+    @property
+    def slots(self) -> int:
+        return self.data.shape[4]
+
+    def reserve(self, slots: int) -> None:
+        """Make room for at least ``slots`` slots (one copy of what is there); :class:`EESDError` beyond the limit."""
+        if slots <= self.slots:
+            return
+        if slots > self.limit:
+            raise EESDError(f"{slots} tokens do not fit the cache of {self.limit} slots; export with a larger --max-seq-len.")
+        grown = self.slots
+        while grown < slots:
+            grown *= 2
+        data = self._zeros(min(grown, self.limit))
+        data[..., : self.slots, :] = self.data
+        self.data = data
+        self.generation += 1
+
+    def compact(self, start: int, sources: list[int]) -> None:
+        """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``, ``start + 1``, ..."""
+        self.data[..., start : start + len(sources), :] = self.data[..., sources, :]

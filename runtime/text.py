@@ -1,0 +1,115 @@
+"""Text in, text out: tokenizer, chat template, and streaming that never shows half a character or a stop string."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from eesd.runtime.errors import EESDError
+
+Message = Mapping[str, Any]
+
+
+class TextCodec:
+    """The tokenizer and chat template of an engine directory."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "tokenizer.json"
+        if not path.exists():
+            raise EESDError(f"{directory} has no tokenizer.json; give token ids, or export from a model that has one.")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # its errors are plain Exceptions
+            raise EESDError(f"{path} cannot be read ({error}); export the model again.") from None
+        config = directory / "tokenizer_config.json"
+        try:
+            self._config: dict[str, Any] = json.loads(config.read_text("utf-8")) if config.exists() else {}
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise EESDError(f"{config} is not valid JSON; export the model again.") from None
+        template = directory / "chat_template.jinja"
+        self.chat_template: str | None = (
+            template.read_text("utf-8") if template.exists() else _default_template(self._config.get("chat_template"))
+        )
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with the template's)."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer.encode(prompt).ids)
+        return list(self.tokenizer.encode(self.render(prompt), add_special_tokens=False).ids)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Chat messages as the text that the model was trained to continue."""
+        if self.chat_template is None:
+            raise EESDError("This model has no chat template; give a plain prompt.")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _raise_exception
+        special = {name: _content(self._config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        try:
+            template = environment.from_string(self.chat_template)
+            return template.render(messages=list(messages), add_generation_prompt=True, **special)
+        except TemplateError as error:
+            raise EESDError(f"The chat template refuses these messages: {error}.") from None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _default_template(template: Any) -> str | None:
+    """``chat_template`` of a tokenizer's configuration: one template, or several by name."""
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template
+
+
+def _content(token: Any) -> str:
+    """A special token, stored as text or as an object."""
+    return str(token["content"]) if isinstance(token, dict) else str(token or "")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+class TextStream:
+    """Turns tokens into text as they come.
+
+    ``push`` gives the text that is certain: whole characters, and nothing that may turn out to be the beginning of a stop
+    string. When a stop string completes, ``stopped`` is set and the text ends before it.
+    """
+
+    def __init__(self, codec: TextCodec, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        if any(not text for text in stop):
+            raise EESDError("A stop string is empty; give at least one character.")
+        self._tokenizer = codec.tokenizer
+        self._stream = DecodeStream(list(prompt), skip_special_tokens=True)
+        self._stop = tuple(stop)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token (often "")."""
+        if self.stopped:
+            return ""
+        text = self._held + (self._stream.step(self._tokenizer, token) or "")
+        found = min((at for at in (text.find(stop) for stop in self._stop) if at >= 0), default=-1)
+        if found >= 0:
+            self.stopped, self._held = True, ""
+            return text[:found]
+        keep = max((self._overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """The text held back for a stop string that did not come."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of ``text`` that begins ``stop``."""
+        return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,261 @@
+"""Reading model directories and exit heads: what is accepted, and what is refused in one helpful sentence."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eesd.model.checkpoint import Checkpoint, read_header
+from eesd.model.config import SUPPORTED, load_config
+from eesd.runtime.errors import EESDError
+from families import FAMILIES, build
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+FamilyDir = Callable[[str], Path]
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def model_dir(family_dir: FamilyDir, tmp_path: Path) -> Path:
+    """A small checkpoint that the test may damage."""
+    return shutil.copytree(family_dir("llama-linear"), tmp_path / "model")
+
+
+@pytest.fixture
+def sharded_dir(family_dir: FamilyDir, tmp_path: Path) -> Path:
+    return shutil.copytree(family_dir("codellama"), tmp_path / "sharded")
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; a key set to ``...`` is removed."""
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+
+
+def edit_tensors(directory: Path, **changes: Tensor | None) -> None:
+    """Replace tensors of a single-file checkpoint (dots in names written as ``__``); None removes one."""
+    tensors: dict[str, Tensor | None] = dict(load_file(directory / WEIGHTS))
+    tensors |= {name.replace("__", "."): value for name, value in changes.items()}
+    save_file({name: value for name, value in tensors.items() if value is not None}, directory / WEIGHTS)
+
+
+def refused(action: Callable[[], object], *words: str) -> None:
+    """The action raises an EESDError of one line that has all these words in it."""
+    with pytest.raises(EESDError) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def as_written_by_transformers_4(raw: dict[str, Any], kind_key: str) -> dict[str, Any]:
+    rope = dict(raw.pop("rope_parameters"))
+    raw["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    raw["rope_scaling"] = None if kind == "default" else {kind_key: kind, **rope}
+    raw["torch_dtype"] = raw.pop("dtype")
+    return raw
+
+
+@pytest.mark.parametrize("kind_key", ["type", "rope_type"])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_both_styles_of_config(family_dir: FamilyDir, tmp_path: Path, family: str, kind_key: str) -> None:
+    raw = json.loads((family_dir(family) / "config.json").read_text())
+    assert "rope_parameters" in raw and "rope_theta" not in raw
+    (tmp_path / "config.json").write_text(json.dumps(as_written_by_transformers_4(raw, kind_key)))
+    assert load_config(tmp_path) == load_config(family_dir(family))
+
+
+def test_config_defaults(model_dir: Path) -> None:
+    """What old files leave out: no rope keys, no head_dim, no dtype, no number of key/value heads."""
+    absent = dict.fromkeys(("rope_parameters", "head_dim", "dtype", "num_key_value_heads", "attention_bias"), ...)
+    edit_json(model_dir / "config.json", **absent)
+    config = load_config(model_dir)
+    assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
+    assert (config.head_dim, config.num_kv_heads) == (16, 4)
+    assert (config.dtype, config.qkv_bias) == ("float32", False)
+
+
+def test_a_sliding_window_that_is_off_is_no_limit(family_dir: FamilyDir, tmp_path: Path) -> None:
+    shutil.copy(family_dir("qwen2") / "config.json", tmp_path)
+    for on, limit in ((False, 256), (True, 32)):
+        edit_json(tmp_path / "config.json", sliding_window=32, use_sliding_window=on)
+        assert load_config(tmp_path).max_positions == limit
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation_config", "expected"),
+    [(2, ..., (2,)), (2, [2, 5], (2, 5)), ([3, 4], None, (3, 4)), (None, ..., ()), (2, 0, (0,))],
+)
+def test_eos_ids(model_dir: Path, in_config: Any, in_generation_config: Any, expected: tuple[int, ...]) -> None:
+    edit_json(model_dir / "config.json", eos_token_id=in_config)
+    edit_json(model_dir / "generation_config.json", eos_token_id=in_generation_config)
+    assert load_config(model_dir).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_parameter_count(family_dir: FamilyDir, family: str) -> None:
+    checkpoint = Checkpoint(family_dir(family))
+    matrices = sum(p.numel() for p in checkpoint.decoder().parameters() if p.dim() == 2)
+    assert checkpoint.config.parameters == matrices
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ("GPT2LMHeadModel", *SUPPORTED)),
+        ({"architectures": ...}, ("not supported", *SUPPORTED)),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ("'yarn'", "linear", "llama3")),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("'dynamic'", "linear")),
+        ({"rope_parameters": {"rope_type": "linear"}}, ("config.json", "'factor'")),
+        ({"rope_parameters": ..., "partial_rotary_factor": 0.5}, ("Partial rotary",)),
+        ({"hidden_act": "gelu"}, ("'gelu'", "'silu'")),
+        ({"hidden_size": ...}, ("config.json", "'hidden_size'")),
+        ({"num_hidden_layers": "many"}, ("config.json", "many")),
+        ({"vocab_size": None}, ("config.json", "cannot be used")),
+    ],
+)
+def test_unusable_configs(model_dir: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    edit_json(model_dir / "config.json", **changes)
+    refused(lambda: Checkpoint(model_dir), *words)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1]", '{"a": }'])
+def test_broken_config_file(model_dir: Path, text: str) -> None:
+    (model_dir / "config.json").write_text(text)
+    refused(lambda: Checkpoint(model_dir), "config.json", "JSON", "fetch")
+
+
+def test_missing_files(model_dir: Path, sharded_dir: Path) -> None:
+    refused(lambda: Checkpoint(model_dir / "nowhere"), "nowhere", "not a directory")
+    (model_dir / WEIGHTS).unlink()
+    refused(lambda: Checkpoint(model_dir), str(model_dir), WEIGHTS, "only safetensors")
+    (model_dir / "config.json").unlink()
+    refused(lambda: Checkpoint(model_dir), "config.json is missing", "model directory")
+    shard = sorted(sharded_dir.glob("*.safetensors"))[1]
+    shard.unlink()
+    refused(lambda: Checkpoint(sharded_dir), shard.name, "missing", "incomplete")
+
+
+@pytest.mark.parametrize("weight_map", [..., {}, [1], "model.safetensors", {"lm_head.weight": 3}])
+def test_broken_shard_index(sharded_dir: Path, weight_map: Any) -> None:
+    edit_json(sharded_dir / "model.safetensors.index.json", weight_map=weight_map)
+    refused(lambda: Checkpoint(sharded_dir), str(sharded_dir), "fetch")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 200, -1, -5000], ids=lambda keep: f"[:{keep}]")
+def test_truncated_weights(model_dir: Path, keep: int) -> None:
+    """In the length, in the header (200), in the data (-1 and -5000)."""
+    data = (model_dir / WEIGHTS).read_bytes()
+    (model_dir / WEIGHTS).write_bytes(data[:keep])
+    refused(lambda: Checkpoint(model_dir), WEIGHTS, "truncated", "fetch")
+
+
+def test_truncated_while_open(model_dir: Path) -> None:
+    """A file that shrinks after it was checked must not give a model with zeros in it."""
+    checkpoint = Checkpoint(model_dir)
+    data = (model_dir / WEIGHTS).read_bytes()
+    (model_dir / WEIGHTS).write_bytes(data[:-1])
+    refused(checkpoint.decoder, WEIGHTS, "truncated")
+
+
+def header_and_data(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + bytes(64)
+
+
+NOT_SAFETENSORS = {
+    "git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    "html": b"<!DOCTYPE html><html><body>Not found</body></html>",
+    "no-json": header_and_data(b"\x80\x04nothing"),
+    "list": header_and_data(b"[1, 2]"),
+    "no-entry": header_and_data(b'{"lm_head.weight": 3}'),
+    "no-offsets": header_and_data(b'{"lm_head.weight": {"dtype": "F32", "shape": [4]}}'),
+    "wrong-size": header_and_data(b'{"lm_head.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}}'),
+    "negative": header_and_data(b'{"lm_head.weight": {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}}'),
+}
+
+
+@pytest.mark.parametrize("content", NOT_SAFETENSORS.values(), ids=NOT_SAFETENSORS)
+def test_not_a_safetensors_file(model_dir: Path, content: bytes) -> None:
+    (model_dir / WEIGHTS).write_bytes(content)
+    refused(lambda: Checkpoint(model_dir), WEIGHTS, "fetch" if b"{" in content[8:] else "safetensors file")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_renamed_pickle(model_dir: Path, zipped: bool) -> None:
+    weights = {"lm_head.weight": torch.ones(97, 64)}
+    torch.save(weights, model_dir / WEIGHTS, _use_new_zipfile_serialization=zipped)
+    refused(lambda: Checkpoint(model_dir), WEIGHTS, "not a safetensors file", "only safetensors")
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4))
+def test_damaged_headers_never_crash(tmp_path: Path, edits: list[tuple[int, int]]) -> None:
+    path = tmp_path / WEIGHTS
+    save_file({"a": torch.ones(10, 10), "b": torch.ones(3)}, path)
+    data = bytearray(path.read_bytes())
+    for position, byte in edits:
+        data[position % (len(data) - 412)] = byte
+    path.write_bytes(data)
+    try:
+        for tensor in read_header(path).values():
+            assert tensor.read().shape == tensor.shape
+    except EESDError as error:
+        assert WEIGHTS in str(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32])
+def test_quantized_weights(model_dir: Path, dtype: torch.dtype) -> None:
+    edit_tensors(model_dir, model__layers__1__mlp__up_proj__weight=torch.zeros(96, 64).to(dtype))
+    refused(lambda: Checkpoint(model_dir), "model.layers.1.mlp.up_proj.weight", "stored as", "BF16", "unquantized")
+
+
+def test_wrong_and_missing_tensors(model_dir: Path) -> None:
+    edit_tensors(model_dir, model__norm__weight=torch.ones(32))
+    refused(lambda: Checkpoint(model_dir), "model.norm.weight", "[32]", "[64]", "config.json")
+    edit_tensors(model_dir, model__norm__weight=None)
+    refused(lambda: Checkpoint(model_dir), "no tensor model.norm.weight", "incomplete")
+
+
+def test_tensors_that_nobody_asks_for_are_ignored(model_dir: Path) -> None:
+    before = Checkpoint(model_dir).fingerprint()
+    edit_tensors(model_dir, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
+    assert Checkpoint(model_dir).fingerprint() == before
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=lambda dtype: str(dtype)
+)
+def test_every_float_type_is_read(model_dir: Path, dtype: torch.dtype) -> None:
+    value = torch.linspace(-3, 3, 64, dtype=torch.float64).to(dtype)
+    edit_tensors(model_dir, model__norm__weight=value)
+    decoder = Checkpoint(model_dir).decoder()
+    assert torch.equal(decoder.model.norm.weight, value.float())
+    assert not any(parameter.requires_grad for parameter in decoder.parameters())
+
+
+def test_fingerprint_is_the_same_for_shards_and_one_file(sharded_dir: Path, tmp_path: Path) -> None:
+    assert len(list(sharded_dir.glob("*.safetensors"))) > 2
+    AutoModelForCausalLM.from_pretrained(sharded_dir).save_pretrained(tmp_path / "whole")
+    assert [path.name for path in (tmp_path / "whole").glob("*.safetensors")] == [WEIGHTS]
+    assert Checkpoint(tmp_path / "whole").fingerprint() == Checkpoint(sharded_dir).fingerprint()
+
+
+def test_fingerprint_differs_with_the_weights(model_dir: Path, tmp_path: Path) -> None:
+    before = Checkpoint(model_dir).fingerprint()
+    assert Checkpoint(build(FAMILIES["llama-linear"], tmp_path / "same")).fingerprint() == before
+    assert Checkpoint(build(FAMILIES["llama-linear"], tmp_path / "other", seed=1)).fingerprint() != before
+    norm = load_file(model_dir / WEIGHTS)["model.norm.weight"]
+    edit_tensors(model_dir, model__norm__weight=norm.double())
+    assert Checkpoint(model_dir).fingerprint() != before, "same values, other type"
+    norm[-1] += 1
+    edit_tensors(model_dir, model__norm__weight=norm)
+    assert Checkpoint(model_dir).fingerprint() != before, "one value changed"
