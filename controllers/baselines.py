@@ -29,7 +29,7 @@ class Fixed:
 
 
 class Threshold:
-    """Draft on while the draft gave its last token at least probability ``p`` (Kangaroo; Hugging Face's dynamic speculation)."""
+    """Draft on while the draft gave its last token at least probability ``p`` (as Kangaroo does)."""
 
     needs_entropy = False
 

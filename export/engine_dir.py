@@ -1,7 +1,6 @@
 """The export as a whole: checkpoint and exit head in, a complete engine directory out, or nothing."""
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -191,10 +190,10 @@ def _staging(output: Path) -> Iterator[Path]:
         staged.chmod(0o755)
         if output.exists():
             replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}-old-", dir=output.parent))
-            os.replace(output, replaced / output.name)
-            os.replace(staged, output)
+            output.rename(replaced / output.name)
+            staged.rename(output)
             shutil.rmtree(replaced)
         else:
-            os.replace(staged, output)
+            staged.rename(output)
     finally:
         shutil.rmtree(staged, ignore_errors=True)

@@ -143,7 +143,15 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
             inputs=tuple(_tensor(tensor) for tensor in info["inputs"]),
             outputs=tuple(_tensor(tensor) for tensor in info["outputs"]),
         )
-    for name in ("num_layers", "num_kv_heads", "head_dim", "vocab_size", "max_seq_len", "max_tree_nodes", "exit_blocks"):
+    for name in (
+        "num_layers",
+        "num_kv_heads",
+        "head_dim",
+        "vocab_size",
+        "max_seq_len",
+        "max_tree_nodes",
+        "exit_blocks",
+    ):
         if not isinstance(raw[name], int) or raw[name] < 1:
             raise ValueError(name)
     return Manifest(**fields)

@@ -18,6 +18,8 @@ from eesd.model.exit_head import ExitConfig, ExitHead
 from eesd.runtime.errors import EESDError
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+MAX_HEADER = 100_000_000
+"""The format's own limit; a longer header means that the first bytes are of some other format."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +49,18 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise EESDError(f"{path} is missing; the checkpoint is incomplete, fetch it again.") from None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise EESDError(f"{path} is truncated; fetch the file again.")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            what = "truncated" if length <= MAX_HEADER else "not a safetensors file"
+            raise EESDError(f"{path} is {what}; fetch the file again (only safetensors checkpoints are read).")
         try:
             header: dict[str, Any] = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except ValueError:
             raise EESDError(f"{path} is not a safetensors file; only safetensors checkpoints are read.") from None
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        tensors[name] = _stored(path, 8 + length, size, name, entry)
-    return tensors
+    try:
+        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        return {name: _stored(path, 8 + length, size, name, entry) for name, entry in entries}
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+        raise EESDError(f"{path} is damaged: its header makes no sense; fetch the file again.") from None
 
 
 def _stored(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) -> StoredTensor:
@@ -67,11 +69,11 @@ def _stored(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) 
             f"{path}: the tensor {name} is stored as {entry['dtype']}; supported are {', '.join(DTYPES)} "
             "(give the unquantized checkpoint)."
         )
-    start, end = entry["data_offsets"]
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    start, end = (int(offset) for offset in entry["data_offsets"])
+    dtype, shape = DTYPES[entry["dtype"]], tuple(int(length) for length in entry["shape"])
     if base + end > size:
         raise EESDError(f"{path} is truncated: the tensor {name} ends past the end of the file; fetch it again.")
-    if end - start != prod(shape) * dtype.itemsize:
+    if start < 0 or end - start != prod(shape) * dtype.itemsize:
         raise EESDError(f"{path} is damaged: the tensor {name} has the wrong number of bytes; fetch it again.")
     return StoredTensor(path, base + start, end - start, shape, dtype)
 
@@ -120,8 +122,9 @@ class Checkpoint:
 
     def exit_head(self, directory: Path) -> ExitHead:
         """A stored exit head for this model, float32."""
-        head = ExitHead(self.config, exit_head.read_exit_config(directory, self.fingerprint()))
-        stored = exit_tensors(self.config, head.exit_config, directory)
+        exit_config = exit_head.read_exit_config(directory, self.fingerprint())
+        stored = exit_tensors(self.config, exit_config, directory)
+        head = ExitHead(self.config, exit_config)
         head.load_state_dict({name: tensor.read().float() for name, tensor in stored.items()})
         return head.eval()
 
@@ -129,7 +132,9 @@ class Checkpoint:
 def _weight_files(directory: Path) -> Iterator[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        shards = read_json(index).get("weight_map", {})
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+            raise EESDError(f"{index} is damaged: it has no weight_map of file names; fetch the file again.")
         yield from (directory / shard for shard in sorted(set(shards.values())))
     elif (directory / "model.safetensors").exists():
         yield directory / "model.safetensors"
@@ -148,6 +153,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def exit_tensors(config: ModelConfig, exit_config: ExitConfig, directory: Path) -> dict[str, StoredTensor]:
     """The tensors of a stored exit head, each checked against the head's geometry."""
+    exit_head.check_exit(config, exit_config.layer, exit_config.blocks)
     stored = read_header(directory / exit_head.WEIGHTS)
     with torch.device("meta"):
         wanted = {name: tuple(p.shape) for name, p in ExitHead(config, exit_config).named_parameters()}

@@ -22,7 +22,8 @@ MASKED = -30000.0
 
 @dataclass
 class Inputs:
-    """What every layer needs besides its hidden state: rotary tables [S, D/2], positions [B, n], slots [B], mask [B, 1, n, S]."""
+    """What every layer needs besides its hidden state: rotary tables [S, D/2], positions [B, n], slots [B], mask
+    [B, 1, n, S]."""
 
     cos: Tensor
     sin: Tensor
@@ -94,7 +95,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+        return x.view(*x.shape[:2], -1, self.head_dim)
 
     def write(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
         """Project x [B, n, hidden] to keys and values and write them into the caches."""
@@ -198,9 +199,7 @@ def causal_inputs(config: ModelConfig, batch: int, tokens: int, slots: int, star
     position = torch.arange(start, start + tokens)
     hidden = torch.arange(slots)[None, :] > position[:, None]
     mask = torch.zeros(tokens, slots).masked_fill(hidden, MASKED)
-    return Inputs(
-        cos, sin, position.expand(batch, -1), torch.full((batch,), start), mask.expand(batch, 1, tokens, slots)
-    )
+    return Inputs(cos, sin, position.expand(batch, -1), torch.full((batch,), start), mask.expand(batch, 1, tokens, slots))
 
 
 def empty_caches(config: ModelConfig, batch: int, slots: int, layers: int) -> list[KV]:

@@ -43,9 +43,7 @@ class ExitHead(nn.Module):
         self.exit_config = exit_config
         self.blocks = nn.ModuleList(Block(config) for _ in range(exit_config.blocks))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = (
-            nn.Linear(config.hidden_size, config.vocab_size, bias=False) if exit_config.own_lm_head else None
-        )
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if exit_config.own_lm_head else None
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Module) -> tuple[Tensor, list[KV]]:
         """Draft logits [B, n, V] (through ``lm_head`` unless the head has its own) and the written caches."""
@@ -119,6 +117,8 @@ def read_exit_config(directory: Path, base: str) -> ExitConfig:
     raw = read_json(directory / CONFIG)
     try:
         config = ExitConfig(**raw)
+        if not isinstance(config.base, str) or not all(isinstance(n, int) for n in (config.layer, config.blocks)):
+            raise TypeError
     except TypeError:
         raise EESDError(f"{directory / CONFIG} is not an exit head's configuration; point --exit-head at one.") from None
     if config.base != base:

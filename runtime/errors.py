@@ -34,5 +34,3 @@ def fail(message: str) -> None:
     """Print ``error: message`` to stderr and leave with exit code 2."""
     click.echo(f"error: {message}", err=True)
     sys.exit(2)
-
-

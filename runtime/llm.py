@@ -1,7 +1,7 @@
 """The Python API: ``eesd.load(engine_dir)``, then ``generate``, ``stream``, or sessions of one's own."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +35,12 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one token of a stream brought: its text (may be empty), and whether it was drafted or the verifier's own."""
+    """What one token of a stream brought: its text (may be empty), and whether it was drafted or the verifier's own.
+
+    ``token`` is None in a last piece that only brings text held back for a stop string that did not come."""
 
     text: str
-    token: int
+    token: int | None
     drafted: bool
 
 
@@ -65,7 +67,7 @@ def load(
     engine_dir: str | os.PathLike[str],
     backend: str = "auto",
     *,
-    speculation: Speculation | None = Speculation(),  # noqa: B008 (frozen)
+    speculation: Speculation | None = Speculation(),
     threads: int | None = None,
     verify_hashes: bool = False,
 ) -> "LLM":
@@ -186,16 +188,15 @@ class LLM:
         ``draft=False`` decodes plainly. The tokens are the same either way: always when greedy or ``coupled``, in
         distribution with ``rejection``. Raises :class:`EESDError` for a prompt or options that cannot be used.
         """
-        stream = self.stream(
-            prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, draft=draft, ignore_eos=ignore_eos
-        )
+        stream = self.stream(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, draft=draft, ignore_eos=ignore_eos)
         pieces = []
         while True:
             try:
                 pieces.append(next(stream))
             except StopIteration as end:
                 reason, stats = end.value
-                return Completion("".join(p.text for p in pieces), [p.token for p in pieces if p.token >= 0], reason, stats)
+                tokens = [piece.token for piece in pieces if piece.token is not None]
+                return Completion("".join(piece.text for piece in pieces), tokens, reason, stats)
 
     def stream(
         self,
@@ -206,15 +207,12 @@ class LLM:
         stop: Sequence[str] = (),
         draft: bool = True,
         ignore_eos: bool = False,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, tuple[str, Stats]]:
         """As :meth:`generate`, piece by piece as rounds are committed.
 
-        Text comes in whole characters. A last piece with token -1 may bring text that was held back for a stop string. The
-        generator's return value is (finish_reason, :class:`Stats`).
+        Text comes in whole characters. The generator's return value is (finish_reason, :class:`Stats`).
         """
-        with self.session(
-            prompt, sampling, max_new_tokens=max_new_tokens, draft=draft, ignore_eos=ignore_eos
-        ) as session:
+        with self.session(prompt, sampling, max_new_tokens=max_new_tokens, draft=draft, ignore_eos=ignore_eos) as session:
             text = None
             if stop or (self.directory / "tokenizer.json").exists():
                 text = TextStream(self.codec, session.tokens, stop)
@@ -225,5 +223,5 @@ class LLM:
                     if text and text.stopped:
                         return "stop", session.stats
             if text and (rest := text.finish()):
-                yield Piece(rest, -1, False)
+                yield Piece(rest, None, False)
             return session.finish_reason, session.stats

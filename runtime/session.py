@@ -17,7 +17,7 @@ from eesd.runtime.choosing import Proposal, make_chooser
 from eesd.runtime.engine import Binding, Outputs
 from eesd.runtime.errors import EESDError
 from eesd.runtime.guard import Guard
-from eesd.runtime.sampling import Sampling
+from eesd.runtime.sampling import Logits, Sampling
 from eesd.runtime.slab import KVSlab
 from eesd.runtime.stats import Stats
 from eesd.runtime.tree import TokenTree
@@ -127,6 +127,13 @@ class Session:
         self._account(tree, len(path), result, (draft_seconds, verify_seconds, seconds), drafter)
         return result
 
+    def peek(self) -> Logits:
+        """The verifier's logits [V] behind the last committed token, by a single-token pass; commits nothing."""
+        if self._prefilled < self.stats.prompt_tokens - 1:
+            self.prefill()
+        logits, _ = self._run_verify(TokenTree(self.tokens[-1]))
+        return logits[0].copy()
+
     def _drafter_now(self) -> Drafter | None:
         """The drafter, unless there is none, no room to draft, or the guard lets it rest."""
         drafter = self._drafter
@@ -183,7 +190,7 @@ class Session:
         candidates.sort(key=lambda candidate: -candidate[0])
         return [tree.add(proposal.token, node, proposal.logprob) for _, node, proposal in candidates[:keep]]
 
-    def _run_verify(self, tree: TokenTree) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.float32]], float]:
+    def _run_verify(self, tree: TokenTree) -> tuple[Logits, float]:
         root = len(self.tokens) - 1
         self._slab.reserve(root + len(tree))
         started = time.perf_counter()
@@ -201,8 +208,7 @@ class Session:
         if end is not None:
             tokens, reason = tokens[: end + 1], "stop"
         elif (
-            self.stats.new_tokens + len(tokens) >= limits.max_new_tokens
-            or len(self.tokens) + len(tokens) >= limits.max_seq_len
+            self.stats.new_tokens + len(tokens) >= limits.max_new_tokens or len(self.tokens) + len(tokens) >= limits.max_seq_len
         ):
             reason = "length"
         self.tokens.extend(tokens)
@@ -232,7 +238,7 @@ class Session:
             stats.guard_rests = guard.rests - self._rests_before
 
 
-def _entropy(logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> float:
+def _entropy(logits: Logits) -> float:
     scores = logits.astype(np.float64) - logits.max()
     weights = np.exp(scores)
     total = weights.sum()

@@ -86,7 +86,7 @@ class TextStream:
         if any(not text for text in stop):
             raise EESDError("A stop string is empty; give at least one character.")
         self._tokenizer = codec.tokenizer
-        self._stream = DecodeStream(list(prompt), skip_special_tokens=True)
+        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
         self._stop = tuple(stop)
         self._held = ""
         self.stopped = False

@@ -69,7 +69,7 @@ FAMILIES = {
 def build(family: Family, directory: Path, seed: int = 0) -> Path:
     """Write the family's checkpoint with random weights; the same seed gives the same weights."""
     config = AutoConfig.for_model(family.model_type, **(GEOMETRY | family.options))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     randomise(model, seed)
     extra = {"max_shard_size": family.shard_size} if family.shard_size else {}
     model.to(family.dtype).save_pretrained(directory, **extra)

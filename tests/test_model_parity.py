@@ -3,16 +3,18 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES, LLAMA3_ORIGINAL, randomise
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import KV, MASKED, Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
 from eesd.model.exit_head import ExitConfig, ExitHead, initialise
 from eesd.model.graphs import Draft, Verify, draft_layers
-from families import FAMILIES, LLAMA3_ORIGINAL, randomise
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 TOLERANCE = 1e-4
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9]
@@ -29,7 +31,7 @@ def no_grad() -> Iterator[None]:
 class Pair:
     """One checkpoint, read by transformers and by us."""
 
-    reference: nn.Module
+    reference: Any
     decoder: Decoder
 
     def expected(self, tokens: Tensor) -> Tensor:
@@ -38,7 +40,7 @@ class Pair:
 
 
 def load_pair(directory: Path) -> Pair:
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return Pair(reference.eval(), Checkpoint(directory).decoder())
 
 
@@ -158,7 +160,8 @@ class Graphs:
     slots: int = 20
 
     def inputs(self, tokens: Tensor, start: int) -> Inputs:
-        return causal_inputs(self.decoder.config, *tokens.shape, self.slots, start)
+        batch, count = tokens.shape
+        return causal_inputs(self.decoder.config, batch, count, self.slots, start)
 
     def caches(self) -> list[KV]:
         layers = self.decoder.config.num_layers + self.draft.exit_head.exit_config.blocks

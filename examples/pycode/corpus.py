@@ -23,7 +23,18 @@ END = "<|endoftext|>"
 HELD_OUT = {"click", "jinja2", "rich", "json", "logging", "http"}
 
 # Tables, generated code and copies teach a small model nothing about Python.
-SKIPPED = {"test", "tests", "testing", "encodings", "_vendor", "lib2to3", "pydoc_data", "_inductor", "idlelib", "benchmarks"}
+SKIPPED = {
+    "test",
+    "tests",
+    "testing",
+    "encodings",
+    "_vendor",
+    "lib2to3",
+    "pydoc_data",
+    "_inductor",
+    "idlelib",
+    "benchmarks",
+}
 
 # Code that repeats itself from file to file may fill only so much of the corpus (characters).
 PACKAGE_LIMIT = 9_000_000

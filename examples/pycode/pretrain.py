@@ -155,7 +155,9 @@ def main(
         tokens += accumulate * micro * length
         if step % 20 == 0:
             rate = tokens / (time.monotonic() - start)
-            click.echo(f"{progress:6.1%}  step {step:5}  loss {np.mean(losses):.4f}  {tokens / 1e6:6.2f} M  {rate:.0f} tokens/s")
+            click.echo(
+                f"{progress:6.1%}  step {step:5}  loss {np.mean(losses):.4f}  {tokens / 1e6:6.2f} M  {rate:.0f} tokens/s"
+            )
         if step % 100 == 0:
             value = validation_loss(runner, heldout, length, micro)
             log.append({"step": step, "tokens": tokens, "validation_loss": value})

@@ -1,0 +1,113 @@
+"""``eesd-doctor``: what is installed, what could run here, and what to install for the rest."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from eesd.runtime.errors import one_line_errors
+
+PACKAGES = (
+    ("eesd", ""),
+    ("numpy", ""),
+    ("onnxruntime", ""),
+    ("tokenizers", ""),
+    ("torch", "export"),
+    ("transformers", "export"),
+    ("onnx", "export"),
+    ("onnxscript", "export"),
+    ("safetensors", "export"),
+)
+CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@one_line_errors
+def main(as_json: bool) -> None:
+    """Show versions, processor, GPU, and for each job whether this machine can do it."""
+    facts = {"packages": packages(), "machine": machine(), "jobs": jobs()}
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    console = Console()
+    for title, rows in facts.items():
+        table = Table(title=title, title_justify="left", show_header=False)
+        for name, value in rows.items():
+            table.add_row(name, value)
+        console.print(table)
+
+
+def installed(package: str) -> str | None:
+    """Version of a package, None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def packages() -> dict[str, str]:
+    return {
+        name: installed(name) or f"not installed: pip install 'eesd[{extra}]'" if extra else installed(name) or "missing"
+        for name, extra in PACKAGES
+    }
+
+
+def machine() -> dict[str, str]:
+    """Processor, memory, GPU and driver, ONNX Runtime's providers."""
+    import onnxruntime
+
+    return {
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "processor": f"{os.cpu_count()} cores, {', '.join(cpu_features()) or 'features unknown'}",
+        "memory": _memory(),
+        "GPU": _gpu(),
+        "onnxruntime providers": ", ".join(onnxruntime.get_available_providers()),
+    }
+
+
+def cpu_features() -> list[str]:
+    """The vector extensions that matter for matrix products, of those that Linux reports."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
+    except (OSError, IndexError):
+        return []
+    return [feature for feature in CPU_FEATURES if feature in flags]
+
+
+def _memory() -> str:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return "unknown"
+    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+
+
+def _gpu() -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "none (no NVIDIA driver)"
+    query = [program, "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return "the NVIDIA driver does not answer"
+    return "; ".join(line.strip() for line in found.splitlines()) or "none"
+
+
+def jobs() -> dict[str, str]:
+    """What can be done here, or what to install for it."""
+    exporting = [name for name, extra in PACKAGES if extra == "export" and not installed(name)]
+    return {
+        "run on the CPU (ort)": f"yes, float32 engines, ONNX Runtime {installed('onnxruntime')}",
+        "export": "yes" if not exporting else f"no: {', '.join(exporting)} missing; pip install 'eesd[export]'",
+    }
+
+
+if __name__ == "__main__":
+    main()
