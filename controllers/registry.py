@@ -1,6 +1,7 @@
 """Controllers by name: ``beta-ts``, ``fixed:k=4``, ``beta-ts:alpha=2,beta=1,discount=0.98``."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from eesd.controllers.base import Controller
@@ -8,7 +9,7 @@ from eesd.controllers.baselines import Fixed, Threshold
 from eesd.controllers.beta_ts import BetaTS
 from eesd.runtime.errors import EESDError
 
-CONTROLLERS: dict[str, type[Controller]] = {"beta-ts": BetaTS, "fixed": Fixed, "threshold": Threshold}
+CONTROLLERS: dict[str, Callable[..., Controller]] = {"beta-ts": BetaTS, "fixed": Fixed, "threshold": Threshold}
 
 
 def make_controller(spec: str, seed: int = 0) -> Controller:

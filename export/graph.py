@@ -63,6 +63,8 @@ class _Program(nn.Module):
     def __init__(self, program: Draft | Verify, cos: Tensor, sin: Tensor) -> None:
         super().__init__()
         self.program = program
+        self.cos: Tensor
+        self.sin: Tensor
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
 

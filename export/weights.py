@@ -88,4 +88,4 @@ def _bytes_of(tensor: Tensor, weight: WeightRef, dtype: torch.dtype) -> memoryvi
     if tuple(tensor.shape) != weight.shape:
         raise EESDError(f"The tensor {weight.name} has shape {list(tensor.shape)}, the graph wants {list(weight.shape)}.")
     tensor = tensor.to(dtype).contiguous()
-    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+    return tensor.view(torch.uint8).numpy().data

@@ -5,7 +5,6 @@ E decoder blocks, a norm, and the base model's LM head (or a trained copy of it)
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -45,13 +44,15 @@ class ExitHead(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if exit_config.own_lm_head else None
 
-    def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Module) -> tuple[Tensor, list[KV]]:
+    def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear) -> tuple[Tensor, list[KV]]:
         """Draft logits [B, n, V] (through ``lm_head`` unless the head has its own) and the written caches."""
         written = []
         for block, cache in zip(self.blocks, caches, strict=True):
             x, cache = block(x, inputs, cache)
             written.append(cache)
-        return (self.lm_head or lm_head)(self.norm(x)), written
+        own = self.lm_head
+        logits: Tensor = (lm_head if own is None else own)(self.norm(x))
+        return logits, written
 
     def write(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> list[KV]:
         """Only the keys and values: the first E - 1 blocks run, the last one just projects.
@@ -106,10 +107,10 @@ def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -
     state = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
     partial = directory / (WEIGHTS + ".tmp")
     save_file(state, partial)
-    os.replace(partial, directory / WEIGHTS)
+    partial.replace(directory / WEIGHTS)
     partial = directory / (CONFIG + ".tmp")
     partial.write_text(json.dumps(asdict(head.exit_config), indent=2) + "\n")
-    os.replace(partial, directory / CONFIG)
+    partial.replace(directory / CONFIG)
 
 
 def read_exit_config(directory: Path, base: str) -> ExitConfig:

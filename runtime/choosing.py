@@ -88,7 +88,8 @@ class _Deterministic(_Base):
     """Walks the tree along the verifier's own tokens, which do not depend on what was drafted."""
 
     def accept(self, tree: TokenTree, logits: Logits) -> Verdict:
-        node, path = 0, []
+        node = 0
+        path: list[int] = []
         while True:
             token = self._target(tree, node, logits[node])
             child = next((c for c in tree.children(node) if tree.tokens[c] == token), None)
@@ -146,7 +147,8 @@ class Rejection(_Base):
         return [Proposal(token, float(logprobs[token]))]
 
     def accept(self, tree: TokenTree, logits: Logits) -> Verdict:
-        node, path = 0, []
+        node = 0
+        path: list[int] = []
         while True:
             p = np.exp(warp(self._penalized(logits[node], tree, node), self._sampling))
             child = None

@@ -129,7 +129,7 @@ def _run_streaming(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[s
         stop=options["stop"],
         ignore_eos=options["ignore_eos"],
     )
-    text = []
+    text: list[str] = []
     while True:
         try:
             piece = next(stream)

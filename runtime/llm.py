@@ -1,7 +1,7 @@
 """The Python API: ``eesd.load(engine_dir)``, then ``generate``, ``stream``, or sessions of one's own."""
 
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,9 +138,13 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, of chat messages (``{"role": ..., "content": ...}``), or of token ids as they are."""
-        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], dict)):
-            return self.codec.encode(prompt)  # type: ignore[arg-type]
-        return [int(token) for token in prompt]  # type: ignore[call-overload]
+        if isinstance(prompt, str):
+            return self.codec.encode(prompt)
+        tokens = [item for item in prompt if isinstance(item, int)]
+        messages = [item for item in prompt if isinstance(item, Mapping)]
+        if len(tokens) + len(messages) != len(prompt) or (tokens and messages):
+            raise EESDError("A prompt is a text, a list of token ids, or a list of chat messages.")
+        return self.codec.encode(messages) if messages else tokens
 
     @contextmanager
     def session(

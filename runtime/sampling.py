@@ -83,7 +83,9 @@ def warp(logits: Logits, sampling: Sampling) -> Vector:
 def normalize(scores: Vector) -> Vector:
     """Scores [V] as log-probabilities."""
     peak = scores.max()
-    return scores - (peak + np.log(np.exp(scores - peak).sum()))
+    total: np.float64 = np.exp(scores - peak).sum()
+    logprobs: Vector = scores - (peak + np.log(total))
+    return logprobs
 
 
 def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.bool_]:

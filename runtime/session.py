@@ -132,7 +132,8 @@ class Session:
         if self._prefilled < self.stats.prompt_tokens - 1:
             self.prefill()
         logits, _ = self._run_verify(TokenTree(self.tokens[-1]))
-        return logits[0].copy()
+        row: Logits = logits[0].copy()
+        return row
 
     def _drafter_now(self) -> Drafter | None:
         """The drafter, unless there is none, no room to draft, or the guard lets it rest."""
@@ -185,8 +186,8 @@ class Session:
         """Add the ``keep`` children of the frontier with the likeliest paths, likeliest first; the new frontier."""
         candidates: list[tuple[float, int, Proposal]] = []
         for row, node in enumerate(frontier):
-            for proposal in self._chooser.propose(tree, node, outputs, row, width):
-                candidates.append((tree.logprobs[node] + proposal.logprob, node, proposal))
+            proposals = self._chooser.propose(tree, node, outputs, row, width)
+            candidates += [(tree.logprobs[node] + proposal.logprob, node, proposal) for proposal in proposals]
         candidates.sort(key=lambda candidate: -candidate[0])
         return [tree.add(proposal.token, node, proposal.logprob) for _, node, proposal in candidates[:keep]]
 

@@ -27,7 +27,7 @@ class KVSlab:
 
     @property
     def slots(self) -> int:
-        return self.data.shape[4]
+        return int(self.data.shape[4])
 
     def reserve(self, slots: int) -> None:
         """Make room for at least ``slots`` slots (one copy of what is there); :class:`EESDError` beyond the limit."""

@@ -63,7 +63,7 @@ def _default_template(template: Any) -> str | None:
     """``chat_template`` of a tokenizer's configuration: one template, or several by name."""
     if isinstance(template, list):
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template
+    return None if template is None else str(template)
 
 
 def _content(token: Any) -> str:

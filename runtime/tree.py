@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 
 class TokenTree:
-    """Nodes in the order they were drafted; node i sits at slot ``root slot + i``. A chain is a tree whose levels have one node."""
+    """Nodes in the order they were drafted; node i sits at slot ``root slot + i``. A chain has one node in each level."""
 
     def __init__(self, root: int) -> None:
         self.tokens = [root]
