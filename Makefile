@@ -1,0 +1,37 @@
+# Two commands do everything on a fresh machine: `make run` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL := examples/pycode/model
+PLANS := plans
+
+.PHONY: run test test-slow lint bench clean
+
+run: $(PLANS)/manifest.json
+	$(BIN)/eesd-run --engine-dir $(PLANS) --prompt-file examples/pycode/prompt.txt --max-new-tokens 160 --compare
+
+$(PLANS)/manifest.json: $(VENV)/installed
+	$(BIN)/eesd-export --model $(MODEL) --dtype float32 --output $(PLANS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/installed
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p eesd
+
+bench: $(PLANS)/manifest.json
+	$(BIN)/python bench/speed.py --engine-dir $(PLANS)
+
+# Strict, so that type checkers follow the links; made again when a file appears or goes.
+$(VENV)/installed: pyproject.toml constraints.txt $(sort $(wildcard src/eesd/*.py model/*.py export/*.py runtime/*.py controllers/*.py))
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=strict --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(PLANS) build

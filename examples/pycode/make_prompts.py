@@ -1,0 +1,52 @@
+"""Prompts for evaluation: the beginnings of functions in the packages that training never saw.
+
+    python make_prompts.py --output prompts.jsonl
+
+Each prompt is a passage of a held-out file that ends right behind the line of a ``def`` or ``class``; one JSON object a line with
+``id``, ``source`` and ``prompt``.
+"""
+
+import json
+import random
+import sysconfig
+from pathlib import Path
+
+import click
+from corpus import HELD_OUT, documents
+
+CONTEXT_LINES = 18
+
+
+def openings(text: str) -> list[str]:
+    """Passages that end with a function's or class's first line."""
+    lines = text.splitlines()
+    found = []
+    for number in range(CONTEXT_LINES, len(lines)):
+        line = lines[number]
+        if line.lstrip().startswith(("def ", "class ")) and line.endswith(":"):
+            found.append("\n".join(lines[number - CONTEXT_LINES : number + 1]) + "\n")
+    return found
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default=Path("prompts.jsonl"), show_default=True)
+@click.option("--count", default=60, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(output: Path, count: int, seed: int) -> None:
+    """Choose prompts evenly from the held-out packages."""
+    rng = random.Random(seed)
+    by_package: dict[str, list[str]] = {}
+    for root in (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))):
+        for package, held, text in documents(root):
+            if held and package in HELD_OUT:
+                by_package.setdefault(package, []).extend(p for p in openings(text) if 300 < len(p) < 1200)
+    prompts = []
+    for package, found in sorted(by_package.items()):
+        for prompt in rng.sample(found, count // len(by_package)):
+            prompts.append({"id": len(prompts), "source": package, "prompt": prompt})
+    output.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    click.echo(f"{len(prompts)} prompts from {', '.join(sorted(by_package))}")
+
+
+if __name__ == "__main__":
+    main()
