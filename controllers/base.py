@@ -7,7 +7,7 @@ class DraftStep(NamedTuple):
     """One step of the draft, told right after it was made.
 
     ``depth`` counts the tokens drafted this round on the deepest path (1 after the first step). ``probability`` is the draft's
-    own probability of the token just drafted (in a tree: of the likeliest node of the new level), ``path_probability`` the
+    own probability of the token just drafted (in a tree: of the best node of the new level), ``path_probability`` the
     product along its path. ``entropy`` (nats) is of the distribution it came from, only where the controller asks for it.
     """
 

@@ -1,5 +1,6 @@
 """Thompson Sampling over one acceptance probability, as in the paper (Liu et al. 2024, section 3.3)."""
 
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ class BetaTS:
     needs_entropy = False
 
     def __init__(self, alpha: float = 4.0, beta: float = 1.0, discount: float = 1.0, seed: int = 0) -> None:
-        if alpha <= 0 or beta <= 0:
-            raise ValueError("alpha and beta must be above 0")
+        if not (0 < alpha < inf and 0 < beta < inf):
+            raise ValueError("alpha and beta must be above 0 and finite")
         if not 0 < discount <= 1:
             raise ValueError("discount must be above 0 and at most 1")
         self.prior = (alpha, beta)

@@ -22,10 +22,20 @@ from eesd.runtime.tree import TokenTree
 
 
 class Proposal(NamedTuple):
-    """A candidate child: its token and its log-probability under the draft."""
+    """A candidate child: its token, its log-probability under the draft, and its rank among the candidates of a level.
+
+    ``score`` sums along a path, and a level keeps the paths with the largest sums: the log-probability where the draft's
+    distribution is all that is known; with coupled sampling how far the noisy score lies below the best one's, because there
+    a child is likely the verifier's own when it is near the best, however improbable it was before the noise.
+    """
 
     token: int
     logprob: float
+    score: float
+
+
+def _likely(token: int, logprob: float) -> Proposal:
+    return Proposal(token, logprob, logprob)
 
 
 class Verdict(NamedTuple):
@@ -106,9 +116,9 @@ class Greedy(_Deterministic):
     def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
         ids, logprobs = outputs.topk_ids, outputs.topk_logprobs
         if self._sampling.repetition_penalty == 1 and ids is not None and logprobs is not None and width <= ids.shape[1]:
-            return [Proposal(int(ids[row, i]), float(logprobs[row, i])) for i in range(width)]
+            return [_likely(int(ids[row, i]), float(logprobs[row, i])) for i in range(width)]
         scores = normalize(self._penalized(outputs.logits[row], tree, node).astype(np.float64))
-        return [Proposal(token, float(scores[token])) for token in _best(scores, width)]
+        return [_likely(token, float(scores[token])) for token in _best(scores, width)]
 
     def _target(self, tree: TokenTree, node: int, logits: Logits) -> int:
         return int(self._penalized(logits, tree, node).argmax())
@@ -121,8 +131,9 @@ class Coupled(_Deterministic):
 
     def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
         logprobs = warp(self._penalized(outputs.logits[row], tree, node), self._sampling)
-        best = _best(logprobs + self._noise.at(self._position(tree, node)), width)
-        return [Proposal(token, float(logprobs[token])) for token in best if logprobs[token] > -np.inf]
+        noisy = logprobs + self._noise.at(self._position(tree, node))
+        best = [token for token in _best(noisy, width) if logprobs[token] > -np.inf]
+        return [Proposal(token, float(logprobs[token]), float(noisy[token] - noisy[best[0]])) for token in best]
 
     def _target(self, tree: TokenTree, node: int, logits: Logits) -> int:
         logprobs = warp(self._penalized(logits, tree, node), self._sampling)
@@ -141,10 +152,10 @@ class Rejection(_Base):
     def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
         logprobs = warp(self._penalized(outputs.logits[row], tree, node), self._sampling)
         if width > 1:
-            return [Proposal(token, float(logprobs[token])) for token in _best(logprobs, width) if logprobs[token] > -np.inf]
+            return [_likely(token, float(logprobs[token])) for token in _best(logprobs, width) if logprobs[token] > -np.inf]
         self._sampled[node] = q = np.exp(logprobs)
         token = self._draw(q)
-        return [Proposal(token, float(logprobs[token]))]
+        return [_likely(token, float(logprobs[token]))]
 
     def accept(self, tree: TokenTree, logits: Logits) -> Verdict:
         node = 0

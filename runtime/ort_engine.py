@@ -59,7 +59,11 @@ class _Bound:
 
 
 class OrtBinding:
-    """An :class:`OrtEngine` on one slab. Bindings are made when a node count first occurs and kept until the slab grows."""
+    """An :class:`OrtEngine` on one slab.
+
+    Buffers are bound when a node count first occurs and kept until the slab grows; those of prefill chunks, whose counts
+    are many and whose logits are large, are not kept.
+    """
 
     def __init__(self, engine: OrtEngine, slab: KVSlab) -> None:
         self._engine = engine
@@ -83,7 +87,9 @@ class OrtBinding:
         count = len(tokens)
         bound = self._bound.get(count)
         if bound is None:
-            bound = self._bound[count] = self._bind(count)
+            bound = self._bind(count)
+            if count <= self._engine.manifest.max_tree_nodes + 1:
+                self._bound[count] = bound
         bound.input_ids[0] = tokens
         bound.position_ids[0] = positions
         bound.write_indices[0] = slot

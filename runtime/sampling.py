@@ -123,6 +123,6 @@ class GumbelNoise:
             if len(self._kept) >= 64:
                 self._kept.pop(next(iter(self._kept)))
             bits = np.random.Philox(key=[self._seed, 0], counter=[0, 0, position, 0]).random_raw(self._size)
-            uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+            uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # 53 bits would round up to 1 at times
             noise = self._kept[position] = -np.log(-np.log(uniform))
         return noise

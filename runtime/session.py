@@ -7,7 +7,7 @@ next round's root and rides in the next verify pass, so nothing is ever run twic
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -121,10 +121,13 @@ class Session:
         path, token = self._chooser.accept(tree, logits)
         if path and path[-1] != len(path):
             self._slab.compact(len(self.tokens), [len(self.tokens) - 1 + node for node in path])
-        committed = [tree.tokens[node] for node in path] + [token]
-        result = self._commit(committed, len(path))
+        result = self._cut([tree.tokens[node] for node in path] + [token], len(path))
+        if drafter is not None:
+            drafter.controller.observe(RoundOutcome(tree.depths[-1], len(path), draft_seconds, verify_seconds))
         seconds = time.perf_counter() - begun
-        self._account(tree, len(path), result, (draft_seconds, verify_seconds, seconds), drafter)
+        stats = self._accounted(tree, len(path), result, (draft_seconds, verify_seconds, seconds), drafter)
+        # The commit: one statement behind everything that may raise. No signal is handled within it.
+        self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason
         return result
 
     def peek(self) -> Logits:
@@ -159,7 +162,7 @@ class Session:
             outputs = self._run_draft(tree, frontier, root, drafter.binding)
             seconds += time.perf_counter() - started
             depth += 1
-            width = min(drafter.tree_width, budget + 1 - len(tree))
+            width, first = min(drafter.tree_width, budget + 1 - len(tree)), frontier[0]
             frontier = self._grow(tree, frontier, outputs, width, drafter.tree_width)
             if not frontier or depth >= room or len(tree) > budget:
                 return seconds
@@ -168,7 +171,7 @@ class Session:
                 depth=depth,
                 probability=float(np.exp(tree.logprobs[best] - tree.logprobs[tree.parents[best]])),
                 path_probability=float(np.exp(tree.logprobs[best])),
-                entropy=_entropy(outputs.logits[0]) if drafter.controller.needs_entropy else None,
+                entropy=_entropy(outputs.logits[tree.parents[best] - first]) if drafter.controller.needs_entropy else None,
             )
             if not drafter.controller.keep_drafting(step):
                 return seconds
@@ -183,13 +186,13 @@ class Session:
         return binding.forward(tokens, positions, slot, root, tree.visible(frontier[0]))
 
     def _grow(self, tree: TokenTree, frontier: list[int], outputs: Outputs, keep: int, width: int) -> list[int]:
-        """Add the ``keep`` children of the frontier with the likeliest paths, likeliest first; the new frontier."""
+        """Add the ``keep`` children of the frontier with the best paths, best first; the new frontier."""
         candidates: list[tuple[float, int, Proposal]] = []
         for row, node in enumerate(frontier):
             proposals = self._chooser.propose(tree, node, outputs, row, width)
-            candidates += [(tree.logprobs[node] + proposal.logprob, node, proposal) for proposal in proposals]
+            candidates += [(tree.scores[node] + proposal.score, node, proposal) for proposal in proposals]
         candidates.sort(key=lambda candidate: -candidate[0])
-        return [tree.add(proposal.token, node, proposal.logprob) for _, node, proposal in candidates[:keep]]
+        return [tree.add(p.token, node, p.logprob, p.score) for _, node, p in candidates[:keep]]
 
     def _run_verify(self, tree: TokenTree) -> tuple[Logits, float]:
         root = len(self.tokens) - 1
@@ -202,8 +205,8 @@ class Session:
             outputs = self._verify.forward(tree.tokens, positions, root, root, tree.visible())
         return outputs.logits, time.perf_counter() - started
 
-    def _commit(self, tokens: list[int], accepted: int) -> Round:
-        """Cut at EOS and at the limits, then commit in one step."""
+    def _cut(self, tokens: list[int], accepted: int) -> Round:
+        """What the round commits of its tokens: all up to EOS; and why the sequence ends with them, if it does."""
         limits, reason = self._limits, None
         end = next((i for i, token in enumerate(tokens) if token in limits.eos_token_ids), None)
         if end is not None:
@@ -212,14 +215,14 @@ class Session:
             self.stats.new_tokens + len(tokens) >= limits.max_new_tokens or len(self.tokens) + len(tokens) >= limits.max_seq_len
         ):
             reason = "length"
-        self.tokens.extend(tokens)
-        self.finish_reason = reason
         return Round(tokens, [index < accepted for index in range(len(tokens))], reason)
 
-    def _account(
+    def _accounted(
         self, tree: TokenTree, accepted: int, result: Round, times: tuple[float, float, float], drafter: Drafter | None
-    ) -> None:
-        stats, depth = self.stats, tree.depths[-1]
+    ) -> Stats:
+        """The statistics with this round in them; the guard is told of it."""
+        old, depth = self.stats, tree.depths[-1]
+        stats = replace(old, offered_at_depth=[*old.offered_at_depth], accepted_at_depth=[*old.accepted_at_depth])
         draft_seconds, verify_seconds, seconds = times
         stats.rounds += 1
         stats.new_tokens += len(result.tokens)
@@ -232,11 +235,11 @@ class Session:
             stats.drafted += len(tree) - 1
             stats.accepted += accepted
             stats.judge(depth, accepted)
-            drafter.controller.observe(RoundOutcome(depth, accepted, draft_seconds, verify_seconds))
         guard = self._drafter.guard if self._drafter else None
         if guard is not None:
             guard.record(drafter is not None, len(result.tokens), seconds)
             stats.guard_rests = guard.rests - self._rests_before
+        return stats
 
 
 def _entropy(logits: Logits) -> float:

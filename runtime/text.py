@@ -75,6 +75,11 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
+def _whole_characters(codec: TextCodec, tokens: Sequence[int]) -> int:
+    """How many of the tokens to take so that the text does not end inside a character."""
+    return next((end for end in range(len(tokens), 0, -1) if not codec.decode(tokens[:end]).endswith("\ufffd")), 0)
+
+
 class TextStream:
     """Turns tokens into text as they come.
 
@@ -86,7 +91,10 @@ class TextStream:
         if any(not text for text in stop):
             raise EESDError("A stop string is empty; give at least one character.")
         self._tokenizer = codec.tokenizer
-        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+        whole = _whole_characters(codec, prompt)
+        self._stream = DecodeStream(ids=list(prompt[:whole]), skip_special_tokens=True)
+        for token in prompt[whole:]:
+            self._stream.step(self._tokenizer, token)
         self._stop = tuple(stop)
         self._held = ""
         self.stopped = False

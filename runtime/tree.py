@@ -13,19 +13,22 @@ class TokenTree:
         self.depths = [0]
         self.logprobs = [0.0]
         """Cumulative log-probability of each node's path under the draft."""
+        self.scores = [0.0]
+        """Cumulative score of each node's path: what it is ranked by."""
         self.is_chain = True
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, token: int, parent: int, logprob: float) -> int:
-        """Append a child of ``parent``, ``logprob`` being its own log-probability; its index."""
+    def add(self, token: int, parent: int, logprob: float, score: float | None = None) -> int:
+        """Append a child of ``parent`` with its own log-probability and score (the same if not given); its index."""
         node = len(self.tokens)
         self.is_chain = self.is_chain and parent == node - 1
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         self.logprobs.append(self.logprobs[parent] + logprob)
+        self.scores.append(self.scores[parent] + (logprob if score is None else score))
         return node
 
     def children(self, node: int) -> list[int]:

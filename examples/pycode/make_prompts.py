@@ -2,8 +2,8 @@
 
     python make_prompts.py --output prompts.jsonl
 
-Each prompt is a passage of a held-out file that ends right behind the line of a ``def`` or ``class``; one JSON object a line with
-``id``, ``source`` and ``prompt``.
+Each prompt is a passage of a held-out file that ends right behind the line of a ``def`` or ``class``; one JSON object a line
+with ``id``, ``source`` and ``prompt``.
 """
 
 import json

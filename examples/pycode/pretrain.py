@@ -43,8 +43,8 @@ def validation_loss(model: torch.nn.Module, ids: np.ndarray, length: int, micro:
     return float(np.mean([loss_of(model, part).item() for part in rows.split(micro)]))
 
 
-def schedule(progress: float, warmup: float = 0.01, decay: float = 0.55) -> float:
-    """Linear warm-up, plateau, linear decay to 2 % of the learning rate."""
+def schedule(progress: float, decay: float = 0.55, warmup: float = 0.01) -> float:
+    """Linear warm-up, plateau, over the last part ``decay`` a linear descent to 2 % of the learning rate."""
     if progress < warmup:
         return progress / warmup
     return min(1.0, 0.02 + 0.98 * (1 - progress) / decay)
@@ -85,6 +85,8 @@ def save(model: LlamaForCausalLM, data: Path, output: Path) -> None:
 @click.option("--accumulate", default=3, show_default=True, help="Forward passes in one step.")
 @click.option("--lr", default=5e-3, show_default=True, help="Muon's learning rate (scaled as AdamW's).")
 @click.option("--adam-lr", default=4e-3, show_default=True)
+@click.option("--decay", default=0.55, show_default=True, help="Part of the time in which the learning rate falls.")
+@click.option("--resume", type=click.Path(path_type=Path), help="Start from these weights (with a new schedule).")
 @click.option("--compiled/--eager", default=True, show_default=True, help="Use torch.compile.")
 @click.option("--seed", default=0, show_default=True)
 def main(
@@ -99,6 +101,8 @@ def main(
     accumulate: int,
     lr: float,
     adam_lr: float,
+    decay: float,
+    resume: Path | None,
     compiled: bool,
     seed: int,
 ) -> None:
@@ -123,6 +127,8 @@ def main(
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.data.mul_(1 / math.sqrt(2 * layers))
+    if resume is not None:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(resume, dtype=torch.float32).state_dict())
     runner = torch.compile(model, dynamic=False) if compiled else model
     optimizers = make_optimizers(model, lr, adam_lr)
     train, heldout = np.load(data / "train.npy"), np.load(data / "heldout.npy")
@@ -141,7 +147,7 @@ def main(
             rows = batches(train, length, micro, seed + 1)
         for optimizer, base in zip(optimizers, (lr, adam_lr), strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = base * schedule(progress)
+                group["lr"] = base * schedule(progress, decay)
         losses = []
         for _ in range(accumulate):
             loss = loss_of(runner, next(rows))
