@@ -29,6 +29,7 @@ ALIASES = {
 }
 
 NEEDED = ["*.json", "*.safetensors", "*.jinja"]
+UNNEEDED = ["consolidated*", "original/*"]  # the same weights again, under the names of other tools
 
 
 def find_model(name: str) -> Path:
@@ -43,7 +44,7 @@ def find_model(name: str) -> Path:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=NEEDED))
+        return Path(snapshot_download(repository, allow_patterns=NEEDED, ignore_patterns=UNNEEDED))
     except GatedRepoError:
         raise EESDError(f"{repository} is gated; accept its licence on its page and run `hf auth login`.") from None
     except RepositoryNotFoundError:

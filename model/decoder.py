@@ -60,7 +60,11 @@ class RMSNorm(nn.Module):
 
 def rotate(x: Tensor, inputs: Inputs) -> Tensor:
     """Rotary embedding of x [B, H, n, D] at ``position_ids`` (halves rotated, as in Hugging Face checkpoints)."""
-    return torch.onnx.ops.rotary_embedding(x, inputs.cos, inputs.sin, inputs.position_ids)
+    if torch.compiler.is_exporting():
+        return torch.onnx.ops.rotary_embedding(x, inputs.cos, inputs.sin, inputs.position_ids)
+    cos, sin = inputs.cos[inputs.position_ids][:, None], inputs.sin[inputs.position_ids][:, None]
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:

@@ -169,8 +169,8 @@ class Session:
             best = frontier[0]
             step = DraftStep(
                 depth=depth,
-                probability=float(np.exp(tree.logprobs[best] - tree.logprobs[tree.parents[best]])),
-                path_probability=float(np.exp(tree.logprobs[best])),
+                probability=exp(tree.logprobs[best] - tree.logprobs[tree.parents[best]]),
+                path_probability=exp(tree.logprobs[best]),
                 entropy=_entropy(outputs.logits[tree.parents[best] - first]) if drafter.controller.needs_entropy else None,
             )
             if not drafter.controller.keep_drafting(step):

@@ -65,7 +65,8 @@ def save(model: LlamaForCausalLM, data: Path, output: Path) -> None:
         tokenizer_file=str(data / "tokenizer.json"), bos_token="<|endoftext|>", eos_token="<|endoftext|>"
     )
     tokenizer.save_pretrained(output)
-    state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+    # The LM head is the embedding table: stored once.
+    state = {n: value.to(torch.bfloat16) for n, value in model.state_dict().items() if n != "lm_head.weight"}
     model.save_pretrained(output, state_dict=state)
     config = json.loads((output / "config.json").read_text())
     config["dtype"] = "bfloat16"

@@ -1,0 +1,183 @@
+"""What 'lossless' means, as functions. The tests call them on the runtime, the mutation tests on a broken one.
+
+The expected distributions come from code of this file's own, plain and slow, that shares nothing with the runtime's.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+from rig import Rig, Workspace, generated, recording_drafts
+from scipy.stats import chi2
+
+from eesd.controllers import Controller, make_controller
+from eesd.runtime.choosing import Rejection
+from eesd.runtime.engine import Outputs
+from eesd.runtime.sampling import Sampling
+from eesd.runtime.session import Drafter
+from eesd.runtime.stats import Stats
+from eesd.runtime.tree import TokenTree
+
+Vector = NDArray[np.float64]
+Joint = Mapping[tuple[int, ...], float]
+
+LENGTH = 3
+"""New tokens whose joint distribution is enumerated."""
+P_VALUE = 1e-3
+TOLERANCE = 1e-4
+
+
+def reference_probabilities(logits: NDArray[np.float32], sampling: Sampling, seen: Iterable[int] = ()) -> Vector:
+    """Penalty, temperature, top-k, top-p, min-p, in this order, straight from their definitions (no ties assumed)."""
+    scores = logits.astype(np.float64)
+    for token in set(seen):
+        factor = sampling.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    scores /= sampling.temperature
+    weights = np.exp(scores - scores.max())
+    order = np.argsort(-weights)
+    if sampling.top_k:
+        weights[order[sampling.top_k :]] = 0
+    weights /= weights.sum()
+    before = 0.0
+    for token in order:
+        share, weights[token] = weights[token], weights[token] if before < sampling.top_p else 0
+        before += share
+    weights[weights < sampling.min_p * weights.max()] = 0
+    total: Vector = weights / weights.sum()
+    return total
+
+
+def g_test(counts: Mapping[tuple[int, ...], int], expected: Joint) -> float:
+    """p-value of the counts under the expected distribution; 0 if anything impossible was seen. Rare cells are pooled."""
+    draws = sum(counts.values())
+    if any(expected.get(outcome, 0) == 0 for outcome in counts):
+        return 0.0
+    cells: list[list[float]] = [[0.0, 0.0]]
+    for outcome, probability in sorted(expected.items(), key=lambda item: item[1]):
+        if cells[-1][1] >= 5:
+            cells.append([0.0, 0.0])
+        cells[-1][0] += counts.get(outcome, 0)
+        cells[-1][1] += probability * draws
+    statistic = 2 * sum(seen * np.log(seen / wanted) for seen, wanted in cells if seen)
+    return float(chi2.sf(statistic, len(cells) - 1))
+
+
+def exact_joint(rig: Rig, prompt: Sequence[int], sampling: Sampling) -> Joint:
+    """The probability of every continuation of LENGTH tokens, from the verifier run plainly over each prefix."""
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for outcome, probability in joint.items():
+            tokens = [*prompt, *outcome]
+            p = reference_probabilities(rig.session(tokens).peek(), sampling, tokens)
+            longer.update({(*outcome, int(token)): probability * p[token] for token in np.flatnonzero(p)})
+        joint = longer
+    return joint
+
+
+def check_joint(
+    rig: Rig, prompt: Sequence[int], sampling: Sampling, controller: Controller, width: int, draws: int = 5000
+) -> None:
+    """Sampled sequences are distributed as the verifier alone says, and drafting had its part in them."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = judged = 0
+    for seed in range(draws):
+        session = rig.session(prompt, replace(sampling, seed=seed), controller, width, new_tokens=LENGTH)
+        counts[tuple(generated(session))] += 1
+        accepted += session.stats.accepted
+        judged += sum(session.stats.offered_at_depth)
+    assert 0.1 * judged < accepted < 0.95 * judged, "acceptance and rejection must both occur"
+    p_value = g_test(counts, exact_joint(rig, prompt, sampling))
+    assert p_value > P_VALUE, f"the samples do not follow the verifier's distribution (p = {p_value:.1e})"
+
+
+class MadeUp:
+    """Distributions made up for every context of at most LENGTH - 1 tokens: the verifier's p and the draft's q."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        contexts = [context for n in range(LENGTH) for context in product(range(vocab_size), repeat=n)]
+        self.p = {context: random.dirichlet(np.ones(vocab_size)) for context in contexts}
+        self.q = {context: random.dirichlet(self.p[context] * 4 + 0.2) for context in contexts}
+        self.vocab_size = vocab_size
+
+    def joint(self) -> Joint:
+        outcomes = product(range(self.vocab_size), repeat=LENGTH)
+        return {o: float(np.prod([self.p[o[:n]][o[n]] for n in range(LENGTH)])) for o in outcomes}
+
+    def rows(self, table: Mapping[tuple[int, ...], Vector], tree: TokenTree, nodes: Iterable[int]) -> NDArray[np.float32]:
+        contexts = [tuple(tree.tokens[n] for n in tree.path(node)) for node in nodes]
+        return np.log(np.stack([table[context] for context in contexts]) + 1e-30).astype(np.float32)
+
+    def round(self, seed: int, width: int) -> list[int]:
+        """One round of the chooser alone, two levels deep: no engine, no session."""
+        chooser, tree = Rejection(Sampling(temperature=1.0, method="rejection", seed=seed)), TokenTree(0)
+        chooser.begin([0])
+        frontier = [0]
+        for _ in range(LENGTH - 1):
+            outputs = Outputs(self.rows(self.q, tree, frontier), None, None)
+            proposals = [
+                (node, p) for row, node in enumerate(frontier) for p in chooser.propose(tree, node, outputs, row, width)
+            ]
+            frontier = [tree.add(p.token, node, p.logprob) for node, p in proposals]
+        verdict = chooser.accept(tree, self.rows(self.p, tree, range(len(tree))))
+        return [*(tree.tokens[node] for node in verdict.path), verdict.token]
+
+
+def check_chooser(width: int, vocab_size: int = 4, draws: int = 12000) -> None:
+    """Rounds of rejection sampling, each completed to LENGTH tokens by p itself, follow p's joint distribution."""
+    made_up, random = MadeUp(vocab_size, seed=width), np.random.default_rng(0)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(draws):
+        tokens = tuple(made_up.round(seed, width))
+        while len(tokens) < LENGTH:
+            tokens = (*tokens, int(random.choice(vocab_size, p=made_up.p[tokens])))
+        counts[tokens] += 1
+    p_value = g_test(counts, made_up.joint())
+    assert p_value > P_VALUE, f"the chooser does not follow p (p = {p_value:.1e})"
+
+
+def check_same_tokens(
+    rig: Rig, prompt: Sequence[int], sampling: Sampling, controller: Controller, width: int, new_tokens: int = 40
+) -> Stats:
+    """Drafting changes nothing, while the cache grows under it; what the drafting run did."""
+    plain = rig.session(prompt, sampling, new_tokens=new_tokens)
+    drafting = rig.session(prompt, sampling, controller, width, new_tokens=new_tokens, workspace=rig.workspace())
+    assert generated(drafting) == generated(plain), f"drafting changed the tokens ({sampling}, width {width})"
+    assert drafting.finish_reason == plain.finish_reason
+    return drafting.stats
+
+
+def cache_of(workspace: Workspace, tokens: Sequence[int]) -> NDArray[np.float32]:
+    return workspace.slab.data[..., : len(tokens) - 1, :]
+
+
+def check_cache(rig: Rig, prompt: Sequence[int], sampling: Sampling, controller: Controller, width: int) -> None:
+    """After each round, all L + E caches hold what a prefill of the same tokens would have put there."""
+    workspace = rig.workspace()
+    session = rig.session(prompt, sampling, controller, width, new_tokens=24, workspace=workspace)
+    while session.finish_reason is None:
+        session.step()
+        expected = cache_of(rig.fresh_prefill(session.tokens), session.tokens)
+        np.testing.assert_allclose(cache_of(workspace, session.tokens), expected, rtol=0, atol=TOLERANCE)
+    assert session.stats.accepted
+
+
+def check_tree_drafts(rig: Rig, prompt: Sequence[int], width: int) -> None:
+    """The draft's logits at every node of a tree are those after the node's path as a plain chain."""
+    workspace, logits = recording_drafts(rig.workspace())
+    controller, root = make_controller("fixed:k=4"), len(prompt) - 1
+    session, tree = rig.session(prompt, controller=controller, width=width, workspace=workspace), TokenTree(prompt[-1])
+    session.prefill()
+    session._chooser.begin(session.tokens)
+    session._draft(tree, Drafter(workspace.draft, controller, None, width))
+    assert not tree.is_chain and len(logits) == 1 + 3 * width
+    for slot, actual in logits.items():
+        tokens = [*prompt, *(tree.tokens[node] for node in tree.path(slot - root))]
+        end = len(tokens) - 1
+        expected = rig.fresh_prefill(tokens).draft.forward(tokens[end:], [end], end).logits[0]
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,68 @@
+"""Rejection sampling is exact: all outcomes of a five-token vocabulary against the verifier's own joint distribution."""
+
+from collections import Counter
+
+import pytest
+from checks import Joint, check_chooser, check_joint, exact_joint, g_test
+from rig import RandomStop, Rig
+
+from eesd.controllers import Controller, make_controller
+from eesd.runtime.sampling import Sampling
+
+PROMPT = [3]
+PLAIN = Sampling(temperature=1.0, method="rejection")
+
+
+def controller(spec: str) -> Controller:
+    return RandomStop(seed=1) if spec == "random" else make_controller(spec, seed=1)
+
+
+@pytest.mark.parametrize("spec", ["fixed:k=1", "fixed:k=2", "random", "threshold:p=0.4", "beta-ts:alpha=1,beta=1"])
+def test_chain(five: Rig, spec: str) -> None:
+    check_joint(five, PROMPT, PLAIN, controller(spec), width=1)
+
+
+@pytest.mark.parametrize(("width", "spec"), [(2, "fixed:k=2"), (3, "fixed:k=2"), (2, "random"), (3, "threshold:p=0.4")])
+def test_tree(five: Rig, width: int, spec: str) -> None:
+    check_joint(five, PROMPT, PLAIN, controller(spec), width)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.6, top_p=0.85, method="rejection"),
+        Sampling(temperature=1.7, top_k=3, top_p=0.9, method="rejection"),
+        Sampling(temperature=1.2, min_p=0.15, repetition_penalty=1.6, method="rejection"),
+    ],
+    ids=["cold-top-p", "hot-top-k-top-p", "min-p-penalty"],
+)
+def test_options(five: Rig, sampling: Sampling, width: int) -> None:
+    check_joint(five, PROMPT, sampling, controller("random"), width)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_coupled_follows_the_same_distribution(five: Rig, width: int) -> None:
+    check_joint(five, PROMPT, Sampling(temperature=1.3, top_p=0.9), controller("random"), width)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_chooser_alone(width: int) -> None:
+    check_chooser(width)
+
+
+def test_longer_prompt(five: Rig) -> None:
+    check_joint(five, [0, 4, 2, 2, 1, 3], PLAIN, controller("fixed:k=2"), width=1, draws=2500)
+
+
+def test_g_test_knows_a_wrong_distribution() -> None:
+    expected: Joint = {(0,): 0.5, (1,): 0.3, (2,): 0.2}
+    assert g_test(Counter({(0,): 503, (1,): 296, (2,): 201}), expected) > 0.5
+    assert g_test(Counter({(0,): 560, (1,): 250, (2,): 190}), expected) < 1e-3
+    assert g_test(Counter({(0,): 500, (1,): 300, (3,): 1}), expected) == 0
+
+
+def test_joint_sums_to_one(five: Rig) -> None:
+    joint = exact_joint(five, PROMPT, PLAIN)
+    assert len(joint) == 125
+    assert sum(joint.values()) == pytest.approx(1)
