@@ -96,9 +96,10 @@ def _write_all(
     progress: Callable[[str, int, int], None],
 ) -> dict[str, FileInfo]:
     sources = weight_sources(checkpoint, head, options.max_seq_len)
+    total = sum(length for _, length in plan.places.values())
     files = {
         WEIGHTS: write_weights(
-            directory / WEIGHTS, plan, sources, options.dtype, lambda name, size: progress(name, size, plan.size)
+            directory / WEIGHTS, plan, sources, options.dtype, lambda name, size: progress(name, size, total)
         )
     }
     for graph in graphs.values():
