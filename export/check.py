@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
+from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
+from onnx.external_data_helper import load_external_data_for_tensor
 from torch import Tensor, nn
 
 from eesd.export.engine_dir import Head, weight_sources
@@ -19,6 +22,8 @@ from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
 
 PROMPT, NODES, SLOTS = 12, 6, 32
+
+NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 TOLERANCE = 1e-3
 """Largest difference of a logit, relative to the largest logit, that float32 arithmetic in another order explains."""
@@ -100,26 +105,34 @@ def _compare(
     }
     for tensor, cache in zip(info.inputs[4:], (t for pair in caches for t in pair), strict=True):
         feeds[tensor.name] = cache.numpy()
-    options = ort.SessionOptions()
-    options.log_severity_level = 3  # it would warn that caches are copied, which is what a check wants
-    session = ort.InferenceSession(_runnable(directory / info.file), options, providers=["CPUExecutionProvider"])
-    actual = session.run(["logits"], feeds)[0]
+    actual = _logits(directory / info.file, feeds)
     return Difference(float(np.abs(actual - expected).max()), float(np.abs(expected).max()))
 
 
-def _runnable(path: Path) -> str | bytes:
-    """The model for ONNX Runtime's CPU kernels: a float32 file as it is, another type widened to float32 in memory."""
+def _logits(path: Path, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """Run a graph with ONNX Runtime's CPU kernels; 16-bit weights and caches are widened to float32, in memory."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # it would warn that caches are copied, which is what a check wants
     model = onnx.load(path, load_external_data=False)
-    narrow = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
-    if not any(tensor.data_type in narrow for tensor in model.graph.initializer):
-        return str(path)
-    model = onnx.load(path)
-    for tensor in model.graph.initializer:
-        if tensor.data_type in narrow:
-            wide = numpy_helper.to_array(tensor).astype(np.float32)
-            tensor.CopyFrom(numpy_helper.from_array(wide, tensor.name))
+    narrow = [tensor for tensor in model.graph.initializer if tensor.data_type in NARROW]
+    weights = [ort.OrtValue.ortvalue_from_numpy(_widened(tensor, path.parent)) for tensor in narrow]
+    if narrow:
+        options.add_external_initializers([tensor.name for tensor in narrow], weights)
+    for tensor in narrow:
+        tensor.data_type = TensorProto.FLOAT
     for value in (*model.graph.input, *model.graph.output):
-        if value.type.tensor_type.elem_type in narrow:
+        if value.type.tensor_type.elem_type in NARROW:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     del model.graph.value_info[:]
-    return bytes(model.SerializeToString())
+    source = model.SerializeToString() if narrow else str(path)
+    logits: NDArray[np.float32] = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"]).run(
+        ["logits"], feeds
+    )[0]
+    return logits
+
+
+def _widened(tensor: TensorProto, directory: Path) -> NDArray[np.float32]:
+    loaded = TensorProto()
+    loaded.CopyFrom(tensor)
+    load_external_data_for_tensor(loaded, str(directory))
+    return numpy_helper.to_array(loaded).astype(np.float32)

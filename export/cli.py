@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,14 +45,15 @@ def main(
 ) -> None:
     """Write draft.onnx, verify.onnx, their shared weights, the tokenizer and manifest.json into one directory."""
     try:
-        import onnx  # noqa: F401
-        import torch  # noqa: F401
-    except ImportError:
-        raise EESDError("Exporting needs torch and onnx; install them with: pip install 'eesd[export]'.") from None
-    from eesd.export.engine_dir import check_output, export
-    from eesd.export.graph import ExportOptions
-    from eesd.export.hub import find_model
-    from eesd.model.checkpoint import Checkpoint
+        import onnxscript  # noqa: F401
+
+        from eesd.export.engine_dir import check_output, export
+        from eesd.export.graph import ExportOptions
+        from eesd.export.hub import find_model
+        from eesd.model.checkpoint import Checkpoint
+    except ImportError as error:
+        raise EESDError(f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'.") from None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or whoever stops an export would leave half a model behind
 
     console = Console(stderr=True)
     check_output(output)

@@ -1,6 +1,7 @@
 """The export as a whole: checkpoint and exit head in, a complete engine directory out, or nothing."""
 
 import contextlib
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,8 @@ from eesd.model.decoder import rotary_tables
 from eesd.model.exit_head import ExitConfig
 from eesd.runtime.errors import EESDError
 
+REPLACED = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache")
+"""Kinds of files that a directory may hold when an export takes its place: those of the last export and plans built of it."""
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -169,11 +172,27 @@ def _tools() -> dict[str, str]:
 
 
 def check_output(output: Path) -> None:
-    """Refuse to replace anything that is not an engine directory."""
-    if output.exists() and not output.is_dir():
-        raise EESDError(f"{output} is a file; give another --output.")
-    if output.is_dir() and any(output.iterdir()) and not (output / NAME).exists():
+    """Refuse to replace anything but an engine directory with nothing else in it: what it holds will be deleted."""
+    existing = output if output.exists() else _existing_parent(output)
+    if not existing.is_dir():
+        raise EESDError(f"{existing} is a file; give another --output.")
+    if not output.exists():
+        return
+    paths = sorted(output.iterdir())
+    if paths and not _has_manifest(output):
         raise EESDError(f"{output} exists and is not an engine directory; give another --output.")
+    foreign = next((path.name for path in paths if path.is_dir() or path.suffix not in REPLACED), None)
+    if foreign is not None:
+        raise EESDError(f"{output} also holds {foreign}, which no export wrote; move it away or give another --output.")
+
+
+def _has_manifest(directory: Path) -> bool:
+    """Whether there is an EESD manifest, of whatever version; other programs have a manifest.json too."""
+    try:
+        raw = json.loads((directory / NAME).read_text("utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    return isinstance(raw, dict) and raw.keys() >= {"format_version", "base_fingerprint"}
 
 
 def _existing_parent(path: Path) -> Path:
@@ -190,11 +209,22 @@ def _staging(output: Path) -> Iterator[Path]:
         yield staged
         staged.chmod(0o755)
         if output.exists():
-            replaced = Path(tempfile.mkdtemp(prefix=f".{output.name}-old-", dir=output.parent))
-            output.rename(replaced / output.name)
-            staged.rename(output)
-            shutil.rmtree(replaced)
+            _replace(output, staged)
         else:
             staged.rename(output)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+
+
+def _replace(output: Path, staged: Path) -> None:
+    """Put ``staged`` in the place of ``output``, which comes back if that fails."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-old-", dir=output.parent))
+    try:
+        output.rename(aside / output.name)
+        try:
+            staged.rename(output)
+        except BaseException:
+            (aside / output.name).rename(output)
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

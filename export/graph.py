@@ -1,8 +1,8 @@
 """The graph stage: torch modules to ONNX opset 24, without a single weight in memory.
 
-The modules are built under fake tensors and traced by ``torch.onnx.export``. What comes out is then made lean: reshapes copy
-their first two dimensions instead of computing them, linear weights lose their Transpose (they are stored transposed), and
-every weight becomes a named reference into ``weights.bin``.
+The modules are built under fake tensors and traced by ``torch.onnx.export``, with numbers in place of the dimensions that vary
+(see :data:`SYMBOLS`). What comes out is then made lean: reshapes copy their first two dimensions, linear weights lose their
+Transpose (they are stored transposed), and every weight becomes a named reference into ``weights.bin``.
 """
 
 import logging
@@ -27,6 +27,11 @@ from eesd.model.graphs import Draft, Verify, draft_layers
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 OPSET = 24
+
+BATCH, TOKENS, SLOTS = 100_003, 100_019, 100_043
+SYMBOLS = {BATCH: "B", TOKENS: "n", SLOTS: "S"}
+"""Stand-ins for the dimensions that vary: primes that no model has (fake tensors of that size cost nothing), named once the
+graph is there. Tracing with symbolic dimensions gives the same graph and takes three times as long."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,8 @@ def trace(kind: str, config: ModelConfig, exit_config: ExitConfig, options: Expo
             caches = list(range(config.num_layers + exit_config.blocks))
         cos, sin = rotary_tables(config, options.max_seq_len)
         module = _Program(program, cos.to(dtype), sin.to(dtype)).eval()
-        model = _export(module, _example(config, len(caches), dtype), len(caches))
+        model = _export(module, _example(config, len(caches), dtype))
+    _name_dimensions(model.graph)
     _name_tensors(model, caches, ["logits", "topk_ids", "topk_logprobs"] if kind == "draft" else ["logits"])
     weights = _make_lean(model, keep_transpose={"model.embed_tokens.weight"})
     model.graph.name = f"eesd_{kind}"
@@ -98,27 +104,15 @@ def trace(kind: str, config: ModelConfig, exit_config: ExitConfig, options: Expo
 
 
 def _example(config: ModelConfig, caches: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    batch, tokens, slots = 2, 3, 64
-    ids, positions = (torch.zeros(batch, tokens, dtype=torch.int64) for _ in range(2))
-    shape = (batch, config.num_kv_heads, slots, config.head_dim)
+    ids, positions = (torch.zeros(BATCH, TOKENS, dtype=torch.int64) for _ in range(2))
+    shape = (BATCH, config.num_kv_heads, SLOTS, config.head_dim)
     kv = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(caches)]
-    return ids, positions, torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, 1, tokens, slots, dtype=dtype), kv
+    return ids, positions, torch.zeros(BATCH, dtype=torch.int64), torch.zeros(BATCH, 1, TOKENS, SLOTS, dtype=dtype), kv
 
 
-def _export(module: nn.Module, example: tuple[Any, ...], caches: int) -> ir.Model:
-    batch, tokens, slots = torch.export.Dim("B"), torch.export.Dim("n"), torch.export.Dim("S")
-    kv = {0: batch, 2: slots}
-    shapes = (
-        {0: batch, 1: tokens},
-        {0: batch, 1: tokens},
-        {0: batch},
-        {0: batch, 2: tokens, 3: slots},
-        [(kv, kv)] * caches,
-    )
+def _export(module: nn.Module, example: tuple[Any, ...]) -> ir.Model:
     with _quiet():
-        exported = torch.onnx.export(
-            module, example, dynamo=True, opset_version=OPSET, optimize=False, dynamic_shapes=shapes, verbose=False
-        )
+        exported = torch.onnx.export(module, example, dynamo=True, opset_version=OPSET, optimize=False, verbose=False)
     assert exported is not None
     return exported.model
 
@@ -145,6 +139,12 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
+
+
+def _name_dimensions(graph: ir.Graph) -> None:
+    for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
+        if value.shape is not None:
+            value.shape = ir.Shape([SYMBOLS.get(dim, dim) if isinstance(dim, int) else dim for dim in value.shape])
 
 
 def _name_tensors(model: ir.Model, caches: list[int], outputs: list[str]) -> None:
@@ -176,18 +176,16 @@ def _make_lean(model: ir.Model, keep_transpose: set[str]) -> tuple[WeightRef, ..
 
 
 def _constant_reshapes(graph: ir.Graph) -> None:
-    """Replace computed target shapes [B, n, ...] by constants: 0 copies a dimension of the input."""
+    """Replace target shapes [B, n, ...] by constants: 0 copies a dimension of the input."""
     for node in list(graph):
         shape = node.inputs[1] if node.op_type == "Reshape" else None
         producer = shape.producer() if shape is not None else None
         if producer is None or producer.op_type != "Concat":
             continue
-        dims = [0, 0]
-        for part in producer.inputs[2:]:
-            assert part is not None
-            constant = ir.convenience.get_const_tensor(part)
-            assert constant is not None, "only B and n may be symbolic"
-            dims.append(int(constant.numpy().item()))
+        constants = [ir.convenience.get_const_tensor(part) for part in producer.inputs if part is not None]
+        dims = [int(constant.numpy().item()) for constant in constants if constant is not None]
+        assert dims[:2] == [BATCH, TOKENS] and len(dims) == len(producer.inputs)
+        dims[:2] = [0, 0]
         name = "reshape_" + "_".join(map(str, dims)).replace("-", "m")
         target = graph.initializers.get(name)
         if target is None:

@@ -2,16 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from eesd.runtime.errors import EESDError
 
 FORMAT_VERSION = 1
 NAME = "manifest.json"
 WEIGHTS = "weights.bin"
+DTYPES = ("float32", "float16", "bfloat16")
+SIZES = ("vocab_size", "num_layers", "num_kv_heads", "head_dim", "exit_layer", "exit_blocks")
+LIMITS = ("max_seq_len", "max_tree_nodes", "draft_top_k")
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,8 @@ def load_manifest(directory: Path) -> Manifest:
         )
     try:
         manifest = _parse(raw)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise EESDError(f"{path} is damaged (a field is missing or has the wrong type); export the model again.") from None
+    except (AttributeError, TypeError, ValueError):
+        raise EESDError(f"{path} is damaged (a value is missing or cannot be); export the model again.") from None
     for name, info in manifest.files.items():
         file = directory / name
         if not file.exists():
@@ -132,30 +136,42 @@ def verify_files(directory: Path, manifest: Manifest, progress: Callable[[int], 
 
 
 def _parse(raw: Mapping[str, Any]) -> Manifest:
-    fields = dict(raw)
-    fields["eos_token_ids"] = tuple(int(token) for token in raw["eos_token_ids"])
-    fields["files"] = {name: FileInfo(**info) for name, info in raw["files"].items()}
-    for graph in ("draft", "verify"):
-        info = raw[graph]
-        fields[graph] = GraphInfo(
-            file=str(info["file"]),
-            caches=tuple(int(index) for index in info["caches"]),
-            inputs=tuple(_tensor(tensor) for tensor in info["inputs"]),
-            outputs=tuple(_tensor(tensor) for tensor in info["outputs"]),
-        )
-    for name in (
-        "num_layers",
-        "num_kv_heads",
-        "head_dim",
-        "vocab_size",
-        "max_seq_len",
-        "max_tree_nodes",
-        "exit_blocks",
-    ):
-        if not isinstance(raw[name], int) or raw[name] < 1:
-            raise ValueError(name)
-    return Manifest(**fields)
+    """The manifest in ``raw``; AttributeError, TypeError or ValueError where a value is missing or cannot be."""
+    manifest: Manifest = _typed(Manifest, raw)
+    if min(getattr(manifest, name) for name in (*SIZES, *LIMITS)) < 1 or manifest.dtype not in DTYPES:
+        raise ValueError("a size is below 1, or the element type is unknown")
+    if not {WEIGHTS, manifest.draft.file, manifest.verify.file} <= manifest.files.keys():
+        raise ValueError("a file is not listed")
+    if any(Path(name).name != name for name in manifest.files):
+        raise ValueError("a file is outside the directory")
+    _check_graph(manifest.draft, [*range(manifest.exit_layer), *range(manifest.num_layers, manifest.num_caches)], manifest)
+    _check_graph(manifest.verify, list(range(manifest.num_caches)), manifest)
+    return manifest
 
 
-def _tensor(raw: Mapping[str, Any]) -> TensorInfo:
-    return TensorInfo(str(raw["name"]), tuple(raw["shape"]), str(raw["dtype"]))
+def _typed(kind: Any, value: Any) -> Any:
+    """``value``, as it came from JSON, as the annotated type ``kind``."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        if value.keys() != hints.keys():
+            raise ValueError(kind)
+        return kind(**{name: _typed(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+    if origin is tuple and type(value) is list:
+        return tuple(_typed(arguments[0], item) for item in value)
+    if origin is dict and type(value) is dict:
+        return {name: _typed(arguments[1], item) for name, item in value.items()}
+    if type(value) not in (arguments if origin is UnionType else (kind,)):  # isinstance would take True for a number
+        raise TypeError(kind)
+    return value
+
+
+def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest) -> None:
+    """The caches must be those of the geometry, and the tensors those that the runtime binds."""
+    shape = ("B", manifest.num_kv_heads, "S", manifest.head_dim)
+    wanted = [(f"{part}_{index}", shape) for index in caches for part in ("key", "value")]
+    logits = graph.outputs[0] if graph.outputs else None
+    if list(graph.caches) != caches or [(tensor.name, tensor.shape) for tensor in graph.inputs[4:]] != wanted:
+        raise ValueError("caches")
+    if logits is None or (logits.name, logits.shape) != ("logits", ("B", "n", manifest.vocab_size)):
+        raise ValueError("logits")

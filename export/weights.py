@@ -75,6 +75,7 @@ def write_weights(
             for piece in (bytes(offset - end), data):
                 file.write(piece)
                 digest.update(piece)
+            del data, piece  # or the next tensor would be read while this one is still there
             end = offset + length
             progress(weight.name, length)
         file.flush()
@@ -87,5 +88,5 @@ def _bytes_of(tensor: Tensor, weight: WeightRef, dtype: torch.dtype) -> memoryvi
         tensor = tensor.t()
     if tuple(tensor.shape) != weight.shape:
         raise EESDError(f"The tensor {weight.name} has shape {list(tensor.shape)}, the graph wants {list(weight.shape)}.")
-    tensor = tensor.to(dtype).contiguous()
+    tensor = tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
     return tensor.view(torch.uint8).numpy().data

@@ -115,6 +115,8 @@ def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -
 
 def read_exit_config(directory: Path, base: str) -> ExitConfig:
     """The configuration of a stored head; refused when it was trained on another model than the one fingerprinted ``base``."""
+    if not (directory / CONFIG).exists():
+        raise EESDError(f"{directory / CONFIG} is missing; give the directory of a trained exit head.")
     raw = read_json(directory / CONFIG)
     try:
         config = ExitConfig(**raw)

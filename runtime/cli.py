@@ -2,10 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -68,38 +67,44 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
         threads=options["threads"],
         verify_hashes=options["verify"],
     )
-    with _quiet_interrupts():
-        if options["chat"] and not prompts and prompt_file is None and sys.stdin.isatty():
-            _talk(llm, sampling, options)
-            return
-        for prompt in read_prompts(prompts, prompt_file, options["chat"]):
-            if options["comparing"]:
-                comparison = compare(llm, prompt, sampling, options["max_new_tokens"], options["ignore_eos"])
-                report.show_comparison(comparison, options["as_json"])
-            elif options["as_json"]:
-                _run_json(llm, prompt, sampling, options)
-            else:
-                _, stats = _run_streaming(llm, prompt, sampling, options)
-                if options["stats"]:
-                    report.show_stats(stats, llm)
+    if options["chat"] and not prompts and prompt_file is None and sys.stdin.isatty():
+        _talk(llm, sampling, options)
+        return
+    for prompt in read_prompts(prompts, prompt_file, options["chat"]):
+        if options["comparing"]:
+            comparison = compare(llm, prompt, sampling, options["max_new_tokens"], options["stop"], options["ignore_eos"])
+            report.show_comparison(comparison, options["as_json"])
+        elif options["as_json"]:
+            _run_json(llm, prompt, sampling, options)
+        else:
+            _, stats = _run_streaming(llm, prompt, sampling, options)
+            if options["stats"]:
+                report.show_stats(stats, llm)
 
 
 def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:
     """Prompts from the options, a file, or stdin; as chat messages when asked for."""
-    found: list[Any] = [sys.stdin.read() if text == "-" else text for text in prompts]
+    found: list[Any] = [_text_of(sys.stdin, "stdin") if text == "-" else text for text in prompts]
     if file is not None:
-        try:
-            text = file.read_text("utf-8")
-        except UnicodeDecodeError:
-            raise EESDError(f"{file} is not UTF-8 text.") from None
+        with file.open(encoding="utf-8") as stream:
+            text = _text_of(stream, str(file))
         found += _json_lines(text, file) if file.suffix == ".jsonl" else [text]
+    elif not found:
+        found = [_text_of(sys.stdin, "stdin")]
     if not found:
-        found = [sys.stdin.read()]
+        raise EESDError(f"{file} has no prompts; give at least one line.")
     if chat:
         found = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in found]
     if any(len(prompt) == 0 for prompt in found):
         raise EESDError("The prompt is empty; give some text.")
     return found
+
+
+def _text_of(stream: TextIO, name: str) -> str:
+    try:
+        return stream.read()
+    except UnicodeDecodeError:
+        raise EESDError(f"{name} is not UTF-8 text.") from None
 
 
 def _json_lines(text: str, file: Path) -> list[Any]:
@@ -175,19 +180,6 @@ def _talk(llm: LLM, sampling: Sampling, options: dict[str, Any]) -> None:
         messages.append({"role": "assistant", "content": text})
         if options["stats"]:
             report.show_stats(stats, llm)
-
-
-@contextmanager
-def _quiet_interrupts() -> Iterator[None]:
-    """Ctrl-C ends with 130 and a reader that went away with 141, as shells expect, without a traceback."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        click.echo(err=True)
-        sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The same prompt with and without drafting: how much faster, and whether the tokens are the same."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eesd.runtime.llm import LLM, Prompt
+from eesd.runtime.llm import LLM, Completion, Prompt
 from eesd.runtime.sampling import Sampling
 from eesd.runtime.stats import Stats
 
@@ -33,15 +34,18 @@ class Comparison:
         return self.drafting.tokens_per_second / plain if plain else 0.0
 
 
-def compare(llm: LLM, prompt: Prompt, sampling: Sampling, max_new_tokens: int, ignore_eos: bool = False) -> Comparison:
+def compare(
+    llm: LLM, prompt: Prompt, sampling: Sampling, max_new_tokens: int, stop: Sequence[str] = (), ignore_eos: bool = False
+) -> Comparison:
     """Run once each way in turn, after a short warm-up of both."""
     tokens = llm.encode(prompt)
+
+    def run(limit: int, draft: bool) -> Completion:
+        return llm.generate(tokens, sampling, max_new_tokens=limit, stop=stop, draft=draft, ignore_eos=ignore_eos)
+
     for draft in (False, True):
-        llm.generate(tokens, sampling, max_new_tokens=min(8, max_new_tokens), draft=draft, ignore_eos=ignore_eos)
-    plain, drafting = (
-        llm.generate(tokens, sampling, max_new_tokens=max_new_tokens, draft=draft, ignore_eos=ignore_eos)
-        for draft in (False, True)
-    )
+        run(min(8, max_new_tokens), draft)
+    plain, drafting = run(max_new_tokens, False), run(max_new_tokens, True)
     divergence = first_divergence(llm, tokens, plain.tokens, drafting.tokens)
     text = plain.text if not isinstance(prompt, str) else prompt + plain.text
     return Comparison(text, plain.stats, drafting.stats, divergence)

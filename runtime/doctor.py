@@ -62,14 +62,18 @@ def packages() -> dict[str, str]:
 
 def machine() -> dict[str, str]:
     """Processor, memory, GPU and driver, ONNX Runtime's providers."""
-    import onnxruntime
+    try:
+        from onnxruntime import get_available_providers
 
+        providers = ", ".join(get_available_providers())
+    except ImportError as error:
+        providers = f"onnxruntime cannot be loaded: {error}"
     return {
         "python": f"{platform.python_version()} on {platform.platform()}",
         "processor": f"{os.cpu_count()} cores, {', '.join(cpu_features()) or 'features unknown'}",
         "memory": _memory(),
         "GPU": _gpu(),
-        "onnxruntime providers": ", ".join(onnxruntime.get_available_providers()),
+        "onnxruntime providers": providers,
     }
 
 
@@ -102,9 +106,12 @@ def _gpu() -> str:
 
 def jobs() -> dict[str, str]:
     """What can be done here, or what to install for it."""
+    missing = [name for name, extra in PACKAGES if not extra and not installed(name)]
     exporting = [name for name, extra in PACKAGES if extra == "export" and not installed(name)]
     return {
-        "run on the CPU (ort)": f"yes, float32 engines, ONNX Runtime {installed('onnxruntime')}",
+        "run on the CPU (ort)": "yes, float32 engines"
+        if not missing
+        else f"no: {', '.join(missing)} missing; pip install eesd",
         "export": "yes" if not exporting else f"no: {', '.join(exporting)} missing; pip install 'eesd[export]'",
     }
 

@@ -1,4 +1,4 @@
-"""The one exception for whatever the user can mend, and the one place that turns it into a line and exit code 2."""
+"""The one exception for whatever the user can mend, and the one place that turns what goes wrong into a line and exit code."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,10 @@ class EESDError(Exception):
 
 
 def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
-    """Make a click callback report :class:`EESDError` and unreadable files as ``error: ...`` with exit code 2."""
+    """Make a click callback report :class:`EESDError` and unreadable files as ``error: ...`` with exit code 2.
+
+    Ctrl-C ends with 130 and a reader that went away with 141, as shells expect, without a traceback.
+    """
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -23,6 +26,12 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except EESDError as error:
             fail(str(error))
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            sys.exit(130)
+        except BrokenPipeError:
+            sys.stderr.close()
+            sys.exit(141)
         except OSError as error:
             place = f": {error.filename}" if error.filename else ""
             fail(f"{error.strerror or error}{place}.")
@@ -31,6 +40,6 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def fail(message: str) -> None:
-    """Print ``error: message`` to stderr and leave with exit code 2."""
-    click.echo(f"error: {message}", err=True)
+    """Print ``error: message`` in one line to stderr and leave with exit code 2."""
+    click.echo(f"error: {' '.join(message.split())}", err=True)
     sys.exit(2)

@@ -19,6 +19,7 @@ from eesd.runtime.stats import Stats
 from eesd.runtime.text import Message, TextCodec, TextStream
 
 BACKENDS = ("auto", "ort")
+MOST_THREADS = 1024  # a slip of the pen beyond it would take every thread that the machine can start
 Prompt = str | Sequence[Message] | Sequence[int]
 
 
@@ -78,8 +79,8 @@ def load(
     """
     if backend not in BACKENDS:
         raise EESDError(f"There is no backend {backend!r}; there are {', '.join(BACKENDS)}.")
-    if threads is not None and threads < 1:
-        raise EESDError(f"threads is {threads}; it must be at least 1.")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise EESDError(f"threads is {threads}; it must be between 1 and {MOST_THREADS}.")
     directory = Path(engine_dir)
     manifest = load_manifest(directory)
     if verify_hashes:

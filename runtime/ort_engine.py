@@ -14,6 +14,7 @@ from eesd.runtime.engine import Outputs
 from eesd.runtime.errors import EESDError
 from eesd.runtime.slab import KVSlab
 
+TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64"}
 MASKED = np.float32(-30000.0)  # the same as in training and export: its softmax weight is exactly zero
 
 
@@ -39,8 +40,15 @@ class OrtEngine:
         except Exception as error:  # its exceptions share no base class
             reason = str(error).splitlines()[0][:200]
             raise EESDError(f"ONNX Runtime cannot load {directory / graph.file} ({reason}); export again.") from None
+        self._check_tensors(directory, graph)
         self.manifest = manifest
         self.graph = graph
+
+    def _check_tensors(self, directory: Path, graph: GraphInfo) -> None:
+        """The graph must have the tensors that the manifest says: buffers are bound by what the manifest says."""
+        found = [(t.name, tuple(t.shape), TYPES.get(t.type)) for t in (*self.session.get_inputs(), *self.session.get_outputs())]
+        if found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
+            raise EESDError(f"{directory / graph.file} is not the graph that the manifest describes; export again.")
 
     def bind(self, slab: KVSlab) -> "OrtBinding":
         return OrtBinding(self, slab)

@@ -8,6 +8,7 @@ next round's root and rides in the next verify pass, so nothing is ever run twic
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import exp
 from typing import NamedTuple
 
 import numpy as np

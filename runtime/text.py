@@ -8,11 +8,12 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from eesd.runtime.errors import EESDError
 
 Message = Mapping[str, Any]
+HALF = "\ufffd"
+"""What incomplete bytes of a character decode to."""
 
 
 class TextCodec:
@@ -38,9 +39,11 @@ class TextCodec:
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with the template's)."""
-        if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt).ids)
-        return list(self.tokenizer.encode(self.render(prompt), add_special_tokens=False).ids)
+        text = prompt if isinstance(prompt, str) else self.render(prompt)
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)).ids)
+        except TypeError:  # what the tokenizer says of lone surrogates, which stand for bytes that were not UTF-8
+            raise EESDError("The prompt is not valid Unicode text; give it as UTF-8.") from None
 
     def render(self, messages: Sequence[Message]) -> str:
         """Chat messages as the text that the model was trained to continue."""
@@ -52,7 +55,7 @@ class TextCodec:
         try:
             template = environment.from_string(self.chat_template)
             return template.render(messages=list(messages), add_generation_prompt=True, **special)
-        except TemplateError as error:
+        except Exception as error:  # a template is a program of the model's authors: it may fail in any way
             raise EESDError(f"The chat template refuses these messages: {error}.") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -75,9 +78,30 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _whole_characters(codec: TextCodec, tokens: Sequence[int]) -> int:
-    """How many of the tokens to take so that the text does not end inside a character."""
-    return next((end for end in range(len(tokens), 0, -1) if not codec.decode(tokens[:end]).endswith("\ufffd")), 0)
+class _CharacterStream:
+    """Tokens to whole characters: the last tokens are decoded together, since what one means depends on those before it.
+
+    Unlike the ``DecodeStream`` of tokenizers it shows what stands before half a character, does not show a prompt that ends in
+    one again, and takes bytes that are no text for what they are instead of raising.
+    """
+
+    def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
+        self._decode = codec.decode
+        self._window, self._context = list(prompt), len(prompt)
+        self._shown = codec.decode(prompt).rstrip(HALF)
+
+    def push(self, token: int) -> str:
+        self._window.append(token)
+        text = self._decode(self._window)
+        whole = text.rstrip(HALF)
+        fresh = whole[len(self._shown) :]
+        if fresh and whole == text:  # all is shown: from here on the newest tokens are context enough
+            self._window = self._window[self._context :]
+            self._context = len(self._window)
+            self._shown = self._decode(self._window)
+        elif fresh:
+            self._shown = whole
+        return fresh
 
 
 class TextStream:
@@ -90,11 +114,7 @@ class TextStream:
     def __init__(self, codec: TextCodec, prompt: Sequence[int], stop: Sequence[str]) -> None:
         if any(not text for text in stop):
             raise EESDError("A stop string is empty; give at least one character.")
-        self._tokenizer = codec.tokenizer
-        whole = _whole_characters(codec, prompt)
-        self._stream = DecodeStream(ids=list(prompt[:whole]), skip_special_tokens=True)
-        for token in prompt[whole:]:
-            self._stream.step(self._tokenizer, token)
+        self._characters = _CharacterStream(codec, prompt)
         self._stop = tuple(stop)
         self._held = ""
         self.stopped = False
@@ -103,7 +123,7 @@ class TextStream:
         """The text that became certain with this token (often "")."""
         if self.stopped:
             return ""
-        text = self._held + (self._stream.step(self._tokenizer, token) or "")
+        text = self._held + self._characters.push(token)
         found = min((at for at in (text.find(stop) for stop in self._stop) if at >= 0), default=-1)
         if found >= 0:
             self.stopped, self._held = True, ""

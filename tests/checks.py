@@ -3,21 +3,24 @@
 The expected distributions come from code of this file's own, plain and slow, that shares nothing with the runtime's.
 """
 
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from types import FrameType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rig import Rig, Workspace, generated, recording_drafts
-from scipy.stats import chi2
+from rig import Rig, Workspace, finish, generated, recording_drafts
+from scipy.stats import chi2  # type: ignore[import-untyped]
 
 from eesd.controllers import Controller, make_controller
 from eesd.runtime.choosing import Rejection
 from eesd.runtime.engine import Outputs
 from eesd.runtime.sampling import Sampling
-from eesd.runtime.session import Drafter
+from eesd.runtime.session import Drafter, Session
 from eesd.runtime.stats import Stats
 from eesd.runtime.tree import TokenTree
 
@@ -80,7 +83,7 @@ def exact_joint(rig: Rig, prompt: Sequence[int], sampling: Sampling) -> Joint:
 
 
 def check_joint(
-    rig: Rig, prompt: Sequence[int], sampling: Sampling, controller: Controller, width: int, draws: int = 5000
+    rig: Rig, prompt: Sequence[int], sampling: Sampling, controller: Controller, width: int, draws: int = 4000
 ) -> None:
     """Sampled sequences are distributed as the verifier alone says, and drafting had its part in them."""
     counts: Counter[tuple[int, ...]] = Counter()
@@ -167,17 +170,65 @@ def check_cache(rig: Rig, prompt: Sequence[int], sampling: Sampling, controller:
     assert session.stats.accepted
 
 
-def check_tree_drafts(rig: Rig, prompt: Sequence[int], width: int) -> None:
-    """The draft's logits at every node of a tree are those after the node's path as a plain chain."""
+def drafted_tree(
+    rig: Rig, prompt: Sequence[int], controller: Controller, width: int
+) -> tuple[TokenTree, dict[int, NDArray[np.float32]]]:
+    """What the first round drafts, greedily, and the draft's logits by node."""
     workspace, logits = recording_drafts(rig.workspace())
-    controller, root = make_controller("fixed:k=4"), len(prompt) - 1
     session, tree = rig.session(prompt, controller=controller, width=width, workspace=workspace), TokenTree(prompt[-1])
     session.prefill()
     session._chooser.begin(session.tokens)
     session._draft(tree, Drafter(workspace.draft, controller, None, width))
+    return tree, {slot - (len(prompt) - 1): row for slot, row in logits.items()}
+
+
+def check_tree_drafts(rig: Rig, prompt: Sequence[int], width: int) -> None:
+    """The draft's logits at every node of a tree are those after the node's path as a plain chain."""
+    tree, logits = drafted_tree(rig, prompt, make_controller("fixed:k=4"), width)
     assert not tree.is_chain and len(logits) == 1 + 3 * width
-    for slot, actual in logits.items():
-        tokens = [*prompt, *(tree.tokens[node] for node in tree.path(slot - root))]
+    for node, actual in logits.items():
+        tokens = [*prompt, *(tree.tokens[n] for n in tree.path(node))]
         end = len(tokens) - 1
         expected = rig.fresh_prefill(tokens).draft.forward(tokens[end:], [end], end).logits[0]
         np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
+
+
+def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
+    """Call ``step`` and interrupt it at the line-th line that session.py runs; whether it got so far."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != Session.step.__code__.co_filename:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(previous)
+    return False
+
+
+def check_interrupted_anywhere(make: Callable[[], Session], rounds: int) -> int:
+    """A step may be interrupted at every line: the session still counts its tokens right and ends with the same ones."""
+    expected, line = generated(make()), 1
+    while True:
+        session = make()
+        for _ in range(rounds):
+            session.step()
+        if not interrupt_at_line(session.step, line):
+            return line
+        counted = session.stats.prompt_tokens + session.stats.new_tokens
+        assert len(session.tokens) == counted, f"an interrupt at line {line} of the step miscounted the tokens"
+        finish(session)
+        assert session.tokens[session.stats.prompt_tokens :] == expected
+        line += 1

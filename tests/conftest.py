@@ -1,11 +1,13 @@
-"""Fixtures shared by the tests: random checkpoints, built once and never changed."""
+"""Fixtures shared by the tests: random checkpoints and engines, built once and never changed."""
 
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+import tiny
 from families import FAMILIES, build
+from rig import Rig
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +19,27 @@ def family_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return build(FAMILIES[name], tmp_path_factory.mktemp(name))
 
     return directory
+
+
+@pytest.fixture(scope="session")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    """Engines of a three-layer model with 97 tokens."""
+    directory = tmp_path_factory.mktemp("main")
+    model = tiny.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
+    return Rig(tiny.export_tiny(model, directory / "plans", slots=384))
+
+
+@pytest.fixture(scope="session")
+def rig_of_two_blocks(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    """Engines of a four-layer model whose exit head has two blocks."""
+    directory = tmp_path_factory.mktemp("blocks")
+    model = tiny.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
+    return Rig(tiny.export_tiny(model, directory / "plans", slots=384, blocks=2))
+
+
+@pytest.fixture(scope="session")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    """Engines of a model with five tokens: few enough to enumerate every outcome."""
+    directory = tmp_path_factory.mktemp("five")
+    model = tiny.build(directory / "model", 5, layers=3, damping=0.5, seed=0)
+    return Rig(tiny.export_tiny(model, directory / "plans", slots=64))

@@ -1,0 +1,64 @@
+"""The commands run in this process, and what is expected of all of them when they refuse."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from click import Command
+from click.testing import CliRunner, Result
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+
+from eesd.export.cli import main as export_main
+
+SPECIAL = ["<unk>", "<s>", "</s>"]
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}<assistant>"
+
+
+def run(command: Command, *arguments: object, stdin: str | bytes = "") -> Result:
+    """Run a click command with these arguments; each is made a string."""
+    return CliRunner().invoke(command, [str(argument) for argument in arguments], input=stdin)
+
+
+def succeed(command: Command, *arguments: object, stdin: str | bytes = "") -> Result:
+    result = run(command, *arguments, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    """One line on stderr that has all these words, nothing on stdout, exit code 2 (and so no traceback)."""
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert_one_line(result.stderr, *words)
+    assert not result.stdout
+
+
+def assert_one_line(stderr: str, *words: str) -> None:
+    assert stderr.startswith("error: ") and stderr.endswith("\n"), stderr
+    assert stderr.count("\n") == 1, stderr
+    assert "Traceback" not in stderr
+    for word in words:
+        assert word in stderr, stderr
+
+
+def export_engine(model: Path, output: Path, *options: object) -> Path:
+    """``eesd-export`` with an exit after the first layer; pass --exit-head to do without."""
+    exits = () if "--exit-head" in options else ("--exit-layer", 1)
+    succeed(export_main, "--model", model, "--output", output, *exits, *options)
+    return output
+
+
+def add_tokenizer(model: Path, template: str | None = TEMPLATE) -> None:
+    """Give a model of 97 tokens a tokenizer: three special tokens and one for each character from blank to right brace."""
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *map(chr, range(32, 126))])}
+    tokenizer = Tokenizer(BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(model / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>"} | ({"chat_template": template} if template else {})
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def listing(directory: Path) -> Sequence[str]:
+    """Names of everything in a directory, hidden leftovers included."""
+    return sorted(path.name for path in directory.iterdir())

@@ -1,0 +1,150 @@
+"""Controllers by themselves: what they decide, what they learn, and that they go on from a stored state."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eesd.controllers import CONTROLLERS, Controller, DraftStep, RoundOutcome, make_controller
+from eesd.controllers.beta_ts import BetaTS
+from eesd.runtime.errors import EESDError
+
+SPECS = ["beta-ts", "beta-ts:alpha=2,beta=3,discount=0.95", "fixed", "fixed:k=7", "threshold", "threshold:p=0.25"]
+
+
+def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
+    """Decisions in a made-up stream of rounds, to which the controller is also told what became of them."""
+    random = np.random.default_rng(seed)
+    decisions = []
+    for _ in range(count):
+        depth, path, more = 0, 1.0, True
+        while more and depth < 12:
+            depth += 1
+            probability = float(random.random())
+            path *= probability
+            more = controller.keep_drafting(DraftStep(depth, probability, path, None))
+            decisions.append(more)
+        controller.observe(RoundOutcome(depth, int(random.integers(0, depth + 1)), 0.01, 0.02))
+    return decisions
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_same_seed_same_decisions(spec: str) -> None:
+    assert rounds(make_controller(spec, seed=5), 50, seed=0) == rounds(make_controller(spec, seed=5), 50, seed=0)
+
+
+def test_another_seed_decides_otherwise() -> None:
+    assert rounds(make_controller("beta-ts", seed=5), 50, seed=0) != rounds(make_controller("beta-ts", seed=6), 50, seed=0)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_state_goes_through_json(spec: str) -> None:
+    controller = make_controller(spec, seed=5)
+    rounds(controller, 20, seed=0)
+    stored = json.dumps(controller.state())
+    other = make_controller(spec.partition(":")[0], seed=99)
+    other.restore(json.loads(stored))
+    assert json.dumps(other.state()) == stored
+    assert rounds(other, 50, seed=1) == rounds(controller, 50, seed=1)
+    assert other.state() == controller.state()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_stored_state_does_not_change_with_the_controller(spec: str) -> None:
+    controller = make_controller(spec, seed=5)
+    state = controller.state()
+    stored = json.dumps(state)
+    rounds(controller, 20, seed=0)
+    assert json.dumps(state) == stored
+
+
+def test_every_controller_is_tested_here() -> None:
+    assert {spec.partition(":")[0] for spec in SPECS} == set(CONTROLLERS)
+
+
+def test_fixed_drafts_k_tokens() -> None:
+    controller = make_controller("fixed:k=3")
+    assert [controller.keep_drafting(DraftStep(depth, 0.0, 0.0, None)) for depth in (1, 2, 3, 4)] == [True, True, False, False]
+
+
+def test_threshold_looks_at_the_last_token() -> None:
+    controller = make_controller("threshold:p=0.5")
+    assert [controller.keep_drafting(DraftStep(1, p, 0.01, None)) for p in (0.49, 0.5, 1.0)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "accepted", "rejected"),
+    [
+        ([(4, 4)], 4, 0),  # all accepted: nothing was rejected
+        ([(4, 1)], 1, 1),  # the third and fourth were never judged
+        ([(4, 0)], 0, 1),
+        ([(3, 2), (5, 5), (1, 0), (1, 1)], 8, 2),
+    ],
+)
+def test_beta_ts_counts_what_was_judged(outcomes: list[tuple[int, int]], accepted: int, rejected: int) -> None:
+    controller = BetaTS(alpha=4, beta=1)
+    for drafted, taken in outcomes:
+        controller.observe(RoundOutcome(drafted, taken, 0.0, 0.0))
+    assert (controller.accepted, controller.rejected) == (accepted, rejected)
+    assert controller.prior == (4, 1)
+
+
+def test_beta_ts_posterior() -> None:
+    """It goes on as often as the mean of Beta(alpha + accepted, beta + rejected) says."""
+    controller = BetaTS(alpha=2, beta=1, seed=3)
+    for _ in range(5):
+        controller.observe(RoundOutcome(2, 1, 0.0, 0.0))
+    draws = 20000
+    share = sum(controller.keep_drafting(DraftStep(1, 0.5, 0.5, None)) for _ in range(draws)) / draws
+    assert share == pytest.approx((2 + 5) / (2 + 5 + 1 + 5), abs=4 * 0.5 / draws**0.5)
+
+
+def test_beta_ts_forgets_down_to_its_prior() -> None:
+    controller = BetaTS(alpha=4, beta=1, discount=0.5)
+    for drafted, accepted in ((4, 4), (4, 2), (4, 0)):
+        controller.observe(RoundOutcome(drafted, accepted, 0.0, 0.0))
+    assert (controller.accepted, controller.rejected) == ((4 * 0.5 + 2) * 0.5 + 0, 0.5 + 1)
+    for _ in range(60):
+        controller.observe(RoundOutcome(0, 0, 0.0, 0.0))
+    assert controller.accepted == pytest.approx(0) and controller.rejected == pytest.approx(0)
+    assert controller.prior == (4, 1)
+
+
+def test_beta_ts_follows_drift_with_a_discount() -> None:
+    steady, forgetful = BetaTS(), BetaTS(discount=0.9)
+    for controller in (steady, forgetful):
+        for accepted in [4] * 200 + [0] * 30:
+            controller.observe(RoundOutcome(4, accepted, 0.0, 0.0))
+    assert steady.accepted / (steady.accepted + steady.rejected) > 0.9
+    assert forgetful.accepted / (forgetful.accepted + forgetful.rejected) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("beta", "no controller 'beta'; there are beta-ts, .*threshold"),
+        ("", "no controller ''"),
+        ("fixed:n=4", "fixed has no option 'n'; it has k"),
+        ("fixed:=4", "no option ''"),
+        ("fixed:seed=4", "no option 'seed'"),
+        ("fixed:k=four", "k=four .* not a number"),
+        ("fixed:k", "k= .* not a number"),
+        ("fixed:k=2.5", "not a number"),
+        ("fixed:k=0", "k must be at least 1"),
+        ("threshold:p=1.5", "p must be between 0 and 1"),
+        ("threshold:p=nan", "p must be between 0 and 1"),
+        ("beta-ts:alpha=0", "above 0"),
+        ("beta-ts:alpha=nan", "above 0"),
+        ("beta-ts:beta=inf", "finite"),
+        ("beta-ts:discount=0", "discount must be above 0"),
+    ],
+)
+def test_what_cannot_be_made_is_named(spec: str, message: str) -> None:
+    with pytest.raises(EESDError, match=message):
+        make_controller(spec)
+
+
+def test_options_reach_the_controller() -> None:
+    controller = make_controller("beta-ts:alpha=2,beta=3,discount=0.5")
+    assert isinstance(controller, BetaTS)
+    assert controller.prior == (2, 3) and controller.discount == 0.5

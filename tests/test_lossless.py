@@ -1,0 +1,233 @@
+"""Drafting changes the speed and nothing else: same tokens, same endings, same cache, whatever the controller."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from checks import cache_of, check_cache, check_same_tokens, check_tree_drafts, drafted_tree
+from rig import FIRST_SLOTS, RandomStop, RestUntil, Rig, finish, generated, recording_drafts
+
+import eesd
+from eesd.controllers import Controller, DraftStep, make_controller
+from eesd.runtime.errors import EESDError
+from eesd.runtime.llm import Speculation
+from eesd.runtime.sampling import Sampling, normalize
+from eesd.runtime.session import Session
+
+PROMPTS = [[5, 9, 3], [1], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12, 13, 14, 15, 16, 17, 18, 96, 0]]
+GREEDY = Sampling()
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "greedy-penalty": Sampling(repetition_penalty=1.3),
+    "T0.7": Sampling(temperature=0.7, seed=1),
+    "T1": Sampling(temperature=1.0, seed=2),
+    "T1-top-p-top-k": Sampling(temperature=1.0, top_p=0.8, top_k=12, seed=3),
+    "T1-min-p-penalty": Sampling(temperature=1.0, min_p=0.1, repetition_penalty=1.2, seed=4),
+}
+CONTROLLERS = ["fixed:k=4", "fixed:k=1", "threshold:p=0.3", "beta-ts", "beta-ts:alpha=1,beta=2,discount=0.9", "random"]
+
+
+def controller(spec: str) -> Controller:
+    return RandomStop(seed=3, chance=0.7) if spec == "random" else make_controller(spec, seed=3)
+
+
+@pytest.mark.parametrize("spec", CONTROLLERS)
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_same_tokens(rig: Rig, name: str, width: int, spec: str) -> None:
+    totals = Counter[str]()
+    for prompt in PROMPTS:
+        stats = check_same_tokens(rig, prompt, SAMPLINGS[name], controller(spec), width)
+        totals.update(accepted=stats.accepted, judged=sum(stats.offered_at_depth))
+    assert 0 < totals["accepted"] < totals["judged"], "acceptance and rejection must both occur"
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("name", ["greedy", "T1"])
+def test_exit_head_of_two_blocks(rig_of_two_blocks: Rig, name: str, width: int) -> None:
+    rig = rig_of_two_blocks
+    assert rig.manifest.exit_blocks == 2 and rig.manifest.num_caches == 6
+    stats = check_same_tokens(rig, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
+    assert stats.accepted
+    check_cache(rig, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("name", ["greedy", "T1"])
+def test_cache_is_that_of_a_prefill(rig: Rig, name: str, width: int) -> None:
+    check_cache(rig, PROMPTS[2], SAMPLINGS[name], controller("fixed:k=4"), width)
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_tree_drafts_as_its_chains_would(rig: Rig, width: int) -> None:
+    check_tree_drafts(rig, PROMPTS[2], width)
+
+
+def test_python_api(rig: Rig) -> None:
+    llm = eesd.load(rig.directory, threads=1, speculation=Speculation("beta-ts", tree_width=2, guard=True))
+    plain = eesd.load(rig.directory, threads=1, speculation=None)
+    for sampling in SAMPLINGS.values():
+        expected = plain.generate(PROMPTS[0], sampling, max_new_tokens=50)
+        assert expected.stats.drafting_rounds == 0
+        for draft in (True, False):
+            actual = llm.generate(PROMPTS[0], sampling, max_new_tokens=50, draft=draft)
+            assert (actual.tokens, actual.finish_reason) == (expected.tokens, expected.finish_reason)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 17])
+def test_max_new_tokens_is_exact(rig: Rig, new_tokens: int, width: int) -> None:
+    longer = generated(rig.session(PROMPTS[0], new_tokens=30))
+    session = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=8"), width, new_tokens=new_tokens)
+    assert generated(session) == longer[:new_tokens]
+    assert session.finish_reason == "length"
+    assert session.stats.new_tokens == session.stats.accepted + session.stats.rounds == new_tokens
+    with pytest.raises(EESDError, match="finished"):
+        session.step()
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_statistics_add_up(rig: Rig, width: int) -> None:
+    session = rig.session(PROMPTS[0], SAMPLINGS["T1"], controller("random"), width, new_tokens=60)
+    rounds, stats = finish(session), session.stats
+    assert stats.prompt_tokens == len(PROMPTS[0])
+    assert stats.new_tokens == sum(len(r.tokens) for r in rounds) == stats.accepted + stats.rounds == 60
+    assert stats.rounds == len(rounds) >= stats.drafting_rounds == stats.offered_at_depth[0]
+    assert stats.accepted == sum(sum(r.drafted) for r in rounds) == sum(stats.accepted_at_depth)
+    assert all(not r.drafted[-1] and all(r.drafted[:-1]) for r in rounds)
+    assert stats.drafting_rounds <= stats.draft_steps <= stats.drafted <= stats.draft_steps * width
+    assert stats.acceptance == stats.accepted / sum(stats.offered_at_depth)
+    assert all(
+        deeper <= accepted for deeper, accepted in zip(stats.offered_at_depth[1:], stats.accepted_at_depth, strict=False)
+    )
+    assert stats.host_seconds > 0 and stats.draft_seconds > 0 and stats.verify_seconds > 0
+    assert json.loads(json.dumps(stats.to_dict()))["tokens_per_round"] == 60 / len(rounds)
+
+
+def accepted_token(session: Session) -> int:
+    """A token that first occurs inside an accepted path, with more of the path behind it."""
+    seen: set[int] = set()
+    for number, result in enumerate(finish(session)):
+        inside = [token for token in result.tokens[:-2] if token not in seen]
+        if number > 2 and inside:
+            return inside[-1]
+        seen.update(result.tokens)
+    raise AssertionError("no path long enough")
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("name", ["greedy", "T1"])
+def test_eos_inside_an_accepted_path(rig: Rig, name: str, width: int) -> None:
+    sampling = SAMPLINGS[name]
+    eos = accepted_token(rig.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200))
+    plain = rig.session(PROMPTS[0], sampling, new_tokens=200, eos=(96, eos))
+    drafting = rig.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200, eos=(96, eos))
+    assert generated(drafting) == generated(plain)
+    assert drafting.tokens[-1] == eos and drafting.tokens.count(eos) == 1 + PROMPTS[0].count(eos)
+    assert drafting.finish_reason == plain.finish_reason == "stop"
+    stats = drafting.stats
+    assert stats.new_tokens == len(drafting.tokens) - len(PROMPTS[0]) < stats.accepted + stats.rounds
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("name", ["greedy", "T1"])
+@pytest.mark.parametrize("left", [1, 2, 5, 40])
+def test_end_of_the_cache(rig: Rig, left: int, name: str, width: int) -> None:
+    slots = rig.manifest.max_seq_len
+    prompt = np.random.default_rng(0).integers(0, 97, slots - left).tolist()
+    plain = rig.session(prompt, SAMPLINGS[name], new_tokens=1000)
+    drafting = rig.session(prompt, SAMPLINGS[name], controller("fixed:k=6"), width, new_tokens=1000)
+    assert generated(drafting) == generated(plain)
+    assert drafting.finish_reason == plain.finish_reason == "length"
+    assert len(drafting.tokens) == slots
+    with pytest.raises(EESDError, match="shorten the prompt"):
+        rig.session(drafting.tokens)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_cache_grows_on_the_way(rig: Rig, width: int) -> None:
+    workspace = rig.workspace()
+    session = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), width, new_tokens=150, workspace=workspace)
+    assert generated(session) == generated(rig.session(PROMPTS[0], new_tokens=150))
+    assert workspace.slab.slots == 256 and workspace.slab.generation == 4
+    assert FIRST_SLOTS * 2**4 == 256
+    expected = cache_of(rig.fresh_prefill(session.tokens), session.tokens)
+    np.testing.assert_allclose(cache_of(workspace, session.tokens), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("rest", [1, 7, 20])
+def test_drafts_are_as_good_after_plain_rounds(rig: Rig, rest: int) -> None:
+    """The verifier keeps the exit head's cache too, so a draft that rested misses nothing."""
+    rested, logits = recording_drafts(rig.workspace())
+    session = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), guard=RestUntil(rest), workspace=rested)
+    assert not any(any(session.step().drafted) for _ in range(rest)) and not logits
+    always, expected = recording_drafts(rig.workspace())
+    fresh = rig.session(session.tokens, GREEDY, controller("fixed:k=3"), workspace=always)
+    assert session.step() == fresh.step()
+    assert logits.keys() == expected.keys() and len(logits) == 3
+    for slot, row in logits.items():
+        np.testing.assert_allclose(row, expected[slot], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_resting_costs_no_acceptance(rig: Rig, width: int) -> None:
+    """Against a run that always drafts: from where both have a round beginning, they go on alike."""
+    always = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), width)
+    rested = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), width, guard=RestUntil(15), workspace=rig.workspace())
+    starts = {}
+    for session in (always, rested):
+        begun = [len(session.tokens)]
+        rounds = finish(session)
+        for result in rounds:
+            begun.append(begun[-1] + len(result.tokens))
+        starts[session] = dict(zip(begun, rounds, strict=False))
+    meeting = min(start for start in starts[rested] if start > len(PROMPTS[0]) + 15 and start in starts[always])
+    for start in starts[always]:
+        assert start < meeting or starts[always][start] == starts[rested][start]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_coupled_tree_accepts_at_least_what_its_chain_would(rig: Rig, seed: int) -> None:
+    sampling = replace(SAMPLINGS["T1"], seed=seed)
+    tree = rig.session(PROMPTS[0], sampling, controller("fixed:k=4"), width=3)
+    while tree.finish_reason is None:
+        chain = rig.session(tree.tokens, sampling, controller("fixed:k=4"), workspace=rig.workspace())
+        alone, result = chain.step(), tree.step()
+        if tree.finish_reason is None:  # the last round has less room
+            assert result.tokens[: len(alone.tokens)] == alone.tokens
+
+
+class Watcher(RandomStop):
+    """Wants entropies and keeps all it is told."""
+
+    needs_entropy = True
+
+    def __init__(self) -> None:
+        super().__init__(seed=0, chance=1.0)
+        self.steps: list[DraftStep] = []
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        self.steps.append(step)
+        return step.depth < 3
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_what_the_controller_is_told(rig: Rig, prompt: list[int], width: int) -> None:
+    """Each step's figures are those of the best node of its level, recomputed from the draft's logits at its parent."""
+    watcher = Watcher()
+    tree, logits = drafted_tree(rig, prompt, watcher, width)
+    path_probability = {0: 1.0}
+    for node in range(1, len(tree)):
+        q = np.exp(normalize(logits[tree.parents[node]].astype(np.float64)))
+        path_probability[node] = path_probability[tree.parents[node]] * float(q[tree.tokens[node]])
+    assert [step.depth for step in watcher.steps] == [1, 2, 3]
+    for step in watcher.steps:
+        best = max((n for n in range(len(tree)) if tree.depths[n] == step.depth), key=path_probability.__getitem__)
+        parent = tree.parents[best]
+        q = np.exp(normalize(logits[parent].astype(np.float64)))
+        assert step.path_probability == pytest.approx(path_probability[best], rel=1e-4)
+        assert step.probability == pytest.approx(path_probability[best] / path_probability[parent], rel=1e-4)
+        assert step.entropy == pytest.approx(-(q * np.log(q)).sum(), rel=1e-4)

@@ -1,0 +1,227 @@
+"""The classic mistakes of speculative decoding, made on purpose: each must make its check fail.
+
+Most mutants are the runtime's own source with one expression replaced. When such an expression is rewritten, the mutation
+asks to be rewritten too, rather than testing nothing.
+"""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from checks import (
+    cache_of,
+    check_cache,
+    check_chooser,
+    check_interrupted_anywhere,
+    check_joint,
+    check_same_tokens,
+    check_tree_drafts,
+)
+from rig import RandomStop, RestUntil, Rig, Wrapped
+
+from eesd.controllers import make_controller
+from eesd.runtime import choosing, sampling
+from eesd.runtime.choosing import Coupled, Rejection
+from eesd.runtime.sampling import Sampling
+from eesd.runtime.session import Drafter, Session
+from eesd.runtime.slab import KVSlab
+from eesd.runtime.tree import TokenTree
+
+PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]
+GREEDY = Sampling()
+COUPLED = Sampling(temperature=1.0, seed=2)
+REJECTION = Sampling(temperature=1.0, method="rejection")
+
+
+def mutant(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """The function with ``old`` replaced by ``new`` in its source."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{function.__qualname__} no longer holds {old!r} once: rewrite the mutation"
+    namespace: dict[str, Any] = dict(function.__globals__)
+    exec(source.replace(old, new), namespace)
+    made: Callable[..., Any] = namespace[function.__name__]
+    return made
+
+
+def mutate(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, old: str, new: str) -> None:
+    monkeypatch.setattr(owner, name, mutant(getattr(owner, name), old, new))
+
+
+def caught() -> AbstractContextManager[Any]:
+    """The check fails, and for its proper reason."""
+    return pytest.raises(AssertionError, match=r"not follow|changed the tokens|Not equal to tolerance|miscounted")
+
+
+UNSCALED = ("accept", "p /= p.sum()", "pass")
+NOT_ZEROED = ("accept", "np.where(np.arange(len(p)) == token, 0.0, p)", "p")
+RESIDUAL = "np.maximum(p - q, 0)"
+BONUS_FROM_Q = "self._draw(p if tree.children(node) else self._sampled.get(tree.parents[node], p))"
+
+
+@pytest.mark.parametrize(
+    ("edits", "widths"),
+    [
+        pytest.param([UNSCALED], [2, 3], id="residual not renormalised between siblings"),
+        # Inversion draws from the residual whatever its scale, so in a chain that must be broken too.
+        pytest.param([UNSCALED, ("_draw", " * cumulative[-1]", "")], [1], id="residual not renormalised in a chain"),
+        pytest.param([("accept", RESIDUAL, "p")], [1], id="rejected token drawn from p, not from p - q"),
+        pytest.param([("accept", RESIDUAL, "q")], [1], id="rejected token drawn from q"),
+        pytest.param([("accept", "self._draw(p)", BONUS_FROM_Q)], [1], id="bonus token drawn from q"),
+        pytest.param([("accept", "p[token] / q[token]", "p[token]")], [1], id="chain accepted with p, not with p / q"),
+        pytest.param([NOT_ZEROED], [2, 3], id="a sibling not zeroed"),
+    ],
+)
+def test_rejection(monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str, str]], widths: list[int]) -> None:
+    for name, old, new in edits:
+        mutate(monkeypatch, Rejection, name, old, new)
+    for width in widths:
+        with caught():
+            check_chooser(width, draws=6000)
+
+
+def trimming(draft: Callable[..., float]) -> Callable[..., float]:
+    """Drops the last drafted token for what it is."""
+
+    def trimmed(self: Session, tree: TokenTree, drafter: Drafter) -> float:
+        seconds = draft(self, tree, drafter)
+        if tree.tokens[-1] in (1, 4):
+            for column in (tree.tokens, tree.parents, tree.depths, tree.logprobs, tree.scores):
+                column.pop()
+        return seconds
+
+    return trimmed
+
+
+def test_trimming_by_the_drafted_token(five: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is wrong with rejection sampling alone: what the others emit does not depend on what was drafted."""
+    monkeypatch.setattr(Session, "_draft", trimming(Session._draft))
+    with caught():
+        check_joint(five, [3], REJECTION, make_controller("fixed:k=2"), width=1)
+    check_joint(five, [3], replace(REJECTION, method="coupled"), make_controller("fixed:k=2"), width=1)
+    for sampled in (GREEDY, COUPLED):
+        check_same_tokens(five, [3], sampled, make_controller("fixed:k=2"), width=1)
+
+
+def test_trimming_counterexample() -> None:
+    """p = (.5, .5), q = (.9, .1), a drafted 1 is discarded: 0 comes with probability .55."""
+    p, q = np.log(np.array([[0.5, 0.5]] * 2, np.float32)), np.log(np.array([[0.9, 0.1]], np.float32))
+    zeros = {True: 0, False: 0}
+    draws = 4000
+    for seed in range(draws):
+        for trim in zeros:
+            chooser, tree = Rejection(replace(REJECTION, seed=seed)), TokenTree(0)
+            chooser.begin([0])
+            (proposal,) = chooser.propose(tree, 0, choosing.Outputs(q, None, None), 0, 1)
+            if not (trim and proposal.token == 1):
+                tree.add(proposal.token, 0, proposal.logprob)
+            verdict = chooser.accept(tree, p)
+            zeros[trim] += (tree.tokens[1] if verdict.path else verdict.token) == 0
+    assert zeros[False] / draws == pytest.approx(0.5, abs=0.025)
+    assert zeros[True] / draws == pytest.approx(0.55, abs=0.025)
+
+
+def filters_first(logits: sampling.Logits, options: Sampling) -> sampling.Vector:
+    """Temperature after top-k, top-p and min-p."""
+    kept = sampling.warp(logits, replace(options, temperature=1.0))
+    return sampling.normalize(kept / options.temperature)
+
+
+@pytest.mark.parametrize("method", ["coupled", "rejection"])
+def test_temperature_after_top_p(five: Rig, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    options = Sampling(temperature=0.6, top_p=0.7, method=method)
+    check_joint(five, [3], options, RandomStop(seed=1), width=1)
+    monkeypatch.setattr(choosing, "warp", filters_first)
+    with caught():
+        check_joint(five, [3], options, RandomStop(seed=1), width=1)
+
+
+@pytest.mark.parametrize("options", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize(
+    ("owner", "name", "old", "new"),
+    [
+        pytest.param(None, "", "", "", id="none"),
+        pytest.param(KVSlab, "compact", "self.data[..., sources, :]", "self.data[..., targets, :]", id="stale slot"),
+        pytest.param(Session, "_run_verify", "for depth in tree.depths", "for depth in range(len(tree))", id="positions"),
+        pytest.param(TokenTree, "visible", "seen[node] |= seen[parent]", "seen[node, :node] = True", id="mask"),
+        pytest.param(
+            Session, "step", "self._slab.compact(len(self.tokens)", "self._slab.compact(len(self.tokens) - 1", id="root"
+        ),
+    ],
+)
+def test_tree(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, owner: type | None, name: str, old: str, new: str, width: int, options: Sampling
+) -> None:
+    """A compaction that moves nothing or to the wrong place, positions in draft order, siblings that see each other."""
+    if owner is not None:
+        new = new.replace("targets", "list(range(start, start + len(sources)))")
+        mutate(monkeypatch, owner, name, old, new)
+    for check in (check_same_tokens, check_cache):
+        with caught() if owner else nullcontext():
+            check(rig, PROMPT, options, make_controller("fixed:k=4"), width)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "old", "new"),
+    [
+        (Session, "_run_draft", "root + tree.depths[node]", "root + node"),
+        (Session, "_run_draft", "tree.visible(frontier[0])", "np.tril(np.ones((len(frontier), len(tree)), bool), frontier[0])"),
+    ],
+    ids=["positions", "mask"],
+)
+def test_tree_of_the_draft(rig: Rig, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, old: str, new: str) -> None:
+    """They cost acceptance only, so nothing but a look at the draft's logits can tell."""
+    mutate(monkeypatch, owner, name, old, new)
+    check_same_tokens(rig, PROMPT, GREEDY, make_controller("fixed:k=4"), width=2)
+    with caught():
+        check_tree_drafts(rig, PROMPT, width=2)
+
+
+def test_noise_that_forgets_the_depth(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch, Coupled, "_position", "+ tree.depths[node]", "")
+    for width in (1, 2):
+        with caught():
+            check_same_tokens(rig, PROMPT, COUPLED, make_controller("fixed:k=4"), width)
+
+
+def test_penalty_that_forgets_the_draft(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch, choosing._Base, "_penalized", "*drafted", "")
+    with caught():
+        check_same_tokens(rig, PROMPT, Sampling(repetition_penalty=1.5), make_controller("fixed:k=4"), width=1)
+
+
+def test_stale_exit_cache(rig: Rig) -> None:
+    """A verify pass that leaves the exit head's cache as it was: the tokens are right, the next drafts are not."""
+    workspace, exit_cache = rig.workspace(), rig.manifest.num_layers
+    kept: list[Any] = []
+
+    def before(_: Sequence[int], __: int) -> None:
+        kept[:] = [workspace.slab.data[exit_cache].copy()]
+
+    def after(_: Sequence[int], __: int, ___: object) -> None:
+        workspace.slab.data[exit_cache] = kept[0]
+
+    stale = replace(workspace, verify=Wrapped(workspace.verify, before, after))
+    session = rig.session(PROMPT, GREEDY, make_controller("fixed:k=4"), guard=RestUntil(8), workspace=stale)
+    for _ in range(8):
+        session.step()
+    fresh = cache_of(rig.fresh_prefill(session.tokens), session.tokens)
+    actual = cache_of(workspace, session.tokens)
+    np.testing.assert_allclose(actual[:exit_cache], fresh[:exit_cache], rtol=0, atol=1e-4)
+    with caught():
+        np.testing.assert_allclose(actual[exit_cache:], fresh[exit_cache:], rtol=0, atol=1e-4)
+
+
+def test_commit_in_pieces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason"
+    pieces = (
+        "self.tokens = [*self.tokens, *result.tokens]\n    self.stats = stats\n    self.finish_reason = result.finish_reason"
+    )
+    mutate(monkeypatch, Session, "step", line, pieces)
+    with caught():
+        check_interrupted_anywhere(lambda: rig.session(PROMPT, controller=make_controller("fixed:k=2"), new_tokens=8), 1)

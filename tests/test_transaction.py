@@ -1,0 +1,158 @@
+"""A round that is broken off leaves nothing behind: the session goes on and ends with the same tokens."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from checks import check_interrupted_anywhere
+from rig import RandomStop, Rig, Workspace, Wrapped, finish, generated
+
+from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
+from eesd.runtime.engine import Outputs
+from eesd.runtime.sampling import Sampling
+from eesd.runtime.session import Session
+
+PROMPT = [5, 9, 3]
+SAMPLINGS = [Sampling(), Sampling(temperature=0.9, seed=7), Sampling(temperature=0.9, seed=7, method="rejection")]
+NAMES = ["greedy", "coupled", "rejection"]
+NEW_TOKENS = 24
+
+
+class Failure:
+    """Raises at the ``at``-th time it is asked, and never again."""
+
+    def __init__(self, at: int, error: type[BaseException]) -> None:
+        self._left = at
+        self._error = error
+
+    def __call__(self, *_: object) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise self._error("broken off")
+
+
+def broken(workspace: Workspace, place: str, failure: Failure) -> Workspace:
+    engine, _, moment = place.partition("-")
+    inner = workspace.draft if engine == "draft" else workspace.verify
+    wrapped = Wrapped(inner, before=failure) if moment == "before" else Wrapped(inner, after=failure)
+    return replace(workspace, **{engine: wrapped})
+
+
+def snapshot(session: Session) -> dict[str, Any]:
+    """Everything a caller can see of a session. Nothing of the round in progress may be in it."""
+    return asdict(session.stats) | {
+        "tokens": list(session.tokens),
+        "finish_reason": session.finish_reason,
+        "prefill_seconds": 0,
+    }
+
+
+def finish_despite(session: Session, error: type[BaseException]) -> int:
+    """Run to the end, going on after the error; how often it was raised."""
+    raised = 0
+    while session.finish_reason is None:
+        before = snapshot(session)
+        try:
+            session.step()
+        except error:
+            raised += 1
+            assert snapshot(session) == before
+    return raised
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=NAMES)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["draft-before", "draft-after", "verify-before", "verify-after"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_failing_engine(rig: Rig, width: int, place: str, error: type[BaseException], sampling: Sampling) -> None:
+    expected = generated(rig.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS))
+    for at in (1, 2, 3, 4, 5, 8):
+        workspace = broken(rig.workspace(), place, Failure(at, error))
+        session = rig.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS, workspace=workspace)
+        assert finish_despite(session, error) == 1
+        assert session.tokens[len(PROMPT) :] == expected
+
+
+def test_failing_prefill(rig: Rig) -> None:
+    """Between the chunks of a long prompt too."""
+    prompt = [token % 97 for token in range(7, 307)]
+    expected = generated(rig.session(prompt, new_tokens=8))
+    for at in (1, 2, 3):
+        workspace = broken(rig.workspace(), "verify-after", Failure(at, KeyboardInterrupt))
+        session = rig.session(prompt, new_tokens=8, workspace=workspace)
+        with pytest.raises(KeyboardInterrupt):
+            session.prefill()
+        assert generated(session) == expected
+
+
+class BrokenController(RandomStop):
+    """Raises once, when it is asked or when it is told."""
+
+    def __init__(self, asked: Callable[[DraftStep], None] | None, told: Callable[[RoundOutcome], None] | None) -> None:
+        super().__init__(seed=0, chance=1.0)
+        self._asked, self._told = asked, told
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        if self._asked:
+            self._asked(step)
+        return step.depth < 3
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if self._told:
+            self._told(outcome)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=NAMES)
+@pytest.mark.parametrize("where", ["keep_drafting", "observe"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_failing_controller(rig: Rig, width: int, where: str, sampling: Sampling) -> None:
+    expected = generated(rig.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS))
+    for at in (1, 2, 4):
+        failure = Failure(at, ZeroDivisionError)
+        asked, told = (failure, None) if where == "keep_drafting" else (None, failure)
+        session = rig.session(PROMPT, sampling, BrokenController(asked, told), width, new_tokens=NEW_TOKENS)
+        assert finish_despite(session, ZeroDivisionError) == 1
+        assert session.tokens[len(PROMPT) :] == expected
+
+
+def test_cancelled_round_is_not_told(rig: Rig) -> None:
+    outcomes: list[RoundOutcome] = []
+    workspace = broken(rig.workspace(), "verify-after", Failure(5, KeyboardInterrupt))
+    session = rig.session(PROMPT, controller=BrokenController(None, outcomes.append), workspace=workspace)
+    assert finish_despite(session, KeyboardInterrupt) == 1
+    assert len(outcomes) == session.stats.drafting_rounds
+    assert sum(outcome.accepted for outcome in outcomes) == session.stats.accepted
+
+
+@pytest.mark.parametrize(("width", "rounds"), [(1, 0), (2, 2)])
+def test_interrupted_at_any_line(rig: Rig, width: int, rounds: int) -> None:
+    """Ctrl-C comes wherever it likes: tokens and counts stay of one mind, also within the commit."""
+    controller: Controller = make_controller("fixed:k=3")
+
+    def make() -> Session:
+        return rig.session(PROMPT, SAMPLINGS[1], controller, width, new_tokens=12)
+
+    assert check_interrupted_anywhere(make, rounds) > 60
+
+
+def test_peek_commits_nothing(rig: Rig) -> None:
+    session, undisturbed = (
+        rig.session(PROMPT, controller=make_controller("fixed:k=3"), workspace=rig.workspace()) for _ in "ab"
+    )
+    while session.finish_reason is None:
+        before = snapshot(session)
+        token = int(session.peek().argmax())
+        assert snapshot(session) == before
+        assert session.step().tokens[0] == token
+    assert session.tokens[len(PROMPT) :] == generated(undisturbed)
+
+
+def test_outputs_are_views_until_the_next_call(rig: Rig) -> None:
+    """What the engine promises, and so what a wrapped one must copy if it keeps it."""
+    kept: list[Outputs] = []
+    workspace = rig.workspace()
+    watched = replace(workspace, verify=Wrapped(workspace.verify, after=lambda _, __, outputs: kept.append(outputs)))
+    session = rig.session(PROMPT, workspace=watched, new_tokens=2)
+    finish(session)
+    assert kept[-1].logits is kept[-2].logits
