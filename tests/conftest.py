@@ -1,11 +1,13 @@
 """Fixtures shared by the tests: random checkpoints and engines, built once and never changed."""
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import tiny
+from command import add_tokenizer, export_engine
 from families import FAMILIES, build
 from rig import Rig
 
@@ -43,3 +45,23 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     directory = tmp_path_factory.mktemp("five")
     model = tiny.build(directory / "model", 5, layers=3, damping=0.5, seed=0)
     return Rig(tiny.export_tiny(model, directory / "plans", slots=64))
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A three-layer model with a tokenizer of single characters and a chat template."""
+    model = tiny.build(tmp_path_factory.mktemp("text") / "model", 97, layers=3, damping=0.3, seed=0)
+    add_tokenizer(model)
+    return model
+
+
+@pytest.fixture(scope="session")
+def engine(text_model: Path) -> Path:
+    """The text model's engines, as ``eesd-export`` writes them. Copy them before changing anything."""
+    return export_engine(text_model, text_model.parent / "plans")
+
+
+@pytest.fixture
+def engine_copy(engine: Path, tmp_path: Path) -> Path:
+    """Engines that the test may damage."""
+    return shutil.copytree(engine, tmp_path / "plans")

@@ -27,6 +27,7 @@ from rig import RandomStop, RestUntil, Rig, Wrapped
 from eesd.controllers import make_controller
 from eesd.runtime import choosing, sampling
 from eesd.runtime.choosing import Coupled, Rejection
+from eesd.runtime.engine import Outputs
 from eesd.runtime.sampling import Sampling
 from eesd.runtime.session import Drafter, Session
 from eesd.runtime.slab import KVSlab
@@ -116,7 +117,7 @@ def test_trimming_counterexample() -> None:
         for trim in zeros:
             chooser, tree = Rejection(replace(REJECTION, seed=seed)), TokenTree(0)
             chooser.begin([0])
-            (proposal,) = chooser.propose(tree, 0, choosing.Outputs(q, None, None), 0, 1)
+            (proposal,) = chooser.propose(tree, 0, Outputs(q, None, None), 0, 1)
             if not (trim and proposal.token == 1):
                 tree.add(proposal.token, 0, proposal.logprob)
             verdict = chooser.accept(tree, p)

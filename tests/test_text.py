@@ -33,13 +33,14 @@ TEXTS = st.text(CHARACTERS, max_size=30)
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE tokenizer that knows little: most characters beyond ASCII are several tokens."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    )
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    with pytest.MonkeyPatch.context() as patch:  # so little text needs no pool of threads, and a full machine may refuse one
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     directory = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
@@ -55,8 +56,8 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     """A tokenizer as Llama 2 has it: words begin with a mark, unknown characters fall back to bytes."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyzTé日"]
     tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
-    tokenizer.decoder = decoders.Sequence(  # type: ignore[assignment]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     directory = tmp_path_factory.mktemp("sentencepiece")
@@ -249,7 +250,8 @@ def test_a_template_that_fails(directory: Path, tmp_path: Path, template: str, m
 
 
 def test_no_template(directory: Path, tmp_path: Path) -> None:
-    for config in (None, {}, {"chat_template": [{"name": "rag", "template": "x"}]}):
+    configs: list[dict[str, object] | None] = [None, {}, {"chat_template": [{"name": "rag", "template": "x"}]}]
+    for config in configs:
         with pytest.raises(EESDError, match="no chat template; give a plain prompt"):
             chat(directory, tmp_path, config).encode(MESSAGES)
 

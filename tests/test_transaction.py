@@ -36,7 +36,7 @@ def broken(workspace: Workspace, place: str, failure: Failure) -> Workspace:
     engine, _, moment = place.partition("-")
     inner = workspace.draft if engine == "draft" else workspace.verify
     wrapped = Wrapped(inner, before=failure) if moment == "before" else Wrapped(inner, after=failure)
-    return replace(workspace, **{engine: wrapped})
+    return replace(workspace, draft=wrapped) if engine == "draft" else replace(workspace, verify=wrapped)
 
 
 def snapshot(session: Session) -> dict[str, Any]:

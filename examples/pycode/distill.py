@@ -87,10 +87,11 @@ def agreement(logits: Tensor, teacher_logits: Tensor) -> float:
 @click.option("--base", type=click.Path(path_type=Path), default=Path("work/base"), show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=Path("work/heads"), show_default=True)
 @click.option("--exit-layers", default="2,3", show_default=True)
+@click.option("--own-text", type=click.Path(path_type=Path), default=Path("work/own.npy"), help="Made if it is not there.")
 @click.option("--generate-minutes", default=4.0, show_default=True, help="Time for the model's own text.")
 @click.option("--minutes", default=15.0, show_default=True, help="Time for training the heads.")
 @click.option("--length", default=256, show_default=True)
-@click.option("--batch", default=16, show_default=True)
+@click.option("--batch", default=8, show_default=True)
 @click.option("--lr", default=3e-3, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(
@@ -98,6 +99,7 @@ def main(
     base: Path,
     output: Path,
     exit_layers: str,
+    own_text: Path,
     generate_minutes: float,
     minutes: float,
     length: int,
@@ -112,7 +114,9 @@ def main(
     corpus, heldout = np.load(data / "train.npy"), np.load(data / "heldout.npy")
     teacher = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval()
     teacher.requires_grad_(False)
-    own = generate_own(teacher, corpus, generate_minutes, length, seed)
+    if not own_text.exists():
+        np.save(own_text, generate_own(teacher, corpus, generate_minutes, length, seed))
+    own = np.load(own_text)
     click.echo(f"{own.size / 1e6:.2f} M tokens of the model's own text")
 
     layers = [int(layer) for layer in exit_layers.split(",")]

@@ -1,0 +1,247 @@
+"""What ``eesd-export`` writes: complete, standard, each weight once, and computing what transformers computes."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import tiny
+import torch
+from command import export_engine, listing, run, succeed
+from families import randomise
+from onnx import ModelProto, TensorProto
+from transformers import AutoModelForCausalLM
+
+import eesd
+from eesd.export.cli import main as export_main
+from eesd.export.graph import SYMBOLS
+from eesd.export.manifest import NAME, WEIGHTS, Manifest, load_manifest, sha256_of, verify_files
+from eesd.export.weights import ALIGNMENT
+from eesd.model import exit_head
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.exit_head import ExitConfig
+from eesd.runtime.llm import Speculation
+
+FamilyDir = Callable[[str], Path]
+GRAPHS = ("draft.onnx", "verify.onnx")
+FAMILIES = ("llama-head-dim", "llama-tied", "qwen2", "qwen3")
+PROMPT = [1, 17, 5, 40, 3, 88, 61]
+
+
+@pytest.fixture(scope="module")
+def exported(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Give a family's name, get its float32 engines."""
+
+    @cache
+    def directory(name: str) -> Path:
+        return export_engine(family_dir(name), tmp_path_factory.mktemp("exported") / name)
+
+    return directory
+
+
+def trained_head(model: Path, directory: Path, blocks: int, own_lm_head: bool, layer: int = 1) -> Path:
+    """A random exit head for the model, as training would leave it."""
+    checkpoint = Checkpoint(model)
+    config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), trained=True)
+    head = exit_head.initialise(checkpoint.decoder(), config)
+    randomise(head, seed=1)
+    exit_head.save(head, directory)
+    return directory
+
+
+def graph_of(directory: Path, name: str) -> ModelProto:
+    return onnx.load(directory / name, load_external_data=False)
+
+
+def places(model: ModelProto) -> dict[str, tuple[int, int]]:
+    """(offset, length) of every weight that lies in the weight file."""
+    external = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+    found = {}
+    for tensor in external:
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        assert entries["location"] == WEIGHTS
+        found[tensor.name] = (int(entries["offset"]), int(entries["length"]))
+    return found
+
+
+def assert_generates_as_transformers(directory: Path, model: Path) -> None:
+    """Greedy tokens of plain decoding and of drafting, chain and tree, are those of ``transformers.generate``."""
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prompt = torch.tensor([PROMPT])
+    with torch.no_grad():
+        expected = reference(prompt).logits[0, -1].numpy()
+    tokens = reference.generate(prompt, max_new_tokens=24, do_sample=False)[0, len(PROMPT) :].tolist()
+    for speculation in (None, Speculation("fixed:k=3", guard=False), Speculation("fixed:k=3", tree_width=3, guard=False)):
+        llm = eesd.load(directory, speculation=speculation, threads=1)
+        with llm.session(PROMPT) as session:
+            assert abs(session.peek() - expected).max() < 1e-4
+        assert llm.generate(PROMPT, max_new_tokens=24).tokens == tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_manifest(exported: Callable[[str], Path], family_dir: FamilyDir, family: str) -> None:
+    directory, config = exported(family), Checkpoint(family_dir(family)).config
+    manifest = load_manifest(directory)
+    for name in ("architecture", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "dtype"):
+        assert getattr(manifest, name) == getattr(config, name)
+    assert (manifest.exit_layer, manifest.exit_blocks, manifest.exit_trained) == (1, 1, False)
+    assert (manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k) == (256, 32, 8)
+    assert (manifest.bos_token_id, manifest.eos_token_ids) == (1, (2,))
+    assert manifest.base_fingerprint == Checkpoint(family_dir(family)).fingerprint()
+    assert listing(directory) == sorted([NAME, *manifest.files])
+    assert {*GRAPHS, WEIGHTS} <= manifest.files.keys()
+    verify_files(directory, manifest)
+    assert {"eesd", "torch", "onnx"} <= manifest.tools.keys()
+    assert Manifest.to_json(manifest) == (directory / NAME).read_text()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_manifest_describes_the_graphs(exported: Callable[[str], Path], family: str) -> None:
+    directory = exported(family)
+    manifest = load_manifest(directory)
+    types = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+    for info in (manifest.draft, manifest.verify):
+        graph = graph_of(directory, info.file).graph
+        for values, tensors in ((graph.input, info.inputs), (graph.output, info.outputs)):
+            assert [value.name for value in values] == [tensor.name for tensor in tensors]
+            for value, tensor in zip(values, tensors, strict=True):
+                shape = tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
+                assert (shape, value.type.tensor_type.elem_type) == (tensor.shape, types[tensor.dtype])
+    assert manifest.draft.caches == (0, manifest.num_layers)
+    assert manifest.verify.caches == tuple(range(manifest.num_layers + 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_weight_is_stored_once(exported: Callable[[str], Path], family_dir: FamilyDir, family: str) -> None:
+    directory = exported(family)
+    draft, verify = (places(graph_of(directory, name)) for name in GRAPHS)
+    assert all(verify[name] == place for name, place in draft.items() if name in verify)
+    assert "model.embed_tokens.weight" in draft.keys() & verify.keys()
+    stored = sorted((draft | verify).values())
+    assert all(end <= start for (_, end), (start, _) in zip(_intervals(stored), _intervals(stored)[1:], strict=False))
+    assert all(offset % ALIGNMENT == 0 for offset, _ in stored)
+
+    checkpoint = Checkpoint(family_dir(family))
+    block = [t.nbytes for name, t in checkpoint.tensors.items() if "layers.0." in name or name == "model.norm.weight"]
+    tables = 2 * 256 * checkpoint.config.head_dim // 2 * 4
+    total = sum(t.nbytes for t in checkpoint.tensors.values()) + sum(block) + tables
+    assert sum(length for _, length in stored) == total
+    assert total <= (directory / WEIGHTS).stat().st_size < total + ALIGNMENT * len(stored)
+
+
+def _intervals(stored: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(offset, offset + length) for offset, length in stored]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name: str) -> None:
+    directory = exported(family)
+    onnx.checker.check_model(directory / name, full_check=True)
+    model = graph_of(directory, name)
+    assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", 24)]
+    assert not model.functions and all(node.domain == "" for node in model.graph.node)
+    caches = len(model.graph.input) // 2 - 2
+    attention = [node for node in model.graph.node if node.op_type == "Attention"]
+    # TensorRT's parser takes no Attention with more than one output; the last block of the verify pass only writes its cache.
+    assert [len(node.output) for node in attention] == [1] * (caches if name == "draft.onnx" else caches - 1)
+    assert all(node.input[3:] == ["attn_mask"] for node in attention)
+    scatters = [node for node in model.graph.node if node.op_type == "TensorScatter"]
+    assert len(scatters) == 2 * caches
+    assert all(onnx.helper.get_node_attr_value(node, "axis") == 2 for node in scatters)
+    assert {node.input[2] for node in scatters} == {"write_indices"}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_are_lean(exported: Callable[[str], Path], name: str) -> None:
+    """No shape arithmetic, no transposed weights, and nothing left of the numbers that stood for B, n and S."""
+    model = graph_of(exported("llama-head-dim"), name)
+    weights = places(model).keys()
+    kinds = {node.op_type for node in model.graph.node}
+    assert not kinds & {"Shape", "Concat", "Expand", "Unsqueeze", "Identity"}
+    assert not any(node.op_type == "Transpose" and node.input[0] in weights for node in model.graph.node)
+    text = onnx.printer.to_text(model)
+    assert not any(str(number) in text for number in SYMBOLS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generates_as_transformers(exported: Callable[[str], Path], family_dir: FamilyDir, family: str) -> None:
+    assert_generates_as_transformers(exported(family), family_dir(family))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_types(exported: Callable[[str], Path], family_dir: FamilyDir, tmp_path: Path, dtype: str) -> None:
+    options = ["--model", family_dir("qwen2"), "--exit-layer", 1, "-o", tmp_path / "plans", "--dtype", dtype]
+    result = succeed(export_main, *options, "--check")
+    assert [line.split(":")[0] for line in result.stdout.splitlines()[1:]] == ["draft", "verify"]
+    manifest = load_manifest(tmp_path / "plans")
+    assert manifest.dtype == dtype
+    assert {tensor.dtype for tensor in manifest.verify.inputs[3:]} == {dtype}
+    assert [tensor.dtype for tensor in manifest.draft.outputs[:3]] == ["float32", "int64", "float32"]
+    for name in GRAPHS:
+        onnx.checker.check_model(tmp_path / "plans" / name, full_check=True)
+    lengths, wide = ([n for _, n in places(graph_of(d, GRAPHS[1])).values()] for d in (tmp_path / "plans", exported("qwen2")))
+    assert [2 * length for length in lengths] == wide
+
+
+@pytest.mark.parametrize(("blocks", "own_lm_head"), [(1, True), (2, False), (3, True)])
+def test_trained_heads(family_dir: FamilyDir, tmp_path: Path, blocks: int, own_lm_head: bool) -> None:
+    model = family_dir("qwen3-bias")
+    head = trained_head(model, tmp_path / "head", blocks, own_lm_head)
+    directory = export_engine(model, tmp_path / "plans", "--exit-head", head, "--check")
+    manifest = load_manifest(directory)
+    assert (manifest.exit_blocks, manifest.exit_trained) == (blocks, True)
+    assert manifest.draft.caches == (0, *range(3, 3 + blocks))
+    assert ("exit_head.lm_head.weight" in places(graph_of(directory, "draft.onnx"))) == own_lm_head
+    assert ("lm_head.weight" in places(graph_of(directory, "draft.onnx"))) != own_lm_head
+    assert_generates_as_transformers(directory, model)
+
+
+def test_head_in_the_model_directory(text_model: Path, tmp_path: Path) -> None:
+    model = tiny.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
+    trained_head(model, model, blocks=1, own_lm_head=False, layer=2)
+    for options in ([], ["--exit-layer", 2]):
+        result = succeed(export_main, "--model", model, "-o", tmp_path / "plans", *options)
+        assert "exit after layer 2" in result.stdout and "untrained" not in result.output.lower()
+        manifest = load_manifest(tmp_path / "plans")
+        assert (manifest.exit_layer, manifest.exit_trained) == (2, True)
+
+
+def test_text_files_travel(text_model: Path, engine: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (engine / name).read_bytes() == (text_model / name).read_bytes()
+        assert load_manifest(engine).files[name].sha256 == sha256_of(text_model / name)
+
+
+def test_limits(text_model: Path, tmp_path: Path) -> None:
+    options = ["--max-seq-len", 40, "--max-tree-nodes", 5, "--draft-top-k", 3]
+    directory = export_engine(text_model, tmp_path / "plans", *options)
+    manifest = load_manifest(directory)
+    assert (manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k) == (40, 5, 3)
+    assert [tensor.shape for tensor in manifest.draft.outputs[1:3]] == [("B", "n", 3)] * 2
+    assert places(graph_of(directory, "draft.onnx"))["cos"][1] == 40 * manifest.head_dim // 2 * 4
+    for width in (1, 3):
+        llm = eesd.load(directory, speculation=Speculation("fixed:k=30", width, guard=False), threads=1)
+        completion = llm.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
+        assert len(completion.tokens) == 40 - len(PROMPT) and completion.finish_reason == "length"
+        assert 0 < completion.stats.drafted <= 5 * completion.stats.drafting_rounds
+
+
+def test_candidates_are_at_most_the_vocabulary(tmp_path: Path) -> None:
+    model = tiny.build(tmp_path / "model", 5, layers=2, damping=0.5, seed=0)
+    assert load_manifest(export_engine(model, tmp_path / "plans")).draft_top_k == 5
+
+
+@pytest.mark.parametrize("option", [["--max-seq-len", 1], ["--max-tree-nodes", 0], ["--draft-top-k", 65]])
+def test_limits_out_of_range(text_model: Path, tmp_path: Path, option: list[Any]) -> None:
+    result = run(export_main, "--model", text_model, "--exit-layer", 1, "-o", tmp_path / "plans", *option)
+    assert result.exit_code == 2 and option[0] in result.stderr
+    assert listing(tmp_path) == []
+
+
+def test_manifest_is_plain_json(engine: Path) -> None:
+    raw = json.loads((engine / NAME).read_text())
+    assert raw["format_version"] == 1 and raw["verify"]["inputs"][4]["shape"] == ["B", 2, "S", 8]
