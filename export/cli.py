@@ -55,11 +55,10 @@ def main(
         raise EESDError(f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'.") from None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or whoever stops an export would leave half a model behind
 
-    console = Console(stderr=True)
     check_output(output)
     checkpoint = Checkpoint(find_model(model))
     config = checkpoint.config
-    head = _choose_head(checkpoint, exit_layer, exit_head, console)
+    head = _choose_head(checkpoint, exit_layer, exit_head)
     slots = max_seq_len or min(config.max_positions, 4096)
     if slots > config.max_positions:
         raise EESDError(f"--max-seq-len {slots} is more than the model's {config.max_positions} positions.")
@@ -68,7 +67,7 @@ def main(
         raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
     if max_tree_nodes >= slots:
         raise EESDError(f"--max-tree-nodes {max_tree_nodes} does not fit a cache of {slots} slots.")
-    with _progress(console) as bar:
+    with _progress() as bar:
         task = bar.add_task("", total=None)
         lines: list[str] = []
         export(
@@ -83,9 +82,13 @@ def main(
     click.echo(f"{output}: {config.architecture}, {options.dtype}, exit after layer {head.config.layer}, {slots} slots")
     for line in lines:
         click.echo(line)
+    if not head.config.trained:
+        notice = "No trained exit head: acceptance will be low until one is trained with eesd-distill."
+        click.secho(notice, fg="yellow", err=True)
 
 
-def _progress(console: Console) -> Progress:
+def _progress() -> Progress:
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description:<44.44}"),
         BarColumn(),
@@ -93,10 +96,12 @@ def _progress(console: Console) -> Progress:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=console,
+        transient=True,
+        disable=not console.is_terminal,
     )
 
 
-def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path | None, console: Console) -> Head:
+def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path | None) -> Head:
     """The head given, else the one in the model directory, else an untrained one."""
     from eesd.export.engine_dir import stored_head, untrained_head
     from eesd.model.exit_head import CONFIG
@@ -113,7 +118,6 @@ def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path
         return head
     if exit_layer is None:
         raise EESDError("There is no trained exit head in the model directory; give --exit-layer N or --exit-head DIR.")
-    console.print("No trained exit head: acceptance will be low until one is trained with eesd-distill.", style="yellow")
     return untrained_head(checkpoint, exit_layer)
 
 

@@ -63,8 +63,9 @@ class ExitHead(nn.Module):
         for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
             x, cache = block(x, inputs, cache)
             written.append(cache)
-        written.append(self.blocks[-1].write(x, inputs, caches[-1]))
-        return written
+        last = self.blocks[-1]
+        assert isinstance(last, Block)
+        return [*written, last.write(x, inputs, caches[-1])]
 
 
 def check_exit(config: ModelConfig, layer: int, blocks: int) -> None:

@@ -159,6 +159,7 @@ class LLM:
     ) -> Iterator[Session]:
         """A :class:`Session` to drive round by round; its cache goes back to the LLM at the end of the ``with`` block."""
         workspace = self._idle.pop() if self._idle else self._new_workspace()
+        workspace.slab.reset()
         manifest = self.manifest
         limits = Limits(
             () if ignore_eos else manifest.eos_token_ids, max_new_tokens, manifest.max_seq_len, manifest.max_tree_nodes

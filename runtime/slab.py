@@ -6,18 +6,22 @@ from numpy.typing import NDArray
 from eesd.export.manifest import Manifest
 from eesd.runtime.errors import EESDError
 
+STEP = 128
+"""Slots are added in multiples of it, and an eighth of what there is at least."""
+
 
 class KVSlab:
     """Keys and values of all L + E caches, [L+E, 2, B, KV, S, D], in host memory.
 
-    Slot i holds the i-th token of the sequence; the round's root sits at slot w and drafted nodes behind it. S grows by
-    doubling, so that attention costs what the true length needs, up to ``limit``. ``generation`` counts the growths: who binds
-    ``data`` must bind it again when it changed.
+    Slot i holds the i-th token of the sequence; the round's root sits at slot w and drafted nodes behind it. Attention costs
+    what S says, not what is filled, so S follows the text in small steps, up to ``limit``. ``generation`` counts the changes
+    of S: who binds ``data`` must bind it again when it changed.
     """
 
-    def __init__(self, manifest: Manifest, slots: int = 256) -> None:
+    def __init__(self, manifest: Manifest, slots: int = STEP) -> None:
         self.limit = manifest.max_seq_len
         self.generation = 0
+        self._first = slots
         self._shape = (manifest.num_caches, 2, 1, manifest.num_kv_heads)
         self._head_dim = manifest.head_dim
         self.data = self._zeros(min(slots, self.limit))
@@ -35,13 +39,17 @@ class KVSlab:
             return
         if slots > self.limit:
             raise EESDError(f"{slots} tokens do not fit the cache of {self.limit} slots; export with a larger --max-seq-len.")
-        grown = self.slots
-        while grown < slots:
-            grown *= 2
-        data = self._zeros(min(grown, self.limit))
+        wanted = max(slots, self.slots + self.slots // 8)
+        data = self._zeros(min(-(-wanted // STEP) * STEP, self.limit))
         data[..., : self.slots, :] = self.data
         self.data = data
         self.generation += 1
+
+    def reset(self) -> None:
+        """Begin another sequence: back to the first size, so that a short text does not pay for a long one before it."""
+        if self.slots > self._first:
+            self.data = self._zeros(min(self._first, self.limit))
+            self.generation += 1
 
     def compact(self, start: int, sources: list[int]) -> None:
         """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``, ``start + 1``, ..."""

@@ -62,3 +62,8 @@ def add_tokenizer(model: Path, template: str | None = TEMPLATE) -> None:
 def listing(directory: Path) -> Sequence[str]:
     """Names of everything in a directory, hidden leftovers included."""
     return sorted(path.name for path in directory.iterdir())
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}

@@ -200,7 +200,7 @@ def test_trained_heads(family_dir: FamilyDir, tmp_path: Path, blocks: int, own_l
     assert_generates_as_transformers(directory, model)
 
 
-def test_head_in_the_model_directory(text_model: Path, tmp_path: Path) -> None:
+def test_head_in_the_model_directory(tmp_path: Path) -> None:
     model = tiny.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     trained_head(model, model, blocks=1, own_lm_head=False, layer=2)
     for options in ([], ["--exit-layer", 2]):

@@ -1,0 +1,172 @@
+"""Models, exit heads, options and output directories that an export cannot use: one helpful line each, before any work."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from command import assert_one_line, assert_refused, contents, export_engine, listing, run, succeed
+from safetensors.torch import load_file, save_file
+
+from eesd.export.cli import main as export_main
+from eesd.model import exit_head
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.exit_head import ExitConfig
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def model(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that the test may damage, not in ``tmp_path``."""
+    return shutil.copytree(text_model, tmp_path_factory.mktemp("damaged") / "model")
+
+
+def export_to(output: Path, model: Path | str, *options: object) -> Result:
+    return run(export_main, "--model", model, "-o", output, "--exit-layer", 1, *options)
+
+
+def truncate(model: Path) -> None:
+    os.truncate(model / WEIGHTS, (model / WEIGHTS).stat().st_size - 10)
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    def edit(model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def widen(model: Path) -> None:
+    save_file({name: tensor.double() for name, tensor in load_file(model / WEIGHTS).items()}, model / WEIGHTS)
+    edit_config(dtype="float64")(model)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda model: (model / WEIGHTS).unlink(), ("model.safetensors", "only safetensors")),
+        (truncate, (WEIGHTS, "truncated", "fetch")),
+        (lambda model: (model / WEIGHTS).write_bytes(b"PK\3\4 no safetensors"), (WEIGHTS, "not a safetensors file")),
+        (lambda model: (model / "config.json").unlink(), ("config.json is missing",)),
+        (lambda model: (model / "config.json").write_text("{"), ("config.json is not valid JSON",)),
+        (edit_config(intermediate_size=64), ("mlp.gate_proj.weight", "[48, 32]", "[64, 32]")),
+        (edit_config(num_hidden_layers=5), ("no tensor model.layers.3",)),
+        (edit_config(architectures=["GPT2LMHeadModel"]), ("GPT2LMHeadModel is not supported", "LlamaForCausalLM")),
+        (widen, ("float64 cannot be exported", "--dtype float32|float16|bfloat16")),
+    ],
+)
+def test_bad_model(model: Path, tmp_path: Path, damage: Callable[[Path], None], words: tuple[str, ...]) -> None:
+    damage(model)
+    result = export_to(tmp_path / "plans", model)
+    assert_refused(result, *words)
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["llama-9000b", "./nowhere", "/nowhere/at/all", "a/b/c"])
+def test_unknown_model(tmp_path: Path, name: str) -> None:
+    assert_refused(export_to(tmp_path / "plans", name), name, "neither a directory nor a Hugging Face id", "llama-70b")
+
+
+def test_model_that_is_no_directory(text_model: Path, tmp_path: Path) -> None:
+    for path in (text_model / WEIGHTS, text_model / WEIGHTS / "model"):
+        assert_refused(export_to(tmp_path / "plans", path), str(path), "neither a directory")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_model(model: Path, tmp_path: Path) -> None:
+    (model / "config.json").chmod(0)
+    assert_refused(export_to(tmp_path / "plans", model), "Permission denied", "config.json")
+
+
+@pytest.mark.parametrize("name", ["llama-70b", "nobody/nothing"])
+def test_offline(tmp_path: Path, name: str) -> None:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "eesd.export.cli", "--model", name, "--exit-layer", "4", "-o", str(tmp_path / "plans")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert_one_line(done.stderr, "/", "not in the local cache", "local model directory")
+
+
+@pytest.mark.parametrize("layer", [0, 3, -1, 10**9])
+def test_exit_layer_out_of_range(text_model: Path, tmp_path: Path, layer: int) -> None:
+    result = run(export_main, "--model", text_model, "-o", tmp_path / "plans", "--exit-layer", layer)
+    assert_refused(result, "between 1 and 2", str(layer))
+
+
+def test_no_exit_at_all(text_model: Path, tmp_path: Path) -> None:
+    result = run(export_main, "--model", text_model, "-o", tmp_path / "plans")
+    assert_refused(result, "no trained exit head", "--exit-layer N", "--exit-head DIR")
+
+
+def save_head(model: Path, directory: Path, **changes: Any) -> Path:
+    checkpoint = Checkpoint(model)
+    config = ExitConfig(**({"layer": 2, "base": checkpoint.fingerprint(), "trained": True} | changes))
+    exit_head.save(exit_head.initialise(checkpoint.decoder(), config), directory)
+    return directory
+
+
+def test_bad_exit_heads(text_model: Path, tmp_path: Path) -> None:
+    output, head = tmp_path / "plans", save_head(text_model, tmp_path / "head")
+    assert_refused(export_to(output, text_model, "--exit-head", head), "leaves after layer 2", "--exit-layer says 1")
+    other = save_head(text_model, tmp_path / "other", base="f" * 64)
+    assert_refused(export_to(output, text_model, "--exit-head", other), "another base model", "ffffffffffff")
+    none = tmp_path / "none"
+    assert_refused(export_to(output, text_model, "--exit-head", none), str(none), "missing", "trained exit head")
+    os.truncate(head / exit_head.WEIGHTS, 1000)
+    assert_refused(export_to(output, text_model, "--exit-head", head), exit_head.WEIGHTS, "truncated")
+    assert listing(tmp_path) == ["head", "other"]
+
+
+def test_bad_limits(text_model: Path, tmp_path: Path) -> None:
+    for options, words in ((("--max-seq-len", 513), ("513", "512 positions")), (("--max-seq-len", 32), ("32 does not fit",))):
+        result = export_to(tmp_path / "plans", text_model, *options)
+        assert_refused(result, *words)
+
+
+def test_output_that_is_a_file(text_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for output in (file, file / "plans", file / "new" / "plans"):
+        assert_refused(export_to(output, text_model), f"{file} is a file", "another --output")
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
+def test_output_that_holds_something_else(text_model: Path, tmp_path: Path, name: str) -> None:
+    """Other programs have a manifest.json too."""
+    (tmp_path / name).write_text('{"format_version": 1, "name": "a web app"}')
+    assert_refused(export_to(tmp_path, text_model), "is not an engine directory", "another --output")
+    assert listing(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "src/"])
+def test_output_that_also_holds_something_else(text_model: Path, engine_copy: Path, name: str) -> None:
+    (engine_copy / name).mkdir() if name.endswith("/") else (engine_copy / name).write_text("mine")
+    before = contents(engine_copy)
+    assert_refused(export_to(engine_copy, text_model), "also holds", name.rstrip("/"), "another --output")
+    assert contents(engine_copy) == before and (engine_copy / name).exists()
+
+
+def test_engines_are_replaced(text_model: Path, engine_copy: Path) -> None:
+    """Whole, whatever version wrote them, and with the plans that were built of them."""
+    (engine_copy / "draft.plan").write_bytes(b"built of the last export")
+    manifest = json.loads((engine_copy / "manifest.json").read_text())
+    (engine_copy / "manifest.json").write_text(json.dumps(manifest | {"format_version": 0}))
+    export_engine(text_model, engine_copy, "--dtype", "bfloat16")
+    assert json.loads((engine_copy / "manifest.json").read_text())["dtype"] == "bfloat16"
+    assert "draft.plan" not in listing(engine_copy) and listing(engine_copy.parent) == ["plans"]
+
+
+def test_empty_and_linked_output(text_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    succeed(export_main, "--model", text_model, "-o", tmp_path / "link", "--exit-layer", 1)
+    assert (tmp_path / "link").is_symlink() and "manifest.json" in listing(tmp_path / "real")
