@@ -25,13 +25,14 @@ def main(directory: Path, verify: bool, tensors: bool, as_json: bool) -> None:
     if as_json:
         click.echo(manifest.to_json(), nl=False)
     else:
-        console = Console()
+        console = Console(markup=False, emoji=False)  # names may hold anything
         console.print(_summary(directory, manifest))
         console.print(_files(manifest))
         if tensors:
             console.print(_tensors(manifest))
     if verify:
-        with Progress(console=Console(stderr=True), transient=True) as bar:
+        stderr = Console(stderr=True)
+        with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
             task = bar.add_task("hashing", total=sum(info.size for info in manifest.files.values()))
             verify_files(directory, manifest, lambda size: bar.advance(task, size))
         click.echo("all files are as exported", err=as_json)

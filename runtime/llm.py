@@ -4,6 +4,7 @@ import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 
 from eesd.controllers import Controller, make_controller
@@ -141,7 +142,7 @@ class LLM:
         """Token ids of a text, of chat messages (``{"role": ..., "content": ...}``), or of token ids as they are."""
         if isinstance(prompt, str):
             return self.codec.encode(prompt)
-        tokens = [item for item in prompt if isinstance(item, int)]
+        tokens = [int(item) for item in prompt if isinstance(item, Integral)]
         messages = [item for item in prompt if isinstance(item, Mapping)]
         if len(tokens) + len(messages) != len(prompt) or (tokens and messages):
             raise EESDError("A prompt is a text, a list of token ids, or a list of chat messages.")

@@ -1,0 +1,203 @@
+"""``eesd-run`` on engines, options and prompts that it cannot use: one helpful line, exit code 2, never a traceback."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from command import assert_refused, run, succeed
+
+from eesd.runtime.cli import main
+
+PROMPT = ("-p", "hello", "-n", 3)
+Damage = Callable[[Path], object]
+
+
+def eesd_run(directory: Path, *options: object, stdin: str | bytes = "") -> Result:
+    return run(main, "--engine-dir", directory, "--no-stats", *options, stdin=stdin)
+
+
+def edit_manifest(directory: Path, path: str, value: Any) -> None:
+    """Set the value at a path such as ``draft/caches/0``; ``...`` removes it."""
+    raw = json.loads((directory / "manifest.json").read_text())
+    *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
+    place = raw
+    for key in keys:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    (directory / "manifest.json").write_text(json.dumps(raw))
+
+
+def manifest(text: str) -> Damage:
+    return lambda directory: (directory / "manifest.json").write_text(text)
+
+
+def with_value(path: str, value: Any) -> Damage:
+    return lambda directory: edit_manifest(directory, path, value)
+
+
+def garble(directory: Path) -> None:
+    path = directory / "verify.onnx"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+def swap_graphs(directory: Path) -> None:
+    shutil.copyfile(directory / "verify.onnx", directory / "draft.onnx")
+    edit_manifest(directory, "files/draft.onnx/size", (directory / "draft.onnx").stat().st_size)
+
+
+def lose_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").unlink()
+    edit_manifest(directory, "files/tokenizer.json", ...)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (shutil.rmtree, ("is not a directory", "eesd-export")),
+        (lambda d: (d / "manifest.json").unlink(), ("has no manifest.json", "eesd-export")),
+        (manifest('{"format_version": 1, "files"'), ("manifest.json is not valid JSON",)),
+        (manifest('{"name": "a web app"}'), ("manifest.json is not an EESD manifest",)),
+        (manifest("[1, 2]"), ("manifest.json is not an EESD manifest",)),
+        (with_value("format_version", 99), ("format version 99", "reads version 1")),
+        (lambda d: (d / "weights.bin").unlink(), ("weights.bin is missing",)),
+        (lambda d: os.truncate(d / "weights.bin", 1000), ("weights.bin has 1000 bytes",)),
+        (lambda d: (d / "draft.onnx").unlink(), ("draft.onnx is missing",)),
+        (garble, ("cannot load", "verify.onnx")),
+        (swap_graphs, ("draft.onnx is not the graph that the manifest describes",)),
+        (with_value("dtype", "float16"), ("float16 engines", "--dtype float32")),
+        (lose_tokenizer, ("no tokenizer.json", "token ids")),
+    ],
+)
+def test_bad_engine(engine_copy: Path, damage: Damage, words: tuple[str, ...]) -> None:
+    damage(engine_copy)
+    assert_refused(eesd_run(engine_copy, *PROMPT), *words)
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, True, [], {}, [1], ...], ids=repr)
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("vocab_size", "num_layers", "head_dim", "exit_layer", "exit_blocks", "draft_top_k", "max_seq_len", "dtype"),
+        *("draft", "draft/caches", "draft/caches/1", "draft/inputs/4", "draft/inputs/4/name", "draft/outputs/0/shape"),
+        *("verify/file", "verify/outputs", "verify/outputs/0/dtype", "files", "files/weights.bin", "files/weights.bin/size"),
+    ],
+)
+def test_damaged_manifest(engine_copy: Path, path: str, value: Any) -> None:
+    """Whatever stands in the manifest, it is one line, and never a wrong binding."""
+    edit_manifest(engine_copy, path, value)
+    assert_refused(eesd_run(engine_copy, *PROMPT), str(engine_copy), "export")
+
+
+def test_file_outside_the_directory(engine_copy: Path) -> None:
+    edit_manifest(engine_copy, "files", {"../secret": {"size": 1, "sha256": ""}})
+    assert_refused(eesd_run(engine_copy, *PROMPT), "damaged")
+
+
+def test_edited_weights(engine_copy: Path) -> None:
+    """Only --verify reads all of the weights to find an edit of the same size."""
+    with (engine_copy / "weights.bin").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\x01\x02\x03\x04")
+    succeed(main, "--engine-dir", engine_copy, *PROMPT)
+    assert_refused(eesd_run(engine_copy, *PROMPT, "--verify"), "weights.bin was changed", "SHA-256")
+
+
+def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
+    """Without --no-draft it would be needed: an incomplete directory is refused, not half used."""
+    (engine_copy / "draft.onnx").unlink()
+    assert_refused(eesd_run(engine_copy, *PROMPT, "--no-draft"), "draft.onnx is missing")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--temperature", -1), ("temperature is -1.0", "between 0 and 100")),
+        (("--temperature", "nan"), ("temperature is nan",)),
+        (("--temperature", "inf"), ("temperature is inf",)),
+        (("--top-p", 0), ("top_p is 0.0", "above 0 and at most 1")),
+        (("--top-p", 2), ("top_p is 2.0",)),
+        (("--top-k", -1), ("top_k is -1",)),
+        (("--min-p", 1), ("min_p is 1.0",)),
+        (("--repetition-penalty", 0), ("repetition_penalty is 0.0",)),
+        (("--seed", -1), ("seed is -1",)),
+        (("--seed", 2**63), ("seed is 9223372036854775808",)),
+        (("--controller", "magic"), ("no controller 'magic'", "beta-ts, fixed, threshold")),
+        (("--controller", "fixed:depth=3"), ("no option 'depth'", "it has k")),
+        (("--controller", "fixed:k=many"), ("k=many", "not a number")),
+        (("--controller", "fixed:k=0"), ("k must be at least 1",)),
+        (("--controller", "beta-ts:alpha=nan"), ("alpha and beta must be above 0",)),
+        (("--controller", "threshold:p=2"), ("p must be between 0 and 1",)),
+        (("--tree-width", 0), ("tree_width is 0", "1 to 8")),
+        (("--tree-width", 9), ("tree_width is 9", "1 to 8")),
+        (("-n", 0), ("max_new_tokens is 0", "at least 1")),
+        (("--threads", 0), ("threads is 0",)),
+        (("--threads", 100000), ("threads is 100000",)),
+        (("--stop", ""), ("stop string is empty",)),
+        (("--compare", "--no-draft"), ("--compare needs drafting",)),
+    ],
+)
+def test_bad_option(engine: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+    assert_refused(eesd_run(engine, *PROMPT, *options), *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("-p", ""), ("prompt is empty",)),
+        (("-p", "a" * 512), ("512 tokens", "cache 512 slots", "--max-seq-len")),
+        (("-p", "caf\udce9"), ("not valid Unicode",)),
+        (("--prompt-file", "/nowhere/prompt.txt"), ("No such file", "/nowhere/prompt.txt")),
+        (("--prompt-file", "/"), ("Is a directory",)),
+    ],
+)
+def test_bad_prompt(engine: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+    assert_refused(eesd_run(engine, *options), *words)
+
+
+@pytest.mark.parametrize(("stdin", "words"), [(b"", "prompt is empty"), (b"caf\xe9", "stdin is not UTF-8")])
+def test_bad_stdin(engine: Path, stdin: bytes, words: str) -> None:
+    assert_refused(eesd_run(engine, stdin=stdin), words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", ("has no prompts",)),
+        (b"\n \n", ("has no prompts",)),
+        (b'"fine"\n{"prompt": ', ("line 2 is not JSON",)),
+        (b'"fine"\n\n{"text": "x"}', ("line 3", "neither a prompt nor messages")),
+        (b"5", ("line 1", "neither a prompt nor messages")),
+        (b'{"prompt": ""}', ("prompt is empty",)),
+        (b'{"prompt": [1, 97]}', ("token id 97", "0 to 96")),
+        (b'{"prompt": [1, -1]}', ("token id -1",)),
+        (b'{"prompt": [1.5]}', ("list of token ids",)),
+        (b'{"messages": ["hello"]}', ("list of chat messages",)),
+        (b'{"prompt": "\\ud800"}', ("not valid Unicode",)),
+        (b'"caf\xe9"', ("not UTF-8",)),
+    ],
+)
+def test_bad_jsonl(engine: Path, tmp_path: Path, text: bytes, words: tuple[str, ...]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(text)
+    # What is wrong in the file is found before anything is generated; what is wrong for the model when it is its turn.
+    assert_refused(eesd_run(engine, "--prompt-file", file, stdin="not to be read"), *words)
+
+
+def test_chat_without_template(engine_copy: Path) -> None:
+    (engine_copy / "tokenizer_config.json").write_text("{}")
+    edit_manifest(engine_copy, "files/tokenizer_config.json/size", 2)
+    assert_refused(eesd_run(engine_copy, "--chat", *PROMPT), "no chat template", "plain prompt")
+
+
+@pytest.mark.parametrize("template", ["{% if", "{{ nothing.at.all }}", "{{ raise_exception('no\nsystem role') }}"])
+def test_template_that_fails(engine_copy: Path, template: str) -> None:
+    (engine_copy / "chat_template.jinja").write_text(template)
+    assert_refused(eesd_run(engine_copy, "--chat", *PROMPT), "chat template refuses")

@@ -1,0 +1,123 @@
+"""Exporting what is much larger than memory: the graph needs none of the weights, the weights one tensor at a time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from synthetic import LLAMA_70B, write_checkpoint
+
+from eesd.export.engine_dir import untrained_head, weight_sources
+from eesd.export.graph import ExportOptions, trace
+from eesd.export.weights import plan_weights
+from eesd.model.checkpoint import Checkpoint
+
+GB, MB = 10**9, 10**6
+
+# The peak is read from the kernel for this memory alone; getrusage would count the process that started this one, too.
+COMMON = """
+import json, sys, time
+from pathlib import Path
+from eesd.export.engine_dir import untrained_head, weight_sources
+from eesd.export.graph import ExportOptions, to_proto, trace
+from eesd.export.weights import plan_weights, write_weights
+from eesd.model.checkpoint import Checkpoint
+
+def memory(field):
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024
+
+def forget_peak():
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+checkpoint = Checkpoint(Path(sys.argv[1]))
+head = untrained_head(checkpoint, int(sys.argv[2]))
+options = ExportOptions(sys.argv[3], 4096, 32, 8)
+graphs = [trace(kind, checkpoint.config, head.config, options) for kind in ("draft", "verify")]
+plan = plan_weights((graph.weights for graph in graphs), options.dtype)
+"""
+
+GRAPH_STAGE = """
+sizes = [len(to_proto(graph, "weights.bin", plan.places).SerializeToString()) for graph in graphs]
+nodes = [len(list(graph.model.graph)) for graph in graphs]
+seconds = time.process_time()
+print(json.dumps({"peak": memory("VmHWM"), "seconds": seconds, "sizes": sizes, "nodes": nodes, "weights": plan.size}))
+"""
+
+WEIGHT_STAGE = """
+before = forget_peak()
+info = write_weights(Path(sys.argv[4]), plan, weight_sources(checkpoint, head, 4096), options.dtype, lambda *_: None)
+print(json.dumps({"grown": memory("VmHWM") - before, "size": info.size, "tensors": len(plan.weights)}))
+"""
+
+
+def measure(code: str, *arguments: object) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", COMMON + code, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    measured: dict[str, Any] = json.loads(done.stdout)
+    return measured
+
+
+@pytest.mark.slow
+def test_graphs_of_a_70b_model(tmp_path: Path) -> None:
+    """15 shards with nothing in them: headers, fingerprint and both graphs, in a minute and 2 GB."""
+    directory = write_checkpoint(tmp_path / "70b", LLAMA_70B, shards=15, sparse=True)
+    assert sum(path.stat().st_size for path in directory.iterdir()) > 137 * GB
+    assert sum(path.stat().st_blocks * 512 for path in directory.iterdir()) < 10 * MB
+    measured = measure(GRAPH_STAGE, directory, 4, "float16")
+    assert measured["weights"] > 137 * GB
+    assert measured["peak"] < 2 * GB
+    assert measured["seconds"] < 60  # of the processor, so that a busy machine does not decide
+    assert max(measured["nodes"]) < 28 * 82 and max(measured["sizes"]) < 2 * MB
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Sharded checkpoints of 3 and 12 layers (110 and 341 MB) with equally large tensors."""
+    parent = tmp_path_factory.mktemp("large")
+    size = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 8000}
+    configs = {layers: LLAMA_70B | size | {"num_hidden_layers": layers} for layers in (3, 12)}
+    return {n: write_checkpoint(parent / str(n), config, shards=4, sparse=False) for n, config in configs.items()}
+
+
+def largest_tensor(checkpoint: Checkpoint) -> int:
+    return max(tensor.nbytes for tensor in checkpoint.tensors.values())
+
+
+def test_weights_stream(checkpoints: dict[int, Path], tmp_path: Path) -> None:
+    """Memory for about one tensor, as it is read and as it is written, however many there are."""
+    grown = {}
+    for layers, directory in checkpoints.items():
+        measured = measure(WEIGHT_STAGE, directory, 1, "float16", tmp_path / f"weights-{layers}")
+        checkpoint = Checkpoint(directory)
+        model = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        assert measured["tensors"] > 9 * layers and measured["size"] > model
+        grown[layers] = measured["grown"]
+        assert grown[layers] < 2 * largest_tensor(checkpoint) + 16 * MB
+        assert_weights(tmp_path / f"weights-{layers}", checkpoint)
+    assert model > 300 * MB and grown[12] < model / 5
+    assert grown[12] < grown[3] + 8 * MB
+
+
+def test_widened_weights_stream(checkpoints: dict[int, Path], tmp_path: Path) -> None:
+    measured = measure(WEIGHT_STAGE, checkpoints[3], 1, "float32", tmp_path / "weights")
+    assert measured["grown"] < 3 * largest_tensor(Checkpoint(checkpoints[3])) + 16 * MB
+
+
+def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
+    """Some weights of the file, read back, are those of the checkpoint."""
+    head, options = untrained_head(checkpoint, 1), ExportOptions("float16", 4096, 32, 8)
+    graph = trace("verify", checkpoint.config, head.config, options)
+    plan = plan_weights([trace("draft", checkpoint.config, head.config, options).weights, graph.weights], "float16")
+    sources = weight_sources(checkpoint, head, 4096)
+    with path.open("rb") as file:
+        for weight in (*plan.weights[:12:4], *plan.weights[-12::4], plan.weights[-1]):
+            offset, length = plan.places[weight.name]
+            file.seek(offset)
+            stored = torch.frombuffer(bytearray(file.read(length)), dtype=torch.float16).reshape(weight.shape)
+            original = sources[weight.name].read().half()
+            assert torch.equal(stored.t() if weight.transposed else stored, original), weight.name

@@ -1,0 +1,53 @@
+"""``eesd-inspect``: what it shows, and what --verify finds."""
+
+import json
+import shutil
+from pathlib import Path
+
+from command import assert_one_line, assert_refused, run, succeed
+
+from eesd.export.inspect import main
+
+
+def words_of(output: str) -> set[str]:
+    return set(output.replace("│", " ").replace(",", " ").split())
+
+
+def test_table(engine: Path) -> None:
+    words = words_of(succeed(main, engine).stdout)
+    assert {"model", "(LlamaForCausalLM)", "float32", "vocabulary", "97", "(untrained:", "slots", "512"} <= words
+    assert {"draft.onnx", "verify.onnx", "weights.bin", "tokenizer.json"} <= words
+    assert "input_ids" not in words
+
+
+def test_tensors(engine: Path) -> None:
+    words = words_of(succeed(main, engine, "--tensors").stdout)
+    assert {"input_ids", "attn_mask", "key_3", "value_0_out", "topk_logprobs", "['B'", "'S'"} <= words
+
+
+def test_json(engine: Path) -> None:
+    assert succeed(main, engine, "--json").stdout == (engine / "manifest.json").read_text()
+
+
+def test_verify(engine_copy: Path) -> None:
+    assert succeed(main, engine_copy, "--verify").stdout.endswith("all files are as exported\n")
+    result = succeed(main, engine_copy, "--verify", "--json")
+    json.loads(result.stdout)
+    assert result.stderr == "all files are as exported\n"
+    weights = bytearray((engine_copy / "weights.bin").read_bytes())
+    weights[100] ^= 1
+    (engine_copy / "weights.bin").write_bytes(weights)
+    result = run(main, engine_copy, "--verify")
+    assert result.exit_code == 2 and "as exported" not in result.stdout
+    assert_one_line(result.stderr, "weights.bin was changed")
+
+
+def test_not_an_engine(tmp_path: Path) -> None:
+    assert_refused(run(main, tmp_path), "has no manifest.json")
+    assert_refused(run(main, tmp_path / "nowhere"), "is not a directory")
+
+
+def test_names_that_look_like_markup(engine: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "[/red]:smile:"
+    shutil.copytree(engine, directory)
+    assert "[/red]:smile:" in succeed(main, directory).stdout.replace("\n", "")

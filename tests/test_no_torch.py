@@ -1,0 +1,87 @@
+"""The runtime lives without torch and onnx: everything but exporting works where they cannot be imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from command import assert_one_line
+
+BLOCK = """
+import sys
+
+class Blocker:
+    blocked = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub"}
+
+    def find_spec(self, name, path=None, target=None):
+        package = name.partition(".")[0]
+        if package in self.blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=package)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+IMPORT = """
+import json
+import eesd
+print(json.dumps(sorted({"numpy", "onnxruntime", "tokenizers", "click", "rich"} & sys.modules.keys())))
+assert set(eesd.__all__) == {name for name in eesd.__all__ if getattr(eesd, name)}
+"""
+
+USE = """
+from pathlib import Path
+from click.testing import CliRunner
+import eesd
+import eesd.export.inspect, eesd.runtime.cli, eesd.runtime.doctor
+
+directory = sys.argv[1]
+llm = eesd.load(directory, threads=1)
+text = llm.generate("hello", eesd.Sampling(temperature=0.7, seed=1), max_new_tokens=12).text
+with llm.session([5, 6, 7], max_new_tokens=6) as session:
+    while session.finish_reason is None:
+        session.step()
+
+options = ["-p", "hello", "-n", "12", "--temperature", "0.7", "--seed", "1"]
+for command, arguments in (
+    (eesd.runtime.cli.main, ["--engine-dir", directory, *options]),
+    (eesd.runtime.cli.main, ["--engine-dir", directory, *options, "--compare", "--tree-width", "2", "--verify"]),
+    (eesd.export.inspect.main, [directory, "--tensors", "--verify"]),
+    (eesd.runtime.doctor.main, ["--json"]),
+):
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "--compare" in arguments or "-p" not in arguments or result.stdout == text + "\\n"
+assert not Blocker.blocked & sys.modules.keys()
+"""
+
+EXPORT = """
+from eesd.export.cli import main
+main()
+"""
+
+
+def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", BLOCK + code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_importing_costs_nothing() -> None:
+    done = python(IMPORT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+def test_everything_but_exporting_works(engine: Path) -> None:
+    done = python(USE, engine)
+    assert done.returncode == 0, done.stderr
+
+
+def test_exporting_says_what_to_install(text_model: Path, tmp_path: Path) -> None:
+    done = python(EXPORT, "--model", text_model, "--exit-layer", 1, "-o", tmp_path / "plans")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert_one_line(done.stderr, "Exporting needs", "pip install 'eesd[export]'")
+    assert not (tmp_path / "plans").exists()
+
+
+def test_help_needs_nothing() -> None:
+    assert "--exit-layer" in python(EXPORT, "--help").stdout
