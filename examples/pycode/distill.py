@@ -31,22 +31,22 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 def generate_own(teacher: LlamaForCausalLM, corpus: np.ndarray, minutes: float, length: int, seed: int) -> np.ndarray:
     """Rows [R, length + 1] of the model's own text, each after a short prompt from the corpus."""
     rng = np.random.default_rng(seed)
-    start, rows, batch, prompt = time.monotonic(), [], 96, 33
+    start, rows, batch, prompt = time.monotonic(), [], 256, 33
     while time.monotonic() - start < 60 * minutes:
         temperature = TEMPERATURES[len(rows) % len(TEMPERATURES)]
         at = rng.integers(0, len(corpus) - prompt, batch)
         prompts = torch.from_numpy(np.stack([corpus[i : i + prompt] for i in at]).astype(np.int64))
-        with torch.autocast("cpu", torch.bfloat16):
-            out = teacher.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                min_new_tokens=length + 1 - prompt,
-                max_new_tokens=length + 1 - prompt,
-                do_sample=temperature > 0,
-                temperature=temperature or None,
-                top_k=0 if temperature else None,
-                pad_token_id=0,
-            )
+        out = teacher.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            min_new_tokens=length + 1 - prompt,
+            max_new_tokens=length + 1 - prompt,
+            do_sample=temperature > 0,
+            temperature=temperature or None,
+            top_k=0 if temperature else None,
+            pad_token_id=0,
+            cache_implementation="static",
+        )
         rows.append(out.numpy().astype(np.uint16))
     return np.concatenate(rows)
 
@@ -88,7 +88,7 @@ def agreement(logits: Tensor, teacher_logits: Tensor) -> float:
 @click.option("--output", type=click.Path(path_type=Path), default=Path("work/heads"), show_default=True)
 @click.option("--exit-layers", default="2,3", show_default=True)
 @click.option("--own-text", type=click.Path(path_type=Path), default=Path("work/own.npy"), help="Made if it is not there.")
-@click.option("--generate-minutes", default=4.0, show_default=True, help="Time for the model's own text.")
+@click.option("--generate-minutes", default=14.0, show_default=True, help="Time for the model's own text.")
 @click.option("--minutes", default=15.0, show_default=True, help="Time for training the heads.")
 @click.option("--length", default=256, show_default=True)
 @click.option("--batch", default=8, show_default=True)
@@ -115,7 +115,8 @@ def main(
     teacher = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval()
     teacher.requires_grad_(False)
     if not own_text.exists():
-        np.save(own_text, generate_own(teacher, corpus, generate_minutes, length, seed))
+        speaker = LlamaForCausalLM.from_pretrained(base, dtype=torch.bfloat16).eval()
+        np.save(own_text, generate_own(speaker, corpus, generate_minutes, length, seed))
     own = np.load(own_text)
     click.echo(f"{own.size / 1e6:.2f} M tokens of the model's own text")
 
