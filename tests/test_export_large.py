@@ -89,7 +89,10 @@ def largest_tensor(checkpoint: Checkpoint) -> int:
 
 
 def test_weights_stream(checkpoints: dict[int, Path], tmp_path: Path) -> None:
-    """Memory for about one tensor, as it is read and as it is written, however many there are."""
+    """Memory for about one tensor, as it is mapped, read and written, however many there are.
+
+    How many pages of a mapped file count is the kernel's choice, hence the room in the bounds.
+    """
     grown = {}
     for layers, directory in checkpoints.items():
         measured = measure(WEIGHT_STAGE, directory, 1, "float16", tmp_path / f"weights-{layers}")
@@ -97,15 +100,16 @@ def test_weights_stream(checkpoints: dict[int, Path], tmp_path: Path) -> None:
         model = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
         assert measured["tensors"] > 9 * layers and measured["size"] > model
         grown[layers] = measured["grown"]
-        assert grown[layers] < 2 * largest_tensor(checkpoint) + 16 * MB
+        largest = largest_tensor(checkpoint)
+        assert grown[layers] < 4 * largest + 24 * MB
         assert_weights(tmp_path / f"weights-{layers}", checkpoint)
-    assert model > 300 * MB and grown[12] < model / 5
-    assert grown[12] < grown[3] + 8 * MB
+    assert model > 300 * MB and grown[12] < model / 3
+    assert grown[12] < grown[3] + largest + 8 * MB
 
 
 def test_widened_weights_stream(checkpoints: dict[int, Path], tmp_path: Path) -> None:
     measured = measure(WEIGHT_STAGE, checkpoints[3], 1, "float32", tmp_path / "weights")
-    assert measured["grown"] < 3 * largest_tensor(Checkpoint(checkpoints[3])) + 16 * MB
+    assert measured["grown"] < 6 * largest_tensor(Checkpoint(checkpoints[3])) + 24 * MB
 
 
 def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
