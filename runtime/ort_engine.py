@@ -21,7 +21,8 @@ MASKED = np.float32(-30000.0)  # the same as in training and export: its softmax
 class OrtEngine:
     """One graph of an engine directory in an ONNX Runtime session.
 
-    Threads do not spin between calls: draft and verify alternate, and a pool that spins takes the cores from the other.
+    Its threads spin within a call, where they wait for one another hundreds of times, and stop at its end: draft and verify
+    alternate, and a pool that goes on spinning takes the cores from the other's.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, graph: GraphInfo, threads: int) -> None:
@@ -34,7 +35,7 @@ class OrtEngine:
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         try:
             self.session = ort.InferenceSession(str(directory / graph.file), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # its exceptions share no base class
