@@ -1,11 +1,11 @@
 """Distill exit heads for the base model: the plain first version of self-distillation.
 
-    python distill.py --data work/ --base work/base --exit-layers 2,3 --minutes 15 --output work/heads
+    python distill.py --data work/ --base work/base --exit-layers 2,3 --minutes 40 --output work/heads
 
 The base model is frozen. It first continues prompts from the corpus itself, at several temperatures; then the heads learn to
 say, from the hidden state after layer N, what the whole model says: KL to its distribution plus cross-entropy on the tokens
-that it chose, half on its own text, half on the corpus. Heads for several exit layers learn side by side from one teacher
-pass; each is written to ``<output>/exit-N``.
+that it chose, three quarters on its own text, the rest on the corpus. Heads for several exit layers learn side by side from
+one teacher pass; each is written to ``<output>/exit-N``.
 """
 
 import math
@@ -52,10 +52,10 @@ def generate_own(teacher: LlamaForCausalLM, corpus: np.ndarray, minutes: float, 
 
 
 def mixed(own: np.ndarray, corpus: np.ndarray, length: int, batch: int, seed: int):
-    """Endless batches [batch, length + 1], half of them the model's own text."""
+    """Endless batches [batch, length + 1], three quarters of them the model's own text."""
     rng = np.random.default_rng(seed)
-    for rows in batches(corpus, length, batch // 2, seed):
-        mine = own[rng.integers(0, len(own), batch - batch // 2)]
+    for rows in batches(corpus, length, batch // 4, seed):
+        mine = own[rng.integers(0, len(own), batch - batch // 4)]
         yield torch.cat([rows, torch.from_numpy(mine.astype(np.int64))])
 
 
@@ -89,7 +89,7 @@ def agreement(logits: Tensor, teacher_logits: Tensor) -> float:
 @click.option("--exit-layers", default="2,3", show_default=True)
 @click.option("--own-text", type=click.Path(path_type=Path), default=Path("work/own.npy"), help="Made if it is not there.")
 @click.option("--generate-minutes", default=14.0, show_default=True, help="Time for the model's own text.")
-@click.option("--minutes", default=15.0, show_default=True, help="Time for training the heads.")
+@click.option("--minutes", default=40.0, show_default=True, help="Time for training the heads.")
 @click.option("--length", default=256, show_default=True)
 @click.option("--batch", default=8, show_default=True)
 @click.option("--lr", default=3e-3, show_default=True)
@@ -135,6 +135,11 @@ def main(
         with torch.autocast("cpu", torch.bfloat16):
             return [head_logits(decoder, head, x) for head, x in zip(heads, hidden, strict=True)]
 
+    @torch.compile(dynamic=False)
+    def learn(hidden: list[Tensor], teacher_logits: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        outputs = students(hidden)
+        return [loss_of(output, teacher_logits) for output in outputs], outputs
+
     rows = mixed(own, corpus, length, batch, seed)
     start = math.nan
     step = 0
@@ -143,8 +148,7 @@ def main(
             for group in optimizer.param_groups:
                 group["lr"] = lr * schedule(0.0 if math.isnan(progress) else progress)
         logits, hidden = teach(next(rows)[:, :-1])
-        outputs = students(hidden)
-        losses = [loss_of(output, logits) for output in outputs]
+        losses, outputs = learn(hidden, logits)
         torch.stack(losses).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -152,7 +156,7 @@ def main(
         step += 1
         if step == 1:
             start = time.monotonic()  # the first step compiles
-        if step % 25 == 0:
+        if step % 100 == 0:
             shown = "  ".join(
                 f"exit {layer}: loss {loss.item():.3f} agreement {agreement(output, logits):.3f}"
                 for layer, loss, output in zip(layers, losses, outputs, strict=True)
