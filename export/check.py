@@ -58,7 +58,7 @@ def check_engine(directory: Path, manifest: Manifest, checkpoint: Checkpoint, he
     inputs = _random_tree(checkpoint, DTYPES[manifest.dtype])
     return {
         "draft": _compare(directory, manifest.draft, programs["draft"], ids, inputs, checkpoint),
-        "verify": _compare(directory, manifest.verify, programs["verify"], ids, inputs, checkpoint),
+        "verify": _compare(directory, manifest.verify[0], programs["verify"], ids, inputs, checkpoint),
     }
 
 

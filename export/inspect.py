@@ -71,7 +71,7 @@ def _files(manifest: Manifest) -> Table:
 
 def _tensors(manifest: Manifest) -> Table:
     table = Table("graph", "", "tensor", "shape", "type")
-    for graph in (manifest.draft, manifest.verify):
+    for graph in manifest.graphs:
         for way, infos in (("in", graph.inputs), ("out", graph.outputs)):
             for info in infos:
                 table.add_row(graph.file, way, info.name, str(list(info.shape)), info.dtype)

@@ -14,7 +14,17 @@ FORMAT_VERSION = 1
 NAME = "manifest.json"
 WEIGHTS = "weights.bin"
 DTYPES = ("float32", "float16", "bfloat16")
-SIZES = ("vocab_size", "num_layers", "num_kv_heads", "head_dim", "exit_layer", "exit_blocks")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "exit_layer",
+    "exit_blocks",
+)
 LIMITS = ("max_seq_len", "max_tree_nodes", "draft_top_k")
 
 
@@ -46,6 +56,30 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
+class PlanInfo:
+    """A TensorRT plan that was built of one graph, and all that must fit before it may be loaded.
+
+    ``flavour`` is ``tensorrt`` or ``tensorrt-rtx``, ``version`` the builder's; ``compute_capabilities`` says for which GPUs
+    (``any``, or such as ``9.0``). ``source`` is the hash of graph, weights, options and builder: equal, nothing is to be built.
+    ``profiles`` holds (fewest, best, most) nodes of a call. ``fused`` counts attention and cache updates that run as one
+    kernel, of ``layers``.
+    """
+
+    file: str
+    flavour: str
+    version: str
+    compute_capabilities: tuple[str, ...]
+    source: str
+    max_batch: int
+    profiles: tuple[tuple[int, ...], ...]
+    layers: int
+    fused_attention: int
+    fused_cache_updates: int
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything the runtime must know about an engine directory."""
 
@@ -55,12 +89,20 @@ class Manifest:
     base_fingerprint: str
     vocab_size: int
     hidden_size: int
+    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rms_norm_eps: float
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
     exit_layer: int
     exit_blocks: int
+    exit_own_lm_head: bool
     exit_trained: bool
     dtype: str
     max_seq_len: int
@@ -69,9 +111,16 @@ class Manifest:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     draft: GraphInfo
-    verify: GraphInfo
+    verify: tuple[GraphInfo, ...]
+    """The stages of the verify graph in order; one, unless it was split over several devices."""
     files: dict[str, FileInfo]
     tools: dict[str, str]
+    plans: dict[str, PlanInfo]
+    """Plans by the name of the graph file they were built of."""
+
+    @property
+    def graphs(self) -> tuple[GraphInfo, ...]:
+        return (self.draft, *self.verify)
 
     @property
     def num_caches(self) -> int:
@@ -140,13 +189,22 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     manifest: Manifest = _typed(Manifest, raw)
     if min(getattr(manifest, name) for name in (*SIZES, *LIMITS)) < 1 or manifest.dtype not in DTYPES:
         raise ValueError("a size is below 1, or the element type is unknown")
-    if not {WEIGHTS, manifest.draft.file, manifest.verify.file} <= manifest.files.keys():
+    if not {WEIGHTS, *(graph.file for graph in manifest.graphs)} <= manifest.files.keys():
         raise ValueError("a file is not listed")
     if any(Path(name).name != name for name in manifest.files):
         raise ValueError("a file is outside the directory")
     _check_graph(manifest.draft, [*range(manifest.exit_layer), *range(manifest.num_layers, manifest.num_caches)], manifest)
-    _check_graph(manifest.verify, list(range(manifest.num_caches)), manifest)
+    _check_stages(manifest)
     return manifest
+
+
+def _check_stages(manifest: Manifest) -> None:
+    """Together the stages must have every cache once, the base layers in order."""
+    caches = [index for stage in manifest.verify for index in stage.caches]
+    if not caches or sorted(caches) != list(range(manifest.num_caches)):
+        raise ValueError("stages")
+    for stage in manifest.verify:
+        _check_graph(stage, list(stage.caches), manifest)
 
 
 def _typed(kind: Any, value: Any) -> Any:

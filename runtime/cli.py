@@ -12,7 +12,8 @@ from eesd.controllers import CONTROLLERS
 from eesd.runtime import report
 from eesd.runtime.compare import compare
 from eesd.runtime.errors import EESDError, one_line_errors
-from eesd.runtime.llm import BACKENDS, LLM, Prompt, Speculation, load
+from eesd.runtime.backends import BACKENDS
+from eesd.runtime.llm import LLM, Prompt, Speculation, load
 from eesd.runtime.sampling import METHODS, Sampling
 from eesd.runtime.stats import Stats
 

@@ -6,8 +6,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.runtime.slab import KVSlab
-
 
 class Outputs(NamedTuple):
     """Results for n nodes; views that the next ``forward`` of the same binding overwrites.
@@ -18,6 +16,22 @@ class Outputs(NamedTuple):
     logits: NDArray[np.float32]
     topk_ids: NDArray[np.int64] | None
     topk_logprobs: NDArray[np.float32] | None
+
+
+class Slab(Protocol):
+    """The KV slab [L+E, 2, B, KV, S, D] that both engines read and write in place, wherever its memory is."""
+
+    def reserve(self, slots: int) -> None:
+        """Make room for at least ``slots`` slots; :class:`EESDError` beyond the limit."""
+        ...
+
+    def reset(self) -> None:
+        """Begin another sequence."""
+        ...
+
+    def compact(self, start: int, sources: list[int]) -> None:
+        """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``, ``start + 1``, ..."""
+        ...
 
 
 class Binding(Protocol):
@@ -42,6 +56,10 @@ class Binding(Protocol):
 class Engine(Protocol):
     """A loaded draft or verify graph."""
 
-    def bind(self, slab: KVSlab) -> Binding:
+    def new_slab(self) -> Slab:
+        """A slab in the memory that this backend's engines use."""
+        ...
+
+    def bind(self, slab: Slab) -> Binding:
         """Tie the engine to a slab; many bindings may live side by side."""
         ...

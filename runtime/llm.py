@@ -9,18 +9,15 @@ from pathlib import Path
 
 from eesd.controllers import Controller, make_controller
 from eesd.export.manifest import Manifest, load_manifest, verify_files
-from eesd.runtime.engine import Binding
+from eesd.runtime.backends import Engines, open_engines
+from eesd.runtime.engine import Binding, Slab
 from eesd.runtime.errors import EESDError
 from eesd.runtime.guard import Guard
-from eesd.runtime.ort_engine import OrtEngine
 from eesd.runtime.sampling import Sampling
 from eesd.runtime.session import Drafter, Limits, Session
-from eesd.runtime.slab import KVSlab
 from eesd.runtime.stats import Stats
 from eesd.runtime.text import Message, TextCodec, TextStream
 
-BACKENDS = ("auto", "ort")
-MOST_THREADS = 1024  # a slip of the pen beyond it would take every thread that the machine can start
 Prompt = str | Sequence[Message] | Sequence[int]
 
 
@@ -60,7 +57,7 @@ class Completion:
 class _Workspace:
     """A slab and the engines bound to it; reused from request to request, so nothing is bound twice."""
 
-    slab: KVSlab
+    slab: Slab
     verify: Binding
     draft: Binding | None
 
@@ -78,24 +75,12 @@ def load(
     ``speculation=None`` loads no draft engine: plain decoding with no overhead. ``threads`` defaults to the physical cores;
     ``verify_hashes`` re-hashes every file first. Raises :class:`EESDError` when the directory cannot be used.
     """
-    if backend not in BACKENDS:
-        raise EESDError(f"There is no backend {backend!r}; there are {', '.join(BACKENDS)}.")
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise EESDError(f"threads is {threads}; it must be between 1 and {MOST_THREADS}.")
     directory = Path(engine_dir)
     manifest = load_manifest(directory)
     if verify_hashes:
         verify_files(directory, manifest)
-    threads = threads or default_threads()
-    verify = OrtEngine(directory, manifest, manifest.verify, threads)
-    draft = OrtEngine(directory, manifest, manifest.draft, threads) if speculation else None
-    return LLM(directory, manifest, verify, draft, speculation)
-
-
-def default_threads() -> int:
-    """The processors this process may use; one is left out of many, for the host's own work."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return available if available <= 4 else available - 1
+    engines = open_engines(directory, manifest, backend, threads, draft=speculation is not None)
+    return LLM(directory, manifest, engines, speculation)
 
 
 class LLM:
@@ -108,8 +93,7 @@ class LLM:
         self,
         directory: Path,
         manifest: Manifest,
-        verify: OrtEngine,
-        draft: OrtEngine | None,
+        engines: Engines,
         speculation: Speculation | None,
     ) -> None:
         self.directory = directory
@@ -117,8 +101,7 @@ class LLM:
         self.speculation = speculation
         self.controller: Controller | None = None
         self.guard: Guard | None = None
-        self._verify = verify
-        self._draft = draft
+        self._verify, self._draft = engines
         self._codec: TextCodec | None = None
         self._idle: list[_Workspace] = []
         if speculation is not None:
@@ -177,7 +160,7 @@ class LLM:
             self._idle.append(workspace)
 
     def _new_workspace(self) -> _Workspace:
-        slab = KVSlab(self.manifest)
+        slab = self._verify.new_slab()
         return _Workspace(slab, self._verify.bind(slab), self._draft.bind(slab) if self._draft else None)
 
     def generate(

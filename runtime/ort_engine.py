@@ -10,7 +10,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from eesd.export.manifest import GraphInfo, Manifest
-from eesd.runtime.engine import Outputs
+from eesd.runtime.engine import Outputs, Slab
 from eesd.runtime.errors import EESDError
 from eesd.runtime.slab import KVSlab
 
@@ -51,7 +51,11 @@ class OrtEngine:
         if found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
             raise EESDError(f"{directory / graph.file} is not the graph that the manifest describes; export again.")
 
-    def bind(self, slab: KVSlab) -> "OrtBinding":
+    def new_slab(self) -> KVSlab:
+        return KVSlab(self.manifest)
+
+    def bind(self, slab: Slab) -> "OrtBinding":
+        assert isinstance(slab, KVSlab)
         return OrtBinding(self, slab)
 
 

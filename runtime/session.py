@@ -15,11 +15,10 @@ import numpy as np
 
 from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.runtime.choosing import Proposal, make_chooser
-from eesd.runtime.engine import Binding, Outputs
+from eesd.runtime.engine import Binding, Outputs, Slab
 from eesd.runtime.errors import EESDError
 from eesd.runtime.guard import Guard
 from eesd.runtime.sampling import Logits, Sampling
-from eesd.runtime.slab import KVSlab
 from eesd.runtime.stats import Stats
 from eesd.runtime.tree import TokenTree
 
@@ -65,7 +64,7 @@ class Session:
     def __init__(
         self,
         prompt: Sequence[int],
-        slab: KVSlab,
+        slab: Slab,
         verify: Binding,
         drafter: Drafter | None,
         limits: Limits,

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from command import run, succeed
 
 import eesd
-from eesd.runtime import doctor, llm
+from eesd.runtime import doctor, llm, ort_engine
 from eesd.runtime.cli import main
 from eesd.runtime.llm import LLM, Completion, Piece, Speculation
 
@@ -107,14 +107,14 @@ def test_statistics_go_to_stderr(engine: Path, api: LLM) -> None:
 def test_no_draft(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text, and the draft engine is not even loaded."""
     loaded = []
-    original = llm.OrtEngine
+    original = ort_engine.OrtEngine
 
     def load(directory: Path, manifest: Any, graph: Any, threads: int) -> Any:
         loaded.append(graph.file)
         return original(directory, manifest, graph, threads)
 
     drafting = text_of(engine, "-p", PROMPT, *SAMPLED)
-    monkeypatch.setattr(llm, "OrtEngine", load)
+    monkeypatch.setattr(ort_engine, "OrtEngine", load)
     assert text_of(engine, "-p", PROMPT, *SAMPLED, "--no-draft") == drafting
     assert loaded == ["verify.onnx"]
     [found] = objects(engine, "-p", PROMPT, "--no-draft")
@@ -201,7 +201,7 @@ def test_interrupt_while_loading(engine: Path, monkeypatch: pytest.MonkeyPatch) 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm, "OrtEngine", interrupted)
+    monkeypatch.setattr(ort_engine, "OrtEngine", interrupted)
     result = run(main, "--engine-dir", engine, "-p", PROMPT)
     assert (result.exit_code, result.output) == (130, "\n")
 

@@ -87,7 +87,14 @@ def test_bad_engine(engine_copy: Path, damage: Damage, words: tuple[str, ...]) -
     [
         *("vocab_size", "num_layers", "head_dim", "exit_layer", "exit_blocks", "draft_top_k", "max_seq_len", "dtype"),
         *("draft", "draft/caches", "draft/caches/1", "draft/inputs/4", "draft/inputs/4/name", "draft/outputs/0/shape"),
-        *("verify/file", "verify/outputs", "verify/outputs/0/dtype", "files", "files/weights.bin", "files/weights.bin/size"),
+        *(
+            "verify/0/file",
+            "verify/0/outputs",
+            "verify/0/outputs/0/dtype",
+            "files",
+            "files/weights.bin",
+            "files/weights.bin/size",
+        ),
     ],
 )
 def test_damaged_manifest(engine_copy: Path, path: str, value: Any) -> None:

@@ -103,7 +103,7 @@ def test_manifest_describes_the_graphs(exported: Callable[[str], Path], family: 
     directory = exported(family)
     manifest = load_manifest(directory)
     types = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
-    for info in (manifest.draft, manifest.verify):
+    for info in manifest.graphs:
         graph = graph_of(directory, info.file).graph
         for values, tensors in ((graph.input, info.inputs), (graph.output, info.outputs)):
             assert [value.name for value in values] == [tensor.name for tensor in tensors]
@@ -111,7 +111,7 @@ def test_manifest_describes_the_graphs(exported: Callable[[str], Path], family: 
                 shape = tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
                 assert (shape, value.type.tensor_type.elem_type) == (tensor.shape, types[tensor.dtype])
     assert manifest.draft.caches == (0, manifest.num_layers)
-    assert manifest.verify.caches == tuple(range(manifest.num_layers + 1))
+    assert manifest.verify[0].caches == tuple(range(manifest.num_layers + 1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -179,7 +179,7 @@ def test_16_bit_types(exported: Callable[[str], Path], family_dir: FamilyDir, tm
     assert [line.split(":")[0] for line in result.stdout.splitlines()[1:]] == ["draft", "verify"]
     manifest = load_manifest(tmp_path / "plans")
     assert manifest.dtype == dtype
-    assert {tensor.dtype for tensor in manifest.verify.inputs[3:]} == {dtype}
+    assert {tensor.dtype for tensor in manifest.verify[0].inputs[3:]} == {dtype}
     assert [tensor.dtype for tensor in manifest.draft.outputs[:3]] == ["float32", "int64", "float32"]
     for name in GRAPHS:
         onnx.checker.check_model(tmp_path / "plans" / name, full_check=True)
