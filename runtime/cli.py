@@ -10,9 +10,9 @@ import click
 
 from eesd.controllers import CONTROLLERS
 from eesd.runtime import report
+from eesd.runtime.backends import BACKENDS
 from eesd.runtime.compare import compare
 from eesd.runtime.errors import EESDError, one_line_errors
-from eesd.runtime.backends import BACKENDS
 from eesd.runtime.llm import LLM, Prompt, Speculation, load
 from eesd.runtime.sampling import METHODS, Sampling
 from eesd.runtime.stats import Stats
