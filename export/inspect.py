@@ -16,7 +16,7 @@ BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Hash every file again and compare with the manifest.")
-@click.option("--tensors", is_flag=True, help="List the inputs and outputs of both graphs.")
+@click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 @one_line_errors
 def main(directory: Path, verify: bool, tensors: bool, as_json: bool) -> None:
@@ -56,6 +56,11 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
         "token tree": f"{manifest.max_tree_nodes} nodes a round, {manifest.draft_top_k} candidates a step",
         "made with": ", ".join(f"{name} {value}" for name, value in manifest.tools.items()),
     }
+    if len(manifest.verify) > 1:
+        rows["stages"] = "\n".join(
+            f"{stage.file}: layers {layers.start} to {layers.stop - 1}"
+            for stage, layers in zip(manifest.verify, manifest.stage_layers, strict=True)
+        )
     table = Table(title=str(directory), show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, value)
