@@ -99,7 +99,7 @@ def trace(
         else:
             program = Verify(decoder, head, layers)
             exits = range(config.num_layers, config.num_layers + exit_config.blocks) if layers.start == 0 else ()
-            caches, outputs = [*layers, *exits], ["logits" if layers.stop == config.num_layers else "hidden"]
+            caches, outputs = [*layers, *exits], ["logits" if layers.stop == config.num_layers else "hidden_out"]
         cos, sin = rotary_tables(config, options.max_seq_len)
         module = _Program(program, cos.to(dtype), sin.to(dtype)).eval()
         model = _export(module, _example(config, len(caches), dtype, hidden=layers.start > 0))
@@ -157,7 +157,7 @@ def _name_dimensions(graph: ir.Graph) -> None:
 
 
 def _name_tensors(model: ir.Model, caches: list[int], first: str, outputs: list[str]) -> None:
-    """Caches are ``key_3`` going in and ``key_3_out`` coming out."""
+    """Caches are ``key_3`` going in and ``key_3_out`` coming out; so is the hidden state between stages."""
     model.graph.inputs[0].name = first
     names = [f"{part}_{index}" for index in caches for part in ("key", "value")]
     for value, name in zip(model.graph.inputs[4:], names, strict=True):

@@ -200,7 +200,7 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     if any(Path(name).name != name for name in manifest.files):
         raise ValueError("a file is outside the directory")
     exits = range(manifest.num_layers, manifest.num_caches)
-    _check_graph(manifest.draft, [*range(manifest.exit_layer), *exits], manifest, "input_ids", "logits")
+    _check_graph(manifest.draft, [*range(manifest.exit_layer), *exits], manifest, first=True, last=True)
     _check_stages(manifest, exits)
     return manifest
 
@@ -213,8 +213,7 @@ def _check_stages(manifest: Manifest, exits: range) -> None:
         begin, end = end, end + len(stage.caches) - len(own)
         if end < max(begin + 1, manifest.exit_layer):
             raise ValueError("stages")
-        names = "hidden" if number else "input_ids", "hidden" if number < last else "logits"
-        _check_graph(stage, [*range(begin, end), *own], manifest, *names)
+        _check_graph(stage, [*range(begin, end), *own], manifest, first=number == 0, last=number == last)
     if end != manifest.num_layers:
         raise ValueError("stages")
 
@@ -236,16 +235,17 @@ def _typed(kind: Any, value: Any) -> Any:
     return value
 
 
-def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, first: str, result: str) -> None:
-    """The caches must be those of the geometry, and the tensors those that the runtime binds."""
+def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, first: bool, last: bool) -> None:
+    """The caches must be those of the geometry, and the tensors those that the runtime binds.
+
+    The first stage takes token ids, the last gives logits; between them cross hidden states.
+    """
     shape = ("B", manifest.num_kv_heads, "S", manifest.head_dim)
     wanted = [(f"{part}_{index}", shape) for index in caches for part in ("key", "value")]
-    ends = {
-        "input_ids": TensorInfo("input_ids", ("B", "n"), "int64"),
-        "hidden": TensorInfo("hidden", ("B", "n", manifest.hidden_size), manifest.dtype),
-        "logits": TensorInfo("logits", ("B", "n", manifest.vocab_size), "float32"),
-    }
+    hidden = (("B", "n", manifest.hidden_size), manifest.dtype)
+    x = TensorInfo("input_ids", ("B", "n"), "int64") if first else TensorInfo("hidden", *hidden)
+    y = TensorInfo("logits", ("B", "n", manifest.vocab_size), "float32") if last else TensorInfo("hidden_out", *hidden)
     if list(graph.caches) != caches or [(tensor.name, tensor.shape) for tensor in graph.inputs[4:]] != wanted:
         raise ValueError("caches")
-    if graph.inputs[:1] != (ends[first],) or graph.outputs[:1] != (ends[result],):
+    if graph.inputs[:1] != (x,) or graph.outputs[:1] != (y,):
         raise ValueError("input_ids, hidden or logits")

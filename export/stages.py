@@ -1,5 +1,7 @@
 """Where the verify graph is cut into stages, for models that do not fit one device."""
 
+from itertools import pairwise
+
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import ExitConfig
 from eesd.runtime.errors import EESDError
@@ -24,7 +26,7 @@ def split_layers(checkpoint: Checkpoint, exit_config: ExitConfig, stages: int) -
     for _ in range(layers - sum(counts)):  # layers are of one size: each to the emptiest device is the best split
         counts[min(range(stages), key=lambda stage: besides[stage] + counts[stage] * layer)] += 1
     borders = [sum(counts[:stage]) for stage in range(stages + 1)]
-    return [range(*pair) for pair in zip(borders, borders[1:], strict=False)]
+    return [range(*pair) for pair in pairwise(borders)]
 
 
 def _sizes(checkpoint: Checkpoint, exit_config: ExitConfig) -> tuple[int, int, int]:
