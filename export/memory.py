@@ -149,4 +149,6 @@ def table(manifest: Manifest, devices: list[DeviceMemory], batch: int) -> Table:
 
 def size(count: int) -> str:
     """Bytes as people read them."""
+    if count == 0:
+        return "-"
     return f"{count / 1e9:.2f} GB" if abs(count) >= 1e9 else f"{count / 1e6:.2f} MB"

@@ -126,7 +126,7 @@ class OrtBinding:
         ids, positions = np.zeros((1, count), np.int64), np.zeros((1, count), np.int64)
         slot = np.zeros(1, np.int64)
         mask = np.zeros((1, 1, count, self._slab.slots), np.float32)
-        shared = {"position_ids": positions, "write_indices": slot, "attn_mask": mask}
+        shared: dict[str, NDArray[Any]] = {"position_ids": positions, "write_indices": slot, "attn_mask": mask}
         x: NDArray[Any] = ids
         ios, passed = [], []
         for graph, session in self._engine.stages:

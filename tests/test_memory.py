@@ -148,6 +148,19 @@ def test_page_on_70b(checkpoint_70b: Path, staged: Path) -> None:
         verify=tuple(replace(stage, caches=own) for stage, own in zip(small.verify, caches, strict=True)),
     )
     assert rendered(manifest) == page("eesd-inspect plans/ --plan-memory")
+    for figure in (
+        f"{memory.slot_bytes(manifest, 81):,} bytes",
+        own_copies(manifest, max),
+        f"{config.hidden_size * 2 / 1e3:.0f} KB",
+    ):
+        assert figure in PAGE.read_text()
+    assert own_copies(replace(manifest, dtype="float32"), sum) in PAGE.read_text()
+
+
+def own_copies(manifest: Manifest, over_devices: Callable[[list[int]], int]) -> str:
+    """What the devices hold where the draft has weights of its own."""
+    devices = memory.plan_memory(manifest, 1)
+    return memory.size(over_devices([device.total + device.shared_weights for device in devices]))
 
 
 @pytest.mark.slow
