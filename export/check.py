@@ -107,12 +107,12 @@ def _compare(
     actual: NDArray[Any] = ids.numpy()
     for info in stages:
         own = {tensor.name: caches[0][0].numpy() for tensor in info.inputs[4:]}  # empty, all alike
-        actual = _run(directory / info.file, feeds | own | {info.inputs[0].name: actual}, info.outputs[0].name)
+        actual = _run(directory / info.file, feeds | own | {info.inputs[0].name: actual})
     return Difference(float(np.abs(actual - expected).max()), float(np.abs(expected).max()))
 
 
-def _run(path: Path, feeds: dict[str, NDArray[Any]], output: str) -> NDArray[np.float32]:
-    """Run a graph with ONNX Runtime's CPU kernels; 16-bit weights and caches are widened to float32, in memory."""
+def _run(path: Path, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """A graph's first output from ONNX Runtime's CPU kernels; 16-bit weights and caches are widened to float32, in memory."""
     options = ort.SessionOptions()
     options.log_severity_level = 3  # it would warn that caches are copied, which is what a check wants
     model = onnx.load(path, load_external_data=False)
@@ -128,7 +128,7 @@ def _run(path: Path, feeds: dict[str, NDArray[Any]], output: str) -> NDArray[np.
     del model.graph.value_info[:]
     source = model.SerializeToString() if narrow else str(path)
     session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-    result: NDArray[np.float32] = session.run([output], feeds)[0]
+    result: NDArray[np.float32] = session.run([model.graph.output[0].name], feeds)[0]
     return result
 
 
