@@ -1,4 +1,4 @@
-"""Controllers by name: ``beta-ts``, ``fixed:k=4``, ``beta-ts:alpha=2,beta=1,discount=0.98``."""
+"""Controllers by name: ``beta-ts``, ``fixed:k=4``, ``beta-ts:alpha=2,beta=1,discount=0.9``."""
 
 import inspect
 from collections.abc import Callable

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from eesd.runtime.doctor import available_memory
 from eesd.runtime.errors import EESDError, one_line_errors
 
 if TYPE_CHECKING:  # torch loads only after the options were checked
@@ -130,7 +131,7 @@ def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: He
     needed = memory_needed(manifest)
     if wanted is False:
         return []
-    if wanted is None and needed > _available_memory() // 4:
+    if wanted is None and needed > available_memory() // 4:
         return [f"parity not checked: it would take {needed / 1e9:.0f} GB of memory; --check does it all the same"]
     differences = check_engine(directory, manifest, checkpoint, head)
     bad = [kind for kind, difference in differences.items() if not difference.acceptable]
@@ -140,16 +141,6 @@ def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: He
         f"{kind}: largest difference to torch {difference.largest:.2e} (largest logit {difference.scale:.1f})"
         for kind, difference in differences.items()
     ]
-
-
-def _available_memory() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 8 << 30
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from eesd.export import memory
-from eesd.export.manifest import Manifest, load_manifest, verify_files
+from eesd.export.manifest import Manifest, check_plan, load_manifest, verify_files
 from eesd.runtime.errors import EESDError, one_line_errors
 
 
@@ -38,7 +38,7 @@ def main(
         raise EESDError("--max-seq-len and --batch change nothing but a memory plan; add --plan-memory.")
     console = Console(markup=False, emoji=False)  # names may hold anything
     if plan_memory:
-        _plan(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, as_json)
+        _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, as_json)
     elif as_json:
         click.echo(manifest.to_json(), nl=False)
     else:
@@ -46,15 +46,19 @@ def main(
         console.print(_files(manifest))
         if tensors:
             console.print(_tensors(manifest))
+        if manifest.plans:
+            console.print(_plans(manifest))
     if verify:
         stderr = Console(stderr=True)
         with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
             task = bar.add_task("hashing", total=sum(info.size for info in manifest.files.values()))
             verify_files(directory, manifest, lambda size: bar.advance(task, size))
+            for plan in manifest.plans.values():
+                check_plan(directory, plan)
         click.echo("all files are as exported", err=as_json)
 
 
-def _plan(console: Console, manifest: Manifest, slots: int, batch: int, as_json: bool) -> None:
+def _memory(console: Console, manifest: Manifest, slots: int, batch: int, as_json: bool) -> None:
     if slots <= manifest.max_tree_nodes:
         raise EESDError(f"--max-seq-len {slots} has no room for the {manifest.max_tree_nodes} nodes of a round; give more.")
     manifest = replace(manifest, max_seq_len=slots)
@@ -98,6 +102,22 @@ def _files(manifest: Manifest) -> Table:
     table = Table("file", "bytes", "SHA-256")
     for name, info in manifest.files.items():
         table.add_row(name, f"{info.size:,}", info.sha256[:16])
+    return table
+
+
+def _plans(manifest: Manifest) -> Table:
+    table = Table("plan", "what it is")
+    for plan in manifest.plans.values():
+        gpus = ", ".join(plan.compute_capabilities)
+        (_, _, most), (_, _, chunk) = plan.profiles
+        table.add_row(
+            plan.file,
+            f"{plan.size:,} bytes by {plan.flavour} {plan.version} for "
+            f"{f'compute capability {gpus}' if gpus else 'any GPU that it supports'}\n"
+            f"up to {most} nodes a call, {chunk} in prefill, batch {plan.max_batch}\n"
+            f"{plan.fused_attentions} attentions and {plan.fused_cache_updates} cache updates as single kernels\n"
+            f"SHA-256 {plan.sha256[:16]}",
+        )
     return table
 
 

@@ -57,26 +57,25 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class PlanInfo:
-    """A TensorRT plan that was built of one graph, and all that must fit before it may be loaded.
+    """A TensorRT plan that was built of one graph, and all that must fit before it may be loaded. Its tensors are the graph's.
 
-    ``flavour`` is ``tensorrt`` or ``tensorrt-rtx``, ``version`` the builder's; ``compute_capabilities`` says for which GPUs
-    (``any``, or such as ``9.0``). ``source`` is the hash of graph, weights, options and builder: equal, nothing is to be built.
-    ``profiles`` holds (fewest, best, most) nodes of a call. ``fused`` counts attention and cache updates that run as one
-    kernel, of ``layers``.
+    ``flavour`` is ``tensorrt`` or ``tensorrt-rtx``, ``version`` the builder's. ``compute_capabilities`` are those of the GPUs
+    that it was built for, such as ``8.9``; none where any supported GPU will do. ``source`` is the hash of all that went into
+    it. ``profiles`` are the (fewest, best, most) nodes of a call, for decoding and for prefill. The last two count the layers
+    whose attention and whose cache update are a single kernel.
     """
 
     file: str
+    size: int
+    sha256: str
     flavour: str
     version: str
     compute_capabilities: tuple[str, ...]
     source: str
     max_batch: int
     profiles: tuple[tuple[int, ...], ...]
-    layers: int
-    fused_attention: int
+    fused_attentions: int
     fused_cache_updates: int
-    inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...]
 
 
 @dataclass(frozen=True)
@@ -190,6 +189,15 @@ def verify_files(directory: Path, manifest: Manifest, progress: Callable[[int], 
             raise EESDError(f"{directory / name} was changed after the export (its SHA-256 differs); export the model again.")
 
 
+def check_plan(directory: Path, plan: PlanInfo) -> None:
+    """Hash a plan; :class:`EESDError` when it is missing, cut short or changed."""
+    path = directory / plan.file
+    if not path.exists():
+        raise EESDError(f"{path} is missing; build it with: eesd-build {directory}.")
+    if path.stat().st_size != plan.size or sha256_of(path) != plan.sha256:
+        raise EESDError(f"{path} was changed after it was built; build it again with: eesd-build --force {directory}.")
+
+
 def _parse(raw: Mapping[str, Any]) -> Manifest:
     """The manifest in ``raw``; AttributeError, TypeError or ValueError where a value is missing or cannot be."""
     manifest: Manifest = _typed(Manifest, raw)
@@ -202,6 +210,10 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     exits = range(manifest.num_layers, manifest.num_caches)
     _check_graph(manifest.draft, [*range(manifest.exit_layer), *exits], manifest, first=True, last=True)
     _check_stages(manifest, exits)
+    if not manifest.plans.keys() <= {graph.file for graph in manifest.graphs}:
+        raise ValueError("a plan of no graph")
+    if any(Path(plan.file).name != plan.file for plan in manifest.plans.values()):
+        raise ValueError("a plan is outside the directory")
     return manifest
 
 

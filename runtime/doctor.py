@@ -92,16 +92,37 @@ def _memory() -> str:
     return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
 
 
+def available_memory() -> int:
+    """Bytes of main memory that a program may still take; 8 GiB where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 8 << 30
+
+
 def _gpu() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    if shutil.which("nvidia-smi") is None:
         return "none (no NVIDIA driver)"
-    query = [program, "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
+    found = _query_gpus("name,memory.total,driver_version,compute_cap")
+    return "the NVIDIA driver does not answer" if found is None else "; ".join(found) or "none"
+
+
+def compute_capability() -> str | None:
+    """Of the first GPU, such as ``9.0``; None without one."""
+    return next(iter(_query_gpus("compute_cap") or ()), None)
+
+
+def _query_gpus(fields: str) -> list[str] | None:
+    """A line for each GPU, None where no driver answers."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (subprocess.SubprocessError, OSError):
-        return "the NVIDIA driver does not answer"
-    return "; ".join(line.strip() for line in found.splitlines()) or "none"
+        return None
+    return [line.strip() for line in found.splitlines()]
 
 
 def jobs() -> dict[str, str]:

@@ -82,7 +82,7 @@ def test_threshold_looks_at_the_last_token() -> None:
     ],
 )
 def test_beta_ts_counts_what_was_judged(outcomes: list[tuple[int, int]], accepted: int, rejected: int) -> None:
-    controller = BetaTS(alpha=4, beta=1)
+    controller = BetaTS(alpha=4, beta=1, discount=1)
     for drafted, taken in outcomes:
         controller.observe(RoundOutcome(drafted, taken, 0.0, 0.0))
     assert (controller.accepted, controller.rejected) == (accepted, rejected)
@@ -91,7 +91,7 @@ def test_beta_ts_counts_what_was_judged(outcomes: list[tuple[int, int]], accepte
 
 def test_beta_ts_posterior() -> None:
     """It goes on as often as the mean of Beta(alpha + accepted, beta + rejected) says."""
-    controller = BetaTS(alpha=2, beta=1, seed=3)
+    controller = BetaTS(alpha=2, beta=1, discount=1, seed=3)
     for _ in range(5):
         controller.observe(RoundOutcome(2, 1, 0.0, 0.0))
     draws = 20000
@@ -111,7 +111,7 @@ def test_beta_ts_forgets_down_to_its_prior() -> None:
 
 
 def test_beta_ts_follows_drift_with_a_discount() -> None:
-    steady, forgetful = BetaTS(), BetaTS(discount=0.9)
+    steady, forgetful = BetaTS(discount=1), BetaTS(discount=0.9)
     for controller in (steady, forgetful):
         for accepted in [4] * 200 + [0] * 30:
             controller.observe(RoundOutcome(4, accepted, 0.0, 0.0))

@@ -1,0 +1,218 @@
+"""``eesd-build``: real plans, built by TensorRT-RTX without a GPU. Where it is not installed, all of this is skipped."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from command import assert_refused, export_engine, run, succeed
+from families import FAMILIES
+
+pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
+pytest.importorskip("polygraphy", reason="building plans needs polygraphy")
+
+from eesd.export import build as build_cli
+from eesd.export import inspect, plans
+from eesd.export.build import main
+from eesd.export.manifest import load_manifest, sha256_of
+from eesd.runtime.errors import EESDError
+
+TYPES = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
+
+
+@pytest.fixture(scope="module")
+def built(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float16 engine directory with its plans. Copy it before changing anything."""
+    directory = export_engine(family_dir("qwen2"), tmp_path_factory.mktemp("built") / "plans", "--dtype", "float16")
+    succeed(main, directory)
+    return directory
+
+
+@pytest.fixture
+def copy(built: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(built, tmp_path / "plans")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(family_dir: Callable[[str], Path], tmp_path: Path, name: str, dtype: str) -> None:
+    """All layers' attention and cache updates are single kernels, whatever the family."""
+    directory = export_engine(
+        family_dir(name), tmp_path / "plans", "--dtype", dtype, "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check"
+    )
+    result = succeed(main, directory)
+    assert "single kernels" not in result.stderr
+    manifest = load_manifest(directory)
+    draft, verify = (manifest.plans[graph.file] for graph in manifest.graphs)
+    assert (draft.fused_attentions, draft.fused_cache_updates) == (2, 4)
+    assert (verify.fused_attentions, verify.fused_cache_updates) == (manifest.num_layers, 2 * manifest.num_caches)
+
+
+def test_stages(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """A plan for each stage, with every attention and cache update of its layers as a single kernel."""
+    options = ("--dtype", "float16", "--max-seq-len", 64, "--stages", 3)
+    directory = export_engine(family_dir("llama-head-dim"), tmp_path / "plans", *options)
+    result = succeed(main, directory)
+    assert "single kernels" not in result.stderr
+    manifest = load_manifest(directory)
+    for graph, layers in zip(manifest.verify, manifest.stage_layers, strict=True):
+        plan = manifest.plans[graph.file]
+        assert plan.file == graph.file.replace(".onnx", ".plan") and (directory / plan.file).exists()
+        assert (plan.fused_attentions, plan.fused_cache_updates) == (len(layers), 2 * len(graph.caches))
+
+
+def test_what_is_recorded(built: Path) -> None:
+    manifest = load_manifest(built)
+    assert manifest.plans.keys() == {"draft.onnx", "verify.onnx"}
+    for plan in manifest.plans.values():
+        assert plan.size == (built / plan.file).stat().st_size > 10_000
+        assert plan.sha256 == sha256_of(built / plan.file)
+        assert plan.flavour == "tensorrt-rtx" and plan.version.split(".")[0].isdigit()
+        assert plan.profiles[0][0] == 1 and plan.profiles[0][2] == manifest.max_tree_nodes + 1
+        assert plan.profiles[1][2] == 128 and plan.max_batch == 1
+    assert sorted(path.name for path in built.iterdir()) == sorted(
+        [*manifest.files, "manifest.json", "draft.plan", "verify.plan"]
+    )
+
+
+def test_inspect_shows_plans(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = " ".join(succeed(inspect.main, built, "--verify").stdout.split())
+    assert "verify.plan" in shown and "tensorrt-rtx" in shown and "any GPU that it supports" in shown
+    assert "3 attentions and 8 cache updates" in shown
+
+
+def test_unchanged_is_not_built_again(copy: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in copy.glob("*.plan")}
+    assert succeed(main, copy).stdout == "draft.plan: up to date\nverify.plan: up to date\n"
+    assert {path: path.stat().st_mtime_ns for path in copy.glob("*.plan")} == before
+    assert "up to date" not in succeed(main, copy, "--force").stdout
+    assert all(path.stat().st_mtime_ns > before[path] for path in before)
+
+
+def test_other_options_or_weights_are_built_again(copy: Path) -> None:
+    assert "up to date" not in succeed(main, copy, "--prefill-chunk", 64).stdout
+    assert load_manifest(copy).plans["verify.onnx"].profiles[1] == (1, 64, 64)
+    (copy / "verify.plan").unlink()
+    lines = succeed(main, copy, "--prefill-chunk", 64).stdout.splitlines()
+    assert lines[0] == "draft.plan: up to date" and "MB by tensorrt-rtx" in lines[1]
+    raw = json.loads((copy / "manifest.json").read_text())
+    raw["plans"]["draft.onnx"]["source"] = "0" * 64
+    (copy / "manifest.json").write_text(json.dumps(raw))
+    lines = succeed(main, copy, "--prefill-chunk", 64).stdout.splitlines()
+    assert "MB by tensorrt-rtx" in lines[0] and lines[1] == "verify.plan: up to date"
+
+
+def test_batch_and_gpu(copy: Path) -> None:
+    succeed(main, copy, "--batch", 4, "--compute-capability", "8.9", "--compute-capability", "12.0")
+    for plan in load_manifest(copy).plans.values():
+        assert plan.max_batch == 4 and plan.compute_capabilities == ("8.9", "12.0")
+
+
+def test_profiles_cover_decoding_and_prefill(built: Path) -> None:
+    manifest = load_manifest(built)
+    decoding, prefill = plans.profile_shapes(manifest, manifest.verify[0], plans.BuildOptions("tensorrt-rtx", 1, 128))
+    slots, nodes = manifest.max_seq_len, manifest.max_tree_nodes + 1
+    assert decoding["attn_mask"] == [(1, 1, 1, slots), (1, 1, 8, slots), (1, 1, nodes, slots)]
+    assert prefill["input_ids"] == [(1, 1), (1, 128), (1, 128)] and "key_0" not in decoding
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--precision", "bfloat16"), ("exported as float16", "--dtype bfloat16")),
+        (("--compute-capability", "9.0"), ("does not build for compute capability 9.0", "12.0")),
+        (("--compute-capability", "new"), ("does not build for compute capability new",)),
+        (("--prefill-chunk", 1024), ("--prefill-chunk 1024", "slots")),
+        (("--target", "tensorrt"), ("tensorrt", "install")),
+    ],
+)
+def test_refused_options(built: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+    assert_refused(run(main, built, *options), *words)
+
+
+def test_attention_without_a_kernel(engine: Path, text_model: Path, tmp_path: Path) -> None:
+    """Heads of 8 have no fused attention; a plan that decomposes it is not built in silence."""
+    assert load_manifest(engine).head_dim == 8
+    directory = export_engine(text_model, tmp_path / "plans", "--dtype", "float16", "--no-check")
+    assert_refused(run(main, directory), "cannot build", "draft.onnx")
+    assert not list(directory.glob("*.plan"))
+
+
+def test_float32_is_refused(engine: Path) -> None:
+    assert_refused(run(main, engine), "float32", "--dtype float16")
+
+
+def test_nothing_installed(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "FLAVOURS", {"tensorrt": "no_such_module", "tensorrt-rtx": "no_such_module"})
+    assert_refused(run(main, built), "No TensorRT is installed", "pip install 'eesd[tensorrt-rtx]'")
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "edited"])
+def test_damaged_plan(copy: Path, damage: str) -> None:
+    path = copy / "verify.plan"
+    data = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(data[:1000] if damage == "truncated" else data[:-1] + bytes([data[-1] ^ 1]))
+    result = run(inspect.main, copy, "--verify")
+    assert result.exit_code == 2 and "verify.plan" in result.stderr and "eesd-build" in result.stderr
+
+
+def test_edited_weights_are_not_built(copy: Path) -> None:
+    with (copy / "weights.bin").open("r+b") as file:
+        file.write(b"\x01")
+    assert_refused(run(main, copy, "--force"), "weights.bin was changed")
+
+
+def test_graph_that_cannot_be_built(copy: Path) -> None:
+    """The builder's own complaint, in one line; the old plans and the manifest stay as they are."""
+    model = onnx.load(copy / "draft.onnx", load_external_data=False)
+    next(node for node in model.graph.node if node.op_type == "MatMul").op_type = "NoSuchOperator"
+    onnx.save(model, copy / "draft.onnx")
+    adopt_graph(copy)
+    before = {path.name: path.read_bytes() for path in copy.iterdir()}
+    result = run(main, copy)
+    assert_refused(result, "cannot build", "draft.onnx", "NoSuchOperator")
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
+
+
+def adopt_graph(directory: Path) -> None:
+    """Make the manifest agree with a graph that was edited."""
+    path = directory / "manifest.json"
+    raw = json.loads(path.read_text())
+    graph = directory / "draft.onnx"
+    raw["files"]["draft.onnx"] = {"size": graph.stat().st_size, "sha256": sha256_of(graph)}
+    path.write_text(json.dumps(raw))
+
+
+def test_too_little_memory_or_disk(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_cli, "available_memory", lambda: 1000)
+    assert_refused(run(main, copy, "--force"), "of memory", "--stages")
+    monkeypatch.undo()
+    monkeypatch.setattr(build_cli.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
+    assert_refused(run(main, copy, "--force"), "GB free")
+
+
+def test_full_disk_while_writing(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old plan stays, and nothing half-written beside it."""
+    names = sorted(path.name for path in copy.iterdir())
+    original = Path.open
+
+    def full(path: Path, *args: Any, **options: Any) -> Any:
+        return original(Path("/dev/full") if ".draft.plan-" in path.name else path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    result = run(main, copy, "--force")
+    monkeypatch.undo()
+    assert_refused(result, "No space left")
+    assert sorted(path.name for path in copy.iterdir()) == names
+    succeed(inspect.main, copy, "--verify")
+
+
+def test_library_refuses_too(engine: Path) -> None:
+    with pytest.raises(EESDError, match="float32"):
+        plans.check_precision(load_manifest(engine))
