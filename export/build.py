@@ -12,14 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from eesd.export.manifest import GraphInfo, Manifest, PlanInfo, load_manifest, verify_files
+from eesd.export.memory import build_memory
 from eesd.runtime.doctor import available_memory
 from eesd.runtime.errors import EESDError, one_line_errors
 from eesd.runtime.session import PREFILL_CHUNK
 
 TARGETS = ("tensorrt", "tensorrt-rtx")
-MEMORY_PER_WEIGHT_BYTE = 2.7
-"""Measured with TensorRT-RTX 1.7 on 1.8 GB of weights: 2.6, of which one part is the mapped file of weights."""
-MEMORY_AT_LEAST = 600_000_000
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -79,7 +77,7 @@ def check_room(directory: Path, graph: GraphInfo) -> int:
     from eesd.export import plans
 
     weights = plans.weight_bytes(directory, graph)
-    needed = MEMORY_AT_LEAST + round(MEMORY_PER_WEIGHT_BYTE * weights)
+    needed = build_memory(weights)
     available = available_memory() + weights  # the file of weights is mapped, and may leave memory again
     if needed > available:
         raise EESDError(
@@ -98,8 +96,8 @@ def check_room(directory: Path, graph: GraphInfo) -> int:
 
 def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     """Say so when fewer attentions or cache updates than the graph has are single kernels: decoding would be slow."""
-    exit_writes = 0 if graph.file == manifest.draft.file else manifest.exit_blocks
-    attentions, updates = len(graph.caches) - min(exit_writes, 1), 2 * len(graph.caches)
+    only_written = graph == manifest.verify[0]  # the cache of the last exit block
+    attentions, updates = len(graph.caches) - only_written, 2 * len(graph.caches)
     if plan.fused_attentions < attentions or plan.fused_cache_updates < updates:
         click.secho(
             f"{graph.file}: only {plan.fused_attentions} of {attentions} attentions and {plan.fused_cache_updates} of "

@@ -1,5 +1,6 @@
 """The parity check after an export: both graphs through ONNX Runtime against the torch module, on a random token tree."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,8 @@ def check_engine(directory: Path, manifest: Manifest, checkpoint: Checkpoint, he
     ids = torch.randint(0, manifest.vocab_size, (1, PROMPT + NODES))
     inputs = _random_tree(checkpoint, DTYPES[manifest.dtype])
     return {
-        "draft": _compare(directory, manifest.draft, programs["draft"], ids, inputs, checkpoint),
-        "verify": _compare(directory, manifest.verify[0], programs["verify"], ids, inputs, checkpoint),
+        "draft": _compare(directory, [manifest.draft], programs["draft"], ids, inputs, checkpoint),
+        "verify": _compare(directory, manifest.verify, programs["verify"], ids, inputs, checkpoint),
     }
 
 
@@ -93,24 +94,25 @@ def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype) -> Inputs:
 
 @torch.no_grad()
 def _compare(
-    directory: Path, info: GraphInfo, program: nn.Module, ids: Tensor, inputs: Inputs, checkpoint: Checkpoint
+    directory: Path, stages: Sequence[GraphInfo], program: nn.Module, ids: Tensor, inputs: Inputs, checkpoint: Checkpoint
 ) -> Difference:
-    caches = empty_caches(checkpoint.config, 1, SLOTS, len(info.caches))
+    """The whole program against its graph, or against the chain of the graph's stages."""
+    caches = empty_caches(checkpoint.config, 1, SLOTS, sum(len(info.caches) for info in stages))
     expected = program(ids, inputs, caches)[0].numpy()
     feeds = {
-        "input_ids": ids.numpy(),
         "position_ids": inputs.position_ids.numpy(),
         "write_indices": inputs.write_indices.numpy(),
         "attn_mask": inputs.attn_mask.numpy(),
     }
-    for tensor, cache in zip(info.inputs[4:], (t for pair in caches for t in pair), strict=True):
-        feeds[tensor.name] = cache.numpy()
-    actual = _logits(directory / info.file, feeds)
+    actual: NDArray[Any] = ids.numpy()
+    for info in stages:
+        own = {tensor.name: np.zeros(caches[0][0].shape, np.float32) for tensor in info.inputs[4:]}
+        actual = _run(directory / info.file, feeds | own | {info.inputs[0].name: actual})
     return Difference(float(np.abs(actual - expected).max()), float(np.abs(expected).max()))
 
 
-def _logits(path: Path, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-    """Run a graph with ONNX Runtime's CPU kernels; 16-bit weights and caches are widened to float32, in memory."""
+def _run(path: Path, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """A graph's first output from ONNX Runtime's CPU kernels; 16-bit weights and caches are widened to float32, in memory."""
     options = ort.SessionOptions()
     options.log_severity_level = 3  # it would warn that caches are copied, which is what a check wants
     model = onnx.load(path, load_external_data=False)
@@ -125,10 +127,9 @@ def _logits(path: Path, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     del model.graph.value_info[:]
     source = model.SerializeToString() if narrow else str(path)
-    logits: NDArray[np.float32] = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"]).run(
-        ["logits"], feeds
-    )[0]
-    return logits
+    session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    result: NDArray[np.float32] = session.run([model.graph.output[0].name], feeds)[0]
+    return result
 
 
 def _widened(tensor: TensorProto, directory: Path) -> NDArray[np.float32]:

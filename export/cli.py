@@ -31,6 +31,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 @click.option("--max-seq-len", type=click.IntRange(min=2), help="Slots of the KV cache (S).  [default: at most 4096]")
 @click.option("--max-tree-nodes", type=click.IntRange(1, 512), default=32, help="Drafted tokens that fit one round (M).")
 @click.option("--draft-top-k", type=click.IntRange(1, 64), default=8, help="Candidates that the draft reports (K).")
+@click.option("--stages", type=int, default=1, help="Devices to spread the verify graph over, by layers.")
 @click.option("--check/--no-check", default=None, help="Compare with the torch module.  [default: if memory allows]")
 @one_line_errors
 def main(
@@ -42,9 +43,10 @@ def main(
     max_seq_len: int | None,
     max_tree_nodes: int,
     draft_top_k: int,
+    stages: int,
     check: bool | None,
 ) -> None:
-    """Write draft.onnx, verify.onnx, their shared weights, the tokenizer and manifest.json into one directory."""
+    """Write draft.onnx, verify.onnx (or its stages), their shared weights, tokenizer and manifest.json into one directory."""
     try:
         import onnxscript  # noqa: F401
 
@@ -63,7 +65,7 @@ def main(
     slots = max_seq_len or min(config.max_positions, 4096)
     if slots > config.max_positions:
         raise EESDError(f"--max-seq-len {slots} is more than the model's {config.max_positions} positions.")
-    options = ExportOptions(dtype or config.dtype, slots, max_tree_nodes, min(draft_top_k, config.vocab_size))
+    options = ExportOptions(dtype or config.dtype, slots, max_tree_nodes, min(draft_top_k, config.vocab_size), stages)
     if options.dtype not in DTYPES:
         raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
     if max_tree_nodes >= slots:

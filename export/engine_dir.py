@@ -16,6 +16,7 @@ from torch import Tensor
 import eesd
 from eesd.export.graph import ExportOptions, Graph, to_proto, trace
 from eesd.export.manifest import FORMAT_VERSION, NAME, WEIGHTS, FileInfo, Manifest, sha256_of
+from eesd.export.stages import split_layers
 from eesd.export.weights import Plan, Source, check_space, plan_weights, write_weights
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint, exit_tensors
@@ -73,10 +74,13 @@ def export(
     ``stage`` is told what begins; ``progress`` each weight's name, its bytes, and the bytes of all weights.
     """
     check_output(output)
-    graphs = {}
-    for kind in ("draft", "verify"):
-        stage(f"tracing the {kind} graph")
-        graphs[kind] = trace(kind, checkpoint.config, head.config, options)
+    splits = split_layers(checkpoint, head.config, options.stages)
+    stage("tracing the draft graph")
+    graphs = {"draft": trace("draft", checkpoint.config, head.config, options)}
+    for number, layers in enumerate(splits):
+        name = f"verify_{number}" if len(splits) > 1 else "verify"
+        stage(f"tracing the {name} graph")
+        graphs[name] = trace(name, checkpoint.config, head.config, options, layers)
     plan = plan_weights((graph.weights for graph in graphs.values()), options.dtype)
     check_space(_existing_parent(output), plan.size + 64_000_000)
     stage("writing the weights")
@@ -116,7 +120,7 @@ def _write_all(
 
 
 def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, Source]:
-    """Where every weight of the two graphs comes from, by its name in the graphs."""
+    """Where every weight of the graphs comes from, by its name in the graphs."""
     sources: dict[str, Source] = dict(checkpoint.tensors)
     sources |= {f"exit_head.{name}": source for name, source in head.sources.items()}
     sources["cos"] = Computed(lambda: rotary_tables(checkpoint.config, slots)[0])
@@ -165,7 +169,7 @@ def _manifest(
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,
         draft=graphs["draft"].info,
-        verify=(graphs["verify"].info,),
+        verify=tuple(graph.info for name, graph in graphs.items() if name != "draft"),
         files=files,
         tools=_tools(),
         plans={},

@@ -27,6 +27,7 @@ from eesd.model.graphs import Draft, Verify, draft_layers
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 OPSET = 24
+EMBEDDINGS = "model.embed_tokens.weight"
 
 BATCH, TOKENS, SLOTS = 100_003, 100_019, 100_043
 SYMBOLS = {BATCH: "B", TOKENS: "n", SLOTS: "S"}
@@ -36,12 +37,13 @@ graph is there. Tracing with symbolic dimensions gives the same graph and takes 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Choices of an export: element type, S (slots of the cache), M (nodes of a token tree), K (draft candidates)."""
+    """Choices of an export: element type, S (slots of the cache), M (nodes of a token tree), K (draft candidates), stages."""
 
     dtype: str
     max_seq_len: int
     max_tree_nodes: int
     draft_top_k: int
+    stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,40 +76,47 @@ class _Program(nn.Module):
         self.register_buffer("sin", sin)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, write_indices: Tensor, attn_mask: Tensor, caches: list[KV]
+        self, x: Tensor, position_ids: Tensor, write_indices: Tensor, attn_mask: Tensor, caches: list[KV]
     ) -> tuple[Tensor, ...]:
         inputs = Inputs(self.cos, self.sin, position_ids, write_indices, attn_mask)
-        *outputs, written = self.program(input_ids, inputs, caches)
+        *outputs, written = self.program(x, inputs, caches)
         return (*outputs, *(tensor for cache in written for tensor in cache))
 
 
-def trace(kind: str, config: ModelConfig, exit_config: ExitConfig, options: ExportOptions) -> Graph:
-    """Trace ``"draft"`` or ``"verify"`` to ONNX. Needs memory for the graph only, whatever the model's size."""
-    dtype = DTYPES[options.dtype]
+def trace(
+    name: str, config: ModelConfig, exit_config: ExitConfig, options: ExportOptions, layers: range | None = None
+) -> Graph:
+    """Trace ``"draft"``, ``"verify"``, or with its ``layers`` a stage of verify, to ONNX.
+
+    Needs memory for the graph only, whatever the model's size.
+    """
+    dtype, layers = DTYPES[options.dtype], range(config.num_layers) if layers is None else layers
     with FakeTensorMode(), _default_dtype(dtype):
         decoder, head = Decoder(config), ExitHead(config, exit_config)
-        if kind == "draft":
+        if name == "draft":
             program: Draft | Verify = Draft(decoder, head, options.draft_top_k)
-            caches = draft_layers(head, config.num_layers)
+            caches, outputs = draft_layers(head, config.num_layers), ["logits", "topk_ids", "topk_logprobs"]
         else:
-            program = Verify(decoder, head)
-            caches = list(range(config.num_layers + exit_config.blocks))
+            program = Verify(decoder, head, layers)
+            exits = range(config.num_layers, config.num_layers + exit_config.blocks) if layers.start == 0 else ()
+            caches, outputs = [*layers, *exits], ["logits" if layers.stop == config.num_layers else "hidden_out"]
         cos, sin = rotary_tables(config, options.max_seq_len)
         module = _Program(program, cos.to(dtype), sin.to(dtype)).eval()
-        model = _export(module, _example(config, len(caches), dtype))
+        model = _export(module, _example(config, len(caches), dtype, hidden=layers.start > 0))
     _name_dimensions(model.graph)
-    _name_tensors(model, caches, ["logits", "topk_ids", "topk_logprobs"] if kind == "draft" else ["logits"])
-    weights = _make_lean(model, keep_transpose={"model.embed_tokens.weight"})
-    model.graph.name = f"eesd_{kind}"
-    info = GraphInfo(f"{kind}.onnx", tuple(caches), _describe(model.graph.inputs), _describe(model.graph.outputs))
+    _name_tensors(model, caches, "hidden" if layers.start > 0 else "input_ids", outputs)
+    weights = _make_lean(model, config.tied_embeddings)
+    model.graph.name = f"eesd_{name}"
+    info = GraphInfo(f"{name}.onnx", tuple(caches), _describe(model.graph.inputs), _describe(model.graph.outputs))
     return Graph(model, weights, info)
 
 
-def _example(config: ModelConfig, caches: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def _example(config: ModelConfig, caches: int, dtype: torch.dtype, hidden: bool) -> tuple[Any, ...]:
     ids, positions = (torch.zeros(BATCH, TOKENS, dtype=torch.int64) for _ in range(2))
+    x = torch.zeros(BATCH, TOKENS, config.hidden_size, dtype=dtype) if hidden else ids
     shape = (BATCH, config.num_kv_heads, SLOTS, config.head_dim)
     kv = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(caches)]
-    return ids, positions, torch.zeros(BATCH, dtype=torch.int64), torch.zeros(BATCH, 1, TOKENS, SLOTS, dtype=dtype), kv
+    return x, positions, torch.zeros(BATCH, dtype=torch.int64), torch.zeros(BATCH, 1, TOKENS, SLOTS, dtype=dtype), kv
 
 
 def _export(module: nn.Module, example: tuple[Any, ...]) -> ir.Model:
@@ -147,8 +156,9 @@ def _name_dimensions(graph: ir.Graph) -> None:
             value.shape = ir.Shape([SYMBOLS.get(dim, dim) if isinstance(dim, int) else dim for dim in value.shape])
 
 
-def _name_tensors(model: ir.Model, caches: list[int], outputs: list[str]) -> None:
-    """Caches are ``key_3`` going in and ``key_3_out`` coming out."""
+def _name_tensors(model: ir.Model, caches: list[int], first: str, outputs: list[str]) -> None:
+    """Caches are ``key_3`` going in and ``key_3_out`` coming out; so is the hidden state between stages."""
+    model.graph.inputs[0].name = first
     names = [f"{part}_{index}" for index in caches for part in ("key", "value")]
     for value, name in zip(model.graph.inputs[4:], names, strict=True):
         value.name = name
@@ -156,11 +166,11 @@ def _name_tensors(model: ir.Model, caches: list[int], outputs: list[str]) -> Non
         value.name = name
 
 
-def _make_lean(model: ir.Model, keep_transpose: set[str]) -> tuple[WeightRef, ...]:
+def _make_lean(model: ir.Model, tied_embeddings: bool) -> tuple[WeightRef, ...]:
     graph = model.graph
     _constant_reshapes(graph)
     IdentityEliminationPass()(model)
-    _drop_unnamed_weights(graph, keep_transpose)
+    _name_weights(graph, tied_embeddings)
     RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)
     constants = {name for name, value in graph.initializers.items() if value.meta.get("constant")}
@@ -196,7 +206,7 @@ def _constant_reshapes(graph: ir.Graph) -> None:
         node.attributes.pop("allowzero", None)
 
 
-def _drop_unnamed_weights(graph: ir.Graph, keep_transpose: set[str]) -> None:
+def _name_weights(graph: ir.Graph, tied_embeddings: bool) -> None:
     """Give weights their checkpoint names and fold the Transpose of linear weights into how they are stored."""
     for old in list(graph.initializers):
         value = graph.initializers[old]
@@ -205,11 +215,11 @@ def _drop_unnamed_weights(graph: ir.Graph, keep_transpose: set[str]) -> None:
         del graph.initializers[old]
         value.name = old.removeprefix("program.")
         # A tied LM head is the embedding table; tracing may have kept either name.
-        if value.name == "lm_head.weight" and any(user.op_type == "Gather" for user, _ in value.uses()):
-            value.name = "model.embed_tokens.weight"
+        if value.name == "lm_head.weight" and tied_embeddings:
+            value.name = EMBEDDINGS
         graph.initializers[value.name] = value
         users = [user for user, _ in value.uses()]
-        if value.name not in keep_transpose and users and all(user.op_type == "Transpose" for user in users):
+        if value.name != EMBEDDINGS and users and all(user.op_type == "Transpose" for user in users):
             assert value.shape is not None
             value.shape = ir.Shape(tuple(reversed(value.shape)))
             value.meta["transposed"] = True

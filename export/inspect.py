@@ -1,5 +1,7 @@
 """``eesd-inspect``: what is in an engine directory."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -7,25 +9,39 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from eesd.export import memory
 from eesd.export.manifest import Manifest, check_plan, load_manifest, verify_files
-from eesd.runtime.errors import one_line_errors
-
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+from eesd.runtime.errors import EESDError, one_line_errors
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Hash every file again and compare with the manifest.")
-@click.option("--tensors", is_flag=True, help="List the inputs and outputs of both graphs.")
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+@click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
+@click.option("--plan-memory", is_flag=True, help="Show what running it takes instead, device by device.")
+@click.option("--max-seq-len", type=click.IntRange(min=2), help="Plan for an export with so many slots.")
+@click.option("--batch", type=click.IntRange(min=1), help="Plan for so many sequences at once.  [default: 1]")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest, or the plan, as JSON.")
 @one_line_errors
-def main(directory: Path, verify: bool, tensors: bool, as_json: bool) -> None:
+def main(
+    directory: Path,
+    verify: bool,
+    tensors: bool,
+    plan_memory: bool,
+    max_seq_len: int | None,
+    batch: int | None,
+    as_json: bool,
+) -> None:
     """Show what an engine directory holds; --verify also re-hashes its files."""
     manifest = load_manifest(directory)
-    if as_json:
+    if not plan_memory and (max_seq_len or batch):
+        raise EESDError("--max-seq-len and --batch change nothing but a memory plan; add --plan-memory.")
+    console = Console(markup=False, emoji=False)  # names may hold anything
+    if plan_memory:
+        _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, as_json)
+    elif as_json:
         click.echo(manifest.to_json(), nl=False)
     else:
-        console = Console(markup=False, emoji=False)  # names may hold anything
         console.print(_summary(directory, manifest))
         console.print(_files(manifest))
         if tensors:
@@ -42,8 +58,19 @@ def main(directory: Path, verify: bool, tensors: bool, as_json: bool) -> None:
         click.echo("all files are as exported", err=as_json)
 
 
+def _memory(console: Console, manifest: Manifest, slots: int, batch: int, as_json: bool) -> None:
+    if slots <= manifest.max_tree_nodes:
+        raise EESDError(f"--max-seq-len {slots} has no room for the {manifest.max_tree_nodes} nodes of a round; give more.")
+    manifest = replace(manifest, max_seq_len=slots)
+    devices = memory.plan_memory(manifest, batch)
+    if as_json:
+        click.echo(json.dumps({"slots": slots, "batch": batch, "devices": [device.to_dict() for device in devices]}))
+    else:
+        console.print(memory.table(manifest, devices, batch))
+
+
 def _summary(directory: Path, manifest: Manifest) -> Table:
-    slot = 2 * manifest.num_caches * manifest.num_kv_heads * manifest.head_dim * BYTES[manifest.dtype]
+    slot = memory.slot_bytes(manifest, manifest.num_caches)
     trained = "" if manifest.exit_trained else "  (untrained: train it with eesd-distill)"
     rows = {
         "model": f"{manifest.model} ({manifest.architecture})",
@@ -60,6 +87,11 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
         "token tree": f"{manifest.max_tree_nodes} nodes a round, {manifest.draft_top_k} candidates a step",
         "made with": ", ".join(f"{name} {value}" for name, value in manifest.tools.items()),
     }
+    if len(manifest.verify) > 1:
+        rows["stages"] = "\n".join(
+            f"{stage.file}: layers {layers.start} to {layers.stop - 1}"
+            for stage, layers in zip(manifest.verify, manifest.stage_layers, strict=True)
+        )
     table = Table(title=str(directory), show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, value)

@@ -126,6 +126,12 @@ class Manifest:
         """L + E: one key and one value cache for each base layer and each exit block."""
         return self.num_layers + self.exit_blocks
 
+    @property
+    def stage_layers(self) -> tuple[range, ...]:
+        """The base layers of each stage of verify."""
+        base = [[index for index in stage.caches if index < self.num_layers] for stage in self.verify]
+        return tuple(range(layers[0], layers[-1] + 1) for layers in base)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 
@@ -201,8 +207,9 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("a file is not listed")
     if any(Path(name).name != name for name in manifest.files):
         raise ValueError("a file is outside the directory")
-    _check_graph(manifest.draft, [*range(manifest.exit_layer), *range(manifest.num_layers, manifest.num_caches)], manifest)
-    _check_stages(manifest)
+    exits = range(manifest.num_layers, manifest.num_caches)
+    _check_graph(manifest.draft, [*range(manifest.exit_layer), *exits], manifest, first=True, last=True)
+    _check_stages(manifest, exits)
     if not manifest.plans.keys() <= {graph.file for graph in manifest.graphs}:
         raise ValueError("a plan of no graph")
     if any(Path(plan.file).name != plan.file for plan in manifest.plans.values()):
@@ -210,13 +217,17 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def _check_stages(manifest: Manifest) -> None:
-    """Together the stages must have every cache once, the base layers in order."""
-    caches = [index for stage in manifest.verify for index in stage.caches]
-    if not caches or sorted(caches) != list(range(manifest.num_caches)):
+def _check_stages(manifest: Manifest, exits: range) -> None:
+    """Each stage goes on where the one before it ended; the first has all that the draft uses."""
+    end, last = 0, len(manifest.verify) - 1
+    for number, stage in enumerate(manifest.verify):
+        own = exits if number == 0 else range(0)
+        begin, end = end, end + len(stage.caches) - len(own)
+        if end < max(begin + 1, manifest.exit_layer):
+            raise ValueError("stages")
+        _check_graph(stage, [*range(begin, end), *own], manifest, first=number == 0, last=number == last)
+    if end != manifest.num_layers:
         raise ValueError("stages")
-    for stage in manifest.verify:
-        _check_graph(stage, list(stage.caches), manifest)
 
 
 def _typed(kind: Any, value: Any) -> Any:
@@ -236,12 +247,17 @@ def _typed(kind: Any, value: Any) -> Any:
     return value
 
 
-def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest) -> None:
-    """The caches must be those of the geometry, and the tensors those that the runtime binds."""
+def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, first: bool, last: bool) -> None:
+    """The caches must be those of the geometry, and the tensors those that the runtime binds.
+
+    The first stage takes token ids, the last gives logits; between them cross hidden states.
+    """
     shape = ("B", manifest.num_kv_heads, "S", manifest.head_dim)
     wanted = [(f"{part}_{index}", shape) for index in caches for part in ("key", "value")]
-    logits = graph.outputs[0] if graph.outputs else None
+    hidden = (("B", "n", manifest.hidden_size), manifest.dtype)
+    x = TensorInfo("input_ids", ("B", "n"), "int64") if first else TensorInfo("hidden", *hidden)
+    y = TensorInfo("logits", ("B", "n", manifest.vocab_size), "float32") if last else TensorInfo("hidden_out", *hidden)
     if list(graph.caches) != caches or [(tensor.name, tensor.shape) for tensor in graph.inputs[4:]] != wanted:
         raise ValueError("caches")
-    if logits is None or (logits.name, logits.shape) != ("logits", ("B", "n", manifest.vocab_size)):
-        raise ValueError("logits")
+    if graph.inputs[:1] != (x,) or graph.outputs[:1] != (y,):
+        raise ValueError("input_ids, hidden or logits")

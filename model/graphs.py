@@ -2,6 +2,8 @@
 
 Both take the same inputs and write the same caches. There are L + E caches: 0..L-1 belong to the base layers, L.. to the exit
 blocks. The draft uses 0..N-1 and the exit ones; the verify pass uses all, and leaves all of them right for every token it saw.
+
+A verify pass may be split by layers into stages, each for a device of its own. The first has all that the draft uses.
 """
 
 import torch
@@ -46,22 +48,30 @@ class Draft(nn.Module):
 
 
 class Verify(nn.Module):
-    """The whole model. ``forward`` gives logits [B, n, V] in float32 and the written caches, the exit blocks' included."""
+    """The whole model, or one stage of it: the layers ``layers``.
 
-    def __init__(self, decoder: Decoder, head: ExitHead) -> None:
+    The first stage takes ``input_ids`` [B, n] as ``x``, the others the hidden state [B, n, hidden] that the stage before them
+    gave; the last gives logits [B, n, V] in float32. All give their written caches, the first stage the exit blocks' too.
+    """
+
+    def __init__(self, decoder: Decoder, head: ExitHead, layers: range | None = None) -> None:
         super().__init__()
         self.model = decoder.model
         self.lm_head = decoder.lm_head
         self.exit_head = head
+        self.layers = range(decoder.config.num_layers) if layers is None else layers
 
-    def forward(self, input_ids: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
-        exit_layer, layers = self.exit_head.exit_config.layer, len(self.model.layers)
-        x = self.model.embed_tokens(input_ids)
+    def forward(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
+        exit_layer, count = self.exit_head.exit_config.layer, len(self.layers)
+        if self.layers.start == 0:
+            x = self.model.embed_tokens(x)
         written = []
         exit_caches: list[KV] = []
-        for index, (block, cache) in enumerate(zip(self.model.layers, caches[:layers], strict=True)):
-            if index == exit_layer:
-                exit_caches = self.exit_head.write(x, inputs, caches[layers:])
-            x, cache = block(x, inputs, cache)
+        for index, cache in zip(self.layers, caches[:count], strict=True):
+            x, cache = self.model.layers[index](x, inputs, cache)
             written.append(cache)
-        return self.lm_head(self.model.norm(x)).float(), written + exit_caches
+            if index == exit_layer - 1:
+                exit_caches = self.exit_head.write(x, inputs, caches[count:])
+        if self.layers.stop == len(self.model.layers):
+            x = self.lm_head(self.model.norm(x)).float()
+        return x, written + exit_caches

@@ -37,8 +37,8 @@ def default_threads() -> int:
 def _ort(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
     from eesd.runtime.ort_engine import OrtEngine
 
-    verify = OrtEngine(directory, manifest, manifest.verify[0], threads)
-    return Engines(verify, OrtEngine(directory, manifest, manifest.draft, threads) if draft else None)
+    verify = OrtEngine(directory, manifest, manifest.verify, threads)
+    return Engines(verify, OrtEngine(directory, manifest, [manifest.draft], threads) if draft else None)
 
 
 BACKENDS: dict[str, Callable[[Path, Manifest, int, bool], Engines]] = {"auto": _ort, "ort": _ort}

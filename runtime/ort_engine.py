@@ -19,13 +19,13 @@ MASKED = np.float32(-30000.0)  # the same as in training and export: its softmax
 
 
 class OrtEngine:
-    """One graph of an engine directory in an ONNX Runtime session.
+    """One graph of an engine directory, or the stages of one in order, each in an ONNX Runtime session.
 
     Its threads spin within a call, where they wait for one another hundreds of times, and stop at its end: draft and verify
     alternate, and a pool that goes on spinning takes the cores from the other's.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, graph: GraphInfo, threads: int) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], threads: int) -> None:
         if manifest.dtype != "float32":
             raise EESDError(
                 f"{directory} holds {manifest.dtype} engines, ONNX Runtime on the CPU runs float32: "
@@ -36,20 +36,8 @@ class OrtEngine:
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        try:
-            self.session = ort.InferenceSession(str(directory / graph.file), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # its exceptions share no base class
-            reason = str(error).splitlines()[0][:200]
-            raise EESDError(f"ONNX Runtime cannot load {directory / graph.file} ({reason}); export again.") from None
-        self._check_tensors(directory, graph)
         self.manifest = manifest
-        self.graph = graph
-
-    def _check_tensors(self, directory: Path, graph: GraphInfo) -> None:
-        """The graph must have the tensors that the manifest says: buffers are bound by what the manifest says."""
-        found = [(t.name, tuple(t.shape), TYPES.get(t.type)) for t in (*self.session.get_inputs(), *self.session.get_outputs())]
-        if found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
-            raise EESDError(f"{directory / graph.file} is not the graph that the manifest describes; export again.")
+        self.stages = [(graph, _load(directory / graph.file, graph, options)) for graph in stages]
 
     def new_slab(self) -> KVSlab:
         return KVSlab(self.manifest)
@@ -59,11 +47,28 @@ class OrtEngine:
         return OrtBinding(self, slab)
 
 
+def _load(path: Path, graph: GraphInfo, options: Any) -> Any:
+    """The session of a graph file, which must have the tensors that the manifest says: buffers are bound by that."""
+    try:
+        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its exceptions share no base class
+        reason = str(error).splitlines()[0][:200]
+        raise EESDError(f"ONNX Runtime cannot load {path} ({reason}); export again.") from None
+    found = [(t.name, tuple(t.shape), TYPES.get(t.type)) for t in (*session.get_inputs(), *session.get_outputs())]
+    if found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
+        raise EESDError(f"{path} is not the graph that the manifest describes; export again.")
+    return session
+
+
 @dataclass
 class _Bound:
-    """The buffers for one node count, and the binding that points at them and at the slab."""
+    """The buffers for one node count, and the binding of each stage that points at them and at the slab.
 
-    io: Any
+    ``passed`` holds what each stage gives: hidden states, which the next one reads where they are, and at last the logits.
+    """
+
+    ios: list[Any]
+    passed: list[NDArray[Any]]
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     write_indices: NDArray[np.int64]
@@ -112,33 +117,39 @@ class OrtBinding:
             bound.mask.fill(MASKED)
             bound.mask[:, :base] = 0
             bound.mask[:, base : base + visible.shape[1]] = np.where(visible, np.float32(0), MASKED)
-        self._engine.session.run_with_iobinding(bound.io)
+        for (_, session), io in zip(self._engine.stages, bound.ios, strict=True):
+            session.run_with_iobinding(io)
         return bound.outputs
 
     def _bind(self, count: int) -> _Bound:
-        manifest, graph = self._engine.manifest, self._engine.graph
+        """Bind every stage to the same inputs, to its caches, and to the hidden state that the stage before it writes."""
         ids, positions = np.zeros((1, count), np.int64), np.zeros((1, count), np.int64)
         slot = np.zeros(1, np.int64)
         mask = np.zeros((1, 1, count, self._slab.slots), np.float32)
-        io = self._engine.session.io_binding()
-        for name, array in (
-            ("input_ids", ids),
-            ("position_ids", positions),
-            ("write_indices", slot),
-            ("attn_mask", mask),
-        ):
-            io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        for index in graph.caches:
-            for part, name in enumerate(("key", "value")):
-                cache = self._slab.data[index, part]
-                place = ("cpu", 0, np.float32, cache.shape, cache.ctypes.data)
-                io.bind_input(f"{name}_{index}", *place)
-                io.bind_output(f"{name}_{index}_out", *place)
-        results: list[NDArray[Any]] = []
-        for info in graph.outputs[: len(graph.outputs) - 2 * len(graph.caches)]:
-            result = np.zeros((1, count, int(info.shape[2])), info.dtype)
-            io.bind_output(info.name, "cpu", 0, result.dtype.type, result.shape, result.ctypes.data)
-            results.append(result[0])
-        assert results[0].shape == (count, manifest.vocab_size)
-        ids_out, logprobs = results[1:] if len(results) == 3 else (None, None)
-        return _Bound(io, ids, positions, slot, mask[0, 0], Outputs(results[0], ids_out, logprobs))
+        shared: dict[str, NDArray[Any]] = {"position_ids": positions, "write_indices": slot, "attn_mask": mask}
+        x: NDArray[Any] = ids
+        ios, passed = [], []
+        for graph, session in self._engine.stages:
+            io = session.io_binding()
+            for name, array in {graph.inputs[0].name: x, **shared}.items():
+                io.bind_input(name, *_place(array))
+            for index in graph.caches:
+                for part, name in enumerate(("key", "value")):
+                    place = _place(self._slab.data[index, part])
+                    io.bind_input(f"{name}_{index}", *place)
+                    io.bind_output(f"{name}_{index}_out", *place)
+            infos = graph.outputs[: len(graph.outputs) - 2 * len(graph.caches)]
+            results = [np.zeros((1, count, int(info.shape[2])), info.dtype) for info in infos]
+            for info, result in zip(infos, results, strict=True):
+                io.bind_output(info.name, *_place(result))
+            x = results[0]
+            ios.append(io)
+            passed.append(x)
+        assert x.shape[2] == self._engine.manifest.vocab_size
+        topk = [result[0] for result in results[1:]] or [None, None]
+        return _Bound(ios, passed, ids, positions, slot, mask[0, 0], Outputs(x[0], *topk))
+
+
+def _place(array: NDArray[Any]) -> tuple[Any, ...]:
+    """Where and what an array is, in ONNX Runtime's words."""
+    return "cpu", 0, array.dtype.type, array.shape, array.ctypes.data

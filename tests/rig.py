@@ -36,8 +36,8 @@ class Rig:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.manifest = load_manifest(directory)
-        self._verify = OrtEngine(directory, self.manifest, self.manifest.verify[0], threads=1)
-        self._draft = OrtEngine(directory, self.manifest, self.manifest.draft, threads=1)
+        self._verify = OrtEngine(directory, self.manifest, self.manifest.verify, threads=1)
+        self._draft = OrtEngine(directory, self.manifest, [self.manifest.draft], threads=1)
         self._shared = self.workspace(self.manifest.max_seq_len)
 
     def workspace(self, slots: int = FIRST_SLOTS) -> Workspace:

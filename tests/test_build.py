@@ -51,6 +51,19 @@ def test_every_family(family_dir: Callable[[str], Path], tmp_path: Path, name: s
     assert (verify.fused_attentions, verify.fused_cache_updates) == (manifest.num_layers, 2 * manifest.num_caches)
 
 
+def test_stages(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """A plan for each stage, with every attention and cache update of its layers as a single kernel."""
+    options = ("--dtype", "float16", "--max-seq-len", 64, "--stages", 3)
+    directory = export_engine(family_dir("llama-head-dim"), tmp_path / "plans", *options)
+    result = succeed(main, directory)
+    assert "single kernels" not in result.stderr
+    manifest = load_manifest(directory)
+    for graph, layers in zip(manifest.verify, manifest.stage_layers, strict=True):
+        plan = manifest.plans[graph.file]
+        assert plan.file == graph.file.replace(".onnx", ".plan") and (directory / plan.file).exists()
+        assert (plan.fused_attentions, plan.fused_cache_updates) == (len(layers), 2 * len(graph.caches))
+
+
 def test_what_is_recorded(built: Path) -> None:
     manifest = load_manifest(built)
     assert manifest.plans.keys() == {"draft.onnx", "verify.onnx"}

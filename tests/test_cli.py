@@ -109,9 +109,9 @@ def test_no_draft(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
     original = ort_engine.OrtEngine
 
-    def load(directory: Path, manifest: Any, graph: Any, threads: int) -> Any:
-        loaded.append(graph.file)
-        return original(directory, manifest, graph, threads)
+    def load(directory: Path, manifest: Any, stages: Any, threads: int) -> Any:
+        loaded.extend(stage.file for stage in stages)
+        return original(directory, manifest, stages, threads)
 
     drafting = text_of(engine, "-p", PROMPT, *SAMPLED)
     monkeypatch.setattr(ort_engine, "OrtEngine", load)

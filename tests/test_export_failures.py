@@ -54,7 +54,7 @@ FAILURES = [
     Failure(engine_dir, "sha256_of", 2, KeyboardInterrupt()),
     Failure(shutil, "copyfile", 1, FULL),
     Failure(Path, "write_text", 1, FULL),
-    Failure(check, "_logits", 2, KeyboardInterrupt()),
+    Failure(check, "_run", 2, KeyboardInterrupt()),
 ]
 
 
@@ -140,8 +140,8 @@ def test_too_little_space(text_model: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_wrong_graph_is_not_published(
     text_model: Path, engine_copy: Path, monkeypatch: pytest.MonkeyPatch, wrong: float
 ) -> None:
-    original, before = check._logits, contents(engine_copy.parent)
-    monkeypatch.setattr(check, "_logits", lambda path, feeds: original(path, feeds) + np.float32(wrong))
+    original, before = check._run, contents(engine_copy.parent)
+    monkeypatch.setattr(check, "_run", lambda path, feeds: original(path, feeds) + np.float32(wrong))
     for output in (engine_copy, engine_copy.parent / "new"):
         result = export_to(output, text_model)
         assert_refused(result, "draft and verify graph", "please report")

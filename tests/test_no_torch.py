@@ -46,6 +46,7 @@ for command, arguments in (
     (eesd.runtime.cli.main, ["--engine-dir", directory, *options]),
     (eesd.runtime.cli.main, ["--engine-dir", directory, *options, "--compare", "--tree-width", "2", "--verify"]),
     (eesd.export.inspect.main, [directory, "--tensors", "--verify"]),
+    (eesd.export.inspect.main, [directory, "--plan-memory"]),
     (eesd.runtime.doctor.main, ["--json"]),
 ):
     result = CliRunner().invoke(command, arguments)

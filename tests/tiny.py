@@ -15,7 +15,7 @@ from eesd.model.exit_head import ExitConfig
 EXIT_LAYER = 1
 
 
-def build(directory: Path, vocab_size: int, layers: int, damping: float, seed: int) -> Path:
+def build(directory: Path, vocab_size: int, layers: int, damping: float, seed: int, tied: bool = False) -> Path:
     """Write a random Llama. The draft is layer 0 and a copy of the last layers, so what it misses are the ones between: they
     speak ``damping`` times as loud as random ones would, which sets how often the draft is right."""
     config = LlamaConfig(
@@ -28,7 +28,7 @@ def build(directory: Path, vocab_size: int, layers: int, damping: float, seed: i
         max_position_embeddings=512,
         bos_token_id=1,
         eos_token_id=2,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     model = LlamaForCausalLM(config)
     randomise(model, seed)
@@ -40,15 +40,24 @@ def build(directory: Path, vocab_size: int, layers: int, damping: float, seed: i
     return directory
 
 
-def export_tiny(model: Path, output: Path, slots: int, tree_nodes: int = 12, top_k: int = 4, blocks: int = 1) -> Path:
+def export_tiny(
+    model: Path,
+    output: Path,
+    slots: int,
+    tree_nodes: int = 12,
+    top_k: int = 4,
+    blocks: int = 1,
+    layer: int = EXIT_LAYER,
+    stages: int = 1,
+) -> Path:
     """Export with an exit head of ``blocks`` blocks that is a copy of the model's last layers."""
     checkpoint = Checkpoint(model)
     if blocks == 1:
-        head = untrained_head(checkpoint, EXIT_LAYER)
+        head = untrained_head(checkpoint, layer)
     else:
-        config = ExitConfig(EXIT_LAYER, blocks, base=checkpoint.fingerprint())
+        config = ExitConfig(layer, blocks, base=checkpoint.fingerprint())
         exit_head.save(exit_head.initialise(checkpoint.decoder(), config), model / "head", torch.float32)
         head = stored_head(checkpoint, model / "head")
-    options = ExportOptions("float32", slots, tree_nodes, top_k)
+    options = ExportOptions("float32", slots, tree_nodes, top_k, stages)
     export(checkpoint, head, options, output, lambda _: None, lambda *_: None, lambda *_: None)
     return output

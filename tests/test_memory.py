@@ -1,0 +1,183 @@
+"""``eesd-inspect --plan-memory``: its arithmetic against real graphs and slabs, and the figures of docs/70b.md against it."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import assert_refused, export_engine, run, succeed
+from rich.console import Console
+from synthetic import LLAMA_70B, write_checkpoint
+from test_export import graph_of, places, trained_head
+
+from eesd.export import engine_dir, memory
+from eesd.export.cli import main as export_main
+from eesd.export.inspect import main as inspect_main
+from eesd.export.manifest import SIZES, WEIGHTS, FileInfo, Manifest, load_manifest
+from eesd.export.stages import split_layers
+from eesd.export.weights import Plan
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.exit_head import ExitConfig
+from eesd.runtime.session import PREFILL_CHUNK
+from eesd.runtime.slab import KVSlab
+
+PAGE = Path(__file__).parent.parent / "docs" / "70b.md"
+EXPORT_70B = ("--exit-layer", 4, "--stages", 2, "--dtype", "float16", "--max-seq-len", 4096, "--no-check")
+
+
+def planned(directory: Path, *options: object) -> dict[str, Any]:
+    plan: dict[str, Any] = json.loads(succeed(inspect_main, directory, "--plan-memory", "--json", *options).stdout)
+    return plan
+
+
+def assert_weights(directory: Path) -> None:
+    """For each graph the plan's bytes are those that the graph takes from the weight file; the same for what is shared."""
+    manifest = load_manifest(directory)
+    stored = [places(graph_of(directory, graph.file)) for graph in manifest.graphs]
+    for graph, weights in zip(manifest.graphs, stored, strict=True):
+        assert sum(memory.graph_weights(manifest, graph).values()) == sum(length for _, length in weights.values())
+    first, *others = memory.plan_memory(manifest, 1)
+    assert first.shared_weights == sum(stored[0][name][1] for name in stored[0].keys() & stored[1].keys())
+    assert first.shared_weights < first.draft_weights
+    assert not any(device.draft_weights or device.shared_weights for device in others)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama-tied", ("--stages", 3, "--dtype", "bfloat16")),
+        ("llama-bias", ("--stages", 2)),
+        ("qwen3", ()),
+        ("mistral", ("--max-seq-len", 40, "--stages", 2)),
+    ],
+)
+def test_weights(family_dir: Callable[[str], Path], tmp_path: Path, family: str, options: tuple[object, ...]) -> None:
+    assert_weights(export_engine(family_dir(family), tmp_path / "plans", *options))
+
+
+@pytest.mark.parametrize(("blocks", "own_lm_head", "stages"), [(1, True, 1), (2, False, 2), (3, True, 3)])
+def test_weights_of_trained_heads(
+    family_dir: Callable[[str], Path], tmp_path: Path, blocks: int, own_lm_head: bool, stages: int
+) -> None:
+    model = family_dir("qwen3-bias")
+    head = trained_head(model, tmp_path / "head", blocks, own_lm_head)
+    assert_weights(export_engine(model, tmp_path / "plans", "--exit-head", head, "--stages", stages))
+
+
+@pytest.fixture(scope="module")
+def staged(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text model in two stages."""
+    return export_engine(text_model, tmp_path_factory.mktemp("staged") / "plans", "--stages", 2, "--max-seq-len", 128)
+
+
+def test_slab(staged: Path) -> None:
+    manifest = load_manifest(staged)
+    slab = KVSlab(manifest, manifest.max_seq_len).data
+    devices = planned(staged)["devices"]
+    assert sum(device["kv_slab"] for device in devices) == slab.nbytes
+    assert [device["kv_slab"] * 4 // slab.nbytes for device in devices] == [len(s.caches) for s in manifest.verify]
+    assert sum(device["kv_slab"] for device in planned(staged, "--batch", 3)["devices"]) == 3 * slab.nbytes
+
+
+def test_buffers(staged: Path) -> None:
+    """At least what is bound for a call: the mask, the hidden state that crosses, the logits."""
+    manifest, (first, second) = load_manifest(staged), planned(staged)["devices"]
+    for key, tokens in (("round_buffers", manifest.max_tree_nodes + 1), ("prefill_buffers", PREFILL_CHUNK)):
+        bound = tokens * (manifest.max_seq_len + manifest.hidden_size) * 4
+        assert bound < first[key] < 20 * bound and bound + tokens * manifest.vocab_size * 4 < second[key] < 20 * bound
+    weights = first["draft_weights"] + first["verify_weights"] - first["shared_weights"]
+    assert first["total"] == weights + first["kv_slab"] + max(first["round_buffers"], first["prefill_buffers"])
+
+
+def test_another_length(staged: Path, text_model: Path, tmp_path: Path) -> None:
+    """The plan for more slots is that of an export with so many."""
+    longer = export_engine(text_model, tmp_path / "plans", "--stages", 2, "--max-seq-len", 500)
+    assert planned(staged, "--max-seq-len", 500) == planned(longer) != planned(staged)
+
+
+def test_table(staged: Path) -> None:
+    shown = succeed(inspect_main, staged, "--plan-memory", "--batch", 2).stdout
+    for words in ("device 1", "verify_1.onnx", "128 slots x 2", "33 nodes", "prefill of 128", "total", "MB"):
+        assert words in shown
+
+
+def test_refused(staged: Path) -> None:
+    for option in (("--max-seq-len", 100), ("--batch", 2)):
+        assert_refused(run(inspect_main, staged, *option), "add --plan-memory")
+    assert_refused(run(inspect_main, staged, "--plan-memory", "--max-seq-len", 32), "32 nodes of a round")
+
+
+@pytest.fixture(scope="module")
+def checkpoint_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama 2 70B's geometry in 15 shards with nothing in them."""
+    return write_checkpoint(tmp_path_factory.mktemp("large") / "llama-70b", LLAMA_70B, shards=15, sparse=True)
+
+
+def page(command: str) -> str:
+    """What docs/70b.md shows of a command."""
+    _, found = PAGE.read_text().split(f"    $ {command}\n")
+    lines = found.split("\n\n    $")[0].split("\n\n")[0].splitlines()
+    return "\n".join(line.removeprefix("    ").rstrip() for line in lines)
+
+
+def rendered(manifest: Manifest) -> str:
+    console = Console(width=80, file=StringIO())
+    console.print(memory.table(manifest, memory.plan_memory(manifest, 1), 1))
+    assert isinstance(console.file, StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def test_page_on_70b(checkpoint_70b: Path, staged: Path) -> None:
+    """A manifest of that geometry, split as an export would: the plan is the page's."""
+    checkpoint, small = Checkpoint(checkpoint_70b), load_manifest(staged)
+    config = checkpoint.config
+    stages = split_layers(checkpoint, ExitConfig(4), 2)
+    caches = [(*stages[0], config.num_layers), tuple(stages[1])]
+    geometry = {name: getattr(config, name) for name in SIZES if not name.startswith("exit_")}
+    manifest = replace(
+        small,
+        **geometry,
+        exit_layer=4,
+        dtype="float16",
+        max_seq_len=4096,
+        draft=replace(small.draft, caches=(*range(4), config.num_layers)),
+        verify=tuple(replace(stage, caches=own) for stage, own in zip(small.verify, caches, strict=True)),
+    )
+    assert rendered(manifest) == page("eesd-inspect plans/ --plan-memory")
+    for figure in (
+        f"{memory.slot_bytes(manifest, 81):,} bytes",
+        own_copies(manifest, max),
+        f"{config.hidden_size * 2 / 1e3:.0f} KB",
+    ):
+        assert figure in PAGE.read_text()
+    assert own_copies(replace(manifest, dtype="float32"), sum) in PAGE.read_text()
+
+
+def own_copies(manifest: Manifest, over_devices: Callable[[list[int]], int]) -> str:
+    """What the devices hold where the draft has weights of its own."""
+    devices = memory.plan_memory(manifest, 1)
+    return memory.size(over_devices([device.total + device.shared_weights for device in devices]))
+
+
+@pytest.mark.slow
+def test_export_of_70b(checkpoint_70b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole export but for the bytes of weights.bin, a file of holes here: sizes and plan are the page's."""
+
+    def holes(path: Path, plan: Plan, *_: object) -> FileInfo:
+        with path.open("wb") as file:
+            file.truncate(plan.size)
+        return FileInfo(plan.size, "")
+
+    monkeypatch.setattr(engine_dir, "write_weights", holes)
+    monkeypatch.setattr(engine_dir, "check_space", lambda *_: None)
+    directory = tmp_path / "plans"
+    succeed(export_main, "--model", checkpoint_70b, "-o", directory, *EXPORT_70B)
+    shown = succeed(inspect_main, directory, "--plan-memory").stdout
+    assert "\n".join(line.rstrip() for line in shown.splitlines()) == page("eesd-inspect plans/ --plan-memory")
+    files = {**load_manifest(directory).files, "model": FileInfo(sum(f.stat().st_size for f in checkpoint_70b.iterdir()), "")}
+    rows = dict(re.findall(r"^\| `([^`]+)`.*\| ([\d.]+ [GM]B) \|$", PAGE.read_text(), re.MULTILINE))
+    assert rows == {name: memory.size(files[name].size) for name in rows} and WEIGHTS in rows and "model" in rows
