@@ -95,15 +95,16 @@ def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype) -> Inputs:
 def _compare(
     directory: Path, info: GraphInfo, program: nn.Module, ids: Tensor, inputs: Inputs, checkpoint: Checkpoint
 ) -> Difference:
-    caches = empty_caches(checkpoint.config, 1, SLOTS, len(info.caches))
-    expected = program(ids, inputs, caches)[0].numpy()
+    # Each side gets caches of its own: the module writes into those that it is given.
+    ours, theirs = (empty_caches(checkpoint.config, 1, SLOTS, len(info.caches)) for _ in range(2))
+    expected = program(ids, inputs, ours)[0].numpy()
     feeds = {
         "input_ids": ids.numpy(),
         "position_ids": inputs.position_ids.numpy(),
         "write_indices": inputs.write_indices.numpy(),
         "attn_mask": inputs.attn_mask.numpy(),
     }
-    for tensor, cache in zip(info.inputs[4:], (t for pair in caches for t in pair), strict=True):
+    for tensor, cache in zip(info.inputs[4:], (t for pair in theirs for t in pair), strict=True):
         feeds[tensor.name] = cache.numpy()
     actual = _logits(directory / info.file, feeds)
     return Difference(float(np.abs(actual - expected).max()), float(np.abs(expected).max()))
