@@ -35,14 +35,19 @@ def default_threads() -> int:
     return available if available <= 4 else available - 1
 
 
+def nvidia_driver() -> bool:
+    """Whether there are traces of an NVIDIA driver."""
+    return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
+
+
 def torch_sees_gpu() -> bool:
-    """Whether torch could use a GPU here. It is imported only where there is an NVIDIA driver: that takes seconds."""
-    if not Path("/proc/driver/nvidia").exists() and shutil.which("nvidia-smi") is None:
+    """Whether the torch engine could use a GPU here. Torch is imported only where there is a driver: that takes seconds."""
+    if not nvidia_driver():
         return False
     try:
         import torch
 
-        from eesd.runtime import torch_engine  # noqa: F401: it needs more than torch
+        from eesd.runtime import torch_engine  # noqa: F401  # it needs more than torch
     except ImportError:
         return False
     return torch.cuda.is_available()
