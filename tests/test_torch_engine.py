@@ -151,15 +151,12 @@ def test_sixteen_bits_run_in_their_own_type(narrow: Path, width: int, device: st
     llm = torch_llm(narrow, device, Speculation("fixed:k=4", width, guard=False))
     dtype = getattr(torch, llm.manifest.dtype)
     assert llm._verify.new_slab().data.dtype == dtype  # type: ignore[attr-defined]
-    agreed = 0
     for prompt in PROMPTS:
         plain = llm.generate(prompt, max_new_tokens=100, draft=False, ignore_eos=True)
         drafted = llm.generate(prompt, max_new_tokens=100, ignore_eos=True)
         assert drafted.stats.acceptance > 0.2
         divergence = first_divergence(llm, prompt, plain.tokens, drafted.tokens)
-        agreed += divergence is None
         assert divergence is None or abs(divergence.logit_gap) <= 4 * torch.finfo(dtype).eps * 8, divergence
-    print(narrow.parent.name, width, agreed)
 
 
 def test_weights_are_shared_and_mapped(rig: Rig) -> None:
