@@ -102,7 +102,7 @@ def call_costs(directory: Path, slot: int = 200, repeats: int = 200) -> dict[str
 def raw_call(binding: OrtBinding) -> Any:
     """The session's own call for one node, on buffers that are bound already."""
     binding.forward([1], [200], 200)
-    session, io = binding._engine.session, binding._bound[1].io
+    (_, session), io = binding._engine.stages[0], binding._bound[1].ios[0]
     return lambda: session.run_with_iobinding(io)
 
 

@@ -97,7 +97,9 @@ def _compare(
     directory: Path, stages: Sequence[GraphInfo], program: nn.Module, ids: Tensor, inputs: Inputs, checkpoint: Checkpoint
 ) -> Difference:
     """The whole program against its graph, or against the chain of the graph's stages."""
+    # Each side gets caches of its own: the module writes into those that it is given.
     caches = empty_caches(checkpoint.config, 1, SLOTS, sum(len(info.caches) for info in stages))
+    shape = caches[0][0].shape
     expected = program(ids, inputs, caches)[0].numpy()
     feeds = {
         "position_ids": inputs.position_ids.numpy(),
@@ -106,7 +108,7 @@ def _compare(
     }
     actual: NDArray[Any] = ids.numpy()
     for info in stages:
-        own = {tensor.name: np.zeros(caches[0][0].shape, np.float32) for tensor in info.inputs[4:]}
+        own = {tensor.name: np.zeros(shape, np.float32) for tensor in info.inputs[4:]}
         actual = _run(directory / info.file, feeds | own | {info.inputs[0].name: actual})
     return Difference(float(np.abs(actual - expected).max()), float(np.abs(expected).max()))
 

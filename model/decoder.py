@@ -68,21 +68,32 @@ def rotate(x: Tensor, inputs: Inputs) -> Tensor:
 
 
 def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
-    """The cache [B, KV, S, D] with new [B, KV, n, D] in the slots ``write_indices[b] ..``; engines do it in place."""
+    """The cache [B, KV, S, D] with new [B, KV, n, D] in the slots ``write_indices[b] ..``.
+
+    Without autograd it is the same cache, written in place, as engines do it: a copy would cost all S slots for n tokens. With
+    autograd it is a copy, because the backward pass may need what the cache held before.
+    """
     if torch.compiler.is_exporting():
         written: Tensor = torch.onnx.ops.symbolic(
             "TensorScatter", (cache, new, write_indices), {"axis": 2}, dtype=cache.dtype, shape=cache.shape, version=24
         )
         return written
     slots = write_indices[:, None] + torch.arange(new.shape[2], device=new.device)
-    return cache.scatter(2, slots[:, None, :, None].expand_as(new), new)
+    places = slots[:, None, :, None].expand_as(new)
+    return cache.scatter(2, places, new) if torch.is_grad_enabled() else cache.scatter_(2, places, new)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Tensor:
-    """Attention of q [B, H, n, D] over all S slots of the caches, heads grouped; [B, H, n, D]."""
+    """Attention of q [B, H, n, D] over all S slots of the caches, heads grouped; [B, H, n, D].
+
+    The heads of a group become more queries of the one head they share: torch would repeat the caches for each of them.
+    """
     if torch.compiler.is_exporting():
         return torch.onnx.ops.attention(q, keys, values, attn_mask, scale=q.shape[-1] ** -0.5)[0]
-    return nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=attn_mask, enable_gqa=True)
+    group = q.shape[1] // keys.shape[1]
+    queries = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
+    y = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=attn_mask.repeat(1, 1, group, 1))
+    return y.reshape(q.shape)
 
 
 class Attention(nn.Module):

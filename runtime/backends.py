@@ -1,6 +1,7 @@
 """Which engines can run an engine directory here, and opening them."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,28 @@ def default_threads() -> int:
     return available if available <= 4 else available - 1
 
 
+def nvidia_driver() -> bool:
+    """Whether there are traces of an NVIDIA driver."""
+    return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
+
+
+def torch_sees_gpu() -> bool:
+    """Whether the torch engine could use a GPU here. Torch is imported only where there is a driver: that takes seconds."""
+    if not nvidia_driver():
+        return False
+    try:
+        import torch
+
+        from eesd.runtime import torch_engine  # noqa: F401  # it needs more than torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def _auto(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
+    return (_torch if torch_sees_gpu() else _ort)(directory, manifest, threads, draft)
+
+
 def _ort(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
     from eesd.runtime.ort_engine import OrtEngine
 
@@ -41,5 +64,13 @@ def _ort(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engi
     return Engines(verify, OrtEngine(directory, manifest, [manifest.draft], threads) if draft else None)
 
 
-BACKENDS: dict[str, Callable[[Path, Manifest, int, bool], Engines]] = {"auto": _ort, "ort": _ort}
+def _torch(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
+    try:
+        from eesd.runtime.torch_engine import open_torch
+    except ImportError as error:
+        raise EESDError(f"The torch backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
+    return Engines(*open_torch(directory, manifest, threads, draft))
+
+
+BACKENDS: dict[str, Callable[[Path, Manifest, int, bool], Engines]] = {"auto": _auto, "ort": _ort, "torch": _torch}
 """By the name that ``--backend`` takes. Each loads its libraries only when it is asked for."""

@@ -39,8 +39,8 @@ HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 @click.option("--tree-width", type=int, default=1, help="Nodes of a level of the token tree; 1 drafts a chain.")
 @click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not even loaded.")
 @click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding.")
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto")
-@click.option("--threads", type=int, help="Threads of an engine.  [default: the processors of this process]")
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="auto: torch if it sees a GPU, else ort.")
+@click.option("--threads", type=int, help="CPU threads of an engine.  [default: the processors of this process]")
 @click.option("--verify", is_flag=True, help="Hash the engine's files again before loading.")
 @click.option("--show-drafts", is_flag=True, help="Colour the tokens that were drafted (on a terminal).")
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; speed-up and equality.")
@@ -48,7 +48,7 @@ HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 @click.option("--stats/--no-stats", default=True, help="Table of statistics on stderr.")
 @one_line_errors
 def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> None:
-    """Generate text with the engines of a directory: TensorRT where there is one, else ONNX Runtime on the CPU."""
+    """Generate text with the engines of a directory: with torch on a GPU, if it sees one, else with ONNX Runtime on the CPU."""
     sampling = Sampling(
         temperature=options["temperature"],
         top_k=options["top_k"],

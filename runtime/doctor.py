@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from eesd.runtime.backends import nvidia_driver, torch_sees_gpu
 from eesd.runtime.errors import one_line_errors
 
 PACKAGES = (
@@ -133,8 +134,24 @@ def jobs() -> dict[str, str]:
         "run on the CPU (ort)": "yes, float32 engines"
         if not missing
         else f"no: {', '.join(missing)} missing; pip install eesd",
+        "run on the CPU (torch)": _torch_lacks() or "yes, engines of every type",
+        "run on a GPU (torch)": _torch_lacks() or _gpu_lacks() or "yes, engines of every type",
         "export": "yes" if not exporting else f"no: {', '.join(exporting)} missing; pip install 'eesd[export]'",
     }
+
+
+def _torch_lacks() -> str:
+    """What the torch engine lacks here, nothing if it could run."""
+    missing = [name for name in ("torch", "onnx", "safetensors") if not installed(name)]
+    return f"no: {', '.join(missing)} missing; pip install 'eesd[torch]'" if missing else ""
+
+
+def _gpu_lacks() -> str:
+    if not nvidia_driver():
+        return "no: there is no NVIDIA driver"
+    return (
+        "" if torch_sees_gpu() else "no: the installed torch sees no GPU; install a build for the driver's CUDA (pytorch.org)"
+    )
 
 
 if __name__ == "__main__":

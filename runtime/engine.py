@@ -1,21 +1,36 @@
 """What an engine is to the decode loop, whatever runs it."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.runtime.sampling import Logits
 
-class Outputs(NamedTuple):
+
+class Outputs:
     """Results for n nodes; views that the next ``forward`` of the same binding overwrites.
 
-    ``logits`` [n, V] float32; from a draft engine also the K most likely tokens, ``topk_ids`` and ``topk_logprobs`` [n, K].
+    ``logits`` [n, V] float32, given as they are or as a function that fetches them when somebody asks: a prefill's nobody does,
+    nor a greedy draft's. From a draft engine also the K most likely tokens, ``topk_ids`` and ``topk_logprobs`` [n, K].
     """
 
-    logits: NDArray[np.float32]
-    topk_ids: NDArray[np.int64] | None
-    topk_logprobs: NDArray[np.float32] | None
+    def __init__(
+        self,
+        logits: Logits | Callable[[], Logits],
+        topk_ids: NDArray[np.int64] | None,
+        topk_logprobs: NDArray[np.float32] | None,
+    ) -> None:
+        self._logits = logits
+        self.topk_ids = topk_ids
+        self.topk_logprobs = topk_logprobs
+
+    @property
+    def logits(self) -> Logits:
+        if not isinstance(self._logits, np.ndarray):
+            self._logits = self._logits()
+        return self._logits
 
 
 class Slab(Protocol):

@@ -29,7 +29,7 @@ class OrtEngine:
         if manifest.dtype != "float32":
             raise EESDError(
                 f"{directory} holds {manifest.dtype} engines, ONNX Runtime on the CPU runs float32: "
-                "export with --dtype float32."
+                "export with --dtype float32, or run them as they are with --backend torch."
             )
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads

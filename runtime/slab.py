@@ -1,5 +1,7 @@
 """The KV slab: one buffer that both engines read and write in place."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,24 +12,27 @@ STEP = 128
 """Slots are added in multiples of it, and an eighth of what there is at least."""
 
 
-class KVSlab:
-    """Keys and values of all L + E caches, [L+E, 2, B, KV, S, D], in host memory.
+class GrowingSlab:
+    """Keys and values of all L + E caches, [L+E, 2, B, KV, S, D], in the memory that a subclass's ``_zeros`` takes.
 
     Slot i holds the i-th token of the sequence; the round's root sits at slot w and drafted nodes behind it. Attention costs
     what S says, not what is filled, so S follows the text in small steps, up to ``limit``. ``generation`` counts the changes
     of S: who binds ``data`` must bind it again when it changed.
     """
 
-    def __init__(self, manifest: Manifest, slots: int = STEP) -> None:
+    data: Any
+    """An array or a tensor: what is done here is written alike for both."""
+
+    def __init__(self, manifest: Manifest, slots: int) -> None:
         self.limit = manifest.max_seq_len
         self.generation = 0
-        self._first = slots
+        self._first = min(slots, self.limit)
         self._shape = (manifest.num_caches, 2, 1, manifest.num_kv_heads)
         self._head_dim = manifest.head_dim
-        self.data = self._zeros(min(slots, self.limit))
+        self.data = self._zeros((*self._shape, self._first, self._head_dim))
 
-    def _zeros(self, slots: int) -> NDArray[np.float32]:
-        return np.zeros((*self._shape, slots, self._head_dim), dtype=np.float32)
+    def _zeros(self, shape: tuple[int, ...]) -> Any:
+        raise NotImplementedError
 
     @property
     def slots(self) -> int:
@@ -40,7 +45,7 @@ class KVSlab:
         if slots > self.limit:
             raise EESDError(f"{slots} tokens do not fit the cache of {self.limit} slots; export with a larger --max-seq-len.")
         wanted = max(slots, self.slots + self.slots // 8)
-        data = self._zeros(min(-(-wanted // STEP) * STEP, self.limit))
+        data = self._zeros((*self._shape, min(-(-wanted // STEP) * STEP, self.limit), self._head_dim))
         data[..., : self.slots, :] = self.data
         self.data = data
         self.generation += 1
@@ -48,9 +53,21 @@ class KVSlab:
     def reset(self) -> None:
         """Begin another sequence: back to the first size, so that a short text does not pay for a long one before it."""
         if self.slots > self._first:
-            self.data = self._zeros(min(self._first, self.limit))
+            self.data = self._zeros((*self._shape, self._first, self._head_dim))
             self.generation += 1
 
     def compact(self, start: int, sources: list[int]) -> None:
         """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``, ``start + 1``, ..."""
         self.data[..., start : start + len(sources), :] = self.data[..., sources, :]
+
+
+class KVSlab(GrowingSlab):
+    """A slab in host memory, in float32."""
+
+    data: NDArray[np.float32]
+
+    def __init__(self, manifest: Manifest, slots: int = STEP) -> None:
+        super().__init__(manifest, slots)
+
+    def _zeros(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return np.zeros(shape, dtype=np.float32)

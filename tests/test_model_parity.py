@@ -215,9 +215,20 @@ def test_verify_writes_a_tree_as_the_draft_would(graphs: Graphs) -> None:
     prompt, tree = random_tokens(2, 6), random_tokens(2, len(PARENTS), seed=2)
     _, caches = graphs.verify(prompt, graphs.inputs(prompt, 0), graphs.caches())
     inputs = tree_inputs(graphs.decoder, [6, 4], graphs.slots)
+    drafted = graphs.draft(tree, inputs, [(k.clone(), v.clone()) for k, v in graphs.draft_part(caches)])[3]
     _, verified = graphs.verify(tree, inputs, caches)
-    drafted = graphs.draft(tree, inputs, graphs.draft_part(caches))[3]
     assert_same_caches(graphs.draft_part(verified), drafted)
+
+
+def test_caches_are_written_in_place_unless_gradients_are_wanted(graphs: Graphs) -> None:
+    tokens = random_tokens(2, 5)
+    caches = graphs.caches()
+    with torch.enable_grad():
+        _, copies = graphs.verify(tokens, graphs.inputs(tokens, 0), caches)
+    assert all(not cache.any() for pair in caches for cache in pair)
+    _, written = graphs.verify(tokens, graphs.inputs(tokens, 0), caches)
+    assert all(a is b for given, got in zip(caches, written, strict=True) for a, b in zip(given, got, strict=True))
+    assert_same_caches(caches, [(k.detach(), v.detach()) for k, v in copies])
 
 
 def test_draft_top_k(graphs: Graphs) -> None:

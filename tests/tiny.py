@@ -49,15 +49,21 @@ def export_tiny(
     blocks: int = 1,
     layer: int = EXIT_LAYER,
     stages: int = 1,
+    dtype: str = "float32",
+    own_lm_head: bool = False,
 ) -> Path:
-    """Export with an exit head of ``blocks`` blocks that is a copy of the model's last layers."""
+    """Export with an exit head of ``blocks`` blocks that is a copy of the model's last layers; its own LM head, if it has
+    one, speaks twice as loud as the model's."""
     checkpoint = Checkpoint(model)
-    if blocks == 1:
+    if blocks == 1 and not own_lm_head:
         head = untrained_head(checkpoint, layer)
     else:
-        config = ExitConfig(layer, blocks, base=checkpoint.fingerprint())
-        exit_head.save(exit_head.initialise(checkpoint.decoder(), config), model / "head", torch.float32)
-        head = stored_head(checkpoint, model / "head")
-    options = ExportOptions("float32", slots, tree_nodes, top_k, stages)
+        config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint())
+        made = exit_head.initialise(checkpoint.decoder(), config).requires_grad_(False)
+        if made.lm_head is not None:
+            made.lm_head.weight.mul_(2)
+        exit_head.save(made, output.parent / "head", torch.float32)
+        head = stored_head(checkpoint, output.parent / "head")
+    options = ExportOptions(dtype, slots, tree_nodes, top_k, stages)
     export(checkpoint, head, options, output, lambda _: None, lambda *_: None, lambda *_: None)
     return output
