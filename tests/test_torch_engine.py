@@ -114,7 +114,7 @@ def _kept(outputs: Outputs) -> Outputs:
 def test_logits_are_those_of_onnx_runtime(exported: Callable[[str], Path], family: str, device: str) -> None:
     directory = exported(family)
     manifest = load_manifest(directory)
-    expected = passes(*(OrtEngine(directory, manifest, graph, threads=1) for graph in (manifest.verify[0], manifest.draft)))
+    expected = passes(*(OrtEngine(directory, manifest, graph, threads=1) for graph in (manifest.verify, [manifest.draft])))
     verify, draft = open_torch(directory, manifest, 1, True, device)
     assert draft is not None
     for ours, theirs in zip(passes(verify, draft), expected, strict=True):
@@ -194,7 +194,7 @@ def test_weights_are_not_copied(tmp_path: Path, dtype: str) -> None:
     before = private_memory()
     llm = torch_llm(directory, "cpu", Speculation("fixed:k=2"))
     llm.generate([5, 9, 3], max_new_tokens=6)
-    assert private_memory() - before < size / 2
+    assert private_memory() - before < 0.8 * size
 
 
 @pytest.mark.parametrize("device", DEVICES)
