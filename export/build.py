@@ -11,11 +11,10 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from eesd.export.manifest import GraphInfo, Manifest, PlanInfo, load_manifest, verify_files
+from eesd.export.manifest import PREFILL_CHUNK, GraphInfo, Manifest, PlanInfo, load_manifest, verify_files
 from eesd.export.memory import build_memory
 from eesd.runtime.doctor import available_memory
 from eesd.runtime.errors import EESDError, one_line_errors
-from eesd.runtime.session import PREFILL_CHUNK
 
 TARGETS = ("tensorrt", "tensorrt-rtx")
 

@@ -13,6 +13,8 @@ from eesd.runtime.errors import EESDError
 FORMAT_VERSION = 1
 NAME = "manifest.json"
 WEIGHTS = "weights.bin"
+PREFILL_CHUNK = 128
+"""Tokens of the prompt that the runtime gives to one call; a plan is built for as many."""
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (
     "vocab_size",

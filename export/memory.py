@@ -6,8 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from eesd.export.manifest import GraphInfo, Manifest
-from eesd.runtime.session import PREFILL_CHUNK
+from eesd.export.manifest import PREFILL_CHUNK, GraphInfo, Manifest
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 BUILD_FACTOR, BUILD_LEAST = 2.7, 600_000_000

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eesd.controllers import Controller, DraftStep, RoundOutcome
+from eesd.export.manifest import PREFILL_CHUNK
 from eesd.runtime.choosing import Proposal, make_chooser
 from eesd.runtime.engine import Binding, Outputs, Slab
 from eesd.runtime.errors import EESDError
@@ -21,8 +22,6 @@ from eesd.runtime.guard import Guard
 from eesd.runtime.sampling import Logits, Sampling
 from eesd.runtime.stats import Stats
 from eesd.runtime.tree import TokenTree
-
-PREFILL_CHUNK = 128
 
 
 @dataclass(frozen=True)

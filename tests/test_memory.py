@@ -17,12 +17,11 @@ from test_export import graph_of, places, trained_head
 from eesd.export import engine_dir, memory
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
-from eesd.export.manifest import SIZES, WEIGHTS, FileInfo, Manifest, load_manifest
+from eesd.export.manifest import PREFILL_CHUNK, SIZES, WEIGHTS, FileInfo, Manifest, load_manifest
 from eesd.export.stages import split_layers
 from eesd.export.weights import Plan
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import ExitConfig
-from eesd.runtime.session import PREFILL_CHUNK
 from eesd.runtime.slab import KVSlab
 
 PAGE = Path(__file__).parent.parent / "docs" / "70b.md"

@@ -68,6 +68,14 @@ def test_same_as_one_stage(exported: Export, family: str, stages: int, speculati
         assert (one_text.stats.drafted > 0) == (speculation is not None)
 
 
+def test_torch_runs_stages_in_one_piece(exported: Export) -> None:
+    """It reads the weights of all stages' graphs and needs no borders."""
+    directory = exported("llama-tied", 3)
+    ort, torch = (eesd.load(directory, backend, speculation=SPECULATIONS[1], threads=1) for backend in ("ort", "torch"))
+    expected, found = (llm.generate(PROMPT, max_new_tokens=60, ignore_eos=True) for llm in (ort, torch))
+    assert found.tokens == expected.tokens and found.stats.accepted == expected.stats.accepted > 0
+
+
 @pytest.fixture(scope="module", params=[(1, 4), (2, 3), (2, 2), (3, 2)], ids=lambda pair: f"exit{pair[0]}-stages{pair[1]}")
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Rig]:
     """A four-layer model with an exit head of two blocks: in one piece, and in stages. The exit may lie on a border."""
