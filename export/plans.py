@@ -186,6 +186,7 @@ def _recording(complaints: list[str]) -> Iterator[None]:
     logger, recorder = logging.getLogger("Polygraphy"), Recorder(logging.ERROR)
     G_LOGGER.use_python_logging_system = True
     G_LOGGER.module_severity = G_LOGGER.ERROR
+    G_LOGGER.colors = G_LOGGER.letter = False  # it would print what it lacks for colours
     logger.addHandler(recorder)
     propagate, logger.propagate = logger.propagate, False
     try:
