@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ import onnx
 from eesd.export.manifest import NAME, WEIGHTS, FileInfo, GraphInfo, Manifest, PlanInfo
 from eesd.runtime.doctor import compute_capability
 from eesd.runtime.errors import EESDError
+from eesd.runtime.files import written_whole
 
 FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 """By the name that ``--target`` takes: the module to import."""
@@ -298,14 +298,3 @@ def record(directory: Path, manifest: Manifest, graph: GraphInfo, plan: PlanInfo
     with written_whole(directory / NAME) as temporary:
         temporary.write_text(manifest.to_json())
     return manifest
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` that takes its name when the block ends well and vanishes when it does not."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from eesd.model.config import ModelConfig, read_json
 from eesd.model.decoder import KV, Block, Decoder, Inputs, RMSNorm
 from eesd.runtime.errors import EESDError
+from eesd.runtime.files import written_whole
 
 WEIGHTS, CONFIG = "exit_head.safetensors", "exit_head.json"
 
@@ -106,12 +107,10 @@ def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -
     """Write the head; each file appears whole or not at all, the JSON (which makes it a checkpoint) last."""
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
-    partial = directory / (WEIGHTS + ".tmp")
-    save_file(state, partial)
-    partial.replace(directory / WEIGHTS)
-    partial = directory / (CONFIG + ".tmp")
-    partial.write_text(json.dumps(asdict(head.exit_config), indent=2) + "\n")
-    partial.replace(directory / CONFIG)
+    with written_whole(directory / WEIGHTS) as temporary:
+        save_file(state, temporary)
+    with written_whole(directory / CONFIG) as temporary:
+        temporary.write_text(json.dumps(asdict(head.exit_config), indent=2) + "\n")
 
 
 def read_exit_config(directory: Path, base: str) -> ExitConfig:
