@@ -35,6 +35,13 @@ class Controller(Protocol):
         """Whether to draft one more token (tree: one more level)."""
         ...
 
+    def length_ahead(self) -> int | None:
+        """The tokens to draft in the round that begins, where that is decided before its first step; else None.
+
+        A device can then draft them without asking the host after each.
+        """
+        ...
+
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a verified round. A cancelled round is never told."""
         ...

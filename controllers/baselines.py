@@ -18,6 +18,9 @@ class Fixed:
     def keep_drafting(self, step: DraftStep) -> bool:
         return step.depth < self.k
 
+    def length_ahead(self) -> int | None:
+        return self.k
+
     def observe(self, outcome: RoundOutcome) -> None:
         pass
 
@@ -40,6 +43,9 @@ class Threshold:
 
     def keep_drafting(self, step: DraftStep) -> bool:
         return step.probability >= self.p
+
+    def length_ahead(self) -> int | None:
+        return None
 
     def observe(self, outcome: RoundOutcome) -> None:
         pass

@@ -33,6 +33,9 @@ class BetaTS:
         theta = self._random.beta(self.prior[0] + self.accepted, self.prior[1] + self.rejected)
         return bool(self._random.random() < theta)
 
+    def length_ahead(self) -> int | None:
+        return None
+
     def observe(self, outcome: RoundOutcome) -> None:
         self.accepted = self.accepted * self.discount + outcome.accepted
         self.rejected = self.rejected * self.discount + (outcome.accepted < outcome.drafted)

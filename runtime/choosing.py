@@ -46,6 +46,9 @@ class Verdict(NamedTuple):
 
 
 class Chooser(Protocol):
+    follows_draft: bool
+    """Whether a chain's proposals are simply the draft's likeliest tokens, so that it can be drafted without asking."""
+
     def begin(self, tokens: Sequence[int]) -> None:
         """A round starts; ``tokens`` is everything committed, the root last."""
         ...
@@ -54,8 +57,8 @@ class Chooser(Protocol):
         """The ``width`` best children for ``node``, whose draft results are in ``row``."""
         ...
 
-    def accept(self, tree: TokenTree, logits: Logits) -> Verdict:
-        """Judge the tree by the verifier's logits [len(tree), V]."""
+    def accept(self, tree: TokenTree, outputs: Outputs) -> Verdict:
+        """Judge the tree by the verifier's results for its nodes."""
         ...
 
 
@@ -75,6 +78,8 @@ def _best(scores: Vector | Logits, width: int) -> list[int]:
 
 
 class _Base:
+    follows_draft = False
+
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         self._tokens: Sequence[int] = ()
@@ -97,31 +102,37 @@ class _Base:
 class _Deterministic(_Base):
     """Walks the tree along the verifier's own tokens, which do not depend on what was drafted."""
 
-    def accept(self, tree: TokenTree, logits: Logits) -> Verdict:
+    def accept(self, tree: TokenTree, outputs: Outputs) -> Verdict:
         node = 0
         path: list[int] = []
         while True:
-            token = self._target(tree, node, logits[node])
+            token = self._target(tree, node, outputs)
             child = next((c for c in tree.children(node) if tree.tokens[c] == token), None)
             if child is None:
                 return Verdict(path, token)
             path.append(child)
             node = child
 
-    def _target(self, tree: TokenTree, node: int, logits: Logits) -> int:
+    def _target(self, tree: TokenTree, node: int, outputs: Outputs) -> int:
         raise NotImplementedError
 
 
 class Greedy(_Deterministic):
+    def __init__(self, sampling: Sampling) -> None:
+        super().__init__(sampling)
+        self.follows_draft = sampling.repetition_penalty == 1
+
     def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
         ids, logprobs = outputs.topk_ids, outputs.topk_logprobs
-        if self._sampling.repetition_penalty == 1 and ids is not None and logprobs is not None and width <= ids.shape[1]:
+        if self.follows_draft and ids is not None and logprobs is not None and width <= ids.shape[1]:
             return [_likely(int(ids[row, i]), float(logprobs[row, i])) for i in range(width)]
         scores = normalize(self._penalized(outputs.logits[row], tree, node).astype(np.float64))
         return [_likely(token, float(scores[token])) for token in _best(scores, width)]
 
-    def _target(self, tree: TokenTree, node: int, logits: Logits) -> int:
-        return int(self._penalized(logits, tree, node).argmax())
+    def _target(self, tree: TokenTree, node: int, outputs: Outputs) -> int:
+        if self.follows_draft:
+            return outputs.likeliest(node)
+        return int(self._penalized(outputs.logits[node], tree, node).argmax())
 
 
 class Coupled(_Deterministic):
@@ -135,8 +146,8 @@ class Coupled(_Deterministic):
         best = [token for token in _best(noisy, width) if logprobs[token] > -np.inf]
         return [Proposal(token, float(logprobs[token]), float(noisy[token] - noisy[best[0]])) for token in best]
 
-    def _target(self, tree: TokenTree, node: int, logits: Logits) -> int:
-        logprobs = warp(self._penalized(logits, tree, node), self._sampling)
+    def _target(self, tree: TokenTree, node: int, outputs: Outputs) -> int:
+        logprobs = warp(self._penalized(outputs.logits[node], tree, node), self._sampling)
         return int((logprobs + self._noise.at(self._position(tree, node))).argmax())
 
 
@@ -157,11 +168,11 @@ class Rejection(_Base):
         token = self._draw(q)
         return [_likely(token, float(logprobs[token]))]
 
-    def accept(self, tree: TokenTree, logits: Logits) -> Verdict:
+    def accept(self, tree: TokenTree, outputs: Outputs) -> Verdict:
         node = 0
         path: list[int] = []
         while True:
-            p = np.exp(warp(self._penalized(logits[node], tree, node), self._sampling))
+            p = np.exp(warp(self._penalized(outputs.logits[node], tree, node), self._sampling))
             child = None
             for candidate in tree.children(node):
                 token = tree.tokens[candidate]

@@ -1,7 +1,7 @@
 """What an engine is to the decode loop, whatever runs it."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,24 +13,31 @@ class Outputs:
     """Results for n nodes; views that the next ``forward`` of the same binding overwrites.
 
     ``logits`` [n, V] float32, given as they are or as a function that fetches them when somebody asks: a prefill's nobody does,
-    nor a greedy draft's. From a draft engine also the K most likely tokens, ``topk_ids`` and ``topk_logprobs`` [n, K].
+    nor a greedy round's. From a draft engine also the K most likely tokens, ``topk_ids`` and ``topk_logprobs`` [n, K].
+    Verify on a device gives ``best`` [n], the likeliest token of each node: fewer bytes to fetch than logits.
     """
 
     def __init__(
         self,
         logits: Logits | Callable[[], Logits],
-        topk_ids: NDArray[np.int64] | None,
-        topk_logprobs: NDArray[np.float32] | None,
+        topk_ids: NDArray[np.int64] | None = None,
+        topk_logprobs: NDArray[np.float32] | None = None,
+        best: NDArray[np.int64] | None = None,
     ) -> None:
         self._logits = logits
         self.topk_ids = topk_ids
         self.topk_logprobs = topk_logprobs
+        self._best = best
 
     @property
     def logits(self) -> Logits:
         if not isinstance(self._logits, np.ndarray):
             self._logits = self._logits()
         return self._logits
+
+    def likeliest(self, row: int) -> int:
+        """The likeliest token of a node; the one with the lowest id among equals."""
+        return int(self.logits[row].argmax() if self._best is None else self._best[row])
 
 
 class Slab(Protocol):
@@ -46,6 +53,10 @@ class Slab(Protocol):
 
     def compact(self, start: int, sources: list[int]) -> None:
         """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``, ``start + 1``, ..."""
+        ...
+
+    def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Keys and values of one cache, each [B, KV, S, D], in host memory: to look at, not to change."""
         ...
 
 
@@ -68,8 +79,23 @@ class Binding(Protocol):
         ...
 
 
+@runtime_checkable
+class ChainBinding(Protocol):
+    """A binding of a draft engine that can draft a chain by itself, without the host between its steps."""
+
+    def draft_chain(self, token: int, slot: int, count: int) -> Outputs:
+        """``count`` steps behind ``token`` at ``slot``, each fed the likeliest token of the one before; a row for each.
+
+        They have no logits.
+        """
+        ...
+
+
 class Engine(Protocol):
     """A loaded draft or verify graph."""
+
+    prefill_chunk: int
+    """Tokens of the prompt that one call may take."""
 
     def new_slab(self) -> Slab:
         """A slab in the memory that this backend's engines use."""

@@ -146,7 +146,11 @@ class LLM:
         workspace.slab.reset()
         manifest = self.manifest
         limits = Limits(
-            () if ignore_eos else manifest.eos_token_ids, max_new_tokens, manifest.max_seq_len, manifest.max_tree_nodes
+            () if ignore_eos else manifest.eos_token_ids,
+            max_new_tokens,
+            manifest.max_seq_len,
+            manifest.max_tree_nodes,
+            self._verify.prefill_chunk,
         )
         drafter = None
         if draft and workspace.draft and self.controller and self.speculation:

@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from eesd.export.manifest import GraphInfo, Manifest
+from eesd.export.manifest import PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.runtime.engine import Outputs, Slab
 from eesd.runtime.errors import EESDError
 from eesd.runtime.slab import KVSlab
@@ -24,6 +24,8 @@ class OrtEngine:
     Its threads spin within a call, where they wait for one another hundreds of times, and stop at its end: draft and verify
     alternate, and a pool that goes on spinning takes the cores from the other's.
     """
+
+    prefill_chunk = PREFILL_CHUNK
 
     def __init__(self, directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], threads: int) -> None:
         if manifest.dtype != "float32":
@@ -135,7 +137,7 @@ class OrtBinding:
                 io.bind_input(name, *_place(array))
             for index in graph.caches:
                 for part, name in enumerate(("key", "value")):
-                    place = _place(self._slab.data[index, part])
+                    place = _place(self._slab.cache(index)[part])
                     io.bind_input(f"{name}_{index}", *place)
                     io.bind_output(f"{name}_{index}_out", *place)
             infos = graph.outputs[: len(graph.outputs) - 2 * len(graph.caches)]

@@ -16,7 +16,7 @@ import numpy as np
 from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.export.manifest import PREFILL_CHUNK
 from eesd.runtime.choosing import Proposal, make_chooser
-from eesd.runtime.engine import Binding, Outputs, Slab
+from eesd.runtime.engine import Binding, ChainBinding, Outputs, Slab
 from eesd.runtime.errors import EESDError
 from eesd.runtime.guard import Guard
 from eesd.runtime.sampling import Logits, Sampling
@@ -32,6 +32,7 @@ class Limits:
     max_new_tokens: int
     max_seq_len: int
     max_tree_nodes: int
+    prefill_chunk: int = PREFILL_CHUNK
 
 
 class Round(NamedTuple):
@@ -99,7 +100,7 @@ class Session:
         started = time.perf_counter()
         end = self.stats.prompt_tokens - 1
         while self._prefilled < end:
-            start, stop = self._prefilled, min(self._prefilled + PREFILL_CHUNK, end)
+            start, stop = self._prefilled, min(self._prefilled + self._limits.prefill_chunk, end)
             self._slab.reserve(stop)
             self._verify.forward(self.tokens[start:stop], range(start, stop), start)
             self._prefilled = stop
@@ -116,8 +117,8 @@ class Session:
         self._chooser.begin(self.tokens)
         drafter = self._drafter_now()
         draft_seconds = self._draft(tree, drafter) if drafter else 0.0
-        logits, verify_seconds = self._run_verify(tree)
-        path, token = self._chooser.accept(tree, logits)
+        outputs, verify_seconds = self._run_verify(tree)
+        path, token = self._chooser.accept(tree, outputs)
         if path and path[-1] != len(path):
             self._slab.compact(len(self.tokens), [len(self.tokens) - 1 + node for node in path])
         result = self._cut([tree.tokens[node] for node in path] + [token], len(path))
@@ -133,8 +134,8 @@ class Session:
         """The verifier's logits [V] behind the last committed token, by a single-token pass; commits nothing."""
         if self._prefilled < self.stats.prompt_tokens - 1:
             self.prefill()
-        logits, _ = self._run_verify(TokenTree(self.tokens[-1]))
-        row: Logits = logits[0].copy()
+        outputs, _ = self._run_verify(TokenTree(self.tokens[-1]))
+        row: Logits = outputs.logits[0].copy()
         return row
 
     def _drafter_now(self) -> Drafter | None:
@@ -156,6 +157,9 @@ class Session:
         budget = min(self._limits.max_tree_nodes, self._limits.max_seq_len - len(self.tokens))
         room, frontier, seconds, depth = self._room(), [0], 0.0, 0
         self._slab.reserve(root + 1 + budget)
+        ahead, binding = drafter.controller.length_ahead(), drafter.binding
+        if ahead and drafter.tree_width == 1 and self._chooser.follows_draft and isinstance(binding, ChainBinding):
+            return self._draft_ahead(tree, min(ahead, room), binding)
         while True:
             started = time.perf_counter()
             outputs = self._run_draft(tree, frontier, root, drafter.binding)
@@ -175,6 +179,16 @@ class Session:
             if not drafter.controller.keep_drafting(step):
                 return seconds
 
+    def _draft_ahead(self, tree: TokenTree, count: int, binding: ChainBinding) -> float:
+        """Grow a chain whose length is known in one call, which needs the host for none of its steps."""
+        started = time.perf_counter()
+        outputs = binding.draft_chain(tree.tokens[0], len(self.tokens) - 1, count)
+        seconds = time.perf_counter() - started
+        for row in range(count):
+            (proposal,) = self._chooser.propose(tree, row, outputs, row, 1)
+            tree.add(proposal.token, row, proposal.logprob, proposal.score)
+        return seconds
+
     def _run_draft(self, tree: TokenTree, frontier: list[int], root: int, binding: Binding) -> Outputs:
         """The whole frontier through the draft in one call."""
         tokens = [tree.tokens[node] for node in frontier]
@@ -193,7 +207,7 @@ class Session:
         candidates.sort(key=lambda candidate: -candidate[0])
         return [tree.add(p.token, node, p.logprob, p.score) for _, node, p in candidates[:keep]]
 
-    def _run_verify(self, tree: TokenTree) -> tuple[Logits, float]:
+    def _run_verify(self, tree: TokenTree) -> tuple[Outputs, float]:
         root = len(self.tokens) - 1
         self._slab.reserve(root + len(tree))
         started = time.perf_counter()
@@ -202,7 +216,7 @@ class Session:
         else:
             positions = [root + depth for depth in tree.depths]
             outputs = self._verify.forward(tree.tokens, positions, root, root, tree.visible())
-        return outputs.logits, time.perf_counter() - started
+        return outputs, time.perf_counter() - started
 
     def _cut(self, tokens: list[int], accepted: int) -> Round:
         """What the round commits of its tokens: all up to EOS; and why the sequence ends with them, if it does."""

@@ -1,5 +1,6 @@
-"""The KV slab: one buffer that both engines read and write in place."""
+"""The KV slab: the memory that both engines read and write in place."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,26 +18,38 @@ class GrowingSlab:
 
     Slot i holds the i-th token of the sequence; the round's root sits at slot w and drafted nodes behind it. Attention costs
     what S says, not what is filled, so S follows the text in small steps, up to ``limit``. ``generation`` counts the changes
-    of S: who binds ``data`` must bind it again when it changed.
+    of S: who binds the memory must bind it again when it changed.
+
+    Where stages of verify run on devices of their own, each has a part of the caches: ``caches`` lists those of each part.
     """
 
-    data: Any
-    """An array or a tensor: what is done here is written alike for both."""
+    parts: list[Any]
+    """Arrays or tensors: what is done here is written alike for both."""
 
-    def __init__(self, manifest: Manifest, slots: int) -> None:
+    def __init__(self, manifest: Manifest, slots: int, caches: Sequence[Sequence[int]] | None = None) -> None:
         self.limit = manifest.max_seq_len
         self.generation = 0
         self._first = min(slots, self.limit)
-        self._shape = (manifest.num_caches, 2, 1, manifest.num_kv_heads)
         self._head_dim = manifest.head_dim
-        self.data = self._zeros((*self._shape, self._first, self._head_dim))
+        caches = caches or [range(manifest.num_caches)]
+        self._where = {cache: (part, row) for part, group in enumerate(caches) for row, cache in enumerate(group)}
+        self._shapes = [(len(group), 2, 1, manifest.num_kv_heads) for group in caches]
+        self.parts = self._all_zeros(self._first)
 
-    def _zeros(self, shape: tuple[int, ...]) -> Any:
+    def _zeros(self, part: int, shape: tuple[int, ...]) -> Any:
         raise NotImplementedError
+
+    def _all_zeros(self, slots: int) -> list[Any]:
+        return [self._zeros(part, (*shape, slots, self._head_dim)) for part, shape in enumerate(self._shapes)]
 
     @property
     def slots(self) -> int:
-        return int(self.data.shape[4])
+        return int(self.parts[0].shape[4])
+
+    def cache(self, index: int) -> Any:
+        """Keys and values of one cache, [2, B, KV, S, D]: the memory itself."""
+        part, row = self._where[index]
+        return self.parts[part][row]
 
     def reserve(self, slots: int) -> None:
         """Make room for at least ``slots`` slots (one copy of what is there); :class:`EESDError` beyond the limit."""
@@ -45,29 +58,41 @@ class GrowingSlab:
         if slots > self.limit:
             raise EESDError(f"{slots} tokens do not fit the cache of {self.limit} slots; export with a larger --max-seq-len.")
         wanted = max(slots, self.slots + self.slots // 8)
-        data = self._zeros((*self._shape, min(-(-wanted // STEP) * STEP, self.limit), self._head_dim))
-        data[..., : self.slots, :] = self.data
-        self.data = data
+        larger = self._all_zeros(min(-(-wanted // STEP) * STEP, self.limit))
+        for new, old in zip(larger, self.parts, strict=True):
+            new[..., : self.slots, :] = old
+        self.parts = larger
         self.generation += 1
 
     def reset(self) -> None:
         """Begin another sequence: back to the first size, so that a short text does not pay for a long one before it."""
         if self.slots > self._first:
-            self.data = self._zeros((*self._shape, self._first, self._head_dim))
+            self.parts = self._all_zeros(self._first)
             self.generation += 1
 
     def compact(self, start: int, sources: list[int]) -> None:
         """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``, ``start + 1``, ..."""
-        self.data[..., start : start + len(sources), :] = self.data[..., sources, :]
+        for part in self.parts:
+            part[..., start : start + len(sources), :] = part[..., sources, :]
 
 
 class KVSlab(GrowingSlab):
     """A slab in host memory, in float32."""
 
-    data: NDArray[np.float32]
+    parts: list[NDArray[np.float32]]
 
     def __init__(self, manifest: Manifest, slots: int = STEP) -> None:
         super().__init__(manifest, slots)
 
-    def _zeros(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    @property
+    def data(self) -> NDArray[np.float32]:
+        """All caches, [L+E, 2, B, KV, S, D]."""
+        return self.parts[0]
+
+    def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Keys and values of one cache, each [B, KV, S, D]."""
+        keys, values = self.cache(index)
+        return keys, values
+
+    def _zeros(self, part: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
         return np.zeros(shape, dtype=np.float32)

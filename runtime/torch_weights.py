@@ -4,7 +4,7 @@ The graphs say where every weight lies: their external data have the names of th
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,14 @@ from eesd.model.config import ModelConfig
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitConfig, ExitHead
 from eesd.model.graphs import Draft, Verify
+from eesd.runtime.device import fitting_gpu
 from eesd.runtime.errors import EESDError
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Verify and, if it was asked for, draft, over the same weights; and the rotary tables [S, D/2] of both."""
+    """A stage of verify and, with the first if it was asked for, the draft, over the same weights; and the rotary tables
+    [S, D/2] of both."""
 
     verify: Verify
     draft: Draft | None
@@ -42,41 +44,46 @@ class _Place:
     shape: tuple[int, ...]
 
 
-@contextmanager
-def fitting_gpu(what: str) -> Iterator[None]:
-    """Say what did not fit the GPU, and what to do."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise EESDError(f"{what} do not fit the GPU's memory; free some, or export with a smaller --max-seq-len.") from None
-
-
-def load_programs(directory: Path, manifest: Manifest, device: torch.device, draft: bool) -> Programs:
-    """The programs with their weights on ``device``; on the CPU these are the pages of the file itself.
+def load_programs(directory: Path, manifest: Manifest, devices: Sequence[torch.device], draft: bool) -> list[Programs]:
+    """The stages of verify with their weights on ``devices``; on the CPU these are the pages of the file itself.
 
     Without ``draft``, what only the draft needs stays in the file. Raises :class:`EESDError` when graphs, weights and manifest
     are not of one export.
     """
+    drafting = _places(directory, manifest.draft.file, manifest.dtype)
+    stages = [_places(directory, stage.file, manifest.dtype) for stage in manifest.verify]
     with _refusing(directory):
         decoder, head = _empty_modules(manifest)
-    verify, drafting = Verify(decoder, head), Draft(decoder, head, manifest.draft_top_k)
-    wanted = _places(directory, [stage.file for stage in manifest.verify], manifest.dtype)
-    of_draft = _places(directory, [manifest.draft.file], manifest.dtype)
-    linear = {f"{name}.weight" for name, module in drafting.named_modules() if isinstance(module, nn.Linear)}
-    named = {name for name, _ in drafting.named_parameters()} | {"cos", "sin"}
-    if (wanted | of_draft).keys() != named:
+    every = Draft(decoder, head, manifest.draft_top_k)
+    if set(drafting).union(*stages) != {name for name, _ in every.named_parameters()} | {"cos", "sin"}:
         raise _unfit(directory)
-    with _refusing(directory):
-        mapped = _mapped(directory / WEIGHTS, wanted | of_draft if draft else wanted, getattr(torch, manifest.dtype), linear)
-    with fitting_gpu("The weights"):
-        state = {name: tensor.to(device) for name, tensor in mapped.items()}
-    tables = state.pop("cos"), state.pop("sin")
-    with _refusing(directory):
-        drafting.load_state_dict(state, strict=False, assign=True)
+    linear = {f"{name}.weight" for name, module in every.named_modules() if isinstance(module, nn.Linear)}
+    programs = []
+    for number, (places, device) in enumerate(zip(stages, devices, strict=True)):
+        with_draft = draft and number == 0
+        with _refusing(directory):
+            wanted = places | drafting if with_draft else places
+            mapped = _mapped(directory / WEIGHTS, wanted, getattr(torch, manifest.dtype), linear)
+        with fitting_gpu("The weights"):
+            state = {name: tensor.to(device) for name, tensor in mapped.items()}
+        tables = state.pop("cos"), state.pop("sin")
+        with _refusing(directory):
+            decoder, head = _filled_modules(manifest, state)
+        verify = Verify(decoder, head, manifest.stage_layers[number]).eval()
+        drafter = Draft(decoder, head, manifest.draft_top_k).eval() if with_draft else None
+        programs.append(Programs(verify, drafter, tables))
+    return programs
+
+
+def _filled_modules(manifest: Manifest, state: dict[str, Tensor]) -> tuple[Decoder, ExitHead]:
+    """Modules with these weights in them; what has none stays empty."""
+    decoder, head = _empty_modules(manifest)
+    modules = Draft(decoder, head, manifest.draft_top_k)
+    modules.load_state_dict(state, strict=False, assign=True)
     if manifest.tied_embeddings:
         decoder.lm_head.weight = decoder.model.embed_tokens.weight
-    drafting.requires_grad_(False).eval()
-    return Programs(verify.eval(), drafting if draft else None, tables)
+    modules.requires_grad_(False)
+    return decoder, head
 
 
 def _unfit(directory: Path) -> EESDError:
@@ -122,22 +129,21 @@ def _empty_modules(manifest: Manifest) -> tuple[Decoder, ExitHead]:
         return Decoder(config), head
 
 
-def _places(directory: Path, files: list[str], dtype: str) -> dict[str, _Place]:
-    """The place of every weight of some graphs, by name; refused where one is of another type or in another file."""
+def _places(directory: Path, file: str, dtype: str) -> dict[str, _Place]:
+    """The place of every weight of a graph, by name; refused where one is of another type or in another file."""
     kind = TensorProto.DataType.Value("FLOAT" if dtype == "float32" else dtype.upper())
+    try:
+        graph = onnx.load(directory / file, load_external_data=False).graph
+    except Exception:  # of protobuf, which is no dependency of ours
+        raise EESDError(f"onnx cannot read {directory / file}; export the model again.") from None
     places: dict[str, _Place] = {}
-    for file in files:
-        try:
-            graph = onnx.load(directory / file, load_external_data=False).graph
-        except Exception:  # of protobuf, which is no dependency of ours
-            raise EESDError(f"onnx cannot read {directory / file}; export the model again.") from None
-        for tensor in graph.initializer:
-            if tensor.data_location != TensorProto.EXTERNAL:
-                continue
-            info = ExternalDataInfo(tensor)
-            if tensor.data_type != kind or info.location != WEIGHTS or info.offset is None or info.length is None:
-                raise _unfit(directory)
-            places[tensor.name] = _Place(info.offset, info.length, tuple(tensor.dims))
+    for tensor in graph.initializer:
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        info = ExternalDataInfo(tensor)
+        if tensor.data_type != kind or info.location != WEIGHTS or info.offset is None or info.length is None:
+            raise _unfit(directory)
+        places[tensor.name] = _Place(info.offset, info.length, tuple(tensor.dims))
     return places
 
 

@@ -127,7 +127,7 @@ class MadeUp:
                 (node, p) for row, node in enumerate(frontier) for p in chooser.propose(tree, node, outputs, row, width)
             ]
             frontier = [tree.add(p.token, node, p.logprob) for node, p in proposals]
-        verdict = chooser.accept(tree, self.rows(self.p, tree, range(len(tree))))
+        verdict = chooser.accept(tree, Outputs(self.rows(self.p, tree, range(len(tree)))))
         return [*(tree.tokens[node] for node in verdict.path), verdict.token]
 
 

@@ -95,6 +95,9 @@ class RandomStop:
     def keep_drafting(self, step: DraftStep) -> bool:
         return bool(self._random.random() < self._chance)
 
+    def length_ahead(self) -> int | None:
+        return None
+
     def observe(self, outcome: RoundOutcome) -> None:
         pass
 

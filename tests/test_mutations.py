@@ -120,7 +120,7 @@ def test_trimming_counterexample() -> None:
             (proposal,) = chooser.propose(tree, 0, Outputs(q, None, None), 0, 1)
             if not (trim and proposal.token == 1):
                 tree.add(proposal.token, 0, proposal.logprob)
-            verdict = chooser.accept(tree, p)
+            verdict = chooser.accept(tree, Outputs(p))
             zeros[trim] += (tree.tokens[1] if verdict.path else verdict.token) == 0
     assert zeros[False] / draws == pytest.approx(0.5, abs=0.025)
     assert zeros[True] / draws == pytest.approx(0.55, abs=0.025)
@@ -147,7 +147,7 @@ def test_temperature_after_top_p(five: Rig, monkeypatch: pytest.MonkeyPatch, met
     ("owner", "name", "old", "new"),
     [
         pytest.param(None, "", "", "", id="none"),
-        pytest.param(KVSlab, "compact", "self.data[..., sources, :]", "self.data[..., targets, :]", id="stale slot"),
+        pytest.param(KVSlab, "compact", "part[..., sources, :]", "part[..., targets, :]", id="stale slot"),
         pytest.param(Session, "_run_verify", "for depth in tree.depths", "for depth in range(len(tree))", id="positions"),
         pytest.param(TokenTree, "visible", "seen[node] |= seen[parent]", "seen[node, :node] = True", id="mask"),
         pytest.param(

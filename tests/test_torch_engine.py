@@ -22,6 +22,7 @@ from command import assert_one_line, assert_refused, run, succeed
 from rig import Rig
 from test_cli_bad_input import Damage, edit_manifest, garble, swap_graphs
 from test_no_torch import BLOCK
+from torch import nn
 
 import eesd
 from eesd.export.manifest import WEIGHTS, load_manifest
@@ -30,13 +31,14 @@ from eesd.runtime import doctor
 from eesd.runtime.backends import Engines
 from eesd.runtime.cli import main
 from eesd.runtime.compare import first_divergence
+from eesd.runtime.device import DeviceSlab, fitting_gpu, places_for
+from eesd.runtime.device_engine import DeviceEngine
 from eesd.runtime.engine import Engine, Outputs
 from eesd.runtime.errors import EESDError
 from eesd.runtime.llm import LLM, Speculation
 from eesd.runtime.ort_engine import OrtEngine
 from eesd.runtime.sampling import Sampling
-from eesd.runtime.torch_engine import TorchEngine, TorchSlab, open_torch
-from eesd.runtime.torch_weights import fitting_gpu
+from eesd.runtime.torch_engine import TorchProgram, open_torch
 from eesd.runtime.tree import TokenTree
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -80,7 +82,7 @@ def torch_llm(directory: Path, device: str, speculation: Speculation | None) -> 
     return LLM(directory, manifest, Engines(*open_torch(directory, manifest, 1, speculation is not None, device)), speculation)
 
 
-def both(directory: Path) -> tuple[TorchEngine, TorchEngine]:
+def both(directory: Path) -> tuple[DeviceEngine, DeviceEngine]:
     verify, draft = open_torch(directory, load_manifest(directory), threads=1, draft=True, device="cpu")
     assert draft is not None
     return verify, draft
@@ -162,8 +164,8 @@ def test_sixteen_bits_run_in_their_own_type(narrow: Path, width: int, device: st
 def test_weights_are_shared_and_mapped(rig: Rig) -> None:
     """Draft and verify hold the same tensors, and these are the file's pages."""
     verify, draft = both(rig.directory)
-    ours = dict(verify.program.named_parameters())
-    theirs = dict(draft.program.named_parameters())
+    ours = dict(module_of(verify).named_parameters())
+    theirs = dict(module_of(draft).named_parameters())
     assert ours.keys() == theirs.keys() and len(ours) > 30
     assert all(ours[name].data_ptr() == theirs[name].data_ptr() for name in ours)
     start = min(weight.data_ptr() for weight in ours.values())
@@ -174,8 +176,14 @@ def test_weights_are_shared_and_mapped(rig: Rig) -> None:
 def test_without_a_draft_its_weights_stay_in_the_file(exported: Callable[[str], Path]) -> None:
     directory = exported("qwen3")
     verify, draft = open_torch(directory, load_manifest(directory), threads=1, draft=False, device="cpu")
-    unused = {name for name, weight in verify.program.named_parameters() if weight.is_meta}
+    unused = {name for name, weight in module_of(verify).named_parameters() if weight.is_meta}
     assert draft is None and "exit_head.lm_head.weight" in unused and not any(name.startswith("model.") for name in unused)
+
+
+def module_of(engine: DeviceEngine) -> nn.Module:
+    (program,) = engine.programs
+    assert isinstance(program, TorchProgram)
+    return program.module
 
 
 def private_memory() -> int:
@@ -200,7 +208,7 @@ def test_weights_are_not_copied(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_slab(rig: Rig, device: str) -> None:
     """It grows keeping what it holds, gathers accepted slots, and begins small again; on a GPU its memory stays where it is."""
-    slab = TorchSlab(rig.manifest, torch.device(device), slots=16)
+    slab = DeviceSlab(rig.manifest, places_for(1, device), grow=device == "cpu", slots=16)
     assert slab.data.shape == (rig.manifest.num_caches, 2, 1, 2, 16 if device == "cpu" else 384, 8)
     slab.data[..., :16, :] = torch.arange(16.0)[:, None]
     place = slab.data.data_ptr()
@@ -223,7 +231,7 @@ def test_caches_are_the_slab(rig: Rig) -> None:
     slab = draft.new_slab()
     draft.bind(slab).forward([5, 6], [0, 1], 0)
     used = slab.data[..., :2, :].flatten(1).any(1)
-    assert isinstance(draft.program, Draft)
+    assert isinstance(module_of(draft), Draft)
     assert used.nonzero().flatten().tolist() == [0, rig.manifest.num_layers] and not slab.data[..., 2:, :].any()
     verify.bind(slab).forward([5, 6], [0, 1], 0)
     assert slab.data[..., :2, :].flatten(1).any(1).all() and not slab.data[..., 2:, :].any()

@@ -1,0 +1,290 @@
+"""An engine on devices, whatever runs its graphs there: node counts in buckets, CUDA graphs, stages, chains drafted ahead."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eesd.export.manifest import PREFILL_CHUNK, Manifest
+from eesd.model.decoder import KV
+from eesd.runtime.device import Call, DeviceSlab, Mask, Program, Repeated
+from eesd.runtime.engine import Outputs, Slab
+
+BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Node counts that GPU passes are made for; others are filled up to the next with nodes that nobody looks at."""
+
+
+def buckets_for(manifest: Manifest, prefill_chunk: int) -> tuple[int, ...]:
+    most = manifest.max_tree_nodes + 1
+    return (*(count for count in BUCKETS if count < most), most, *((prefill_chunk,) if prefill_chunk > most else ()))
+
+
+class DeviceEngine:
+    """A draft or verify graph, or the stages of one, on their devices: ``programs``, and ``drafts`` says which of the two.
+
+    ``buckets`` are the node counts that calls are filled up to (the last is that of a prefill), empty where calls run as they
+    are. ``warmed`` is called when a binding has run all of them.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        programs: Sequence[Program],
+        drafts: bool,
+        make_slab: Callable[[], DeviceSlab],
+        buckets: Sequence[int] = (),
+        prefill_chunk: int = PREFILL_CHUNK,
+        warmed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.manifest = manifest
+        self.programs = programs
+        self.drafts = drafts
+        self.buckets = buckets
+        self.prefill_chunk = prefill_chunk
+        self.warmed = warmed
+        self._make_slab = make_slab
+
+    def new_slab(self) -> DeviceSlab:
+        return self._make_slab()
+
+    def bind(self, slab: Slab) -> "DeviceBinding":
+        assert isinstance(slab, DeviceSlab)
+        binding = DeviceBinding(self, slab)
+        if self.programs[0].place.stream is not None:
+            binding.warm_up()
+        return binding
+
+
+class DeviceBinding:
+    """A :class:`DeviceEngine` on one slab. A call is done when it returns."""
+
+    def __init__(self, engine: DeviceEngine, slab: DeviceSlab) -> None:
+        self._engine = engine
+        self._slab = slab
+        self._generation = slab.generation
+        self._passes: dict[tuple[int, bool], _Pass] = {}
+        self._chain: _Chain | None = None
+        capture = all(program.capturable and program.place.stream for program in engine.programs)
+        self._pool = torch.cuda.graph_pool_handle() if capture else None
+
+    def warm_up(self) -> None:
+        """Run every bucket once, into slots that hold nothing yet, so that no round has to wait for it."""
+        for count in self._engine.buckets:
+            self.forward([0] * count, range(count), 0)
+        self._engine.warmed()
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slot: int,
+        base: int = 0,
+        visible: NDArray[np.bool_] | None = None,
+    ) -> Outputs:
+        self._refresh()
+        count = len(tokens)
+        # Nodes filled in behind write to slots that no token owns, if there are so many.
+        rows = next((bucket for bucket in self._engine.buckets if bucket >= count), count)
+        if slot + rows > self._slab.slots:
+            rows = count
+        work = self._pass(rows, visible is not None)
+        work.fill(tokens, positions, slot, base, visible)
+        with ExitStack() as stack:
+            for program in self._engine.programs:
+                stack.enter_context(program.place.active())
+            work.launch()
+            return work.outputs(count)
+
+    def _refresh(self) -> None:
+        """Forget what is bound to memory that the slab has left."""
+        if self._generation != self._slab.generation:
+            self._generation = self._slab.generation
+            self._passes.clear()
+            self._chain = None
+
+    def _pass(self, rows: int, tree: bool) -> "_Pass":
+        found = self._passes.get((rows, tree))
+        if found is None:
+            engine = self._engine
+            repeated = rows in engine.buckets or (not engine.buckets and rows <= engine.manifest.max_tree_nodes + 1)
+            width = engine.manifest.max_tree_nodes + 1 if tree else 0
+            found = _Pass(engine, self._slab, rows, width, self._pool if repeated else None)
+            if repeated:
+                self._passes[rows, tree] = found
+        return found
+
+    @torch.inference_mode()
+    def draft_chain(self, token: int, slot: int, count: int) -> Outputs:
+        """As in :class:`eesd.runtime.engine.ChainBinding`."""
+        self._refresh()
+        if self._chain is None:
+            self._chain = _Chain(self._engine, self._slab, self._pool)
+        with self._engine.programs[0].place.active():
+            ids, logprobs = self._chain.run(token, slot, count)
+        return Outputs(_no_logits, ids, logprobs)
+
+
+def _no_logits() -> NDArray[np.float32]:
+    raise AssertionError("a chain drafted ahead keeps no logits")
+
+
+def _caches(program: Program, slab: DeviceSlab) -> list[KV]:
+    caches = (slab.cache(index) for index in program.caches)
+    return [(keys, values) for keys, values in caches]
+
+
+class _Stage:
+    """One stage's part of a pass: numbers to the device, mask, run."""
+
+    def __init__(self, program: Program, slab: DeviceSlab, numbers: Tensor, shape: tuple[int, int], x: Tensor | None) -> None:
+        """``numbers`` (pinned) holds n tokens, n positions, slot, base, and n rows of ``width`` visible columns. Without an
+        ``x`` of its own the stage takes the tokens."""
+        (count, width), device = shape, program.place.device
+        self.program = program
+        self._host, self._numbers = numbers, torch.zeros_like(numbers, device=device)
+        slot, base = self._numbers[2 * count : 2 * count + 1], self._numbers[2 * count + 1 : 2 * count + 2]
+        mask = torch.zeros((1, 1, count, slab.slots), dtype=slab.parts[0].dtype, device=device)
+        visible = self._numbers[2 * count + 2 :].view(count, width) if width else None
+        self._mask = Mask(mask, slot, base, visible)
+        self.x = self._numbers[None, :count] if x is None else x
+        positions = self._numbers[None, count : 2 * count]
+        self._run = program.prepare(Call(self.x, positions, slot, mask, _caches(program, slab)))
+        self.results: list[Tensor] = []
+
+    def body(self) -> None:
+        self._numbers.copy_(self._host, non_blocking=True)
+        self._mask.fill()
+        self.results = self._run()
+
+
+class _Pass:
+    """A call of one node count through all stages."""
+
+    def __init__(self, engine: DeviceEngine, slab: DeviceSlab, count: int, width: int, pool: object) -> None:
+        """``width`` columns say what the nodes of a tree see; 0 for a chain."""
+        self._count, self._width, manifest = count, width, engine.manifest
+        pinned = engine.programs[0].place.stream is not None
+        self._numbers = torch.zeros(2 * count + 2 + count * width, dtype=torch.int64, pin_memory=pinned)
+        self._view: NDArray[np.int64] = self._numbers.numpy()
+        self._stages: list[_Stage] = []
+        for program in engine.programs:
+            x = None
+            if self._stages:
+                shape = (1, count, manifest.hidden_size)
+                x = torch.zeros(shape, dtype=slab.parts[0].dtype, device=program.place.device)
+            self._stages.append(_Stage(program, slab, self._numbers, (count, width), x))
+        found = (2, count, manifest.draft_top_k) if engine.drafts else (1, count, 1)
+        self._results = torch.zeros(found, dtype=torch.float32, pin_memory=pinned)
+        bodies = [*(stage.body for stage in self._stages[:-1]), self._last]
+        self._work = [Repeated(body, stage.program.place, pool) for body, stage in zip(bodies, self._stages, strict=True)]
+
+    def _last(self) -> None:
+        """The last stage, and its results to the host."""
+        self._stages[-1].body()
+        self._results.copy_(pack(self._stages[-1].results), non_blocking=True)
+
+    def fill(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slot: int,
+        base: int,
+        visible: NDArray[np.bool_] | None,
+    ) -> None:
+        view, count, given = self._view, self._count, len(tokens)
+        view[:given], view[given:count] = tokens, 0
+        view[count : count + given] = positions
+        # Positions count up behind the last, within the rotary tables because a slot is there for each.
+        view[count + given : 2 * count] = range(slot + given, slot + count)
+        view[2 * count], view[2 * count + 1] = slot, base
+        if visible is not None:
+            seen = view[2 * count + 2 :].reshape(count, self._width)
+            seen[:] = 0
+            seen[:given, : visible.shape[1]] = visible
+
+    def launch(self) -> None:
+        before: _Stage | None = None
+        for stage, work in zip(self._stages, self._work, strict=True):
+            with stage.program.place.active():
+                if before is not None:
+                    stage.x.copy_(before.results[0], non_blocking=True)
+                if not work.prepared:
+                    work.prepare()
+                work()
+            before = stage
+        self._stages[-1].program.place.wait()
+
+    def outputs(self, count: int) -> Outputs:
+        """Results of the first ``count`` nodes."""
+        logits = self._stages[-1].results[0]
+        packed = self._results[:, :count].numpy()
+        if len(packed) == 1:
+            return Outputs(lambda: to_host(logits[0, :count]), best=packed[0, :, 0].astype(np.int64))
+        return Outputs(lambda: to_host(logits[0, :count]), packed[0].astype(np.int64), packed[1])
+
+
+class _Chain:
+    """Single-node draft passes, each fed by the one before on the device; the host looks at the end."""
+
+    def __init__(self, engine: DeviceEngine, slab: DeviceSlab, pool: object) -> None:
+        (program,), manifest = engine.programs, engine.manifest
+        self._place, device = program.place, program.place.device
+        pinned = self._place.stream is not None
+        self._host = torch.zeros(4, dtype=torch.int64, pin_memory=pinned)
+        self._numbers = torch.zeros_like(self._host, device=device)
+        """Token, position, slot, and the number of the step."""
+        token, position, slot, self._step = self._numbers[:, None].unbind()
+        mask = torch.zeros((1, 1, 1, slab.slots), dtype=slab.parts[0].dtype, device=device)
+        self._mask = Mask(mask, slot)
+        self._token, self._counters = token, self._numbers[1:]
+        self._run = program.prepare(Call(token[None], position[None], slot, mask, _caches(program, slab)))
+        shape = (manifest.max_tree_nodes, 2, 1, manifest.draft_top_k)
+        self._found = torch.zeros(shape, device=device)
+        self._found_host = torch.zeros(shape, pin_memory=pinned)
+        self._work = Repeated(self._body, self._place, pool)
+
+    def _body(self) -> None:
+        self._mask.fill()
+        results = self._run()
+        self._found.index_copy_(0, self._step, pack(results)[None])
+        self._token.copy_(results[1][0, :, 0])
+        self._counters.add_(1)
+
+    def run(self, token: int, slot: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Ids and log-probabilities of the steps, each [count, K]."""
+        self._host.numpy()[:] = token, slot, slot, 0
+        self._numbers.copy_(self._host, non_blocking=True)
+        if not self._work.prepared:
+            self._work.prepare()
+            self._numbers.copy_(self._host, non_blocking=True)
+        for _ in range(count):
+            self._work()
+        self._found_host[:count].copy_(self._found[:count], non_blocking=True)
+        self._place.wait()
+        found = self._found_host[:count, :, 0].numpy()
+        return found[:, 0].astype(np.int64), found[:, 1].copy()
+
+
+def pack(results: Sequence[Tensor]) -> Tensor:
+    """What the host wants to know first, as one float32 tensor, which holds every id below 2^24 exactly.
+
+    Of a draft its candidates, ids over log-probabilities [2, n, K]; of verify the likeliest tokens [1, n, 1].
+    """
+    if len(results) == 1:
+        return results[0].argmax(-1, keepdim=True).float()
+    return torch.cat((results[1].float(), results[2]))
+
+
+def to_host(tensor: Tensor) -> NDArray[np.float32]:
+    """A float32 tensor of the current stream as an array; on the CPU a view."""
+    if tensor.device.type == "cuda":
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        tensor = host
+    array: NDArray[np.float32] = tensor.numpy()
+    return array
