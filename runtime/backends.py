@@ -54,10 +54,19 @@ def torch_sees_gpu() -> bool:
 
 
 def _auto(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
-    return (_torch if torch_sees_gpu() else _ort)(directory, manifest, threads, draft)
+    """Plans where there are some and a GPU to run them, else torch on a GPU, else ONNX Runtime on the CPU."""
+    if not torch_sees_gpu():
+        return _ort(directory, manifest, threads, draft)
+    return (_tensorrt if manifest.plans else _torch)(directory, manifest, threads, draft)
 
 
 def _ort(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
+    from onnxruntime import get_available_providers
+
+    if "CUDAExecutionProvider" in get_available_providers() and torch_sees_gpu():
+        from eesd.runtime.ort_device import open_ort_device
+
+        return Engines(*open_ort_device(directory, manifest, threads, draft))
     from eesd.runtime.ort_engine import OrtEngine
 
     verify = OrtEngine(directory, manifest, manifest.verify, threads)
@@ -72,5 +81,21 @@ def _torch(directory: Path, manifest: Manifest, threads: int, draft: bool) -> En
     return Engines(*open_torch(directory, manifest, threads, draft))
 
 
-BACKENDS: dict[str, Callable[[Path, Manifest, int, bool], Engines]] = {"auto": _auto, "ort": _ort, "torch": _torch}
+def _tensorrt(directory: Path, manifest: Manifest, _threads: int, draft: bool) -> Engines:
+    from eesd.runtime.trt_plans import Plans
+
+    plans = Plans(directory, manifest)
+    try:
+        from eesd.runtime.trt_engine import open_tensorrt
+    except ImportError as error:
+        raise EESDError(f"The tensorrt backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
+    return Engines(*open_tensorrt(manifest, plans, draft))
+
+
+BACKENDS: dict[str, Callable[[Path, Manifest, int, bool], Engines]] = {
+    "auto": _auto,
+    "tensorrt": _tensorrt,
+    "ort": _ort,
+    "torch": _torch,
+}
 """By the name that ``--backend`` takes. Each loads its libraries only when it is asked for."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eesd.export.manifest import Manifest
+from eesd.export.manifest import GraphInfo, Manifest
 from eesd.model.decoder import KV, MASKED
 from eesd.runtime.errors import EESDError
 from eesd.runtime.slab import STEP, GrowingSlab
@@ -143,12 +143,37 @@ overwrites them."""
 class Program(Protocol):
     """One graph, or one stage of one, loaded at a place."""
 
-    place: Place
-    caches: Sequence[int]
-    capturable: bool
-    """Whether a run may become part of a CUDA graph."""
+    @property
+    def place(self) -> Place: ...
+
+    @property
+    def caches(self) -> Sequence[int]: ...
+
+    @property
+    def capturable(self) -> bool:
+        """Whether what was prepared may become part of a CUDA graph."""
+        ...
 
     def prepare(self, call: Call) -> Run: ...
+
+
+def empty_results(graph: GraphInfo, call: Call) -> list[Tensor]:
+    """Memory for what a call of a graph gives besides its caches."""
+    count, device = call.position_ids.shape[1], call.position_ids.device
+    infos = graph.outputs[: len(graph.outputs) - 2 * len(graph.caches)]
+    with fitting_gpu(f"The results of {count} nodes"):
+        return [torch.zeros((1, count, int(t.shape[2])), dtype=getattr(torch, t.dtype), device=device) for t in infos]
+
+
+def named_tensors(graph: GraphInfo, call: Call, results: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The inputs and the outputs of a graph by name; the caches are both, in one place."""
+    inputs = {graph.inputs[0].name: call.x, "position_ids": call.position_ids}
+    inputs |= {"write_indices": call.write_indices, "attn_mask": call.attn_mask}
+    outputs = {info.name: result for info, result in zip(graph.outputs, results, strict=False)}
+    for index, pair in zip(graph.caches, call.caches, strict=True):
+        for part, tensor in zip(("key", "value"), pair, strict=True):
+            inputs[f"{part}_{index}"] = outputs[f"{part}_{index}_out"] = tensor
+    return inputs, outputs
 
 
 class Repeated:

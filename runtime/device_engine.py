@@ -45,6 +45,8 @@ class DeviceEngine:
         self.buckets = buckets
         self.prefill_chunk = prefill_chunk
         self.warmed = warmed
+        self.cuda_graphs = True
+        """Whether bindings made from now on record their calls on a GPU."""
         self._make_slab = make_slab
 
     def new_slab(self) -> DeviceSlab:
@@ -53,7 +55,7 @@ class DeviceEngine:
     def bind(self, slab: Slab) -> "DeviceBinding":
         assert isinstance(slab, DeviceSlab)
         binding = DeviceBinding(self, slab)
-        if self.programs[0].place.stream is not None:
+        if self.buckets:
             binding.warm_up()
         return binding
 
@@ -67,7 +69,7 @@ class DeviceBinding:
         self._generation = slab.generation
         self._passes: dict[tuple[int, bool], _Pass] = {}
         self._chain: _Chain | None = None
-        capture = all(program.capturable and program.place.stream for program in engine.programs)
+        capture = engine.cuda_graphs and engine.programs[0].place.stream is not None
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
     def warm_up(self) -> None:
@@ -180,7 +182,10 @@ class _Pass:
         found = (2, count, manifest.draft_top_k) if engine.drafts else (1, count, 1)
         self._results = torch.zeros(found, dtype=torch.float32, pin_memory=pinned)
         bodies = [*(stage.body for stage in self._stages[:-1]), self._last]
-        self._work = [Repeated(body, stage.program.place, pool) for body, stage in zip(bodies, self._stages, strict=True)]
+        self._work = [
+            Repeated(body, stage.program.place, pool if stage.program.capturable else None)
+            for body, stage in zip(bodies, self._stages, strict=True)
+        ]
 
     def _last(self) -> None:
         """The last stage, and its results to the host."""
@@ -245,7 +250,7 @@ class _Chain:
         shape = (manifest.max_tree_nodes, 2, 1, manifest.draft_top_k)
         self._found = torch.zeros(shape, device=device)
         self._found_host = torch.zeros(shape, pin_memory=pinned)
-        self._work = Repeated(self._body, self._place, pool)
+        self._work = Repeated(self._body, self._place, pool if program.capturable else None)
 
     def _body(self) -> None:
         self._mask.fill()

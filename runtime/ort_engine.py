@@ -14,7 +14,13 @@ from eesd.runtime.engine import Outputs, Slab
 from eesd.runtime.errors import EESDError
 from eesd.runtime.slab import KVSlab
 
-TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64"}
+CPU = ["CPUExecutionProvider"]
+TYPES = {
+    "tensor(float)": "float32",
+    "tensor(int64)": "int64",
+    "tensor(float16)": "float16",
+    "tensor(bfloat16)": "bfloat16",
+}
 MASKED = np.float32(-30000.0)  # the same as in training and export: its softmax weight is exactly zero
 
 
@@ -33,13 +39,8 @@ class OrtEngine:
                 f"{directory} holds {manifest.dtype} engines, ONNX Runtime on the CPU runs float32: "
                 "export with --dtype float32, or run them as they are with --backend torch."
             )
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        options.add_session_config_entry("session.force_spinning_stop", "1")
         self.manifest = manifest
-        self.stages = [(graph, _load(directory / graph.file, graph, options)) for graph in stages]
+        self.stages = [(graph, load_session(directory / graph.file, graph, threads, CPU)) for graph in stages]
 
     def new_slab(self) -> KVSlab:
         return KVSlab(self.manifest)
@@ -49,10 +50,15 @@ class OrtEngine:
         return OrtBinding(self, slab)
 
 
-def _load(path: Path, graph: GraphInfo, options: Any) -> Any:
+def load_session(path: Path, graph: GraphInfo, threads: int, providers: Sequence[Any]) -> Any:
     """The session of a graph file, which must have the tensors that the manifest says: buffers are bound by that."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
-        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(str(path), options, providers=providers)
     except Exception as error:  # its exceptions share no base class
         reason = str(error).splitlines()[0][:200]
         raise EESDError(f"ONNX Runtime cannot load {path} ({reason}); export again.") from None

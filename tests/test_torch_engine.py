@@ -19,6 +19,7 @@ import pytest
 import tiny
 import torch
 from command import assert_one_line, assert_refused, run, succeed
+from onnxruntime import get_available_providers
 from rig import Rig
 from test_cli_bad_input import Damage, edit_manifest, garble, swap_graphs
 from test_no_torch import BLOCK
@@ -36,6 +37,7 @@ from eesd.runtime.device_engine import DeviceEngine
 from eesd.runtime.engine import Engine, Outputs
 from eesd.runtime.errors import EESDError
 from eesd.runtime.llm import LLM, Speculation
+from eesd.runtime.ort_device import open_ort_device
 from eesd.runtime.ort_engine import OrtEngine
 from eesd.runtime.sampling import Sampling
 from eesd.runtime.torch_engine import TorchProgram, open_torch
@@ -144,6 +146,25 @@ def test_same_tokens_as_onnx_runtime(rig: Rig, controller: str, width: int, name
         )
         accepted += completion.stats.accepted
     assert accepted > 20
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["torch", "ort"])
+def test_stages_and_memory_of_the_device(tmp_path: Path, rig: Rig, backend: str, device: str) -> None:
+    """Three stages, each with a part of the slab, by either library over torch's memory."""
+    if backend == "ort" and device == "cuda" and "CUDAExecutionProvider" not in get_available_providers():
+        pytest.skip("needs onnxruntime-gpu")
+    directory = tiny.export_tiny(rig.directory.parent / "model", tmp_path / "plans", slots=384, stages=3)
+    manifest, opened = load_manifest(directory), open_torch if backend == "torch" else open_ort_device
+    engines = Engines(*opened(directory, manifest, 1, True, device))
+    llm = LLM(directory, manifest, engines, Speculation("threshold:p=0.3", 2, guard=False))
+    plain = eesd.load(rig.directory, "ort", speculation=None, threads=1)
+    for sampling in (SAMPLINGS["greedy"], SAMPLINGS["coupled"]):
+        expected = plain.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True)
+        assert llm.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True).tokens == expected.tokens
+    slab = engines.verify.new_slab()
+    assert isinstance(slab, DeviceSlab)
+    assert [part.shape[0] for part in slab.parts] == [len(stage.caches) for stage in manifest.verify]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -285,7 +306,7 @@ def test_sixteen_bits_on_onnx_runtime_name_the_way_out(narrow: Path) -> None:
 
 
 def test_unknown_backend(engine: Path) -> None:
-    with pytest.raises(EESDError, match="no backend 'jax'; there are auto, ort, torch"):
+    with pytest.raises(EESDError, match="no backend 'jax'; there are auto, tensorrt, ort, torch"):
         eesd.load(engine, "jax")
 
 

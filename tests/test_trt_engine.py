@@ -1,0 +1,279 @@
+"""Plans through TensorRT's API, of which there is a stand-in here (fake_tensorrt.py): it runs graphs on the addresses that
+it is given and refuses what the original would. Real plans on a GPU: test_gpu.py."""
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fake_tensorrt as fake
+import numpy as np
+import pytest
+import tiny
+import torch
+from command import assert_refused, run, succeed
+from test_cli_bad_input import edit_manifest
+
+import eesd
+from eesd.export.manifest import load_manifest
+from eesd.runtime import trt_engine, trt_plans
+from eesd.runtime.backends import Engines
+from eesd.runtime.cli import main
+from eesd.runtime.device import Place
+from eesd.runtime.embed import Host, open_given
+from eesd.runtime.errors import EESDError
+from eesd.runtime.llm import LLM, Speculation
+from eesd.runtime.sampling import Sampling
+
+CPU = Place(torch.device("cpu"))
+PROMPTS = [[5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12], [token % 97 for token in range(3, 50)]]
+SAMPLINGS = {"greedy": Sampling(), "coupled": Sampling(temperature=0.9, top_p=0.9, seed=4)}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both flavours are installed, and there is a GPU of compute capability 9.0."""
+    for flavour, name in trt_plans.MODULES.items():
+        monkeypatch.setitem(sys.modules, name, fake.module(flavour))
+    monkeypatch.setattr(trt_plans, "version", lambda _: fake.VERSION)
+    monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(trt_engine, "places_for", lambda stages: [CPU] * stages)
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Give a number of stages, get a four-layer model in so many. Not to be changed."""
+    directory = tmp_path_factory.mktemp("stages")
+    model = tiny.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
+    made: dict[int, Path] = {}
+
+    def export(stages: int) -> Path:
+        if stages not in made:
+            made[stages] = tiny.export_tiny(model, directory / f"plans-{stages}", slots=96, stages=stages)
+            fake.write_plans(made[stages])
+        return made[stages]
+
+    return export
+
+
+def contexts_of(llm: LLM) -> dict[str, list[fake.Context]]:
+    """Those that were made for each graph."""
+    engines = [*llm._verify.programs, *llm._draft.programs]  # type: ignore[attr-defined, union-attr]
+    return {program._graph.file: program._make_context.args[0].contexts for program in engines}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(("controller", "width"), [("fixed:k=4", 1), ("threshold:p=0.3", 2), ("beta-ts", 3)])
+@pytest.mark.parametrize(("stages", "flavour"), [(1, "tensorrt"), (3, "tensorrt-rtx")])
+@pytest.mark.usefixtures("installed")
+def test_same_tokens(
+    staged: Callable[[int], Path], tmp_path: Path, stages: int, controller: str, width: int, name: str, flavour: str
+) -> None:
+    """Until the cache is full: the last calls no longer fit a bucket."""
+    directory = shutil.copytree(staged(stages), tmp_path / "plans")
+    fake.write_plans(directory, flavour)
+    plain = eesd.load(directory, "ort", speculation=None, threads=1)
+    llm = eesd.load(directory, "tensorrt", speculation=Speculation(controller, width, guard=False))
+    for prompt in PROMPTS:
+        expected = plain.generate(prompt, SAMPLINGS[name], max_new_tokens=200, ignore_eos=True)
+        completion = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=200, ignore_eos=True)
+        assert completion.tokens == expected.tokens and len(prompt) + len(completion.tokens) == 96
+        assert completion.stats.accepted > 5
+        alone = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=200, draft=False, ignore_eos=True)
+        assert alone.tokens == expected.tokens
+
+
+@pytest.mark.usefixtures("installed")
+def test_calls_are_of_few_sizes(staged: Callable[[int], Path]) -> None:
+    """Each has a context of its own, of the profile that is made for it, and exists before the first round."""
+    llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("threshold:p=0.1", guard=False))
+    before = None
+    for _ in range(2):
+        with llm.session(PROMPTS[2], max_new_tokens=20) as session:
+            found = {file: [(context.count, context.profile) for context in made] for file, made in contexts_of(llm).items()}
+            session.step()
+            assert before in (None, found)
+            before = found
+    assert before == {
+        "draft.onnx": [(1, 0)],
+        "verify.onnx": [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0), (8, 0), (12, 0), (13, 0), (16, 1)],
+    }
+    runs = {context.count: context.runs for context in contexts_of(llm)["verify.onnx"]}
+    assert runs[16] == 1 + 3 * 2, "twice the prompt's 46 tokens, in chunks of which the last is filled up"
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_length_known_ahead_asks_the_host_for_no_step(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("fixed:k=5", guard=False))
+    waits: list[int] = []
+    monkeypatch.setattr(Place, "wait", lambda _: waits.append(1))
+    with llm.session(PROMPTS[0], max_new_tokens=30) as session:
+        session.step()
+        waits.clear()
+        session.step()
+        assert session.stats.draft_steps >= 6
+    # A wait while the chain's context was made would be one more; from the second round on there are two.
+    assert len(waits) == 2
+
+
+@pytest.mark.usefixtures("installed")
+def test_kernels_are_kept(staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-RTX compiles for this GPU once; what another GPU left is made anew; nothing breaks where nobody may write."""
+    directory = shutil.copytree(staged(1), tmp_path / "plans")
+    fake.write_plans(directory, "tensorrt-rtx")
+
+    def caches() -> list[fake.RuntimeCache]:
+        llm = eesd.load(directory, "tensorrt", speculation=Speculation("threshold:p=0.3"))
+        llm.generate(PROMPTS[0], max_new_tokens=5)
+        return [made[0]._config.cache for made in contexts_of(llm).values()]  # type: ignore[union-attr, misc]
+
+    assert not any(cache.loaded for cache in caches())
+    kept = {path.name: path.read_bytes() for path in directory.glob("*.kernels")}
+    assert kept.keys() == {"draft.kernels", "verify.kernels"} and b"0:8" in kept["verify.kernels"]
+    assert all(cache.loaded for cache in caches())
+    monkeypatch.setattr(fake.RuntimeCache, "gpu", "another GPU")
+    assert not any(cache.loaded for cache in caches())
+    assert b"another GPU" in (directory / "draft.kernels").read_bytes()
+    load_manifest(directory)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(trt_plans, "written_whole", refuse)
+    (directory / "draft.kernels").unlink()
+    caches()
+    assert not (directory / "draft.kernels").exists()
+
+
+@pytest.mark.usefixtures("installed")
+def test_messages_go_to_logging(staged: Callable[[int], Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "eesd.tensorrt"):
+        eesd.load(staged(1), "tensorrt")
+    assert [record.getMessage() for record in caplog.records] == ["Loaded engine", "Loaded engine"]
+
+
+def given(directory: Path) -> Host:
+    """What a service would have: engines that it loaded by itself, and memory."""
+    manifest, runtime = load_manifest(directory), fake.Runtime(fake.ILogger())
+    engines = {
+        graph.file: runtime.deserialize_cuda_engine((directory / manifest.plans[graph.file].file).read_bytes())
+        for graph in manifest.graphs
+    }
+    sizes = 2, 1, manifest.num_kv_heads, manifest.max_seq_len, manifest.head_dim
+    return Host(
+        verify=[engines[stage.file] for stage in manifest.verify],
+        draft=engines[manifest.draft.file],
+        make_context=lambda engine: engine.create_execution_context(fake.Strategy.USER_MANAGED),
+        stream=None,  # type: ignore[arg-type]  # there is none on the CPU
+        slab=[torch.zeros(len(stage.caches), *sizes) for stage in manifest.verify],
+        scratch=torch.zeros(5000, dtype=torch.uint8),
+    )
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_embedded(staged: Callable[[int], Path], stages: int) -> None:
+    """Engines and memory of somebody else; their library is not even looked for."""
+    directory = staged(stages)
+    manifest, host = load_manifest(directory), given(directory)
+    llm = LLM(directory, manifest, open_given(manifest, host, CPU), Speculation("beta-ts", guard=False))
+    expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(PROMPTS[1], max_new_tokens=60)
+    assert llm.generate(PROMPTS[1], max_new_tokens=60).tokens == expected.tokens
+    assert all(part.any() for part in host.slab), "the caches are in the memory given"
+    slab = llm._verify.new_slab()
+    assert np.array_equal(slab.read(0)[0], host.slab[0][0, 0].numpy()) and slab.read(0)[0].any()
+
+
+def change(host: Host, **values: Any) -> Host:
+    return Host(**(vars(host) | values))
+
+
+def test_embedding_refuses_what_does_not_fit(staged: Callable[[int], Path]) -> None:
+    directory = staged(1)
+    manifest, host = load_manifest(directory), given(directory)
+
+    def opened(**values: Any) -> Engines:
+        return open_given(manifest, change(host, **values), CPU)
+
+    with pytest.raises(EESDError, match="The manifest has 1 stages of verify, and 2 engines are given"):
+        opened(verify=[*host.verify, *host.verify])
+    with pytest.raises(EESDError, match=r"given for verify\.onnx has other inputs"):
+        opened(verify=[host.draft])
+    with pytest.raises(EESDError, match=r"slab given is \[3\] of torch.float32 on cpu; .* \[5, 2, 1, 2, 96, 8\]"):
+        opened(slab=[torch.zeros(3)]).verify.new_slab()
+    with pytest.raises(EESDError, match="5 bytes of working memory are given, and these engines need 4096"):
+        opened(scratch=torch.zeros(5, dtype=torch.uint8))
+
+
+def truncate(directory: Path) -> None:
+    plan = directory / "verify.plan"
+    plan.write_bytes(plan.read_bytes()[:-1])
+
+
+def spoil(directory: Path) -> None:
+    plan = directory / "verify.plan"
+    plan.write_bytes(b"x" * plan.stat().st_size)
+
+
+def swap(directory: Path) -> None:
+    for name in ("verify.plan", "draft.plan"):
+        text = (directory / name).read_text()
+        old, new = name.replace(".plan", ".onnx"), ("draft.onnx" if name == "verify.plan" else "verify.onnx")
+        (directory / name).write_text(text.replace(old, new).ljust(1000))
+    manifest = load_manifest(directory)
+    edit_manifest(directory, "plans", {file: vars(plan) | {"size": 1000} for file, plan in manifest.plans.items()})
+
+
+def change_plans(**values: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        plans = load_manifest(directory).plans
+        edit_manifest(directory, "plans", {file: vars(plan) | values for file, plan in plans.items()})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda d: edit_manifest(d, "plans", {}), ("has no plan of draft.onnx", "build it with: eesd-build")),
+        (lambda d: (d / "verify.plan").unlink(), ("verify.plan is missing", "build it with: eesd-build")),
+        (truncate, ("verify.plan has", "where the manifest says", "eesd-build --force")),
+        (spoil, ("tensorrt cannot load", "verify.plan (Magic tag does not match)", "eesd-build --force")),
+        (swap, ("verify.plan is not the plan of verify.onnx", "eesd-build --force")),
+        (change_plans(version="1.0"), ("built by tensorrt 1.0 and 99.1 is installed", "eesd-build --force")),
+        (change_plans(compute_capabilities=["8.9", "12.0"]), ("for compute capability 8.9, 12.0 and this GPU has 9.0",)),
+        (change_plans(flavour="tensorrt-xl"), ("of an unknown flavour 'tensorrt-xl'", "eesd-build --force")),
+        (change_plans(profiles=[[1, 4, 5], [1, 16, 16]]), ("was not built for the manifest's rounds of 13 nodes in 96 slots",)),
+    ],
+)
+@pytest.mark.usefixtures("installed")
+def test_bad_plans(
+    staged: Callable[[int], Path], tmp_path: Path, damage: Callable[[Path], Any], words: tuple[str, ...]
+) -> None:
+    directory = shutil.copytree(staged(1), tmp_path / "plans")
+    damage(directory)
+    assert_refused(run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt"), *words)
+
+
+@pytest.mark.usefixtures("installed")
+def test_command(engine_copy: Path) -> None:
+    options = ("--engine-dir", engine_copy, "-p", "for i in range", "-n", 30, "--no-stats")
+    fake.write_plans(engine_copy)
+    assert succeed(main, *options, "--backend", "tensorrt").stdout == succeed(main, *options, "--backend", "ort").stdout
+
+
+def test_a_missing_library_says_what_to_install(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.write_plans(engine_copy)
+    monkeypatch.setattr(trt_plans.importlib.util, "find_spec", lambda _: None)
+    result = run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
+    assert_refused(result, "need tensorrt; install it with: pip install 'eesd[tensorrt]'")
+
+
+@pytest.mark.usefixtures("installed")
+def test_without_a_driver(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.write_plans(engine_copy)
+    monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: False)
+    result = run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
+    assert_refused(result, "Plans run on an NVIDIA GPU", "no driver answers here", "--backend ort")
