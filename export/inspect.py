@@ -18,6 +18,7 @@ from eesd.runtime.errors import EESDError, one_line_errors
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Hash every file again and compare with the manifest.")
 @click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
+@click.option("--layers", is_flag=True, help="List the layers of the plans instead; needs the GPU that they are for.")
 @click.option("--plan-memory", is_flag=True, help="Show what running it takes instead, device by device.")
 @click.option("--max-seq-len", type=click.IntRange(min=2), help="Plan for an export with so many slots.")
 @click.option("--batch", type=click.IntRange(min=1), help="Plan for so many sequences at once.  [default: 1]")
@@ -27,6 +28,7 @@ def main(
     directory: Path,
     verify: bool,
     tensors: bool,
+    layers: bool,
     plan_memory: bool,
     max_seq_len: int | None,
     batch: int | None,
@@ -36,8 +38,12 @@ def main(
     manifest = load_manifest(directory)
     if not plan_memory and (max_seq_len or batch):
         raise EESDError("--max-seq-len and --batch change nothing but a memory plan; add --plan-memory.")
+    if layers and as_json:
+        raise EESDError("--layers has no JSON form; leave out --json.")
     console = Console(markup=False, emoji=False)  # names may hold anything
-    if plan_memory:
+    if layers:
+        _layers(console, directory, manifest)
+    elif plan_memory:
         _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, as_json)
     elif as_json:
         click.echo(manifest.to_json(), nl=False)
@@ -119,6 +125,24 @@ def _plans(manifest: Manifest) -> Table:
             f"SHA-256 {plan.sha256[:16]}",
         )
     return table
+
+
+def _layers(console: Console, directory: Path, manifest: Manifest) -> None:
+    """A table for each plan, and how many of its layers are attentions or cache updates by their names."""
+    from eesd.runtime.trt_plans import Plans
+
+    plans = Plans(directory, manifest)
+    for graph in manifest.graphs:
+        found = plans.layers(graph)
+        words = [f"{name} {kind}".lower().replace("_", "") for name, kind in found]
+        attentions = sum("attention" in word or "mha" in word for word in words)
+        updates = sum("kvcache" in word for word in words)
+        plan = manifest.plans[graph.file].file
+        console.print(f"{plan}: {len(found)} layers, {attentions} attentions, {updates} cache updates", soft_wrap=True)
+        table = Table("layer", "kind")
+        for row in found:
+            table.add_row(*row)
+        console.print(table)
 
 
 def _tensors(manifest: Manifest) -> Table:

@@ -137,6 +137,8 @@ def build(
             builder, network, _parser = network_from_onnx_path(str(fixed), strongly_typed=True)
             fused = count_fused(trt, network)
             config = _config(trt, manifest, graph, options, directory, monitor)(builder, network)
+            if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # a call that took memory could not become a CUDA graph
+                config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
             built = _serialize(trt, builder, network, config, temporary)
         if built is None:
             reason = complaints[0].splitlines()[0][:300] if complaints else "it does not say why"

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import logging
 import mmap
 from importlib.metadata import version
@@ -17,6 +18,7 @@ from eesd.runtime.files import written_whole
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 """By flavour: the module to import."""
 LOGGER = logging.getLogger("eesd.tensorrt")
+LOGGER.addHandler(logging.NullHandler())  # or errors would be printed beside the sentence that we make of them
 
 
 class Plans:
@@ -58,11 +60,19 @@ class Plans:
             engine = self._runtime.deserialize_cuda_engine(plan)
         if engine is None:
             reason = self._complaints[0].splitlines()[0][:300] if self._complaints else "it does not say why"
-            raise EESDError(f"{self._infos[0].flavour} cannot load {path} ({reason}); {_rebuild(self._directory)}.")
+            remedy = "update the NVIDIA driver" if "driver" in reason else _rebuild(self._directory)
+            raise EESDError(f"{self._infos[0].flavour} cannot load {path} ({reason}); {remedy}.")
         found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
         if found != {tensor.name for tensor in (*graph.inputs, *graph.outputs)}:
             raise EESDError(f"{path} is not the plan of {graph.file}; {_rebuild(self._directory)}.")
         return engine
+
+    def layers(self, graph: GraphInfo) -> list[tuple[str, str]]:
+        """Name and kind of every layer of the built engine, as the engine inspector tells them."""
+        inspector = self.load(graph).create_engine_inspector()
+        told = json.loads(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))["Layers"]
+        named = [layer if isinstance(layer, dict) else {"Name": layer} for layer in told]
+        return [(layer.get("Name", ""), layer.get("LayerType", "")) for layer in named]
 
     def context(self, engine: Any, graph: GraphInfo) -> Any:
         """An execution context that brings no memory of its own, with the kernels that an earlier start compiled."""

@@ -105,6 +105,11 @@ class Engine:
     def create_runtime_config(self) -> "RuntimeConfig":
         return RuntimeConfig()
 
+    def create_engine_inspector(self) -> Any:
+        """Of an engine built with detailed verbosity, whose layers the original gives as objects, and else as names."""
+        layers = [{"Name": "node_Attention_3", "LayerType": "attention"}, {"Name": "kv_cache_update 7"}, "gemm"]
+        return SimpleNamespace(get_engine_information=lambda _: json.dumps({"Layers": layers, "Bindings": []}))
+
 
 class Context:
     """An ``IExecutionContext``."""
@@ -212,6 +217,7 @@ def module(flavour: str) -> ModuleType:
     made = ModuleType(flavour.replace("-", "_"))
     made.__spec__ = SimpleNamespace(name=made.__name__)  # type: ignore[assignment]
     made.ILogger, made.Runtime, made.ExecutionContextAllocationStrategy = ILogger, Runtime, Strategy  # type: ignore[attr-defined]
+    made.LayerInformationFormat = SimpleNamespace(JSON="json")  # type: ignore[attr-defined]
     if flavour == "tensorrt-rtx":
         made.IRuntimeCache = RuntimeCache  # type: ignore[attr-defined]
         made.DynamicShapesKernelSpecializationStrategy = SimpleNamespace(EAGER="eager")  # type: ignore[attr-defined]

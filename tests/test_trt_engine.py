@@ -17,6 +17,8 @@ from command import assert_refused, run, succeed
 from test_cli_bad_input import edit_manifest
 
 import eesd
+from eesd.export.build import main as build_main
+from eesd.export.inspect import main as inspect_main
 from eesd.export.manifest import load_manifest
 from eesd.runtime import trt_engine, trt_plans
 from eesd.runtime.backends import Engines
@@ -207,6 +209,19 @@ def test_embedding_refuses_what_does_not_fit(staged: Callable[[int], Path]) -> N
         opened(scratch=torch.zeros(5, dtype=torch.uint8))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_real_library_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real plan, which the real library refuses where CUDA is missing: one sentence out of all that it says."""
+    pytest.importorskip("tensorrt_rtx")
+    model = tiny.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0, head_dim=32)
+    directory = tiny.export_tiny(model, tmp_path / "plans", slots=64, dtype="float16")
+    succeed(build_main, directory, "--target", "tensorrt-rtx", "--prefill-chunk", 32)
+    monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "9.0")
+    result = run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
+    assert_refused(result, "tensorrt-rtx cannot load", "verify.plan", "update the NVIDIA driver")
+
+
 def truncate(directory: Path) -> None:
     plan = directory / "verify.plan"
     plan.write_bytes(plan.read_bytes()[:-1])
@@ -277,3 +292,15 @@ def test_without_a_driver(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: False)
     result = run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
     assert_refused(result, "Plans run on an NVIDIA GPU", "no driver answers here", "--backend ort")
+
+
+@pytest.mark.usefixtures("installed")
+def test_inspector(staged: Callable[[int], Path]) -> None:
+    shown = succeed(inspect_main, staged(1), "--layers").stdout
+    assert "verify.plan: 3 layers, 1 attentions, 1 cache updates" in shown and "draft.plan: 3 layers" in shown
+    assert "node_Attention_3" in shown and "gemm" in shown
+
+
+def test_layers_refused(engine: Path) -> None:
+    assert_refused(run(inspect_main, engine, "--layers", "--json"), "--layers has no JSON form")
+    assert_refused(run(inspect_main, engine, "--layers"), "has no plan of draft.onnx", "eesd-build")

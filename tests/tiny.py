@@ -15,7 +15,9 @@ from eesd.model.exit_head import ExitConfig
 EXIT_LAYER = 1
 
 
-def build(directory: Path, vocab_size: int, layers: int, damping: float, seed: int, tied: bool = False) -> Path:
+def build(
+    directory: Path, vocab_size: int, layers: int, damping: float, seed: int, tied: bool = False, head_dim: int = 8
+) -> Path:
     """Write a random Llama. The draft is layer 0 and a copy of the last layers, so what it misses are the ones between: they
     speak ``damping`` times as loud as random ones would, which sets how often the draft is right."""
     config = LlamaConfig(
@@ -29,6 +31,7 @@ def build(directory: Path, vocab_size: int, layers: int, damping: float, seed: i
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=tied,
+        head_dim=head_dim,
     )
     model = LlamaForCausalLM(config)
     randomise(model, seed)

@@ -1,0 +1,123 @@
+"""A TensorRT service as many have one, with EESD embedded: it keeps its own logger, allocator, stream, engines and memory.
+
+    python service.py plans/ "def fibonacci(n):"
+
+Everything above ``speculate`` is what such a service has anyway. EESD adds the decode loop: it takes the engines, makes its
+execution contexts through the service, works in the service's stream and in memory that the service gives, starts no thread,
+handles no signal, and logs through ``logging``.
+"""
+
+import importlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from eesd.export.manifest import Manifest, load_manifest
+from eesd.runtime.embed import Host, embed
+from eesd.runtime.errors import EESDError, one_line_errors
+from eesd.runtime.llm import LLM, Speculation
+
+LOG = logging.getLogger("service")
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+
+
+class Service:
+    """Loads plans and owns all that they need on one GPU."""
+
+    def __init__(self, directory: Path, device: int = 0) -> None:
+        self.manifest = load_manifest(directory)
+        if not self.manifest.plans:
+            raise EESDError(f"{directory} has no plans; build them with: eesd-build {directory}.")
+        if not torch.cuda.is_available():
+            raise EESDError("This service runs plans on an NVIDIA GPU, and there is none.")
+        self.trt = importlib.import_module(MODULES[next(iter(self.manifest.plans.values())).flavour])
+        torch.cuda.set_device(device)
+        self.stream = torch.cuda.Stream(device)
+        self.allocator = make_allocator(self.trt, device)
+        self.runtime = self.trt.Runtime(make_logger(self.trt))
+        self.runtime.gpu_allocator = self.allocator
+        self.engines = {graph.file: self._load(directory, graph.file) for graph in self.manifest.graphs}
+
+    def _load(self, directory: Path, file: str) -> Any:
+        path = directory / self.manifest.plans[file].file
+        engine = self.runtime.deserialize_cuda_engine(path.read_bytes())
+        if engine is None:
+            raise EESDError(f"{path} cannot be loaded; the log says why.")
+        return engine
+
+    def make_context(self, engine: Any) -> Any:
+        """A context that works in memory which is given to it later."""
+        strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        return engine.create_execution_context(strategy)
+
+    def memory(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the service's own; any library's would do (``torch.from_dlpack``)."""
+        with torch.cuda.stream(self.stream):
+            return torch.zeros(shape, dtype=dtype, device="cuda")
+
+
+def make_logger(trt: Any) -> Any:
+    class Logger(trt.ILogger):
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            failed = severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR)
+            LOG.log(logging.ERROR if failed else logging.DEBUG, message)
+
+    return Logger()
+
+
+def make_allocator(trt: Any, device: int) -> Any:
+    """Device memory for TensorRT from the pool that the rest of the service uses."""
+
+    class Allocator(trt.IGpuAllocator):
+        def __init__(self) -> None:
+            trt.IGpuAllocator.__init__(self)
+
+        def allocate_async(self, size: int, _alignment: int, _flags: int, stream: int) -> int:
+            return torch.cuda.caching_allocator_alloc(size, device, stream)
+
+        def deallocate_async(self, memory: int, _stream: int) -> bool:
+            torch.cuda.caching_allocator_delete(memory)
+            return True
+
+    return Allocator()
+
+
+def speculate(service: Service, directory: Path) -> LLM:
+    """The one function that is about EESD."""
+    manifest: Manifest = service.manifest
+    dtype = getattr(torch, manifest.dtype)
+    sizes = 2, 1, manifest.num_kv_heads, manifest.max_seq_len, manifest.head_dim
+    scratch = max(engine.device_memory_size_v2 for engine in service.engines.values())
+    host = Host(
+        verify=[service.engines[stage.file] for stage in manifest.verify],
+        draft=service.engines[manifest.draft.file],
+        make_context=service.make_context,
+        stream=service.stream,
+        slab=[service.memory(len(stage.caches), *sizes, dtype=dtype) for stage in manifest.verify],
+        scratch=service.memory(max(scratch, 1), dtype=torch.uint8),
+    )
+    return embed(directory, host, Speculation("beta-ts"))
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("prompt")
+@click.option("-n", "--max-new-tokens", default=128, show_default=True)
+@one_line_errors
+def main(directory: Path, prompt: str, max_new_tokens: int) -> None:
+    """Generate behind PROMPT with the plans in DIRECTORY."""
+    logging.basicConfig(level=logging.INFO)
+    llm = speculate(Service(directory), directory)
+    for piece in llm.stream(prompt, max_new_tokens=max_new_tokens):
+        click.echo(piece.text, nl=False)
+    click.echo()
+
+
+if __name__ == "__main__":
+    main()

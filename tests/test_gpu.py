@@ -1,0 +1,123 @@
+"""Everything that only a GPU can show; each test says what it lacks where it is skipped."""
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from command import succeed
+
+import eesd
+from eesd.export.build import main as build_main
+from eesd.export.inspect import main as inspect_main
+from eesd.export.manifest import load_manifest
+from eesd.runtime.backends import Engines, open_engines
+from eesd.runtime.compare import first_divergence
+from eesd.runtime.device_engine import DeviceEngine
+from eesd.runtime.llm import LLM, Speculation
+from eesd.runtime.sampling import Sampling
+from eesd.runtime.torch_engine import open_torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+PROMPTS = [[5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12]]
+FLAVOURS = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
+BACKENDS = ["torch", "ort", *FLAVOURS]
+GAP = 4 * torch.finfo(torch.float16).eps * 8
+"""Logits this close are equal up to the rounding of a float16."""
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Give a backend, get a float16 directory that it can open."""
+    root = tmp_path_factory.mktemp("gpu")
+    model = tiny.build(root / "model", 97, layers=4, damping=0.3, seed=0, head_dim=32)
+    plain = tiny.export_tiny(model, root / "plans", slots=384, dtype="float16")
+
+    def directory(backend: str) -> Path:
+        if backend == "ort" and "CUDAExecutionProvider" not in __import__("onnxruntime").get_available_providers():
+            pytest.skip("needs onnxruntime-gpu")
+        if backend not in FLAVOURS:
+            return plain
+        if importlib.util.find_spec(FLAVOURS[backend]) is None or importlib.util.find_spec("polygraphy") is None:
+            pytest.skip(f"needs {backend} and polygraphy")
+        built = root / backend
+        if not built.exists():
+            shutil.copytree(plain, built)
+            succeed(build_main, built, "--target", backend)
+        return built
+
+    return directory
+
+
+def engines_of(backend: str, directory: Path) -> Engines:
+    name = "tensorrt" if backend in FLAVOURS else backend
+    return open_engines(directory, load_manifest(directory), name, 1, draft=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_and_caches_are_those_of_the_cpu(opened: Callable[[str], Path], backend: str) -> None:
+    directory = opened(backend)
+    manifest = load_manifest(directory)
+    reference = Engines(*open_torch(directory, manifest, 1, True, "cpu"))
+    found = []
+    for engines in (reference, engines_of(backend, directory)):
+        slab = engines.verify.new_slab()
+        verify, draft = engines.verify.bind(slab), engines.draft.bind(slab)  # type: ignore[union-attr]
+        tokens = [token % 97 for token in range(3, 40)]
+        logits = [verify.forward(tokens, range(37), 0).logits.copy()]
+        logits += [draft.forward([7], [37], 37).logits.copy(), verify.forward([7, 8, 9], [37, 38, 39], 37).logits.copy()]
+        found.append((logits, [slab.read(index)[part][..., :40, :] for index in range(5) for part in (0, 1)]))
+    for expected, actual in zip(*(logits + caches for logits, caches in found), strict=True):
+        assert cosine(expected, actual) > 0.999 and expected.std() > 0
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:  # type: ignore[type-arg]
+    a, b = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
+    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=4)], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(("controller", "width"), [("fixed:k=4", 1), ("beta-ts", 1), ("threshold:p=0.3", 3)])
+def test_drafting_changes_nothing(
+    opened: Callable[[str], Path], backend: str, controller: str, width: int, sampling: Sampling
+) -> None:
+    """Until the cache is full; or where it does change a token, the two lie within rounding."""
+    directory = opened(backend)
+    llm = LLM(directory, load_manifest(directory), engines_of(backend, directory), Speculation(controller, width, guard=False))
+    for prompt in PROMPTS:
+        plain = llm.generate(prompt, sampling, max_new_tokens=400, draft=False, ignore_eos=True)
+        drafted = llm.generate(prompt, sampling, max_new_tokens=400, ignore_eos=True)
+        assert len(prompt) + len(plain.tokens) == 384 and drafted.stats.acceptance > 0.2
+        divergence = first_divergence(llm, prompt, plain.tokens, drafted.tokens)
+        assert divergence is None or sampling.temperature or abs(divergence.logit_gap) <= GAP, divergence
+
+
+@pytest.mark.parametrize("backend", ["torch", *FLAVOURS])
+def test_recorded_calls_compute_what_plain_ones_do(opened: Callable[[str], Path], backend: str) -> None:
+    directory, tokens = opened(backend), []
+    for recorded in (False, True):
+        engines = engines_of(backend, directory)
+        for engine in engines:
+            assert isinstance(engine, DeviceEngine)
+            engine.cuda_graphs = recorded
+        llm = LLM(directory, load_manifest(directory), engines, Speculation("fixed:k=4", guard=False))
+        tokens.append([llm.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens for prompt in PROMPTS])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_inspector_finds_the_fused_layers(opened: Callable[[str], Path], flavour: str) -> None:
+    assert "verify.plan" in succeed(inspect_main, opened(flavour), "--layers").stdout
+
+
+def test_second_start_uses_the_kernels(opened: Callable[[str], Path]) -> None:
+    directory = opened("tensorrt-rtx")
+    for _ in range(2):
+        eesd.load(directory, "tensorrt").generate(PROMPTS[0], max_new_tokens=5)
+    assert (directory / "verify.kernels").stat().st_size > 1000
