@@ -25,6 +25,9 @@ PACKAGES = (
     ("onnx", "export"),
     ("onnxscript", "export"),
     ("safetensors", "export"),
+    ("tensorrt", "tensorrt"),
+    ("tensorrt-rtx", "tensorrt-rtx"),
+    ("polygraphy", "tensorrt-rtx"),
 )
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
@@ -135,7 +138,9 @@ def jobs() -> dict[str, str]:
         if not missing
         else f"no: {', '.join(missing)} missing; pip install eesd",
         "run on the CPU (torch)": _torch_lacks() or "yes, engines of every type",
+        "run plans on a GPU (tensorrt)": _plans_lack("torch") or _gpu_lacks() or "yes",
         "run on a GPU (torch)": _torch_lacks() or _gpu_lacks() or "yes, engines of every type",
+        "build plans": _plans_lack("onnx", "polygraphy") or "yes",
         "export": "yes" if not exporting else f"no: {', '.join(exporting)} missing; pip install 'eesd[export]'",
     }
 
@@ -144,6 +149,14 @@ def _torch_lacks() -> str:
     """What the torch engine lacks here, nothing if it could run."""
     missing = [name for name in ("torch", "onnx", "safetensors") if not installed(name)]
     return f"no: {', '.join(missing)} missing; pip install 'eesd[torch]'" if missing else ""
+
+
+def _plans_lack(*others: str) -> str:
+    """What is missing for plans: either flavour of TensorRT, and these packages."""
+    missing = [name for name in others if not installed(name)]
+    if not installed("tensorrt") and not installed("tensorrt-rtx"):
+        missing.insert(0, "tensorrt or tensorrt-rtx")
+    return f"no: {', '.join(missing)} missing; pip install 'eesd[tensorrt-rtx]' or 'eesd[tensorrt]'" if missing else ""
 
 
 def _gpu_lacks() -> str:
