@@ -17,7 +17,12 @@ BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 38
 """Node counts that GPU passes are made for; others are filled up to the next with nodes that nobody looks at."""
 
 
+ALIGNED = 32
+"""Numbers (int64) between two inputs in one buffer: TensorRT wants addresses in steps of 256 bytes."""
+
+
 def buckets_for(manifest: Manifest, prefill_chunk: int) -> tuple[int, ...]:
+    """Counts for rounds, and that of a prefill as the last."""
     most = manifest.max_tree_nodes + 1
     return (*(count for count in BUCKETS if count < most), most, *((prefill_chunk,) if prefill_chunk > most else ()))
 
@@ -25,8 +30,8 @@ def buckets_for(manifest: Manifest, prefill_chunk: int) -> tuple[int, ...]:
 class DeviceEngine:
     """A draft or verify graph, or the stages of one, on their devices: ``programs``, and ``drafts`` says which of the two.
 
-    ``buckets`` are the node counts that calls are filled up to (the last is that of a prefill), empty where calls run as they
-    are. ``warmed`` is called when a binding has run all of them.
+    ``buckets`` are the node counts that calls are filled up to, empty where calls run as they are. A new binding runs those in
+    ``warm`` and then calls ``warmed``.
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class DeviceEngine:
         drafts: bool,
         make_slab: Callable[[], DeviceSlab],
         buckets: Sequence[int] = (),
+        warm: Sequence[int] = (),
         prefill_chunk: int = PREFILL_CHUNK,
         warmed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -43,6 +49,7 @@ class DeviceEngine:
         self.programs = programs
         self.drafts = drafts
         self.buckets = buckets
+        self.warm = warm
         self.prefill_chunk = prefill_chunk
         self.warmed = warmed
         self.cuda_graphs = True
@@ -55,7 +62,7 @@ class DeviceEngine:
     def bind(self, slab: Slab) -> "DeviceBinding":
         assert isinstance(slab, DeviceSlab)
         binding = DeviceBinding(self, slab)
-        if self.buckets:
+        if self.warm:
             binding.warm_up()
         return binding
 
@@ -73,8 +80,8 @@ class DeviceBinding:
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
     def warm_up(self) -> None:
-        """Run every bucket once, into slots that hold nothing yet, so that no round has to wait for it."""
-        for count in self._engine.buckets:
+        """Run the usual calls once, into slots that hold nothing yet, so that no round has to wait for it."""
+        for count in self._engine.warm:
             self.forward([0] * count, range(count), 0)
         self._engine.warmed()
 
@@ -93,13 +100,18 @@ class DeviceBinding:
         rows = next((bucket for bucket in self._engine.buckets if bucket >= count), count)
         if slot + rows > self._slab.slots:
             rows = count
-        work = self._pass(rows, visible is not None)
-        work.fill(tokens, positions, slot, base, visible)
+        with self._active():
+            work = self._pass(rows, visible is not None)
+            work.fill(tokens, positions, slot, base, visible)
+            work.launch()
+            return work.outputs(count)
+
+    def _active(self) -> ExitStack:
+        """On every device its stream: memory that is taken within belongs to it."""
         with ExitStack() as stack:
             for program in self._engine.programs:
                 stack.enter_context(program.place.active())
-            work.launch()
-            return work.outputs(count)
+            return stack.pop_all()
 
     def _refresh(self) -> None:
         """Forget what is bound to memory that the slab has left."""
@@ -123,9 +135,9 @@ class DeviceBinding:
     def draft_chain(self, token: int, slot: int, count: int) -> Outputs:
         """As in :class:`eesd.runtime.engine.ChainBinding`."""
         self._refresh()
-        if self._chain is None:
-            self._chain = _Chain(self._engine, self._slab, self._pool)
-        with self._engine.programs[0].place.active():
+        with self._active():
+            if self._chain is None:
+                self._chain = _Chain(self._engine, self._slab, self._pool)
             ids, logprobs = self._chain.run(token, slot, count)
         return Outputs(_no_logits, ids, logprobs)
 
@@ -139,22 +151,31 @@ def _caches(program: Program, slab: DeviceSlab) -> list[KV]:
     return [(keys, values) for keys, values in caches]
 
 
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED
+
+
+def _sections(numbers: Tensor, count: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Parts of a call's numbers: tokens [n], positions [n], slot [1], base [1], and what a tree's nodes see [n, width]."""
+    step = _aligned(count)
+    slot = 2 * step
+    visible = numbers[slot + ALIGNED :].view(count, width) if width else numbers[:0]
+    return numbers[:count], numbers[step : step + count], numbers[slot : slot + 1], numbers[slot + 1 : slot + 2], visible
+
+
 class _Stage:
     """One stage's part of a pass: numbers to the device, mask, run."""
 
     def __init__(self, program: Program, slab: DeviceSlab, numbers: Tensor, shape: tuple[int, int], x: Tensor | None) -> None:
-        """``numbers`` (pinned) holds n tokens, n positions, slot, base, and n rows of ``width`` visible columns. Without an
-        ``x`` of its own the stage takes the tokens."""
+        """``numbers`` (pinned) is laid out as in :func:`_sections`. Without an ``x`` of its own the stage takes the tokens."""
         (count, width), device = shape, program.place.device
         self.program = program
         self._host, self._numbers = numbers, torch.zeros_like(numbers, device=device)
-        slot, base = self._numbers[2 * count : 2 * count + 1], self._numbers[2 * count + 1 : 2 * count + 2]
+        tokens, positions, slot, base, visible = _sections(self._numbers, count, width)
         mask = torch.zeros((1, 1, count, slab.slots), dtype=slab.parts[0].dtype, device=device)
-        visible = self._numbers[2 * count + 2 :].view(count, width) if width else None
-        self._mask = Mask(mask, slot, base, visible)
-        self.x = self._numbers[None, :count] if x is None else x
-        positions = self._numbers[None, count : 2 * count]
-        self._run = program.prepare(Call(self.x, positions, slot, mask, _caches(program, slab)))
+        self._mask = Mask(mask, slot, base, visible if width else None)
+        self.x = tokens[None] if x is None else x
+        self._run = program.prepare(Call(self.x, positions[None], slot, mask, _caches(program, slab)))
         self.results: list[Tensor] = []
 
     def body(self) -> None:
@@ -168,10 +189,11 @@ class _Pass:
 
     def __init__(self, engine: DeviceEngine, slab: DeviceSlab, count: int, width: int, pool: object) -> None:
         """``width`` columns say what the nodes of a tree see; 0 for a chain."""
-        self._count, self._width, manifest = count, width, engine.manifest
+        self._count, manifest = count, engine.manifest
         pinned = engine.programs[0].place.stream is not None
-        self._numbers = torch.zeros(2 * count + 2 + count * width, dtype=torch.int64, pin_memory=pinned)
-        self._view: NDArray[np.int64] = self._numbers.numpy()
+        size = 2 * _aligned(count) + ALIGNED + count * width
+        self._numbers = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        self._sections = [section.numpy() for section in _sections(self._numbers, count, width)]
         self._stages: list[_Stage] = []
         for program in engine.programs:
             x = None
@@ -200,14 +222,14 @@ class _Pass:
         base: int,
         visible: NDArray[np.bool_] | None,
     ) -> None:
-        view, count, given = self._view, self._count, len(tokens)
-        view[:given], view[given:count] = tokens, 0
-        view[count : count + given] = positions
-        # Positions count up behind the last, within the rotary tables because a slot is there for each.
-        view[count + given : 2 * count] = range(slot + given, slot + count)
-        view[2 * count], view[2 * count + 1] = slot, base
+        all_tokens, all_positions, its_slot, its_base, seen = self._sections
+        given = len(tokens)
+        all_tokens[:given], all_tokens[given:] = tokens, 0
+        all_positions[:given] = positions
+        # Behind the last they count up, within the rotary tables because a slot is there for each.
+        all_positions[given:] = range(slot + given, slot + self._count)
+        its_slot[0], its_base[0] = slot, base
         if visible is not None:
-            seen = view[2 * count + 2 :].reshape(count, self._width)
             seen[:] = 0
             seen[:given, : visible.shape[1]] = visible
 
@@ -239,13 +261,13 @@ class _Chain:
         (program,), manifest = engine.programs, engine.manifest
         self._place, device = program.place, program.place.device
         pinned = self._place.stream is not None
-        self._host = torch.zeros(4, dtype=torch.int64, pin_memory=pinned)
+        self._host = torch.zeros((4, ALIGNED), dtype=torch.int64, pin_memory=pinned)
         self._numbers = torch.zeros_like(self._host, device=device)
-        """Token, position, slot, and the number of the step."""
-        token, position, slot, self._step = self._numbers[:, None].unbind()
+        """Token, position, slot, and the number of the step, each at the beginning of a row."""
+        token, position, slot, self._step = self._numbers[:, :1].unbind()
         mask = torch.zeros((1, 1, 1, slab.slots), dtype=slab.parts[0].dtype, device=device)
         self._mask = Mask(mask, slot)
-        self._token, self._counters = token, self._numbers[1:]
+        self._token, self._counters = token, self._numbers[1:, 0]
         self._run = program.prepare(Call(token[None], position[None], slot, mask, _caches(program, slab)))
         shape = (manifest.max_tree_nodes, 2, 1, manifest.draft_top_k)
         self._found = torch.zeros(shape, device=device)
@@ -261,7 +283,7 @@ class _Chain:
 
     def run(self, token: int, slot: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Ids and log-probabilities of the steps, each [count, K]."""
-        self._host.numpy()[:] = token, slot, slot, 0
+        self._host.numpy()[:, 0] = token, slot, slot, 0
         self._numbers.copy_(self._host, non_blocking=True)
         if not self._work.prepared:
             self._work.prepare()

@@ -70,11 +70,11 @@ def open_ort_device(
     verify = [program(graph, place) for graph, place in zip(manifest.verify, places, strict=True)]
     make_slab = partial(DeviceSlab, manifest, places, grow=on_cpu)
     buckets: Sequence[int] = () if on_cpu else buckets_for(manifest, min(PREFILL_CHUNK, manifest.max_seq_len))
-    verifier = DeviceEngine(manifest, verify, False, make_slab, buckets)
+    verifier = DeviceEngine(manifest, verify, False, make_slab, buckets, warm=buckets)
     if not draft:
         return verifier, None
     drafter = program(manifest.draft, places[0])
-    return verifier, DeviceEngine(manifest, [drafter], True, make_slab, (1,) if buckets else ())
+    return verifier, DeviceEngine(manifest, [drafter], True, make_slab, buckets, warm=buckets[:1])
 
 
 def _providers(place: Place) -> list[Any]:

@@ -51,8 +51,8 @@ def open_torch(
     ]
     make_slab = partial(DeviceSlab, manifest, places, grow=on_cpu)
     buckets = () if on_cpu else buckets_for(manifest, min(PREFILL_CHUNK, manifest.max_seq_len))
-    verifier = DeviceEngine(manifest, verify, False, make_slab, buckets)
+    verifier = DeviceEngine(manifest, verify, False, make_slab, buckets, warm=buckets)
     if stages[0].draft is None:
         return verifier, None
     drafter = TorchProgram(stages[0].draft, manifest.draft.caches, stages[0].tables, places[0])
-    return verifier, DeviceEngine(manifest, [drafter], True, make_slab, (1,) if buckets else ())
+    return verifier, DeviceEngine(manifest, [drafter], True, make_slab, buckets, warm=buckets[:1])

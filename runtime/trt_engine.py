@@ -12,6 +12,9 @@ from eesd.runtime.device import Call, DeviceSlab, Place, Run, empty_results, fit
 from eesd.runtime.device_engine import DeviceEngine, buckets_for
 from eesd.runtime.errors import EESDError
 
+ALIGNMENT = 256
+"""Bytes: what TensorRT asks of the addresses of inputs and outputs."""
+
 
 class TrtProgram:
     """An engine at a place.
@@ -49,6 +52,8 @@ class TrtProgram:
         for name, tensor in inputs.items():
             _agreed(context.set_input_shape(name, tuple(tensor.shape)), self._graph, count)
         for name, tensor in (inputs | outputs).items():
+            if tensor.storage_offset() * tensor.itemsize % ALIGNMENT:
+                raise EESDError(f"TensorRT wants {name} aligned; export with a --max-seq-len that is a multiple of 16.")
             _agreed(context.set_tensor_address(name, tensor.data_ptr()), self._graph, count)
         _agreed(not context.infer_shapes(), self._graph, count)
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.nbytes)
@@ -125,12 +130,16 @@ def open_tensorrt(
         for graph in files:
             source.keep_kernels(graph)
 
+    buckets = buckets_for(manifest, chunk)
     verifier = DeviceEngine(
-        manifest, programs[:stages], False, make_slab, buckets_for(manifest, chunk), chunk, partial(warmed, manifest.verify)
+        manifest, programs[:stages], False, make_slab, buckets, buckets, chunk, partial(warmed, manifest.verify)
     )
     if not draft:
         return verifier, None
-    return verifier, DeviceEngine(manifest, programs[stages:], True, make_slab, (1,), chunk, partial(warmed, [manifest.draft]))
+    drafter = DeviceEngine(
+        manifest, programs[stages:], True, make_slab, buckets, buckets[:1], chunk, partial(warmed, [manifest.draft])
+    )
+    return verifier, drafter
 
 
 def _scratch(graphs: Sequence[tuple[GraphInfo, Place]], engines: dict[str, Any], given: Tensor | None) -> dict[Place, Tensor]:
