@@ -11,12 +11,12 @@ import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
-from onnx.external_data_helper import load_external_data_for_tensor
+from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor, nn
 
 from eesd.export.engine_dir import Head, weight_sources
 from eesd.export.graph import DTYPES
-from eesd.export.manifest import GraphInfo, Manifest
+from eesd.export.manifest import WEIGHTS, GraphInfo, Manifest
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import MASKED, Decoder, Inputs, empty_caches, rotary_tables
 from eesd.model.exit_head import ExitHead
@@ -44,7 +44,8 @@ class Difference:
 
 def memory_needed(manifest: Manifest) -> int:
     """Bytes that the check takes: the module, the session, and the session's packed copy, all in float32."""
-    return 3 * 4 * manifest.files["weights.bin"].size // DTYPES[manifest.dtype].itemsize
+    weights = manifest.files[WEIGHTS].size + sum(info.size for info in manifest.linked.values())
+    return 3 * 4 * weights // DTYPES[manifest.dtype].itemsize
 
 
 def check_engine(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head) -> dict[str, Difference]:
@@ -135,7 +136,9 @@ def _run(path: Path, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
 
 
 def _widened(tensor: TensorProto, directory: Path) -> NDArray[np.float32]:
-    loaded = TensorProto()
-    loaded.CopyFrom(tensor)
-    load_external_data_for_tensor(loaded, str(directory))
+    """A weight read from its file; onnx's own reader refuses files with more than one hard link."""
+    info = ExternalDataInfo(tensor)
+    with (directory / info.location).open("rb") as file:
+        file.seek(info.offset or 0)
+        loaded = TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=file.read(info.length))
     return numpy_helper.to_array(loaded).astype(np.float32)

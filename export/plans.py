@@ -60,7 +60,9 @@ def builder_version(flavour: str) -> str:
 
 def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> str:
     """SHA-256 of everything that goes into a plan: equal, and the plan that is there is the plan to be built."""
-    files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS)]
+    files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS)] + [
+        info.samples for info in manifest.linked.values()
+    ]
     parts = [files, asdict(options), builder_version(options.flavour), manifest.max_seq_len, manifest.max_tree_nodes]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""An engine directory's weights in the modules of ``model/``: mapped from ``weights.bin``, not read, and each there once.
+"""An engine directory's weights in the modules of ``model/``: mapped from its files, not read, and each there once.
 
 The graphs say where every weight lies: their external data have the names of the modules' parameters.
 """
@@ -35,8 +35,9 @@ class Programs:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a weight lies in ``weights.bin`` (bytes), and the shape it has there."""
+    """Where a weight lies (file of the directory, bytes), and the shape it has there."""
 
+    file: str
     offset: int
     length: int
     shape: tuple[int, ...]
@@ -60,14 +61,14 @@ def load_programs(directory: Path, manifest: Manifest, device: torch.device, dra
     with _refusing(directory):
         decoder, head = _empty_modules(manifest)
     verify, drafting = Verify(decoder, head), Draft(decoder, head, manifest.draft_top_k)
-    wanted = _places(directory, [stage.file for stage in manifest.verify], manifest.dtype)
-    of_draft = _places(directory, [manifest.draft.file], manifest.dtype)
+    wanted = _places(directory, manifest, [stage.file for stage in manifest.verify])
+    of_draft = _places(directory, manifest, [manifest.draft.file])
     linear = {f"{name}.weight" for name, module in drafting.named_modules() if isinstance(module, nn.Linear)}
     named = {name for name, _ in drafting.named_parameters()} | {"cos", "sin"}
     if (wanted | of_draft).keys() != named:
         raise _unfit(directory)
     with _refusing(directory):
-        mapped = _mapped(directory / WEIGHTS, wanted | of_draft if draft else wanted, getattr(torch, manifest.dtype), linear)
+        mapped = _mapped(directory, wanted | of_draft if draft else wanted, getattr(torch, manifest.dtype), linear)
     with fitting_gpu("The weights"):
         state = {name: tensor.to(device) for name, tensor in mapped.items()}
     tables = state.pop("cos"), state.pop("sin")
@@ -122,9 +123,10 @@ def _empty_modules(manifest: Manifest) -> tuple[Decoder, ExitHead]:
         return Decoder(config), head
 
 
-def _places(directory: Path, files: list[str], dtype: str) -> dict[str, _Place]:
-    """The place of every weight of some graphs, by name; refused where one is of another type or in another file."""
-    kind = TensorProto.DataType.Value("FLOAT" if dtype == "float32" else dtype.upper())
+def _places(directory: Path, manifest: Manifest, files: list[str]) -> dict[str, _Place]:
+    """The place of every weight of some graphs, by name; refused where one is of another type or in a file of no weights."""
+    kind = TensorProto.DataType.Value("FLOAT" if manifest.dtype == "float32" else manifest.dtype.upper())
+    known = {WEIGHTS, *manifest.linked}
     places: dict[str, _Place] = {}
     for file in files:
         try:
@@ -135,19 +137,21 @@ def _places(directory: Path, files: list[str], dtype: str) -> dict[str, _Place]:
             if tensor.data_location != TensorProto.EXTERNAL:
                 continue
             info = ExternalDataInfo(tensor)
-            if tensor.data_type != kind or info.location != WEIGHTS or info.offset is None or info.length is None:
+            if tensor.data_type != kind or info.location not in known or info.offset is None or info.length is None:
                 raise _unfit(directory)
-            places[tensor.name] = _Place(info.offset, info.length, tuple(tensor.dims))
+            places[tensor.name] = _Place(info.location, info.offset, info.length, tuple(tensor.dims))
     return places
 
 
-def _mapped(path: Path, places: dict[str, _Place], dtype: torch.dtype, linear: set[str]) -> dict[str, Tensor]:
-    """The weights by name, as the file's own pages; those of linear layers, stored [in, out], as views [out, in]."""
+def _mapped(directory: Path, places: dict[str, _Place], dtype: torch.dtype, linear: set[str]) -> dict[str, Tensor]:
+    """The weights by name, as the files' own pages; those of linear layers [out, in]: in ``weights.bin`` they are [in, out], in a
+    file of the checkpoint as here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the memory cannot be written: nobody will
-        data = torch.from_numpy(np.memmap(path, np.uint8, mode="r"))
+        files = {place.file for place in places.values()}
+        data = {file: torch.from_numpy(np.memmap(directory / file, np.uint8, mode="r")) for file in files}
     tensors = {}
     for name, place in places.items():
-        stored = data[place.offset : place.offset + place.length].view(dtype).view(place.shape)
-        tensors[name] = stored.t() if name in linear else stored
+        stored = data[place.file][place.offset : place.offset + place.length].view(dtype).view(place.shape)
+        tensors[name] = stored.t() if name in linear and place.file == WEIGHTS else stored
     return tensors
