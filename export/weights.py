@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The weights to write, each once and in order; the places of all, those that are only linked included; the bytes to write."""
+    """The weights to write, each once and in order; the places of all, of linked ones too; the bytes to write."""
 
     weights: tuple[WeightRef, ...]
     places: dict[str, Place]

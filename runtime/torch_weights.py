@@ -144,8 +144,8 @@ def _places(directory: Path, manifest: Manifest, files: list[str]) -> dict[str, 
 
 
 def _mapped(directory: Path, places: dict[str, _Place], dtype: torch.dtype, linear: set[str]) -> dict[str, Tensor]:
-    """The weights by name, as the files' own pages; those of linear layers [out, in]: in ``weights.bin`` they are [in, out], in a
-    file of the checkpoint as here."""
+    """The weights by name, as the files' own pages; those of linear layers as [out, in]: so they are in a linked file, in
+    ``weights.bin`` they are [in, out]."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the memory cannot be written: nobody will
         files = {place.file for place in places.values()}
