@@ -115,7 +115,12 @@ def _compare(
 
 
 def _run(path: Path, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-    """A graph's first output from ONNX Runtime's CPU kernels; 16-bit weights and caches are widened to float32, in memory."""
+    """A graph's first output."""
+    return next(iter(run_widened(path, feeds).values()))
+
+
+def run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """A graph's outputs from ONNX Runtime's CPU kernels; 16-bit weights and caches are widened to float32, in memory."""
     options = ort.SessionOptions()
     options.log_severity_level = 3  # it would warn that caches are copied, which is what a check wants
     model = onnx.load(path, load_external_data=False)
@@ -131,8 +136,8 @@ def _run(path: Path, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
     del model.graph.value_info[:]
     source = model.SerializeToString() if narrow else str(path)
     session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-    result: NDArray[np.float32] = session.run([model.graph.output[0].name], feeds)[0]
-    return result
+    names = [output.name for output in model.graph.output]
+    return dict(zip(names, session.run(names, feeds), strict=True))
 
 
 def _widened(tensor: TensorProto, directory: Path) -> NDArray[np.float32]:

@@ -38,12 +38,13 @@ def link_files(directory: Path, tensors: Iterable[StoredTensor]) -> dict[str, Li
     """Link the files of some tensors into a directory, under their own names."""
     paths = sorted({tensor.path for tensor in tensors})
     for path in paths:
-        link(path, directory / path.name)
+        link(path, directory / path.name, "give an --output beside the checkpoint, or leave --link-weights out")
     return {path.name: LinkInfo.of(path) for path in paths}
 
 
-def link(path: Path, name: Path) -> None:
-    """A hard link to a file, or to what a symbolic link (such as those of the hub's cache) leads to."""
+def link(path: Path, name: Path, advice: str) -> None:
+    """A hard link to a file, or to what a symbolic link (such as those of the hub's cache) leads to; ``advice`` is for who
+    cannot have it."""
     try:
         os.link(path.resolve(), name)
     except OSError as error:
@@ -51,5 +52,5 @@ def link(path: Path, name: Path) -> None:
             raise
         raise EESDError(
             f"{path} cannot be linked into {name.parent.parent} ({error.strerror}): hard links need one file system that has "
-            "them and files of one's own; give an --output beside the checkpoint, or leave --link-weights out."
+            f"them and files of one's own; {advice}."
         ) from None

@@ -17,6 +17,8 @@ SAMPLES, SAMPLE_BYTES = 256, 4096
 """Pieces of a linked file that its hash is of, a megabyte in all: weights of another model differ in every one."""
 PREFILL_CHUNK = 128
 """Tokens of the prompt that the runtime gives to one call; a plan is built for as many."""
+FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+"""Kinds of plans, and the module that builds and runs each."""
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (
     "vocab_size",

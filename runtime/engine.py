@@ -44,6 +44,10 @@ class Slab(Protocol):
         """Begin another sequence."""
         ...
 
+    def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Keys and values [B, KV, S, D] of cache ``index`` as they are now, copied to the host: for tests and checks."""
+        ...
+
     def compact(self, start: int, sources: list[int]) -> None:
         """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``, ``start + 1``, ..."""
         ...

@@ -71,3 +71,6 @@ class KVSlab(GrowingSlab):
 
     def _zeros(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         return np.zeros(shape, dtype=np.float32)
+
+    def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        return self.data[index, 0].copy(), self.data[index, 1].copy()

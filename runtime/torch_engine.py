@@ -36,6 +36,10 @@ class TorchSlab(GrowingSlab):
         with fitting_gpu(f"The KV caches of {shape[4]} slots"):
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
+    def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        keys, values = self.data[index].float().cpu().numpy().copy()
+        return keys, values
+
 
 class TorchEngine:
     """One of the two programs, with its weights on a device. ``caches`` are the indices of those it reads and writes."""
