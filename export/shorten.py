@@ -92,8 +92,8 @@ def _info(file: str, takes: GraphInfo, gives: GraphInfo, own: list[int], layers:
 
 
 def _cut(first: ModelProto, last: ModelProto, layers: int, caches: list[int]) -> ModelProto:
-    """``first`` up to layer ``layers``, with those of its caches that are named, and behind it norm and LM head of ``last`` (the
-    same graph, loaded once more, where there is one stage)."""
+    """``first`` up to layer ``layers``, with those of its caches that are named, and behind it norm and LM head of ``last``
+    (the same graph, loaded once more, where there is one stage)."""
     body, tail = first.graph, last.graph
     own = {f"{part}_{index}" for index in caches for part in ("key", "value")}
     inputs = [value for value in body.input if value.name in own or not value.name.startswith(("key_", "value_"))]
