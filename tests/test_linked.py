@@ -24,6 +24,8 @@ from eesd.runtime.errors import EESDError
 from eesd.runtime.llm import Speculation
 
 FamilyDir = Callable[[str], Path]
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
 SHARDED = "codellama"  # of float32, and in several files
 

@@ -24,6 +24,8 @@ from eesd.export.validate import LEAST_COSINE, validate
 from eesd.runtime.backends import Engines, open_engines
 from eesd.runtime.errors import EESDError
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 LAYERS = 2
 FOUR = "llama-head-dim"
 """Of four layers."""
