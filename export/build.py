@@ -2,6 +2,8 @@
 
 import resource
 import shutil
+import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,7 @@ def main(
         from eesd.export import plans
     except ImportError as error:
         raise EESDError(f"Building needs {error.name}; install it with: pip install 'eesd[tensorrt-rtx]'.") from None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or a shortened model would be left behind
     manifest = load_manifest(directory)
     plans.check_precision(manifest)
     if precision not in (None, manifest.dtype):

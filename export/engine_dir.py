@@ -202,9 +202,9 @@ def check_output(output: Path) -> None:
     raw = _raw_manifest(output)
     if paths and raw is None:
         raise EESDError(f"{output} exists and is not an engine directory; give another --output.")
-    linked = (raw or {}).get("linked") or {}
-    own = [path for path in paths if path.is_file() and (path.suffix in REPLACED or path.name in linked)]
-    foreign = next((path.name for path in paths if path not in own), None)
+    links = raw.get("linked") if raw else None
+    linked = set(links) if isinstance(links, dict) else set()
+    foreign = next((p.name for p in paths if p.is_dir() or (p.suffix not in REPLACED and p.name not in linked)), None)
     if foreign is not None:
         raise EESDError(f"{output} also holds {foreign}, which no export wrote; move it away or give another --output.")
 

@@ -32,8 +32,8 @@ def memory_needed(manifest: Manifest) -> int:
 def validate(engines: Engines, directory: Path, manifest: Manifest) -> dict[str, float]:
     """The least cosine, over tokens, of an engine's logits, keys and values with the reference's, by what was compared.
 
-    ``engines`` has run nothing that its graphs in ``directory`` would not have; it must have a draft. Caches are compared for
-    every layer and every exit block, each token's heads as one vector.
+    ``engines``, draft included, should compute what the graphs in ``directory`` do. Caches are compared for every layer and
+    every exit block, each token's heads as one vector.
     """
     assert engines.draft is not None
     count = min(TOKENS, manifest.max_seq_len - 1)
