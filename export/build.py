@@ -2,31 +2,36 @@
 
 import resource
 import shutil
+import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from eesd.export.manifest import PREFILL_CHUNK, GraphInfo, Manifest, PlanInfo, load_manifest, verify_files
+from eesd.export.manifest import FLAVOURS, NAME, PREFILL_CHUNK, GraphInfo, Manifest, PlanInfo, load_manifest, verify_files
 from eesd.export.memory import build_memory
-from eesd.runtime.doctor import available_memory
+from eesd.runtime.backends import open_engines
+from eesd.runtime.doctor import available_memory, compute_capability
 from eesd.runtime.errors import EESDError, one_line_errors
 
-TARGETS = ("tensorrt", "tensorrt-rtx")
+if TYPE_CHECKING:  # onnx loads only after the options were checked
+    from eesd.export.plans import BuildOptions
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--target", type=click.Choice(TARGETS), help="Flavour to build with.  [default: the one installed]")
+@click.option("--target", type=click.Choice(tuple(FLAVOURS)), help="Flavour to build with.  [default: the one installed]")
 @click.option("--precision", help="Refuse to build anything but this element type, such as float16.")
 @click.option("--batch", type=click.IntRange(1, 64), default=1, help="Sequences of a call at most.")
 @click.option("--prefill-chunk", type=click.IntRange(min=1), help="Tokens of the prompt in a call at most.  [default: 128]")
 @click.option("--compute-capability", "capabilities", multiple=True, help="tensorrt-rtx: GPU to build for, such as 8.9.")
 @click.option("--force", is_flag=True, help="Build plans that are up to date, too.")
+@click.option("--layers", type=click.IntRange(min=1), help="Only try a model cut to so many layers; nothing is kept.")
 @one_line_errors
 def main(
     directory: Path,
@@ -36,12 +41,14 @@ def main(
     prefill_chunk: int | None,
     capabilities: tuple[str, ...],
     force: bool,
+    layers: int | None,
 ) -> None:
     """Build draft.plan and verify.plan from the graphs in DIRECTORY and record them in its manifest."""
     try:
         from eesd.export import plans
     except ImportError as error:
         raise EESDError(f"Building needs {error.name}; install it with: pip install 'eesd[tensorrt-rtx]'.") from None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or a shortened model would be left behind
     manifest = load_manifest(directory)
     plans.check_precision(manifest)
     if precision not in (None, manifest.dtype):
@@ -51,24 +58,69 @@ def main(
     chunk = prefill_chunk or min(PREFILL_CHUNK, manifest.max_seq_len)
     options = plans.BuildOptions(plans.find_flavour(target), batch, chunk, capabilities)
     plans.check_options(manifest, options)
-    verify_files(directory, manifest)
-    console = Console(stderr=True)
+    if layers is not None:
+        _try_shortened(directory, manifest, options, layers)
+        return
+    outdated = [g for g in manifest.graphs if force or not plans.up_to_date(directory, manifest, g, options)]
+    if outdated or _touched(directory, manifest):
+        verify_files(directory, manifest)
     for graph in manifest.graphs:
-        if not force and plans.up_to_date(directory, manifest, graph, options):
+        if graph in outdated:
+            manifest = _build_plan(directory, manifest, graph, options)
+        else:
             click.echo(f"{manifest.plans[graph.file].file}: up to date")
-            continue
-        estimate = check_room(directory, graph)
-        started = time.perf_counter()
-        with _progress(console) as bar:
-            plan = plans.build(directory, manifest, graph, options, partial(_monitor, bar))
-        manifest = plans.record(directory, manifest, graph, plan)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        click.echo(
-            f"{plan.file}: {plan.size / 1e6:.1f} MB by {plan.flavour} {plan.version} in {time.perf_counter() - started:.1f} s, "
-            f"memory {peak / 1e9:.2f} GB at most (estimated {estimate / 1e9:.2f} GB), "
-            f"{plan.fused_attentions} fused attentions, {plan.fused_cache_updates} cache updates in place"
-        )
-        _warn_unfused(manifest, graph, plan)
+
+
+def _touched(directory: Path, manifest: Manifest) -> bool:
+    """Whether a file was written after the manifest, which an export writes last, and a build when it has verified all."""
+    written = (directory / NAME).stat().st_mtime_ns
+    return any((directory / name).stat().st_mtime_ns > written for name in manifest.sizes)
+
+
+def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: "BuildOptions") -> Manifest:
+    """Build one plan, say what it took, and give the manifest that has it."""
+    from eesd.export import plans
+
+    estimate = check_room(directory, graph)
+    started = time.perf_counter()
+    with _progress(Console(stderr=True)) as bar:
+        plan = plans.build(directory, manifest, graph, options, partial(_monitor, bar))
+    manifest = plans.record(directory, manifest, graph, plan)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    click.echo(
+        f"{plan.file}: {plan.size / 1e6:.1f} MB by {plan.flavour} {plan.version} in {time.perf_counter() - started:.1f} s, "
+        f"memory {peak / 1e9:.2f} GB at most (estimated {estimate / 1e9:.2f} GB), "
+        f"{plan.fused_attentions} fused attentions, {plan.fused_cache_updates} cache updates in place"
+    )
+    _warn_unfused(manifest, graph, plan)
+    return manifest
+
+
+def _try_shortened(directory: Path, manifest: Manifest, options: "BuildOptions", layers: int) -> None:
+    """Build plans of the model cut to ``layers`` layers and, where there is a GPU, compare what they compute."""
+    from eesd.export.shorten import shortened
+    from eesd.export.validate import LEAST_COSINE, memory_needed, validate
+
+    with shortened(directory, manifest, layers) as (short, cut):
+        for graph in cut.graphs:
+            cut = _build_plan(short, cut, graph, options)
+        needed = memory_needed(cut)
+        if compute_capability() is None:
+            _skip("there is no NVIDIA GPU here; run the same command on a machine that has one")
+            return
+        if needed > available_memory():
+            _skip(f"the reference takes about {needed / 1e9:.0f} GB of memory")
+            return
+        cosines = validate(open_engines(short, cut, "tensorrt", None, True), short, cut)
+    least = LEAST_COSINE[manifest.dtype]
+    for what, cosine in cosines.items():
+        click.echo(f"{what}: cosine {cosine:.6f} or better (wanted: {least})")
+    if min(cosines.values()) < least:
+        raise EESDError("The plans of the shortened model do not compute what its graphs do; please report this model.")
+
+
+def _skip(reason: str) -> None:
+    click.secho(f"The shortened plans were built, but not run: {reason}.", fg="yellow", err=True)
 
 
 def check_room(directory: Path, graph: GraphInfo) -> int:

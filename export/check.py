@@ -11,12 +11,12 @@ import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
-from onnx.external_data_helper import load_external_data_for_tensor
+from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor, nn
 
 from eesd.export.engine_dir import Head, weight_sources
 from eesd.export.graph import DTYPES
-from eesd.export.manifest import GraphInfo, Manifest
+from eesd.export.manifest import WEIGHTS, GraphInfo, Manifest
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import MASKED, Decoder, Inputs, empty_caches, rotary_tables
 from eesd.model.exit_head import ExitHead
@@ -44,7 +44,8 @@ class Difference:
 
 def memory_needed(manifest: Manifest) -> int:
     """Bytes that the check takes: the module, the session, and the session's packed copy, all in float32."""
-    return 3 * 4 * manifest.files["weights.bin"].size // DTYPES[manifest.dtype].itemsize
+    weights = manifest.files[WEIGHTS].size + sum(info.size for info in manifest.linked.values())
+    return 3 * 4 * weights // DTYPES[manifest.dtype].itemsize
 
 
 def check_engine(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head) -> dict[str, Difference]:
@@ -114,7 +115,12 @@ def _compare(
 
 
 def _run(path: Path, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-    """A graph's first output from ONNX Runtime's CPU kernels; 16-bit weights and caches are widened to float32, in memory."""
+    """A graph's first output."""
+    return next(iter(run_widened(path, feeds).values()))
+
+
+def run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """A graph's outputs from ONNX Runtime's CPU kernels; 16-bit weights and caches are widened to float32, in memory."""
     options = ort.SessionOptions()
     options.log_severity_level = 3  # it would warn that caches are copied, which is what a check wants
     model = onnx.load(path, load_external_data=False)
@@ -130,12 +136,14 @@ def _run(path: Path, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
     del model.graph.value_info[:]
     source = model.SerializeToString() if narrow else str(path)
     session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-    result: NDArray[np.float32] = session.run([model.graph.output[0].name], feeds)[0]
-    return result
+    names = [output.name for output in model.graph.output]
+    return dict(zip(names, session.run(names, feeds), strict=True))
 
 
 def _widened(tensor: TensorProto, directory: Path) -> NDArray[np.float32]:
-    loaded = TensorProto()
-    loaded.CopyFrom(tensor)
-    load_external_data_for_tensor(loaded, str(directory))
+    """A weight read from its file; onnx's own reader refuses files with more than one hard link."""
+    info = ExternalDataInfo(tensor)
+    with (directory / info.location).open("rb") as file:
+        file.seek(info.offset or 0)
+        loaded = TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=file.read(info.length))
     return numpy_helper.to_array(loaded).astype(np.float32)

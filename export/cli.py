@@ -32,6 +32,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 @click.option("--max-tree-nodes", type=click.IntRange(1, 512), default=32, help="Drafted tokens that fit one round (M).")
 @click.option("--draft-top-k", type=click.IntRange(1, 64), default=8, help="Candidates that the draft reports (K).")
 @click.option("--stages", type=int, default=1, help="Devices to spread the verify graph over, by layers.")
+@click.option("--link-weights", is_flag=True, help="Use the checkpoint's own files by hard links instead of a copy.")
 @click.option("--check/--no-check", default=None, help="Compare with the torch module.  [default: if memory allows]")
 @one_line_errors
 def main(
@@ -44,6 +45,7 @@ def main(
     max_tree_nodes: int,
     draft_top_k: int,
     stages: int,
+    link_weights: bool,
     check: bool | None,
 ) -> None:
     """Write draft.onnx, verify.onnx (or its stages), their shared weights, tokenizer and manifest.json into one directory."""
@@ -53,6 +55,7 @@ def main(
         from eesd.export.engine_dir import check_output, export
         from eesd.export.graph import ExportOptions
         from eesd.export.hub import find_model
+        from eesd.export.manifest import WEIGHTS
         from eesd.model.checkpoint import Checkpoint
     except ImportError as error:
         raise EESDError(f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'.") from None
@@ -65,7 +68,9 @@ def main(
     slots = max_seq_len or min(config.max_positions, 4096)
     if slots > config.max_positions:
         raise EESDError(f"--max-seq-len {slots} is more than the model's {config.max_positions} positions.")
-    options = ExportOptions(dtype or config.dtype, slots, max_tree_nodes, min(draft_top_k, config.vocab_size), stages)
+    options = ExportOptions(
+        dtype or config.dtype, slots, max_tree_nodes, min(draft_top_k, config.vocab_size), stages, link_weights
+    )
     if options.dtype not in DTYPES:
         raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
     if max_tree_nodes >= slots:
@@ -73,7 +78,7 @@ def main(
     with _progress() as bar:
         task = bar.add_task("", total=None)
         lines: list[str] = []
-        export(
+        manifest = export(
             checkpoint,
             head,
             options,
@@ -83,6 +88,9 @@ def main(
             lambda directory, manifest: lines.extend(_check(directory, manifest, checkpoint, head, check)),
         )
     click.echo(f"{output}: {config.architecture}, {options.dtype}, exit after layer {head.config.layer}, {slots} slots")
+    if link_weights:
+        linked = sum(info.size for info in manifest.linked.values())
+        click.echo(f"weights: {linked / 1e9:.2f} GB linked, {manifest.files[WEIGHTS].size / 1e9:.2f} GB copied")
     for line in lines:
         click.echo(line)
     if not head.config.trained:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 import eesd
 from eesd.export.graph import ExportOptions, Graph, to_proto, trace
-from eesd.export.manifest import FORMAT_VERSION, NAME, WEIGHTS, FileInfo, Manifest, sha256_of
+from eesd.export.links import link_files, linkable
+from eesd.export.manifest import FORMAT_VERSION, NAME, WEIGHTS, FileInfo, LinkInfo, Manifest, sha256_of
 from eesd.export.stages import split_layers
 from eesd.export.weights import Plan, Source, check_space, plan_weights, write_weights
 from eesd.model import exit_head
@@ -75,18 +77,22 @@ def export(
     """
     check_output(output)
     splits = split_layers(checkpoint, head.config, options.stages)
+    sources = weight_sources(checkpoint, head, options.max_seq_len)
+    linked = linkable(sources, options.dtype) if options.link_weights else {}
+    as_stored = frozenset(linked)
     stage("tracing the draft graph")
-    graphs = {"draft": trace("draft", checkpoint.config, head.config, options)}
+    graphs = {"draft": trace("draft", checkpoint.config, head.config, options, None, as_stored)}
     for number, layers in enumerate(splits):
         name = f"verify_{number}" if len(splits) > 1 else "verify"
         stage(f"tracing the {name} graph")
-        graphs[name] = trace(name, checkpoint.config, head.config, options, layers)
-    plan = plan_weights((graph.weights for graph in graphs.values()), options.dtype)
+        graphs[name] = trace(name, checkpoint.config, head.config, options, layers, as_stored)
+    plan = plan_weights((graph.weights for graph in graphs.values()), options.dtype, linked)
     check_space(_existing_parent(output), plan.size + 64_000_000)
     stage("writing the weights")
     with _staging(output) as directory:
-        files = _write_all(directory, checkpoint, head, options, graphs, plan, progress)
-        manifest = _manifest(checkpoint, head.config, options, graphs, files)
+        links = link_files(directory, (linked[name] for name in linked.keys() & plan.places.keys()))
+        files = _write_all(directory, checkpoint, sources, options, graphs, plan, progress)
+        manifest = _manifest(checkpoint, head.config, options, graphs, files, links)
         (directory / NAME).write_text(manifest.to_json())
         stage("checking parity")
         check(directory, manifest)
@@ -96,21 +102,20 @@ def export(
 def _write_all(
     directory: Path,
     checkpoint: Checkpoint,
-    head: Head,
+    sources: Mapping[str, Source],
     options: ExportOptions,
     graphs: Mapping[str, Graph],
     plan: Plan,
     progress: Callable[[str, int, int], None],
 ) -> dict[str, FileInfo]:
-    sources = weight_sources(checkpoint, head, options.max_seq_len)
-    total = sum(length for _, length in plan.places.values())
+    total = sum(plan.places[weight.name].length for weight in plan.weights)
     files = {
         WEIGHTS: write_weights(
             directory / WEIGHTS, plan, sources, options.dtype, lambda name, size: progress(name, size, total)
         )
     }
     for graph in graphs.values():
-        onnx.save(to_proto(graph, WEIGHTS, plan.places), directory / graph.info.file)
+        onnx.save(to_proto(graph, plan.places), directory / graph.info.file)
         files[graph.info.file] = _file_info(directory / graph.info.file)
     for name in TEXT_FILES:
         if (checkpoint.directory / name).exists():
@@ -138,6 +143,7 @@ def _manifest(
     options: ExportOptions,
     graphs: Mapping[str, Graph],
     files: dict[str, FileInfo],
+    links: dict[str, LinkInfo],
 ) -> Manifest:
     config: ModelConfig = checkpoint.config
     return Manifest(
@@ -171,6 +177,7 @@ def _manifest(
         draft=graphs["draft"].info,
         verify=tuple(graph.info for name, graph in graphs.items() if name != "draft"),
         files=files,
+        linked=links,
         tools=_tools(),
         plans={},
     )
@@ -192,20 +199,23 @@ def check_output(output: Path) -> None:
     if not output.exists():
         return
     paths = sorted(output.iterdir())
-    if paths and not _has_manifest(output):
+    raw = _raw_manifest(output)
+    if paths and raw is None:
         raise EESDError(f"{output} exists and is not an engine directory; give another --output.")
-    foreign = next((path.name for path in paths if path.is_dir() or path.suffix not in REPLACED), None)
+    links = raw.get("linked") if raw else None
+    linked = set(links) if isinstance(links, dict) else set()
+    foreign = next((p.name for p in paths if p.is_dir() or (p.suffix not in REPLACED and p.name not in linked)), None)
     if foreign is not None:
         raise EESDError(f"{output} also holds {foreign}, which no export wrote; move it away or give another --output.")
 
 
-def _has_manifest(directory: Path) -> bool:
-    """Whether there is an EESD manifest, of whatever version; other programs have a manifest.json too."""
+def _raw_manifest(directory: Path) -> dict[str, Any] | None:
+    """The EESD manifest there, of whatever version; other programs have a manifest.json too."""
     try:
         raw = json.loads((directory / NAME).read_text("utf-8"))
     except (FileNotFoundError, ValueError):
-        return False
-    return isinstance(raw, dict) and raw.keys() >= {"format_version", "base_fingerprint"}
+        return None
+    return raw if isinstance(raw, dict) and raw.keys() >= {"format_version", "base_fingerprint"} else None
 
 
 def _existing_parent(path: Path) -> Path:

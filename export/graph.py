@@ -7,7 +7,7 @@ Transpose (they are stored transposed), and every weight becomes a named referen
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,13 +37,15 @@ graph is there. Tracing with symbolic dimensions gives the same graph and takes 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Choices of an export: element type, S (slots of the cache), M (nodes of a token tree), K (draft candidates), stages."""
+    """Choices of an export: element type, S (slots of the cache), M (nodes of a token tree), K (draft candidates), stages, and
+    whether weights stay in the checkpoint's files."""
 
     dtype: str
     max_seq_len: int
     max_tree_nodes: int
     draft_top_k: int
     stages: int = 1
+    link_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,17 @@ class _Program(nn.Module):
 
 
 def trace(
-    name: str, config: ModelConfig, exit_config: ExitConfig, options: ExportOptions, layers: range | None = None
+    name: str,
+    config: ModelConfig,
+    exit_config: ExitConfig,
+    options: ExportOptions,
+    layers: range | None = None,
+    as_stored: frozenset[str] = frozenset(),
 ) -> Graph:
     """Trace ``"draft"``, ``"verify"``, or with its ``layers`` a stage of verify, to ONNX.
 
-    Needs memory for the graph only, whatever the model's size.
+    The weights ``as_stored`` keep the checkpoint's layout and, where they are linear, their Transpose in the graph. Needs
+    memory for the graph only, whatever the model's size.
     """
     dtype, layers = DTYPES[options.dtype], range(config.num_layers) if layers is None else layers
     with FakeTensorMode(), _default_dtype(dtype):
@@ -105,7 +113,7 @@ def trace(
         model = _export(module, _example(config, len(caches), dtype, hidden=layers.start > 0))
     _name_dimensions(model.graph)
     _name_tensors(model, caches, "hidden" if layers.start > 0 else "input_ids", outputs)
-    weights = _make_lean(model, config.tied_embeddings)
+    weights = _make_lean(model, config.tied_embeddings, as_stored)
     model.graph.name = f"eesd_{name}"
     info = GraphInfo(f"{name}.onnx", tuple(caches), _describe(model.graph.inputs), _describe(model.graph.outputs))
     return Graph(model, weights, info)
@@ -166,11 +174,11 @@ def _name_tensors(model: ir.Model, caches: list[int], first: str, outputs: list[
         value.name = name
 
 
-def _make_lean(model: ir.Model, tied_embeddings: bool) -> tuple[WeightRef, ...]:
+def _make_lean(model: ir.Model, tied_embeddings: bool, as_stored: frozenset[str]) -> tuple[WeightRef, ...]:
     graph = model.graph
     _constant_reshapes(graph)
     IdentityEliminationPass()(model)
-    _name_weights(graph, tied_embeddings)
+    _name_weights(graph, tied_embeddings, as_stored)
     RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)
     constants = {name for name, value in graph.initializers.items() if value.meta.get("constant")}
@@ -206,7 +214,7 @@ def _constant_reshapes(graph: ir.Graph) -> None:
         node.attributes.pop("allowzero", None)
 
 
-def _name_weights(graph: ir.Graph, tied_embeddings: bool) -> None:
+def _name_weights(graph: ir.Graph, tied_embeddings: bool, as_stored: frozenset[str]) -> None:
     """Give weights their checkpoint names and fold the Transpose of linear weights into how they are stored."""
     for old in list(graph.initializers):
         value = graph.initializers[old]
@@ -219,7 +227,7 @@ def _name_weights(graph: ir.Graph, tied_embeddings: bool) -> None:
             value.name = EMBEDDINGS
         graph.initializers[value.name] = value
         users = [user for user, _ in value.uses()]
-        if value.name != EMBEDDINGS and users and all(user.op_type == "Transpose" for user in users):
+        if value.name not in as_stored | {EMBEDDINGS} and users and all(user.op_type == "Transpose" for user in users):
             assert value.shape is not None
             value.shape = ir.Shape(tuple(reversed(value.shape)))
             value.meta["transposed"] = True
@@ -239,13 +247,13 @@ def _describe(values: Any) -> tuple[TensorInfo, ...]:
     )
 
 
-def to_proto(graph: Graph, location: str, places: dict[str, tuple[int, int]]) -> onnx.ModelProto:
-    """The graph as a ModelProto whose weights are external data: ``places`` gives each one's (offset, length)."""
+def to_proto(graph: Graph, places: Mapping[str, tuple[str, int, int]]) -> onnx.ModelProto:
+    """The graph as a ModelProto whose weights are external data: ``places`` gives each one's (file, offset, length)."""
     for weight in graph.weights:
-        offset, length = places[weight.name]
+        file, offset, length = places[weight.name]
         value = graph.model.graph.initializers[weight.name]
         value.const_value = ir.ExternalTensor(
-            location,
+            file,
             offset,
             length,
             value.dtype or ir.DataType.FLOAT,

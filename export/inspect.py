@@ -57,7 +57,7 @@ def main(
     if verify:
         stderr = Console(stderr=True)
         with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-            task = bar.add_task("hashing", total=sum(info.size for info in manifest.files.values()))
+            task = bar.add_task("hashing", total=sum(manifest.sizes.values()))
             verify_files(directory, manifest, lambda size: bar.advance(task, size))
             for plan in manifest.plans.values():
                 check_plan(directory, plan)
@@ -108,6 +108,8 @@ def _files(manifest: Manifest) -> Table:
     table = Table("file", "bytes", "SHA-256")
     for name, info in manifest.files.items():
         table.add_row(name, f"{info.size:,}", info.sha256[:16])
+    for name, linked in manifest.linked.items():
+        table.add_row(name, f"{linked.size:,}", f"{linked.samples[:16]} of samples: the checkpoint's own file")
     return table
 
 

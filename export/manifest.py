@@ -13,8 +13,12 @@ from eesd.runtime.errors import EESDError
 FORMAT_VERSION = 1
 NAME = "manifest.json"
 WEIGHTS = "weights.bin"
+SAMPLES, SAMPLE_BYTES = 256, 4096
+"""Pieces of a linked file that its hash is of, a megabyte in all: weights of another model differ in every one."""
 PREFILL_CHUNK = 128
 """Tokens of the prompt that the runtime gives to one call; a plan is built for as many."""
+FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+"""Kinds of plans, and the module that builds and runs each."""
 DTYPES = ("float32", "float16", "bfloat16")
 SIZES = (
     "vocab_size",
@@ -55,6 +59,21 @@ class FileInfo:
 
     size: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class LinkInfo:
+    """A file of the checkpoint itself, hard-linked into the directory: size in bytes, time of its last change (nanoseconds
+    since the epoch), and SHA-256 of pieces of it. To hash all of it would take longer than the rest of the export."""
+
+    size: int
+    mtime_ns: int
+    samples: str
+
+    @classmethod
+    def of(cls, path: Path) -> "LinkInfo":
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns, _sampled_sha256(path, status.st_size))
 
 
 @dataclass(frozen=True)
@@ -115,6 +134,8 @@ class Manifest:
     verify: tuple[GraphInfo, ...]
     """The stages of the verify graph in order; one, unless it was split over several devices."""
     files: dict[str, FileInfo]
+    linked: dict[str, LinkInfo]
+    """Files of the checkpoint that the graphs use as they are; none unless they were asked for."""
     tools: dict[str, str]
     plans: dict[str, PlanInfo]
     """Plans by the name of the graph file they were built of."""
@@ -122,6 +143,12 @@ class Manifest:
     @property
     def graphs(self) -> tuple[GraphInfo, ...]:
         return (self.draft, *self.verify)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file, those of the checkpoint included, but not the plans."""
+        own = {name: info.size for name, info in self.files.items()}
+        return own | {name: info.size for name, info in self.linked.items()}
 
     @property
     def num_caches(self) -> int:
@@ -145,6 +172,16 @@ def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> s
         while piece := file.read(1 << 22):
             digest.update(piece)
             progress(len(piece))
+    return digest.hexdigest()
+
+
+def _sampled_sha256(path: Path, size: int) -> str:
+    """SHA-256 of :data:`SAMPLES` pieces at equal distances, the first and the last one included."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 
@@ -173,22 +210,28 @@ def load_manifest(directory: Path) -> Manifest:
         manifest = _parse(raw)
     except (AttributeError, TypeError, ValueError):
         raise EESDError(f"{path} is damaged (a value is missing or cannot be); export the model again.") from None
-    for name, info in manifest.files.items():
+    for name, size in manifest.sizes.items():
         file = directory / name
         if not file.exists():
             raise EESDError(f"{file} is missing; export the model again.")
-        if file.stat().st_size != info.size:
-            raise EESDError(
-                f"{file} has {file.stat().st_size} bytes where the manifest says {info.size}; export the model again."
-            )
+        if file.stat().st_size != size:
+            raise EESDError(f"{file} has {file.stat().st_size} bytes where the manifest says {size}; export the model again.")
     return manifest
 
 
 def verify_files(directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Hash every file again; :class:`EESDError` names the first that was changed after the export."""
+    """Hash every file again; :class:`EESDError` names the first that was changed after the export. Of a linked one, pieces are
+    hashed, and the time of its last change must be the same."""
     for name, info in manifest.files.items():
         if sha256_of(directory / name, progress) != info.sha256:
             raise EESDError(f"{directory / name} was changed after the export (its SHA-256 differs); export the model again.")
+    for name, linked in manifest.linked.items():
+        if LinkInfo.of(directory / name) != linked:
+            raise EESDError(
+                f"{directory / name}, a link to the checkpoint's own file, was changed after the export (or copied without its "
+                "time); export the model again."
+            )
+        progress(linked.size)
 
 
 def check_plan(directory: Path, plan: PlanInfo) -> None:
@@ -207,7 +250,7 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("a size is below 1, or the element type is unknown")
     if not {WEIGHTS, *(graph.file for graph in manifest.graphs)} <= manifest.files.keys():
         raise ValueError("a file is not listed")
-    if any(Path(name).name != name for name in manifest.files):
+    if any(Path(name).name != name for name in (*manifest.files, *manifest.linked)):
         raise ValueError("a file is outside the directory")
     exits = range(manifest.num_layers, manifest.num_caches)
     _check_graph(manifest.draft, [*range(manifest.exit_layer), *exits], manifest, first=True, last=True)

@@ -20,13 +20,11 @@ from typing import Any
 
 import onnx
 
-from eesd.export.manifest import NAME, WEIGHTS, FileInfo, GraphInfo, Manifest, PlanInfo
+from eesd.export.manifest import FLAVOURS, NAME, WEIGHTS, FileInfo, GraphInfo, Manifest, PlanInfo
 from eesd.runtime.doctor import compute_capability
 from eesd.runtime.errors import EESDError
 from eesd.runtime.files import written_whole
 
-FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-"""By the name that ``--target`` takes: the module to import."""
 TIMING_CACHE = "timing.cache"
 PRECISIONS = ("float16", "bfloat16")
 
@@ -61,6 +59,7 @@ def builder_version(flavour: str) -> str:
 def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> str:
     """SHA-256 of everything that goes into a plan: equal, and the plan that is there is the plan to be built."""
     files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS)]
+    files += [link.samples for link in manifest.linked.values()]
     parts = [files, asdict(options), builder_version(options.flavour), manifest.max_seq_len, manifest.max_tree_nodes]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from eesd.export.graph import DTYPES, WeightRef
-from eesd.export.manifest import FileInfo
+from eesd.export.manifest import WEIGHTS, FileInfo
+from eesd.model.checkpoint import StoredTensor
 from eesd.runtime.errors import EESDError
 
 ALIGNMENT = 4096
@@ -26,27 +27,39 @@ class Source(Protocol):
     def read(self) -> Tensor: ...
 
 
+class Place(NamedTuple):
+    """Where a weight lies: ``length`` bytes at ``offset`` of a file of the engine directory."""
+
+    file: str
+    offset: int
+    length: int
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Every weight once, in order, with its (offset, length) in the file, and the file's size."""
+    """The weights to write, each once and in order; the places of all, of linked ones too; the bytes to write."""
 
     weights: tuple[WeightRef, ...]
-    places: dict[str, tuple[int, int]]
+    places: dict[str, Place]
     size: int
 
 
-def plan_weights(graphs: Iterable[tuple[WeightRef, ...]], dtype: str) -> Plan:
+def plan_weights(graphs: Iterable[tuple[WeightRef, ...]], dtype: str, linked: Mapping[str, StoredTensor] | None = None) -> Plan:
     """Lay out the weights of several graphs; what more than one of them uses gets one place."""
-    places: dict[str, tuple[int, int]] = {}
+    places: dict[str, Place] = {}
     order: list[WeightRef] = []
     end = 0
     for weights in graphs:
         for weight in weights:
             if weight.name in places:
                 continue
+            if linked and weight.name in linked:
+                tensor = linked[weight.name]
+                places[weight.name] = Place(tensor.path.name, tensor.offset, tensor.nbytes)
+                continue
             offset = -(-end // ALIGNMENT) * ALIGNMENT
             length = prod(weight.shape) * DTYPES[dtype].itemsize
-            places[weight.name] = (offset, length)
+            places[weight.name] = Place(WEIGHTS, offset, length)
             order.append(weight)
             end = offset + length
     return Plan(tuple(order), places, end)
@@ -70,7 +83,7 @@ def write_weights(
     end = 0
     with path.open("wb") as file:
         for weight in plan.weights:
-            offset, length = plan.places[weight.name]
+            _, offset, length = plan.places[weight.name]
             data = _bytes_of(sources[weight.name].read(), weight, DTYPES[dtype])
             for piece in (bytes(offset - end), data):
                 file.write(piece)

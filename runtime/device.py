@@ -116,8 +116,8 @@ class DeviceSlab(GrowingSlab):
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         for place in self._places:
             place.wait()
-        keys, values = self.cache(index).float().cpu()
-        return keys.numpy(), values.numpy()
+        keys, values = self.cache(index).float().cpu().numpy().copy()
+        return keys, values
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Slab(Protocol):
         ...
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Keys and values of one cache, each [B, KV, S, D], in host memory: to look at, not to change."""
+        """Keys and values of one cache, each [B, KV, S, D]: a copy in host memory."""
         ...
 
 

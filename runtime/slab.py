@@ -90,8 +90,8 @@ class KVSlab(GrowingSlab):
         return self.parts[0]
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Keys and values of one cache, each [B, KV, S, D]."""
-        keys, values = self.cache(index)
+        """Keys and values of one cache, each [B, KV, S, D]: a copy."""
+        keys, values = self.cache(index).copy()
         return keys, values
 
     def _zeros(self, part: int, shape: tuple[int, ...]) -> NDArray[np.float32]:

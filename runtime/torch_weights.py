@@ -37,8 +37,9 @@ class Programs:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a weight lies in ``weights.bin`` (bytes), and the shape it has there."""
+    """Where a weight lies in a file (bytes), and the shape it has there."""
 
+    file: str
     offset: int
     length: int
     shape: tuple[int, ...]
@@ -50,8 +51,8 @@ def load_programs(directory: Path, manifest: Manifest, devices: Sequence[torch.d
     Without ``draft``, what only the draft needs stays in the file. Raises :class:`EESDError` when graphs, weights and manifest
     are not of one export.
     """
-    drafting = _places(directory, manifest.draft.file, manifest.dtype)
-    stages = [_places(directory, stage.file, manifest.dtype) for stage in manifest.verify]
+    drafting = _places(directory, manifest.draft.file, manifest)
+    stages = [_places(directory, stage.file, manifest) for stage in manifest.verify]
     with _refusing(directory):
         decoder, head = _empty_modules(manifest)
     every = Draft(decoder, head, manifest.draft_top_k)
@@ -63,7 +64,7 @@ def load_programs(directory: Path, manifest: Manifest, devices: Sequence[torch.d
         with_draft = draft and number == 0
         with _refusing(directory):
             wanted = places | drafting if with_draft else places
-            mapped = _mapped(directory / WEIGHTS, wanted, getattr(torch, manifest.dtype), linear)
+            mapped = _mapped(directory, wanted, getattr(torch, manifest.dtype), linear)
         with fitting_gpu("The weights"):
             state = {name: tensor.to(device) for name, tensor in mapped.items()}
         tables = state.pop("cos"), state.pop("sin")
@@ -129,9 +130,10 @@ def _empty_modules(manifest: Manifest) -> tuple[Decoder, ExitHead]:
         return Decoder(config), head
 
 
-def _places(directory: Path, file: str, dtype: str) -> dict[str, _Place]:
-    """The place of every weight of a graph, by name; refused where one is of another type or in another file."""
-    kind = TensorProto.DataType.Value("FLOAT" if dtype == "float32" else dtype.upper())
+def _places(directory: Path, file: str, manifest: Manifest) -> dict[str, _Place]:
+    """The place of every weight of a graph, by name; refused where one is of another type or in a file of no weights."""
+    kind = TensorProto.DataType.Value("FLOAT" if manifest.dtype == "float32" else manifest.dtype.upper())
+    known = {WEIGHTS, *manifest.linked}
     try:
         graph = onnx.load(directory / file, load_external_data=False).graph
     except Exception:  # of protobuf, which is no dependency of ours
@@ -141,19 +143,21 @@ def _places(directory: Path, file: str, dtype: str) -> dict[str, _Place]:
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
         info = ExternalDataInfo(tensor)
-        if tensor.data_type != kind or info.location != WEIGHTS or info.offset is None or info.length is None:
+        if tensor.data_type != kind or info.location not in known or info.offset is None or info.length is None:
             raise _unfit(directory)
-        places[tensor.name] = _Place(info.offset, info.length, tuple(tensor.dims))
+        places[tensor.name] = _Place(info.location, info.offset, info.length, tuple(tensor.dims))
     return places
 
 
-def _mapped(path: Path, places: dict[str, _Place], dtype: torch.dtype, linear: set[str]) -> dict[str, Tensor]:
-    """The weights by name, as the file's own pages; those of linear layers, stored [in, out], as views [out, in]."""
+def _mapped(directory: Path, places: dict[str, _Place], dtype: torch.dtype, linear: set[str]) -> dict[str, Tensor]:
+    """The weights by name, as the files' own pages; those of linear layers as [out, in]: so they are in a linked file, in
+    ``weights.bin`` they are [in, out]."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the memory cannot be written: nobody will
-        data = torch.from_numpy(np.memmap(path, np.uint8, mode="r"))
+        files = {place.file for place in places.values()}
+        data = {file: torch.from_numpy(np.memmap(directory / file, np.uint8, mode="r")) for file in files}
     tensors = {}
     for name, place in places.items():
-        stored = data[place.offset : place.offset + place.length].view(dtype).view(place.shape)
-        tensors[name] = stored.t() if name in linear else stored
+        stored = data[place.file][place.offset : place.offset + place.length].view(dtype).view(place.shape)
+        tensors[name] = stored.t() if name in linear and place.file == WEIGHTS else stored
     return tensors

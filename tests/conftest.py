@@ -1,7 +1,7 @@
 """Fixtures shared by the tests: random checkpoints and engines, built once and never changed."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +10,8 @@ import tiny
 from command import add_tokenizer, export_engine
 from families import FAMILIES, build
 from rig import Rig
+
+from eesd.export import engine_dir
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +23,14 @@ def family_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return build(FAMILIES[name], tmp_path_factory.mktemp(name))
 
     return directory
+
+
+@pytest.fixture(scope="module")
+def traced_once() -> Iterator[None]:
+    """Each graph of a module's exports is traced once only: that takes seconds."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(engine_dir, "trace", cache(engine_dir.trace))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,7 @@ def _write_shard(file: BinaryIO, shapes: Shapes, sparse: bool) -> None:
         start, end = end, end + prod(shape) * BYTES
         header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # as safetensors does, so that tensors are aligned
     file.write(len(encoded).to_bytes(8, "little") + encoded)
     if sparse:
         file.truncate(file.tell() + end)

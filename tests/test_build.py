@@ -162,10 +162,20 @@ def test_damaged_plan(copy: Path, damage: str) -> None:
     assert result.exit_code == 2 and "verify.plan" in result.stderr and "eesd-build" in result.stderr
 
 
-def test_edited_weights_are_not_built(copy: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--force",)])
+def test_edited_weights_are_not_built(copy: Path, options: tuple[str, ...]) -> None:
     with (copy / "weights.bin").open("r+b") as file:
         file.write(b"\x01")
-    assert_refused(run(main, copy, "--force"), "weights.bin was changed")
+    assert_refused(run(main, copy, *options), "weights.bin was changed")
+
+
+def test_nothing_is_hashed_when_there_is_nothing_to_do(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Path] = []
+    monkeypatch.setattr(build_cli, "verify_files", lambda directory, _: hashed.append(directory))
+    succeed(main, copy)
+    assert not hashed
+    succeed(main, copy, "--force")
+    assert hashed == [copy]
 
 
 def test_graph_that_cannot_be_built(copy: Path) -> None:

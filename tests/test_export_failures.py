@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,8 @@ from command import assert_one_line, assert_refused, contents, listing, run
 
 from eesd.export import check, engine_dir, weights
 from eesd.export.cli import main as export_main
+
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 EXPORT = [sys.executable, "-m", "eesd.export.cli"]
 
@@ -56,14 +57,6 @@ FAILURES = [
     Failure(Path, "write_text", 1, FULL),
     Failure(check, "_run", 2, KeyboardInterrupt()),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def traced_once() -> Any:
-    """Tracing takes seconds, and it is not what fails here."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(engine_dir, "trace", cache(engine_dir.trace))
-        yield
 
 
 def export_to(output: Path, model: Path | str, *options: object) -> Result:

@@ -42,7 +42,7 @@ plan = plan_weights((graph.weights for graph in graphs), options.dtype)
 """
 
 GRAPH_STAGE = """
-sizes = [len(to_proto(graph, "weights.bin", plan.places).SerializeToString()) for graph in graphs]
+sizes = [len(to_proto(graph, plan.places).SerializeToString()) for graph in graphs]
 nodes = [len(list(graph.model.graph)) for graph in graphs]
 seconds = time.process_time()
 print(json.dumps({"peak": memory("VmHWM"), "seconds": seconds, "sizes": sizes, "nodes": nodes, "weights": plan.size}))
@@ -120,7 +120,7 @@ def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
     sources = weight_sources(checkpoint, head, 4096)
     with path.open("rb") as file:
         for weight in (*plan.weights[:12:4], *plan.weights[-12::4], plan.weights[-1]):
-            offset, length = plan.places[weight.name]
+            _, offset, length = plan.places[weight.name]
             file.seek(offset)
             stored = torch.frombuffer(bytearray(file.read(length)), dtype=torch.float16).reshape(weight.shape)
             original = sources[weight.name].read().half()

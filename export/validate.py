@@ -1,0 +1,86 @@
+"""Engines of any backend against a reference: their own graphs in ONNX Runtime on the CPU, widened to float32.
+
+Meant for a :func:`~eesd.export.shorten.shortened` model, whose reference fits the memory.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.export.check import run_widened
+from eesd.export.manifest import GraphInfo, Manifest
+from eesd.export.memory import BYTES, graph_weights
+from eesd.model.decoder import MASKED
+from eesd.runtime.backends import Engines
+
+TOKENS = 12
+"""Of the random prompt; the draft then takes one more."""
+LEAST_COSINE = {"float32": 0.99999, "float16": 0.999, "bfloat16": 0.99}
+"""What rounding to the engine's type leaves. bfloat16 has 8 bits for float16's 11."""
+
+Array = NDArray[np.float32]
+
+
+def memory_needed(manifest: Manifest) -> int:
+    """Bytes that the reference takes: the larger graph's weights in float32, and the session's packed copy of them."""
+    largest = max(sum(graph_weights(manifest, graph).values()) for graph in manifest.graphs)
+    return 2 * 4 * largest // BYTES[manifest.dtype]
+
+
+def validate(engines: Engines, directory: Path, manifest: Manifest) -> dict[str, float]:
+    """The least cosine, over tokens, of an engine's logits, keys and values with the reference's, by what was compared.
+
+    ``engines``, draft included, should compute what the graphs in ``directory`` do. Caches are compared for every layer and
+    every exit block, each token's heads as one vector.
+    """
+    assert engines.draft is not None
+    count = min(TOKENS, manifest.max_seq_len - 1)
+    tokens: list[int] = np.random.default_rng(0).integers(manifest.vocab_size, size=count + 1).tolist()
+    slab = engines.verify.new_slab()
+    found: dict[str, float] = {}
+    caches = [np.zeros((2, 1, manifest.num_kv_heads, count + 1, manifest.head_dim), np.float32)] * manifest.num_caches
+
+    def compare(kind: str, engine: Any, graph: GraphInfo, first: int, stop: int) -> None:
+        logits = engine.bind(slab).forward(tokens[first:stop], range(first, stop), first).logits.copy()
+        wanted, written = _reference(directory / graph.file, graph, caches, tokens[first:stop], first)
+        found[f"{kind} logits"] = least_cosine(logits, wanted)
+        for part, name in enumerate(("keys", "values")):
+            pairs = [(slab.read(index)[part], cache[part]) for index, cache in written.items()]
+            found[f"{kind} {name}"] = min(least_cosine(*(_rows(x, first, stop) for x in pair)) for pair in pairs)
+        for index, cache in written.items():
+            caches[index] = cache
+
+    compare("verify", engines.verify, manifest.verify[0], 0, count)
+    compare("draft", engines.draft, manifest.draft, count, count + 1)
+    return found
+
+
+def _reference(
+    path: Path, graph: GraphInfo, caches: list[Array], tokens: list[int], slot: int
+) -> tuple[Array, dict[int, Array]]:
+    """Logits [n, V] of a chain of tokens from ``slot`` on, and the caches [2, B, KV, S, D] that the pass has written."""
+    positions = np.arange(slot, slot + len(tokens))
+    hidden = np.arange(caches[0].shape[3]) > positions[:, None]
+    feeds: dict[str, NDArray[Any]] = {
+        "input_ids": np.array([tokens]),
+        "position_ids": positions[None],
+        "write_indices": np.array([slot]),
+        "attn_mask": np.where(hidden, np.float32(MASKED), np.float32(0))[None, None],
+    }
+    feeds |= {f"{part}_{i}": caches[i][n] for i in graph.caches for n, part in enumerate(("key", "value"))}
+    outputs = run_widened(path, feeds)
+    return outputs["logits"][0], {i: np.stack([outputs[f"{part}_{i}_out"] for part in ("key", "value")]) for i in graph.caches}
+
+
+def _rows(cache: Array, first: int, stop: int) -> Array:
+    """The slots ``first`` to ``stop`` of keys or values [B, KV, S, D], as a row each."""
+    return cache[0, :, first:stop].swapaxes(0, 1).reshape(stop - first, -1)
+
+
+def least_cosine(a: Array, b: Array) -> float:
+    """The least cosine of two matrices' rows; of what is not a number, 0."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    cosines = (a * b).sum(1) / np.maximum(np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1), 1e-30)
+    return float(np.nan_to_num(cosines).min())

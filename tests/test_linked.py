@@ -1,0 +1,246 @@
+"""``--link-weights``: engines over the checkpoint's own files compute what engines with a copy compute."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from command import assert_one_line, assert_refused, export_engine, listing, run, succeed
+from numpy.typing import NDArray
+from onnx.external_data_helper import ExternalDataInfo
+from synthetic import LLAMA_70B, write_checkpoint
+
+import eesd
+from eesd.export.cli import main as export_main
+from eesd.export.inspect import main as inspect_main
+from eesd.export.manifest import WEIGHTS, load_manifest, verify_files
+from eesd.runtime.backends import open_engines
+from eesd.runtime.errors import EESDError
+from eesd.runtime.llm import Speculation
+
+FamilyDir = Callable[[str], Path]
+pytestmark = pytest.mark.usefixtures("traced_once")
+
+PROMPT = [1, 17, 5, 40, 3, 88, 61]
+SHARDED = "codellama"  # of float32, and in several files
+
+
+@pytest.fixture(scope="module")
+def pair(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Engines with a copy of the weights, and with links. Copy them before changing anything."""
+    parent = tmp_path_factory.mktemp("linked")
+    model = family_dir(SHARDED)
+    return export_engine(model, parent / "copied"), export_engine(model, parent / "linked", "--link-weights")
+
+
+@pytest.fixture
+def linked(family_dir: FamilyDir, tmp_path: Path) -> Path:
+    """A linked export of a checkpoint that the test may damage, ``model`` beside it."""
+    model = shutil.copytree(family_dir(SHARDED), tmp_path / "model")
+    return export_engine(model, tmp_path / "plans", "--link-weights", "--no-check")
+
+
+def locations(directory: Path, graph: str = "verify.onnx") -> dict[str, str]:
+    """The file of each weight."""
+    tensors = onnx.load(directory / graph, load_external_data=False).graph.initializer
+    return {tensor.name: ExternalDataInfo(tensor).location for tensor in tensors if tensor.external_data}
+
+
+def logits(directory: Path, backend: str) -> list[NDArray[np.float32]]:
+    """Of a prompt and a step of verify, and of a step of the draft."""
+    engines = open_engines(directory, load_manifest(directory), backend, 1, draft=True)
+    assert engines.draft is not None
+    slab = engines.verify.new_slab()
+    verify, draft = engines.verify.bind(slab), engines.draft.bind(slab)
+    calls = ((verify, PROMPT, 0), (verify, [7], len(PROMPT)), (draft, [9], len(PROMPT) + 1))
+    return [binding.forward(tokens, range(w, w + len(tokens)), w).logits.copy() for binding, tokens, w in calls]
+
+
+def shard(directory: Path) -> Path:
+    return directory / sorted(load_manifest(directory).linked)[1]
+
+
+def flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-4000, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_nothing_is_copied(pair: tuple[Path, Path], family_dir: FamilyDir) -> None:
+    directory, model = pair[1], family_dir(SHARDED)
+    manifest = load_manifest(directory)
+    assert len(manifest.linked) > 2
+    for name, info in manifest.linked.items():
+        assert (directory / name).samefile(model / name) and info.size == (model / name).stat().st_size
+    assert {name for name, file in locations(directory).items() if file == WEIGHTS} == {"cos", "sin"}
+    assert set(locations(directory, "draft.onnx").values()) <= {WEIGHTS, *manifest.linked}
+    verify_files(directory, manifest)
+    assert sorted(listing(directory)) == sorted(["manifest.json", *manifest.sizes])
+
+
+def test_onnx_runtime_computes_the_same(pair: tuple[Path, Path]) -> None:
+    for copied, linked in zip(*(logits(directory, "ort") for directory in pair), strict=True):
+        assert np.array_equal(copied, linked)
+    speculation = Speculation("fixed:k=3", guard=False)
+    tokens = [eesd.load(d, backend="ort", speculation=speculation).generate(PROMPT, max_new_tokens=40).tokens for d in pair]
+    assert tokens[0] == tokens[1]
+
+
+def test_torch_computes_the_same(pair: tuple[Path, Path]) -> None:
+    for expected, actual in zip(logits(pair[0], "ort"), logits(pair[1], "torch"), strict=True):
+        assert np.allclose(expected, actual, atol=1e-4)
+    tokens = [eesd.load(d, backend="torch").generate(PROMPT, max_new_tokens=40).tokens for d in pair]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3-bias"])
+def test_families(family_dir: FamilyDir, tmp_path: Path, family: str) -> None:
+    """The export's own check compares both graphs with the torch module; here of tied tables and of biases."""
+    directory = export_engine(family_dir(family), tmp_path / "plans", "--link-weights", "--check", "--stages", 2)
+    assert np.allclose(logits(directory, "ort")[0], logits(directory, "torch")[0], atol=1e-4)
+
+
+def test_head_of_another_type_is_copied(tmp_path: Path) -> None:
+    """The base is linked in its float16, the head's tensors, here of float32, are cast into weights.bin."""
+    from test_export import trained_head
+
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
+    model = write_checkpoint(tmp_path / "model", LLAMA_70B | size | {"num_hidden_layers": 3}, shards=2, sparse=False)
+    head = trained_head(model, tmp_path / "head", blocks=1, own_lm_head=False)
+    directory = export_engine(model, tmp_path / "plans", "--exit-head", head, "--link-weights", "--check")
+    files = locations(directory, "draft.onnx")
+    copied = {name for name, file in files.items() if file == WEIGHTS}
+    assert copied == {name for name in files if name.startswith("exit_head.")} | {"cos", "sin"}
+
+
+def test_a_tensor_that_is_not_aligned_is_copied(pair: tuple[Path, Path], family_dir: FamilyDir, tmp_path: Path) -> None:
+    """Torch maps no other; a byte more in the header moves all tensors of a file."""
+    model = shutil.copytree(family_dir(SHARDED), tmp_path / "model")
+    path = model / sorted(load_manifest(pair[1]).linked)[0]
+    data = path.read_bytes()
+    header = int.from_bytes(data[:8], "little")
+    path.write_bytes((header + 1).to_bytes(8, "little") + data[8 : 8 + header] + b" " + data[8 + header :])
+    directory = export_engine(model, tmp_path / "plans", "--link-weights", "--no-check")
+    assert path.name not in load_manifest(directory).linked
+    assert np.array_equal(logits(directory, "ort")[0], logits(pair[0], "ort")[0])
+    assert np.allclose(logits(directory, "torch")[0], logits(pair[0], "ort")[0], atol=1e-4)
+
+
+def test_through_the_links_of_a_hub_cache(family_dir: FamilyDir, tmp_path: Path) -> None:
+    """The cache's snapshots hold symbolic links to files with other names."""
+    snapshot, blobs = tmp_path / "snapshot", shutil.copytree(family_dir(SHARDED), tmp_path / "blobs")
+    snapshot.mkdir()
+    for number, path in enumerate(sorted(blobs.iterdir())):
+        blob = path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("..") / "blobs" / blob.name)
+    directory = export_engine(snapshot, tmp_path / "plans", "--link-weights", "--no-check")
+    assert not any(path.is_symlink() for path in directory.iterdir())
+    shutil.rmtree(blobs)
+    assert logits(directory, "ort")
+
+
+def test_checkpoint_moved_or_fetched_again(linked: Path, pair: tuple[Path, Path]) -> None:
+    model = linked.parent / "model"
+    for path in model.glob("*.safetensors"):
+        path.unlink()
+        path.write_bytes(b"another model")
+    shutil.rmtree(model)
+    succeed(inspect_main, linked, "--verify")
+    assert np.array_equal(logits(linked, "ort")[0], logits(pair[0], "ort")[0])
+
+
+def test_checkpoint_written_into(linked: Path) -> None:
+    succeed(inspect_main, linked, "--verify")
+    flip(linked.parent / "model" / shard(linked).name)
+    result = run(inspect_main, linked, "--verify")
+    assert result.exit_code == 2
+    assert_one_line(result.stderr, shard(linked).name, "the checkpoint's own file", "was changed after the export")
+
+
+def test_other_weights_with_the_old_time(linked: Path) -> None:
+    """What the time does not tell, the samples do."""
+    path = shard(linked)
+    status = path.stat()
+    path.write_bytes(bytes(status.st_size))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert run(inspect_main, linked, "--verify").exit_code == 2
+
+
+def test_shard_cut_short_or_gone(linked: Path) -> None:
+    path = shard(linked)
+    os.truncate(path, 100)
+    with pytest.raises(EESDError, match=rf"{path.name} has 100 bytes"):
+        load_manifest(linked)
+    path.unlink()
+    with pytest.raises(EESDError, match=rf"{path.name} is missing"):
+        load_manifest(linked)
+
+
+def test_another_file_system(family_dir: FamilyDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    arguments = ("--model", family_dir(SHARDED), "-o", tmp_path / "plans", "--exit-layer", 1, "--link-weights")
+    assert_refused(run(export_main, *arguments), "cannot be linked into", "cross-device", "--output beside the checkpoint")
+    assert listing(tmp_path) == []
+
+
+def test_type_that_needs_a_cast(family_dir: FamilyDir, tmp_path: Path) -> None:
+    arguments = ("--model", family_dir("llama2"), "-o", tmp_path / "plans", "--exit-layer", 1, "--link-weights")
+    assert_refused(run(export_main, *arguments, "--dtype", "float32"), "--link-weights", "float32", "float16", "--dtype")
+
+
+def test_a_linked_directory_is_replaced(linked: Path) -> None:
+    """Its links may go, nobody else's files, and the checkpoint stays."""
+    model = linked.parent / "model"
+    before = {path: path.stat().st_size for path in model.iterdir()}
+    (linked / "exit_head.safetensors").write_bytes(b"trained for days")
+    arguments = ("--model", model, "-o", linked, "--exit-layer", 1, "--no-check")
+    assert_refused(run(export_main, *arguments), "also holds exit_head.safetensors")
+    (linked / "exit_head.safetensors").unlink()
+    succeed(export_main, *arguments)
+    assert not load_manifest(linked).linked and not list(linked.glob("*.safetensors"))
+    assert {path: path.stat().st_size for path in model.iterdir()} == before
+
+
+def test_plans(family_dir: FamilyDir, tmp_path: Path) -> None:
+    """A real plan of each kind of directory: the same size within a page or two, the same fused kernels."""
+    pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
+    pytest.importorskip("polygraphy", reason="building plans needs polygraphy")
+    from eesd.export.build import main as build_main
+
+    plans = []
+    for name, option in (("copied", ()), ("linked", ("--link-weights",))):
+        directory = export_engine(family_dir("llama2"), tmp_path / name, "--dtype", "float16", "--no-check", *option)
+        succeed(build_main, directory)
+        plans.append(load_manifest(directory).plans["verify.onnx"])
+    assert abs(plans[0].size - plans[1].size) < 8192
+    assert plans[0].fused_attentions == plans[1].fused_attentions == 3
+    flip(shard_of_one := directory / next(iter(load_manifest(directory).linked)))
+    assert_refused(run(build_main, directory, "--force"), shard_of_one.name, "was changed")
+
+
+def test_manifest_is_plain_json(pair: tuple[Path, Path]) -> None:
+    raw = json.loads((pair[1] / "manifest.json").read_text())
+    assert all(entry.keys() == {"size", "mtime_ns", "samples"} for entry in raw["linked"].values())
+    assert json.loads((pair[0] / "manifest.json").read_text())["linked"] == {}
+
+
+@pytest.mark.slow
+def test_70b(tmp_path: Path) -> None:
+    """15 shards of holes: no second copy on the disk, however large the model."""
+    model = write_checkpoint(tmp_path / "70b", LLAMA_70B, shards=15, sparse=True)
+    directory = tmp_path / "plans"
+    succeed(export_main, "--model", model, "--exit-layer", 4, "--stages", 2, "--link-weights", "-o", directory)
+    manifest = load_manifest(directory)
+    assert len(manifest.linked) == 15 and sum(manifest.sizes.values()) > 137 * 10**9
+    assert sum(info.size for info in manifest.files.values()) < 10**7
+    succeed(inspect_main, directory, "--verify")
