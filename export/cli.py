@@ -28,6 +28,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 @click.option("--exit-head", type=click.Path(path_type=Path), help="Directory of a trained exit head.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plans"), help="Engine directory to write.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
+@click.option("--quantize", type=click.Choice(("int8", "int4")), help="Store linear weights in 8 or 4 bits.  [default: neither]")
 @click.option("--max-seq-len", type=click.IntRange(min=2), help="Slots of the KV cache (S).  [default: at most 4096]")
 @click.option("--max-tree-nodes", type=click.IntRange(1, 512), default=32, help="Drafted tokens that fit one round (M).")
 @click.option("--draft-top-k", type=click.IntRange(1, 64), default=8, help="Candidates that the draft reports (K).")
@@ -40,6 +41,7 @@ def main(
     exit_head: Path | None,
     output: Path,
     dtype: str | None,
+    quantize: str | None,
     max_seq_len: int | None,
     max_tree_nodes: int,
     draft_top_k: int,
@@ -65,7 +67,7 @@ def main(
     slots = max_seq_len or min(config.max_positions, 4096)
     if slots > config.max_positions:
         raise EESDError(f"--max-seq-len {slots} is more than the model's {config.max_positions} positions.")
-    options = ExportOptions(dtype or config.dtype, slots, max_tree_nodes, min(draft_top_k, config.vocab_size), stages)
+    options = ExportOptions(dtype or config.dtype, slots, max_tree_nodes, min(draft_top_k, config.vocab_size), stages, quantize)
     if options.dtype not in DTYPES:
         raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
     if max_tree_nodes >= slots:

@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx
@@ -24,6 +24,7 @@ from eesd.model.config import ModelConfig
 from eesd.model.decoder import KV, Decoder, Inputs, rotary_tables
 from eesd.model.exit_head import ExitConfig, ExitHead
 from eesd.model.graphs import Draft, Verify, draft_layers
+from eesd.model.quantize import BLOCK, SCALES
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 OPSET = 24
@@ -37,22 +38,26 @@ graph is there. Tracing with symbolic dimensions gives the same graph and takes 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Choices of an export: element type, S (slots of the cache), M (nodes of a token tree), K (draft candidates), stages."""
+    """Choices of an export: element type, S (slots of the cache), M (nodes of a token tree), K (draft candidates), stages, and
+    what linear weights are quantized to (``int8``, ``int4``)."""
 
     dtype: str
     max_seq_len: int
     max_tree_nodes: int
     draft_top_k: int
     stages: int = 1
+    quantize: str | None = None
 
 
 @dataclass(frozen=True)
 class WeightRef:
-    """A weight a graph wants: its name, whether it is stored transposed, and the shape it is stored with."""
+    """A weight a graph wants: its name, whether it is stored transposed, the shape it is stored with, and what it is quantized
+    to, if it is. Then its scales are stored, too, as ``name`` + :data:`SCALES`."""
 
     name: str
     transposed: bool
     shape: tuple[int, ...]
+    quantized: str | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,8 @@ def trace(
     _name_dimensions(model.graph)
     _name_tensors(model, caches, "hidden" if layers.start > 0 else "input_ids", outputs)
     weights = _make_lean(model, config.tied_embeddings)
+    if options.quantize is not None:
+        weights = _quantize(model.graph, weights, options.quantize)
     model.graph.name = f"eesd_{name}"
     info = GraphInfo(f"{name}.onnx", tuple(caches), _describe(model.graph.inputs), _describe(model.graph.outputs))
     return Graph(model, weights, info)
@@ -228,6 +235,29 @@ def _name_weights(graph: ir.Graph, tied_embeddings: bool) -> None:
                 graph.remove(user, safe=True)
 
 
+def _quantize(graph: ir.Graph, weights: tuple[WeightRef, ...], kind: str) -> tuple[WeightRef, ...]:
+    """Put a blockwise DequantizeLinear between linear weights and their MatMul, where blocks fit.
+
+    Linear weights are those that were transposed. A tied LM head is the embedding table and stays as it is.
+    """
+    refs = []
+    for weight in weights:
+        if not weight.transposed or weight.shape[0] % BLOCK:
+            refs.append(weight)
+            continue
+        (inputs, outputs), value = weight.shape, graph.initializers[weight.name]
+        scales = ir.Value(name=weight.name + SCALES, shape=ir.Shape((inputs // BLOCK, outputs)), type=value.type)
+        graph.initializers[scales.name] = scales
+        uses = [(use.node, use.idx) for use in value.uses()]
+        wide = ir.node("DequantizeLinear", [value, scales], {"axis": 0, "block_size": BLOCK})
+        graph.insert_before(uses[0][0], wide)
+        for node, index in uses:
+            node.replace_input_with(index, wide.outputs[0])
+        value.dtype = ir.DataType[kind.upper()]
+        refs.append(replace(weight, quantized=kind))
+    return tuple(refs)
+
+
 def _describe(values: Any) -> tuple[TensorInfo, ...]:
     return tuple(
         TensorInfo(
@@ -241,16 +271,9 @@ def _describe(values: Any) -> tuple[TensorInfo, ...]:
 
 def to_proto(graph: Graph, location: str, places: dict[str, tuple[int, int]]) -> onnx.ModelProto:
     """The graph as a ModelProto whose weights are external data: ``places`` gives each one's (offset, length)."""
-    for weight in graph.weights:
-        offset, length = places[weight.name]
-        value = graph.model.graph.initializers[weight.name]
-        value.const_value = ir.ExternalTensor(
-            location,
-            offset,
-            length,
-            value.dtype or ir.DataType.FLOAT,
-            shape=ir.Shape(weight.shape),
-            name=weight.name,
-        )
+    for name, value in graph.model.graph.initializers.items():
+        if name in places:
+            dtype, shape = value.dtype or ir.DataType.FLOAT, value.shape
+            value.const_value = ir.ExternalTensor(location, *places[name], dtype, shape=shape, name=name)
     graph.model.producer_name = "eesd"
     return ir.to_proto(graph.model)
