@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from eesd.export.manifest import QUANTIZED
 from eesd.runtime.doctor import available_memory
 from eesd.runtime.errors import EESDError, one_line_errors
 
@@ -28,7 +29,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 @click.option("--exit-head", type=click.Path(path_type=Path), help="Directory of a trained exit head.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plans"), help="Engine directory to write.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
-@click.option("--quantize", type=click.Choice(("int8", "int4")), help="Store linear weights in 8 or 4 bits.  [default: neither]")
+@click.option("--quantize", type=click.Choice(QUANTIZED), help="Store linear weights in 8 or 4 bits.")
 @click.option("--max-seq-len", type=click.IntRange(min=2), help="Slots of the KV cache (S).  [default: at most 4096]")
 @click.option("--max-tree-nodes", type=click.IntRange(1, 512), default=32, help="Drafted tokens that fit one round (M).")
 @click.option("--draft-top-k", type=click.IntRange(1, 64), default=8, help="Candidates that the draft reports (K).")
@@ -84,7 +85,10 @@ def main(
             lambda name, size, total: bar.update(task, description=name, advance=size, total=total),
             lambda directory, manifest: lines.extend(_check(directory, manifest, checkpoint, head, check)),
         )
-    click.echo(f"{output}: {config.architecture}, {options.dtype}, exit after layer {head.config.layer}, {slots} slots")
+    weights = "" if quantize is None else f" with {quantize} weights"
+    click.echo(
+        f"{output}: {config.architecture}, {options.dtype}{weights}, exit after layer {head.config.layer}, {slots} slots"
+    )
     for line in lines:
         click.echo(line)
     if not head.config.trained:
@@ -128,7 +132,7 @@ def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path
 
 def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head, wanted: bool | None) -> list[str]:
     """What the parity check found, a line for each graph; an error when a graph is wrong."""
-    from eesd.export.check import check_engine, memory_needed
+    from eesd.export.check import check_engine, memory_needed, quantization_drift
 
     needed = memory_needed(manifest)
     if wanted is False:
@@ -139,10 +143,17 @@ def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: He
     bad = [kind for kind, difference in differences.items() if not difference.acceptable]
     if bad:
         raise EESDError(f"The {' and '.join(bad)} graph does not compute what the model does; please report this model.")
-    return [
+    lines = [
         f"{kind}: largest difference to torch {difference.largest:.2e} (largest logit {difference.scale:.1f})"
         for kind, difference in differences.items()
     ]
+    if manifest.quantization is not None:
+        drift = quantization_drift(manifest, checkpoint, head)
+        lines.append(
+            f"{manifest.quantization.weights}: logits move by {drift.moved:.1%} of their spread; the likeliest token is the "
+            f"unquantized model's at {drift.same} of {drift.places} places of a text of its own"
+        )
+    return lines
 
 
 if __name__ == "__main__":

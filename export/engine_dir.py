@@ -74,7 +74,7 @@ def export(
     ``stage`` is told what begins; ``progress`` each weight's name, its bytes, and the bytes of all weights.
     """
     check_output(output)
-    splits = split_layers(checkpoint, head.config, options.stages)
+    splits = split_layers(checkpoint, head.config, options)
     stage("tracing the draft graph")
     graphs = {"draft": trace("draft", checkpoint.config, head.config, options)}
     for number, layers in enumerate(splits):
@@ -163,6 +163,7 @@ def _manifest(
         exit_own_lm_head=exit_config.own_lm_head,
         exit_trained=exit_config.trained,
         dtype=options.dtype,
+        quantization=options.quantization,
         max_seq_len=options.max_seq_len,
         max_tree_nodes=options.max_tree_nodes,
         draft_top_k=options.draft_top_k,

@@ -19,7 +19,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, IdentityElimina
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eesd.export.manifest import GraphInfo, TensorInfo
+from eesd.export.manifest import GraphInfo, Quantization, TensorInfo
 from eesd.model.config import ModelConfig
 from eesd.model.decoder import KV, Decoder, Inputs, rotary_tables
 from eesd.model.exit_head import ExitConfig, ExitHead
@@ -47,6 +47,10 @@ class ExportOptions:
     draft_top_k: int
     stages: int = 1
     quantize: str | None = None
+
+    @property
+    def quantization(self) -> Quantization | None:
+        return None if self.quantize is None else Quantization(self.quantize, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,9 @@ def _quantize(graph: ir.Graph, weights: tuple[WeightRef, ...], kind: str) -> tup
             refs.append(weight)
             continue
         (inputs, outputs), value = weight.shape, graph.initializers[weight.name]
-        scales = ir.Value(name=weight.name + SCALES, shape=ir.Shape((inputs // BLOCK, outputs)), type=value.type)
+        scales = ir.Value(
+            name=weight.name + SCALES, shape=ir.Shape((inputs // BLOCK, outputs)), type=ir.TensorType(value.dtype)
+        )
         graph.initializers[scales.name] = scales
         uses = [(use.node, use.idx) for use in value.uses()]
         wide = ir.node("DequantizeLinear", [value, scales], {"axis": 0, "block_size": BLOCK})

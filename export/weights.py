@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from eesd.export.graph import DTYPES, WeightRef
-from eesd.export.manifest import FileInfo
-from eesd.model.quantize import BITS, BLOCK, SCALES, quantize
+from eesd.export.manifest import BITS, FileInfo
+from eesd.model.quantize import BLOCK, SCALES, quantize
 from eesd.runtime.errors import EESDError
 
 ALIGNMENT = 4096

@@ -17,6 +17,10 @@ from eesd.runtime.slab import KVSlab
 TYPES = {"tensor(float)": "float32", "tensor(int64)": "int64"}
 MASKED = np.float32(-30000.0)  # the same as in training and export: its softmax weight is exactly zero
 
+FLOAT32_ACTIVATIONS = "1"
+"""Accuracy level of MatMulNBits. With level 4 activations become int8 on the way, where the last bit of one may turn a whole
+level of it: a pass over several nodes then differs from a pass over one by 0.1 in a logit, and drafting changes tokens."""
+
 
 class OrtEngine:
     """One graph of an engine directory, or the stages of one in order, each in an ONNX Runtime session.
@@ -36,6 +40,10 @@ class OrtEngine:
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", FLOAT32_ACTIVATIONS)
+        if manifest.quantization is not None and manifest.quantization.weights == "int8":
+            # With float32 activations MatMulNBits has a kernel for int4 only; int8 weights become float32 at load.
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
         self.manifest = manifest
         self.stages = [(graph, _load(directory / graph.file, graph, options)) for graph in stages]
 

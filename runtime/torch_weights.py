@@ -1,6 +1,7 @@
 """An engine directory's weights in the modules of ``model/``: mapped from ``weights.bin``, not read, and each there once.
 
-The graphs say where every weight lies: their external data have the names of the modules' parameters.
+The graphs say where every weight lies: their external data have the names of the modules' parameters. Quantized weights, whose
+scales lie beside them, become the element type when they are loaded: this engine shows what is right, not what is small.
 """
 
 import warnings
@@ -16,11 +17,12 @@ from onnx import TensorProto
 from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor, nn
 
-from eesd.export.manifest import WEIGHTS, Manifest
+from eesd.export.manifest import QUANTIZED, WEIGHTS, Manifest
 from eesd.model.config import ModelConfig
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitConfig, ExitHead
 from eesd.model.graphs import Draft, Verify
+from eesd.model.quantize import SCALES, dequantize
 from eesd.runtime.errors import EESDError
 
 
@@ -35,11 +37,12 @@ class Programs:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a weight lies in ``weights.bin`` (bytes), and the shape it has there."""
+    """Where a weight lies in ``weights.bin`` (bytes), the shape it has there, and its element type or what it is quantized to."""
 
     offset: int
     length: int
     shape: tuple[int, ...]
+    kind: str
 
 
 @contextmanager
@@ -60,14 +63,15 @@ def load_programs(directory: Path, manifest: Manifest, device: torch.device, dra
     with _refusing(directory):
         decoder, head = _empty_modules(manifest)
     verify, drafting = Verify(decoder, head), Draft(decoder, head, manifest.draft_top_k)
-    wanted = _places(directory, [stage.file for stage in manifest.verify], manifest.dtype)
-    of_draft = _places(directory, [manifest.draft.file], manifest.dtype)
+    wanted = _places(directory, [stage.file for stage in manifest.verify], manifest)
+    of_draft = _places(directory, [manifest.draft.file], manifest)
     linear = {f"{name}.weight" for name, module in drafting.named_modules() if isinstance(module, nn.Linear)}
     named = {name for name, _ in drafting.named_parameters()} | {"cos", "sin"}
-    if (wanted | of_draft).keys() != named:
+    quantized = {name for name, place in (wanted | of_draft).items() if place.kind in QUANTIZED}
+    if (wanted | of_draft).keys() != named | {name + SCALES for name in quantized} or not quantized <= linear:
         raise _unfit(directory)
     with _refusing(directory):
-        mapped = _mapped(directory / WEIGHTS, wanted | of_draft if draft else wanted, getattr(torch, manifest.dtype), linear)
+        mapped = _mapped(directory / WEIGHTS, wanted | of_draft if draft else wanted, linear)
     with fitting_gpu("The weights"):
         state = {name: tensor.to(device) for name, tensor in mapped.items()}
     tables = state.pop("cos"), state.pop("sin")
@@ -122,9 +126,10 @@ def _empty_modules(manifest: Manifest) -> tuple[Decoder, ExitHead]:
         return Decoder(config), head
 
 
-def _places(directory: Path, files: list[str], dtype: str) -> dict[str, _Place]:
+def _places(directory: Path, files: list[str], manifest: Manifest) -> dict[str, _Place]:
     """The place of every weight of some graphs, by name; refused where one is of another type or in another file."""
-    kind = TensorProto.DataType.Value("FLOAT" if dtype == "float32" else dtype.upper())
+    allowed = [manifest.dtype] if manifest.quantization is None else [manifest.dtype, manifest.quantization.weights]
+    kinds = {TensorProto.DataType.Value("FLOAT" if kind == "float32" else kind.upper()): kind for kind in allowed}
     places: dict[str, _Place] = {}
     for file in files:
         try:
@@ -135,19 +140,28 @@ def _places(directory: Path, files: list[str], dtype: str) -> dict[str, _Place]:
             if tensor.data_location != TensorProto.EXTERNAL:
                 continue
             info = ExternalDataInfo(tensor)
-            if tensor.data_type != kind or info.location != WEIGHTS or info.offset is None or info.length is None:
+            if tensor.data_type not in kinds or info.location != WEIGHTS or info.offset is None or info.length is None:
                 raise _unfit(directory)
-            places[tensor.name] = _Place(info.offset, info.length, tuple(tensor.dims))
+            places[tensor.name] = _Place(info.offset, info.length, tuple(tensor.dims), kinds[tensor.data_type])
     return places
 
 
-def _mapped(path: Path, places: dict[str, _Place], dtype: torch.dtype, linear: set[str]) -> dict[str, Tensor]:
-    """The weights by name, as the file's own pages; those of linear layers, stored [in, out], as views [out, in]."""
+def _mapped(path: Path, places: dict[str, _Place], linear: set[str]) -> dict[str, Tensor]:
+    """The weights by name, as the file's own pages, or dequantized; those of linear layers, stored [in, out], as views [out, in]."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the memory cannot be written: nobody will
         data = torch.from_numpy(np.memmap(path, np.uint8, mode="r"))
+
+    def stored(place: _Place) -> Tensor:
+        piece = data[place.offset : place.offset + place.length]
+        return piece if place.kind in QUANTIZED else piece.view(getattr(torch, place.kind)).view(place.shape)
+
     tensors = {}
     for name, place in places.items():
-        stored = data[place.offset : place.offset + place.length].view(dtype).view(place.shape)
-        tensors[name] = stored.t() if name in linear else stored
+        if name.endswith(SCALES):
+            continue
+        tensor = stored(place)
+        if place.kind in QUANTIZED:
+            tensor = dequantize(tensor, stored(places[name + SCALES]), place.kind)
+        tensors[name] = tensor.t() if name in linear else tensor
     return tensors
