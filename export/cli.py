@@ -71,6 +71,7 @@ def main(
     options = ExportOptions(dtype or config.dtype, slots, max_tree_nodes, min(draft_top_k, config.vocab_size), stages, quantize)
     if options.dtype not in DTYPES:
         raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
+    kept = [] if quantize is None else _unquantized(checkpoint)
     if max_tree_nodes >= slots:
         raise EESDError(f"--max-tree-nodes {max_tree_nodes} does not fit a cache of {slots} slots.")
     with _progress() as bar:
@@ -85,15 +86,32 @@ def main(
             lambda name, size, total: bar.update(task, description=name, advance=size, total=total),
             lambda directory, manifest: lines.extend(_check(directory, manifest, checkpoint, head, check)),
         )
-    weights = "" if quantize is None else f" with {quantize} weights"
-    click.echo(
-        f"{output}: {config.architecture}, {options.dtype}{weights}, exit after layer {head.config.layer}, {slots} slots"
-    )
+    kinds = options.dtype if quantize is None else f"{options.dtype} with {quantize} weights"
+    click.echo(f"{output}: {config.architecture}, {kinds}, exit after layer {head.config.layer}, {slots} slots")
+    if kept:
+        widths = " and ".join(map(str, kept))
+        click.echo(f"weights with {widths} inputs stay {options.dtype}: no multiple of 32")
     for line in lines:
         click.echo(line)
     if not head.config.trained:
         notice = "No trained exit head: acceptance will be low until one is trained with eesd-distill."
         click.secho(notice, fg="yellow", err=True)
+
+
+def _unquantized(checkpoint: Checkpoint) -> list[int]:
+    """The numbers of inputs whose linear weights cannot be quantized; refused when that is all of them."""
+    from eesd.export.graph import EMBEDDINGS
+    from eesd.model.quantize import BLOCK
+
+    linear = [tensor.shape for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2 and name != EMBEDDINGS]
+    widths = sorted({inputs for _, inputs in linear})
+    kept = [inputs for inputs in widths if inputs % BLOCK]
+    if kept == widths:
+        raise EESDError(
+            f"--quantize takes weights whose inputs are a multiple of {BLOCK}; this model's have {', '.join(map(str, kept))}: "
+            "leave the option out."
+        )
+    return kept
 
 
 def _progress() -> Progress:

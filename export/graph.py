@@ -250,10 +250,8 @@ def _quantize(graph: ir.Graph, weights: tuple[WeightRef, ...], kind: str) -> tup
             refs.append(weight)
             continue
         (inputs, outputs), value = weight.shape, graph.initializers[weight.name]
-        scales = ir.Value(
-            name=weight.name + SCALES, shape=ir.Shape((inputs // BLOCK, outputs)), type=ir.TensorType(value.dtype)
-        )
-        graph.initializers[scales.name] = scales
+        scales = ir.val(weight.name + SCALES, dtype=value.dtype, shape=(inputs // BLOCK, outputs))
+        graph.initializers[weight.name + SCALES] = scales
         uses = [(use.node, use.idx) for use in value.uses()]
         wide = ir.node("DequantizeLinear", [value, scales], {"axis": 0, "block_size": BLOCK})
         graph.insert_before(uses[0][0], wide)
@@ -279,7 +277,7 @@ def to_proto(graph: Graph, location: str, places: dict[str, tuple[int, int]]) ->
     """The graph as a ModelProto whose weights are external data: ``places`` gives each one's (offset, length)."""
     for name, value in graph.model.graph.initializers.items():
         if name in places:
-            dtype, shape = value.dtype or ir.DataType.FLOAT, value.shape
-            value.const_value = ir.ExternalTensor(location, *places[name], dtype, shape=shape, name=name)
+            assert value.dtype is not None and value.shape is not None
+            value.const_value = ir.ExternalTensor(location, *places[name], value.dtype, shape=value.shape, name=name)
     graph.model.producer_name = "eesd"
     return ir.to_proto(graph.model)

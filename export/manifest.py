@@ -53,8 +53,8 @@ class GraphInfo:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What linear weights are stored as: ``weights`` is ``int8`` or ``int4``, with one scale of the directory's element type for
-    every ``block`` inputs of an output. Where the inputs are no multiple of that, a weight is in the element type itself."""
+    """What linear weights are stored as: ``weights`` is ``int8`` or ``int4``, with one scale of the directory's element type
+    for every ``block`` inputs of an output. Where the inputs are no multiple of that, a weight is in the element type."""
 
     weights: str
     block: int

@@ -21,8 +21,8 @@ _PIECE = 1 << 21
 
 
 def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The levels of ``weight`` [out, in] as the bytes of a tensor [in, out], int4 with two to a byte, the first in the low half;
-    and the scales [in / 32, out] in ``dtype``. ``in`` must be a multiple of 32.
+    """The levels of ``weight`` [out, in] as the bytes of a tensor [in, out], int4 with two to a byte, the first in the low
+    half; and the scales [in / 32, out] in ``dtype``. ``in`` must be a multiple of 32.
 
     Works through the tensor in pieces: the only large things in memory are what is given and what is returned.
     """

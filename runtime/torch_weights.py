@@ -37,7 +37,7 @@ class Programs:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a weight lies in ``weights.bin`` (bytes), the shape it has there, and its element type or what it is quantized to."""
+    """Where a weight lies in ``weights.bin`` (bytes), its shape there, and its element type or what it is quantized to."""
 
     offset: int
     length: int
@@ -147,7 +147,7 @@ def _places(directory: Path, files: list[str], manifest: Manifest) -> dict[str, 
 
 
 def _mapped(path: Path, places: dict[str, _Place], linear: set[str]) -> dict[str, Tensor]:
-    """The weights by name, as the file's own pages, or dequantized; those of linear layers, stored [in, out], as views [out, in]."""
+    """The weights by name, as the file's own pages or dequantized; those of linear layers, stored [in, out], as views."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the memory cannot be written: nobody will
         data = torch.from_numpy(np.memmap(path, np.uint8, mode="r"))

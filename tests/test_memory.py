@@ -16,6 +16,7 @@ from test_export import graph_of, places, trained_head
 
 from eesd.export import engine_dir, memory
 from eesd.export.cli import main as export_main
+from eesd.export.graph import ExportOptions
 from eesd.export.inspect import main as inspect_main
 from eesd.export.manifest import PREFILL_CHUNK, SIZES, WEIGHTS, FileInfo, Manifest, load_manifest
 from eesd.export.stages import split_layers
@@ -134,7 +135,7 @@ def test_page_on_70b(checkpoint_70b: Path, staged: Path) -> None:
     """A manifest of that geometry, split as an export would: the plan is the page's."""
     checkpoint, small = Checkpoint(checkpoint_70b), load_manifest(staged)
     config = checkpoint.config
-    stages = split_layers(checkpoint, ExitConfig(4), 2)
+    stages = split_layers(checkpoint, ExitConfig(4), ExportOptions("float16", 4096, 32, 8, stages=2))
     caches = [(*stages[0], config.num_layers), tuple(stages[1])]
     geometry = {name: getattr(config, name) for name in SIZES if not name.startswith("exit_")}
     manifest = replace(
