@@ -258,8 +258,8 @@ def _check_stages(manifest: Manifest, exits: range) -> None:
 def _typed(kind: Any, value: Any) -> Any:
     """``value``, as it came from JSON, as the annotated type ``kind``."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:  # of a type and None
-        return None if value is None else _typed(arguments[0], value)
+    if origin is UnionType:
+        return value if type(value) in arguments else _typed(arguments[0], value)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         if value.keys() != hints.keys():

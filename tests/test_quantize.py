@@ -96,12 +96,10 @@ def test_graphs(exported: Export, family: str, kind: str) -> None:
         types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
         quantized = {name for name in types if name + SCALES in types}
         assert {types[name] for name in quantized} == {TensorProto.DataType.Value(kind.upper())}
-        wide = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
-        products = [node for node in model.graph.node if node.op_type == "MatMul"]
-        assert {node.output[0] for node in wide} == {n.input[1] for n in products if "embed_tokens" not in str(n)} - {
-            name for node in model.graph.node if node.op_type == "Transpose" for name in node.output
-        }
-        assert {node.input[0] for node in wide} == quantized and len(wide) == len(quantized) > 8
+        wide = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+        products = [node.input[1] for node in model.graph.node if node.op_type == "MatMul"]
+        assert set(wide.values()) == quantized and wide.keys() <= set(products)
+        assert len(products) - len(wide) == manifest.tied_embeddings
         assert ("lm_head.weight" in quantized) == (not manifest.tied_embeddings)
         assert not any(word in name for name in quantized for word in ("norm", "embed", "bias", "cos", "sin"))
         for name, place in places(model).items():
@@ -140,7 +138,6 @@ def test_logits_are_those_of_the_dequantized_model(
     for name in [name for name in tensors if name + SCALES in found]:
         scales = np.repeat(found[name + SCALES], BLOCK, 0)
         tensors[name] = np.ascontiguousarray((found[name].astype(np.float32) * scales).T)
-        assert 0 < np.abs(tensors[name] - load_file(family_dir("qwen2") / "model.safetensors")[name]).max()
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     reference = export_engine(model, tmp_path / "reference")
     for speculation in (None, SPECULATIONS[0]):
