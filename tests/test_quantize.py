@@ -164,7 +164,8 @@ def test_drafting_and_torch_change_no_token(exported: Export, family: str, kind:
 
 
 def test_torch_runs_16_bits(exported: Export) -> None:
-    llm = eesd.load(exported("qwen2", "int4", "--dtype", "bfloat16", "--check"), "torch", speculation=SPECULATIONS[0], threads=1)
+    directory = exported("qwen2", "int4", "--dtype", "bfloat16", "--check")
+    llm = eesd.load(directory, "torch", speculation=SPECULATIONS[0], threads=1)
     assert len(llm.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens) == 20
 
 
