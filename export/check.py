@@ -1,7 +1,8 @@
 """The parity check after an export: both graphs through ONNX Runtime against the torch module, on a random token tree."""
 
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor, nn
 
 from eesd.export.engine_dir import Head, weight_sources
-from eesd.export.graph import DTYPES
-from eesd.export.manifest import WEIGHTS, GraphInfo, Manifest
+from eesd.export.graph import DTYPES, EMBEDDINGS
+from eesd.export.manifest import GraphInfo, Manifest
+from eesd.export.memory import graph_weights
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.decoder import MASKED, Decoder, Inputs, empty_caches, rotary_tables
+from eesd.model.decoder import MASKED, Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
+from eesd.model.quantize import dequantize, quantize
 
 PROMPT, NODES, SLOTS = 12, 6, 32
+TEXT = 64
 
 NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
@@ -42,16 +46,30 @@ class Difference:
         return self.largest <= TOLERANCE * max(1.0, self.scale)
 
 
+@dataclass(frozen=True)
+class Drift:
+    """What quantization does to a text that the model wrote: how far it moves the logits, as a share of their spread (both root
+    mean square), and at how many of its places the likeliest token stays the same."""
+
+    moved: float
+    same: int
+    places: int
+
+
 def memory_needed(manifest: Manifest) -> int:
     """Bytes that the check takes: the module, the session, and the session's packed copy, all in float32."""
-    weights = manifest.files[WEIGHTS].size + sum(info.size for info in manifest.linked.values())
-    return 3 * 4 * weights // DTYPES[manifest.dtype].itemsize
+    wide = replace(manifest, dtype="float32", quantization=None)
+    weights: dict[str, int] = {}
+    for graph in wide.graphs:
+        weights |= graph_weights(wide, graph)
+    return 3 * sum(weights.values())
 
 
 def check_engine(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head) -> dict[str, Difference]:
-    """Differences for ``draft`` and ``verify``. Graphs of 16-bit types are widened: both sides use the rounded weights."""
+    """Differences for ``draft`` and ``verify``. Graphs of 16-bit types are widened; both sides use
+    the weights as they are stored, rounded or quantized."""
     torch.manual_seed(0)
-    decoder, exit_head = _rounded_modules(checkpoint, head, manifest)
+    decoder, exit_head = _stored_modules(checkpoint, head, manifest)
     programs = {
         "draft": Draft(decoder, exit_head, manifest.draft_top_k).eval(),
         "verify": Verify(decoder, exit_head).eval(),
@@ -64,18 +82,47 @@ def check_engine(directory: Path, manifest: Manifest, checkpoint: Checkpoint, he
     }
 
 
-def _rounded_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest) -> tuple[Decoder, ExitHead]:
-    """The modules in float32, their weights rounded to the engine's type."""
-    dtype = DTYPES[manifest.dtype]
+@torch.no_grad()
+def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -> Drift:
+    """Let the model write a text, at temperature 1 from one token on, and ask the quantized one about each place of it."""
+    config, places = checkpoint.config, min(TEXT, manifest.max_seq_len)
+    generator = torch.Generator().manual_seed(0)
+    decoder, _ = _stored_modules(checkpoint, head, replace(manifest, quantization=None))
+    caches, ids, rows = empty_caches(config, 1, places, config.num_layers), [config.bos_token_id or 0], []
+    for place in range(places):
+        logits, caches = decoder(torch.tensor([ids[-1:]]), causal_inputs(config, 1, 1, places, place), caches)
+        rows.append(logits[0, 0])
+        ids.append(int(torch.multinomial(rows[-1].softmax(-1), 1, generator=generator)))
+    exact = torch.stack(rows)
+    del decoder  # or both would be in memory
+    decoder, _ = _stored_modules(checkpoint, head, manifest)
+    caches = empty_caches(config, 1, places, config.num_layers)
+    found = decoder(torch.tensor([ids[:-1]]), causal_inputs(config, 1, places, places), caches)[0][0]
+    spread = exact.std(-1, correction=0).square().mean().sqrt()
+    same = int((found.argmax(-1) == exact.argmax(-1)).sum())
+    return Drift(float((found - exact).square().mean().sqrt() / spread), same, places)
+
+
+def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest) -> tuple[Decoder, ExitHead]:
+    """The modules in float32, with the weights that the directory holds: rounded to its type, and quantized if they are."""
     sources = weight_sources(checkpoint, head, manifest.max_seq_len)
     with torch.device("meta"):
         modules = Decoder(checkpoint.config), ExitHead(checkpoint.config, head.config)
     for module, prefix in zip(modules, ("", "exit_head."), strict=True):
-        state = {name: sources[prefix + name].read().to(dtype).float() for name, _ in module.named_parameters()}
+        names = [name for name, _ in module.named_parameters()]
+        state = {name: _as_stored(prefix + name, sources[prefix + name].read(), manifest) for name in names}
         module.load_state_dict(state, strict=False, assign=True)
     if checkpoint.config.tied_embeddings:
         modules[0].lm_head.weight = modules[0].model.embed_tokens.weight
     return modules
+
+
+def _as_stored(name: str, tensor: Tensor, manifest: Manifest) -> Tensor:
+    dtype, quantization = DTYPES[manifest.dtype], manifest.quantization
+    if quantization is None or tensor.dim() < 2 or name == EMBEDDINGS or tensor.shape[1] % quantization.block:
+        return tensor.to(dtype).float()
+    levels, scales = quantize(tensor, quantization.weights, dtype)
+    return dequantize(levels, scales.float(), quantization.weights).t()
 
 
 def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype) -> Inputs:
@@ -123,6 +170,7 @@ def run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray
     """A graph's outputs from ONNX Runtime's CPU kernels; 16-bit weights and caches are widened to float32, in memory."""
     options = ort.SessionOptions()
     options.log_severity_level = 3  # it would warn that caches are copied, which is what a check wants
+    options.add_session_config_entry("session.disable_quant_qdq", "1")  # int4 and int8 kernels round on their own
     model = onnx.load(path, load_external_data=False)
     narrow = [tensor for tensor in model.graph.initializer if tensor.data_type in NARROW]
     weights = [ort.OrtValue.ortvalue_from_numpy(_widened(tensor, path.parent)) for tensor in narrow]
@@ -134,8 +182,11 @@ def run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray
         if value.type.tensor_type.elem_type in NARROW:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     del model.graph.value_info[:]
-    source = model.SerializeToString() if narrow else str(path)
-    session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    # Beside the weights: quantized ones are still read from there, by their relative path.
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".onnx") as file:
+        file.write(model.SerializeToString())
+        file.flush()
+        session = ort.InferenceSession(file.name, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in model.graph.output]
     return dict(zip(names, session.run(names, feeds), strict=True))
 

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from eesd.export.manifest import QUANTIZED
 from eesd.runtime.doctor import available_memory
 from eesd.runtime.errors import EESDError, one_line_errors
 
@@ -28,6 +29,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 @click.option("--exit-head", type=click.Path(path_type=Path), help="Directory of a trained exit head.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plans"), help="Engine directory to write.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
+@click.option("--quantize", type=click.Choice(QUANTIZED), help="Store linear weights in 8 or 4 bits.")
 @click.option("--max-seq-len", type=click.IntRange(min=2), help="Slots of the KV cache (S).  [default: at most 4096]")
 @click.option("--max-tree-nodes", type=click.IntRange(1, 512), default=32, help="Drafted tokens that fit one round (M).")
 @click.option("--draft-top-k", type=click.IntRange(1, 64), default=8, help="Candidates that the draft reports (K).")
@@ -41,6 +43,7 @@ def main(
     exit_head: Path | None,
     output: Path,
     dtype: str | None,
+    quantize: str | None,
     max_seq_len: int | None,
     max_tree_nodes: int,
     draft_top_k: int,
@@ -68,11 +71,20 @@ def main(
     slots = max_seq_len or min(config.max_positions, 4096)
     if slots > config.max_positions:
         raise EESDError(f"--max-seq-len {slots} is more than the model's {config.max_positions} positions.")
+    if quantize is not None and link_weights:
+        raise EESDError("--link-weights leaves weights as they are and --quantize changes them; give one of the two.")
     options = ExportOptions(
-        dtype or config.dtype, slots, max_tree_nodes, min(draft_top_k, config.vocab_size), stages, link_weights
+        dtype or config.dtype,
+        slots,
+        max_tree_nodes,
+        min(draft_top_k, config.vocab_size),
+        stages,
+        link_weights,
+        quantize,
     )
     if options.dtype not in DTYPES:
         raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
+    kept = [] if quantize is None else _unquantized(checkpoint)
     if max_tree_nodes >= slots:
         raise EESDError(f"--max-tree-nodes {max_tree_nodes} does not fit a cache of {slots} slots.")
     with _progress() as bar:
@@ -87,7 +99,11 @@ def main(
             lambda name, size, total: bar.update(task, description=name, advance=size, total=total),
             lambda directory, manifest: lines.extend(_check(directory, manifest, checkpoint, head, check)),
         )
-    click.echo(f"{output}: {config.architecture}, {options.dtype}, exit after layer {head.config.layer}, {slots} slots")
+    kinds = options.dtype if quantize is None else f"{options.dtype} with {quantize} weights"
+    click.echo(f"{output}: {config.architecture}, {kinds}, exit after layer {head.config.layer}, {slots} slots")
+    if kept:
+        widths = " and ".join(map(str, kept))
+        click.echo(f"weights with {widths} inputs stay {options.dtype}: no multiple of 32")
     if link_weights:
         linked = sum(info.size for info in manifest.linked.values())
         click.echo(f"weights: {linked / 1e9:.2f} GB linked, {manifest.files[WEIGHTS].size / 1e9:.2f} GB copied")
@@ -96,6 +112,22 @@ def main(
     if not head.config.trained:
         notice = "No trained exit head: acceptance will be low until one is trained with eesd-distill."
         click.secho(notice, fg="yellow", err=True)
+
+
+def _unquantized(checkpoint: Checkpoint) -> list[int]:
+    """The numbers of inputs whose linear weights cannot be quantized; refused when that is all of them."""
+    from eesd.export.graph import EMBEDDINGS
+    from eesd.model.quantize import BLOCK
+
+    linear = [tensor.shape for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2 and name != EMBEDDINGS]
+    widths = sorted({inputs for _, inputs in linear})
+    kept = [inputs for inputs in widths if inputs % BLOCK]
+    if kept == widths:
+        raise EESDError(
+            f"--quantize takes weights whose inputs are a multiple of {BLOCK}; this model's have {', '.join(map(str, kept))}: "
+            "leave the option out."
+        )
+    return kept
 
 
 def _progress() -> Progress:
@@ -134,7 +166,7 @@ def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path
 
 def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head, wanted: bool | None) -> list[str]:
     """What the parity check found, a line for each graph; an error when a graph is wrong."""
-    from eesd.export.check import check_engine, memory_needed
+    from eesd.export.check import check_engine, memory_needed, quantization_drift
 
     needed = memory_needed(manifest)
     if wanted is False:
@@ -145,10 +177,17 @@ def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: He
     bad = [kind for kind, difference in differences.items() if not difference.acceptable]
     if bad:
         raise EESDError(f"The {' and '.join(bad)} graph does not compute what the model does; please report this model.")
-    return [
+    lines = [
         f"{kind}: largest difference to torch {difference.largest:.2e} (largest logit {difference.scale:.1f})"
         for kind, difference in differences.items()
     ]
+    if manifest.quantization is not None:
+        drift = quantization_drift(manifest, checkpoint, head)
+        lines.append(
+            f"{manifest.quantization.weights}: logits move by {drift.moved:.1%} of their spread; the likeliest token is the "
+            f"unquantized model's at {drift.same} of {drift.places} places of a text of its own"
+        )
+    return lines
 
 
 if __name__ == "__main__":

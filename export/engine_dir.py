@@ -76,7 +76,7 @@ def export(
     ``stage`` is told what begins; ``progress`` each weight's name, its bytes, and the bytes of all weights.
     """
     check_output(output)
-    splits = split_layers(checkpoint, head.config, options.stages)
+    splits = split_layers(checkpoint, head.config, options)
     sources = weight_sources(checkpoint, head, options.max_seq_len)
     linked = linkable(sources, options.dtype) if options.link_weights else {}
     as_stored = frozenset(linked)
@@ -169,6 +169,7 @@ def _manifest(
         exit_own_lm_head=exit_config.own_lm_head,
         exit_trained=exit_config.trained,
         dtype=options.dtype,
+        quantization=options.quantization,
         max_seq_len=options.max_seq_len,
         max_tree_nodes=options.max_tree_nodes,
         draft_top_k=options.draft_top_k,

@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx
@@ -19,11 +19,12 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, IdentityElimina
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eesd.export.manifest import GraphInfo, TensorInfo
+from eesd.export.manifest import GraphInfo, Quantization, TensorInfo
 from eesd.model.config import ModelConfig
 from eesd.model.decoder import KV, Decoder, Inputs, rotary_tables
 from eesd.model.exit_head import ExitConfig, ExitHead
 from eesd.model.graphs import Draft, Verify, draft_layers
+from eesd.model.quantize import BLOCK, SCALES
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 OPSET = 24
@@ -38,7 +39,7 @@ graph is there. Tracing with symbolic dimensions gives the same graph and takes 
 @dataclass(frozen=True)
 class ExportOptions:
     """Choices of an export: element type, S (slots of the cache), M (nodes of a token tree), K (draft candidates), stages, and
-    whether weights stay in the checkpoint's files."""
+    whether weights stay in the checkpoint's files, and what linear weights are quantized to (``int8``, ``int4``)."""
 
     dtype: str
     max_seq_len: int
@@ -46,15 +47,22 @@ class ExportOptions:
     draft_top_k: int
     stages: int = 1
     link_weights: bool = False
+    quantize: str | None = None
+
+    @property
+    def quantization(self) -> Quantization | None:
+        return None if self.quantize is None else Quantization(self.quantize, BLOCK)
 
 
 @dataclass(frozen=True)
 class WeightRef:
-    """A weight a graph wants: its name, whether it is stored transposed, and the shape it is stored with."""
+    """A weight a graph wants: its name, whether it is stored transposed, the shape it is stored with, and what it is quantized
+    to, if it is. Then its scales are stored, too, as ``name`` + :data:`SCALES`."""
 
     name: str
     transposed: bool
     shape: tuple[int, ...]
+    quantized: str | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,8 @@ def trace(
     _name_dimensions(model.graph)
     _name_tensors(model, caches, "hidden" if layers.start > 0 else "input_ids", outputs)
     weights = _make_lean(model, config.tied_embeddings, as_stored)
+    if options.quantize is not None:
+        weights = _quantize(model.graph, weights, options.quantize)
     model.graph.name = f"eesd_{name}"
     info = GraphInfo(f"{name}.onnx", tuple(caches), _describe(model.graph.inputs), _describe(model.graph.outputs))
     return Graph(model, weights, info)
@@ -236,6 +246,29 @@ def _name_weights(graph: ir.Graph, tied_embeddings: bool, as_stored: frozenset[s
                 graph.remove(user, safe=True)
 
 
+def _quantize(graph: ir.Graph, weights: tuple[WeightRef, ...], kind: str) -> tuple[WeightRef, ...]:
+    """Put a blockwise DequantizeLinear between linear weights and their MatMul, where blocks fit.
+
+    Linear weights are those that were transposed. A tied LM head is the embedding table and stays as it is.
+    """
+    refs = []
+    for weight in weights:
+        if not weight.transposed or weight.shape[0] % BLOCK:
+            refs.append(weight)
+            continue
+        (inputs, outputs), value = weight.shape, graph.initializers[weight.name]
+        scales = ir.val(weight.name + SCALES, dtype=value.dtype, shape=(inputs // BLOCK, outputs))
+        graph.initializers[weight.name + SCALES] = scales
+        uses = [(use.node, use.idx) for use in value.uses()]
+        wide = ir.node("DequantizeLinear", [value, scales], {"axis": 0, "block_size": BLOCK})
+        graph.insert_before(uses[0][0], wide)
+        for node, index in uses:
+            node.replace_input_with(index, wide.outputs[0])
+        value.dtype = ir.DataType[kind.upper()]
+        refs.append(replace(weight, quantized=kind))
+    return tuple(refs)
+
+
 def _describe(values: Any) -> tuple[TensorInfo, ...]:
     return tuple(
         TensorInfo(
@@ -249,16 +282,9 @@ def _describe(values: Any) -> tuple[TensorInfo, ...]:
 
 def to_proto(graph: Graph, places: Mapping[str, tuple[str, int, int]]) -> onnx.ModelProto:
     """The graph as a ModelProto whose weights are external data: ``places`` gives each one's (file, offset, length)."""
-    for weight in graph.weights:
-        file, offset, length = places[weight.name]
-        value = graph.model.graph.initializers[weight.name]
-        value.const_value = ir.ExternalTensor(
-            file,
-            offset,
-            length,
-            value.dtype or ir.DataType.FLOAT,
-            shape=ir.Shape(weight.shape),
-            name=weight.name,
-        )
+    for name, value in graph.model.graph.initializers.items():
+        if name in places:
+            assert value.dtype is not None and value.shape is not None
+            value.const_value = ir.ExternalTensor(*places[name], value.dtype, shape=value.shape, name=name)
     graph.model.producer_name = "eesd"
     return ir.to_proto(graph.model)

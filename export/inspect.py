@@ -86,6 +86,7 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
         ),
         "exit head": f"after layer {manifest.exit_layer}, {manifest.exit_blocks} block(s){trained}",
         "element type": manifest.dtype,
+        "linear weights": _linear_weights(manifest),
         "KV cache": (
             f"{manifest.num_caches} caches, {manifest.max_seq_len} slots of {slot / 1024:.1f} KiB, "
             f"{slot * manifest.max_seq_len / 2**20:.0f} MiB when full"
@@ -102,6 +103,13 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _linear_weights(manifest: Manifest) -> str:
+    quantization = manifest.quantization
+    if quantization is None:
+        return manifest.dtype
+    return f"{quantization.weights}, a scale for every {quantization.block} inputs of an output"
 
 
 def _files(manifest: Manifest) -> Table:

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from eesd.runtime.errors import EESDError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NAME = "manifest.json"
 WEIGHTS = "weights.bin"
 SAMPLES, SAMPLE_BYTES = 256, 4096
@@ -20,6 +20,8 @@ PREFILL_CHUNK = 128
 FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 """Kinds of plans, and the module that builds and runs each."""
 DTYPES = ("float32", "float16", "bfloat16")
+BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
+QUANTIZED = ("int8", "int4")
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -51,6 +53,15 @@ class GraphInfo:
     caches: tuple[int, ...]
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What linear weights are stored as: ``weights`` is ``int8`` or ``int4``, with one scale of the directory's element type
+    for every ``block`` inputs of an output. Where the inputs are no multiple of that, a weight is in the element type."""
+
+    weights: str
+    block: int
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,7 @@ class Manifest:
     exit_own_lm_head: bool
     exit_trained: bool
     dtype: str
+    quantization: Quantization | None
     max_seq_len: int
     max_tree_nodes: int
     draft_top_k: int
@@ -163,6 +175,14 @@ class Manifest:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def linear_bytes(inputs: int, outputs: int, dtype: str, quantization: Quantization | None) -> int:
+    """Bytes of a linear layer's weight in a directory of element type ``dtype``; of a quantized one with its scales."""
+    count = inputs * outputs
+    if quantization is None or inputs % quantization.block:
+        return count * BITS[dtype] // 8
+    return (count * BITS[quantization.weights] + count // quantization.block * BITS[dtype]) // 8
 
 
 def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
@@ -248,6 +268,9 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     manifest: Manifest = _typed(Manifest, raw)
     if min(getattr(manifest, name) for name in (*SIZES, *LIMITS)) < 1 or manifest.dtype not in DTYPES:
         raise ValueError("a size is below 1, or the element type is unknown")
+    quantized = manifest.quantization
+    if quantized is not None and (quantized.weights not in QUANTIZED or quantized.block < 1):
+        raise ValueError("an unknown quantization")
     if not {WEIGHTS, *(graph.file for graph in manifest.graphs)} <= manifest.files.keys():
         raise ValueError("a file is not listed")
     if any(Path(name).name != name for name in (*manifest.files, *manifest.linked)):
@@ -278,6 +301,8 @@ def _check_stages(manifest: Manifest, exits: range) -> None:
 def _typed(kind: Any, value: Any) -> Any:
     """``value``, as it came from JSON, as the annotated type ``kind``."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return value if type(value) in arguments else _typed(arguments[0], value)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         if value.keys() != hints.keys():
@@ -287,7 +312,7 @@ def _typed(kind: Any, value: Any) -> Any:
         return tuple(_typed(arguments[0], item) for item in value)
     if origin is dict and type(value) is dict:
         return {name: _typed(arguments[1], item) for name, item in value.items()}
-    if type(value) not in (arguments if origin is UnionType else (kind,)):  # isinstance would take True for a number
+    if type(value) is not kind:  # isinstance would take True for a number
         raise TypeError(kind)
     return value
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from eesd.export.manifest import PREFILL_CHUNK, GraphInfo, Manifest
+from eesd.export.manifest import BITS, PREFILL_CHUNK, GraphInfo, Manifest, linear_bytes
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 BUILD_FACTOR, BUILD_LEAST = 2.7, 600_000_000
 """Host memory of a build: so much for each byte of weights, besides so much for anything. Measured with TensorRT-RTX 1.7 on
 1.8 GB of weights: 2.6, of which one part is the mapped file of weights."""
@@ -45,7 +44,7 @@ class DeviceMemory:
 
 def slot_bytes(manifest: Manifest, caches: int) -> int:
     """Keys and values of one token in so many caches."""
-    return 2 * caches * manifest.num_kv_heads * manifest.head_dim * BYTES[manifest.dtype]
+    return 2 * caches * manifest.num_kv_heads * manifest.head_dim * BITS[manifest.dtype] // 8
 
 
 def plan_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
@@ -81,9 +80,11 @@ def graph_weights(manifest: Manifest, graph: GraphInfo) -> dict[str, int]:
     """Bytes of the weights that a graph uses, by what they are; what two graphs share has the same name in both."""
     exits = range(manifest.num_layers, manifest.num_caches)
     is_draft, is_last = graph == manifest.draft, graph == manifest.verify[-1]
+    element = BITS[manifest.dtype] // 8
     kv, rest = _block(manifest)
-    table = manifest.vocab_size * manifest.hidden_size
-    parts = {"rotary tables": manifest.max_seq_len * manifest.head_dim}
+    table = manifest.vocab_size * manifest.hidden_size * element
+    lm_head = _linear(manifest, manifest.hidden_size, manifest.vocab_size)
+    parts = {"rotary tables": manifest.max_seq_len * manifest.head_dim * element}
     if graph.inputs[0].name == "input_ids":
         parts["embeddings"] = table
     for cache in graph.caches:
@@ -91,30 +92,38 @@ def graph_weights(manifest: Manifest, graph: GraphInfo) -> dict[str, int]:
         if is_draft or cache != exits[-1]:  # verify takes no more of the last exit block than its keys and values
             parts[f"block {cache}"] = rest
     if is_draft:
-        parts["exit norm"] = manifest.hidden_size
+        parts["exit norm"] = manifest.hidden_size * element
     elif is_last:
-        parts["norm"] = manifest.hidden_size
+        parts["norm"] = manifest.hidden_size * element
     if is_draft and manifest.exit_own_lm_head:
-        parts["exit LM head"] = table
+        parts["exit LM head"] = lm_head
+    elif (is_draft or is_last) and manifest.tied_embeddings:
+        parts["embeddings"] = table
     elif is_draft or is_last:
-        parts["embeddings" if manifest.tied_embeddings else "LM head"] = table
-    return {name: count * BYTES[manifest.dtype] for name, count in parts.items()}
+        parts["LM head"] = lm_head
+    return parts
+
+
+def _linear(manifest: Manifest, inputs: int, outputs: int) -> int:
+    return linear_bytes(inputs, outputs, manifest.dtype, manifest.quantization)
 
 
 def _block(manifest: Manifest) -> tuple[int, int]:
-    """Weights of a block: those that make its keys and values, and the others."""
+    """Bytes of a block's weights: those that make its keys and values, and the others."""
     hidden, inner, head = manifest.hidden_size, manifest.intermediate_size, manifest.head_dim
     width, kv_width = manifest.num_heads * head, manifest.num_kv_heads * head
-    kv = hidden + 2 * hidden * kv_width + 2 * kv_width * manifest.qkv_bias + head * manifest.qk_norm
-    rest = hidden + 2 * hidden * width + 3 * hidden * inner
-    rest += width * manifest.qkv_bias + hidden * manifest.output_bias
-    rest += (2 * inner + hidden) * manifest.mlp_bias + head * manifest.qk_norm
-    return kv, rest
+    element = BITS[manifest.dtype] // 8
+    kv = (hidden + 2 * kv_width * manifest.qkv_bias + head * manifest.qk_norm) * element
+    rest = (hidden + width * manifest.qkv_bias + hidden * manifest.output_bias + head * manifest.qk_norm) * element
+    rest += (2 * inner + hidden) * manifest.mlp_bias * element
+    kv += 2 * _linear(manifest, hidden, kv_width)
+    rest += _linear(manifest, hidden, width) + _linear(manifest, width, hidden)
+    return kv, rest + 2 * _linear(manifest, hidden, inner) + _linear(manifest, inner, hidden)
 
 
 def _buffers(manifest: Manifest, tokens: int, logits: bool) -> int:
     """Mask, hidden states in and out, and the widest moment between, as if no kernel fused attention (scores in float32)."""
-    element, hidden, slots = BYTES[manifest.dtype], manifest.hidden_size, manifest.max_seq_len
+    element, hidden, slots = BITS[manifest.dtype] // 8, manifest.hidden_size, manifest.max_seq_len
     heads = (manifest.num_heads + manifest.num_kv_heads) * manifest.head_dim
     attention = (2 * hidden + 2 * heads) * element + 4 * manifest.num_heads * slots
     mlp = (2 * hidden + 3 * manifest.intermediate_size) * element

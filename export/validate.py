@@ -3,6 +3,7 @@
 Meant for a :func:`~eesd.export.shorten.shortened` model, whose reference fits the memory.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from eesd.export.check import run_widened
 from eesd.export.manifest import GraphInfo, Manifest
-from eesd.export.memory import BYTES, graph_weights
+from eesd.export.memory import graph_weights
 from eesd.model.decoder import MASKED
 from eesd.runtime.backends import Engines
 
@@ -25,8 +26,8 @@ Array = NDArray[np.float32]
 
 def memory_needed(manifest: Manifest) -> int:
     """Bytes that the reference takes: the larger graph's weights in float32, and the session's packed copy of them."""
-    largest = max(sum(graph_weights(manifest, graph).values()) for graph in manifest.graphs)
-    return 2 * 4 * largest // BYTES[manifest.dtype]
+    wide = replace(manifest, dtype="float32", quantization=None)
+    return 2 * max(sum(graph_weights(wide, graph).values()) for graph in wide.graphs)
 
 
 def validate(engines: Engines, directory: Path, manifest: Manifest) -> dict[str, float]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from eesd.export.graph import DTYPES, WeightRef
-from eesd.export.manifest import WEIGHTS, FileInfo
+from eesd.export.manifest import BITS, WEIGHTS, FileInfo
 from eesd.model.checkpoint import StoredTensor
+from eesd.model.quantize import BLOCK, SCALES, quantize
 from eesd.runtime.errors import EESDError
 
 ALIGNMENT = 4096
@@ -57,11 +58,11 @@ def plan_weights(graphs: Iterable[tuple[WeightRef, ...]], dtype: str, linked: Ma
                 tensor = linked[weight.name]
                 places[weight.name] = Place(tensor.path.name, tensor.offset, tensor.nbytes)
                 continue
-            offset = -(-end // ALIGNMENT) * ALIGNMENT
-            length = prod(weight.shape) * DTYPES[dtype].itemsize
-            places[weight.name] = Place(WEIGHTS, offset, length)
+            for name, length in _lengths(weight, DTYPES[dtype]):
+                offset = -(-end // ALIGNMENT) * ALIGNMENT
+                places[name] = Place(WEIGHTS, offset, length)
+                end = offset + length
             order.append(weight)
-            end = offset + length
     return Plan(tuple(order), places, end)
 
 
@@ -83,23 +84,39 @@ def write_weights(
     end = 0
     with path.open("wb") as file:
         for weight in plan.weights:
-            _, offset, length = plan.places[weight.name]
-            data = _bytes_of(sources[weight.name].read(), weight, DTYPES[dtype])
-            for piece in (bytes(offset - end), data):
-                file.write(piece)
-                digest.update(piece)
+            for name, data in _stored(sources[weight.name].read(), weight, DTYPES[dtype]).items():
+                _, offset, length = plan.places[name]
+                for piece in (bytes(offset - end), data):
+                    file.write(piece)
+                    digest.update(piece)
+                end = offset + length
+                progress(name, length)
             del data, piece  # or the next tensor would be read while this one is still there
-            end = offset + length
-            progress(weight.name, length)
         file.flush()
         os.fsync(file.fileno())
     return FileInfo(end, digest.hexdigest())
 
 
-def _bytes_of(tensor: Tensor, weight: WeightRef, dtype: torch.dtype) -> memoryview:
+def _lengths(weight: WeightRef, dtype: torch.dtype) -> list[tuple[str, int]]:
+    """Name and bytes of everything that is stored for a weight."""
+    count = prod(weight.shape)
+    if weight.quantized is None:
+        return [(weight.name, count * dtype.itemsize)]
+    return [(weight.name, count * BITS[weight.quantized] // 8), (weight.name + SCALES, count // BLOCK * dtype.itemsize)]
+
+
+def _stored(tensor: Tensor, weight: WeightRef, dtype: torch.dtype) -> dict[str, memoryview]:
+    """The bytes of everything that is stored for a weight, by name."""
+    shape = tuple(reversed(weight.shape)) if weight.transposed else weight.shape
+    if tuple(tensor.shape) != shape:
+        raise EESDError(f"The tensor {weight.name} has shape {list(tensor.shape)}, the graph wants {list(shape)}.")
+    if weight.quantized is not None:
+        levels, scales = quantize(tensor, weight.quantized, dtype)
+        return {weight.name: _bytes_of(levels), weight.name + SCALES: _bytes_of(scales)}
     if weight.transposed:
         tensor = tensor.t()
-    if tuple(tensor.shape) != weight.shape:
-        raise EESDError(f"The tensor {weight.name} has shape {list(tensor.shape)}, the graph wants {list(weight.shape)}.")
-    tensor = tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    return {weight.name: _bytes_of(tensor.to(dtype, memory_format=torch.contiguous_format).contiguous())}
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data

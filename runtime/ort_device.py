@@ -65,7 +65,7 @@ def open_ort_device(
     on_cpu = places[0].stream is None
 
     def program(graph: GraphInfo, place: Place) -> OrtProgram:
-        return OrtProgram(load_session(directory / graph.file, graph, threads, _providers(place)), graph, place)
+        return OrtProgram(load_session(directory, manifest, graph, threads, _providers(place)), graph, place)
 
     verify = [program(graph, place) for graph, place in zip(manifest.verify, places, strict=True)]
     make_slab = partial(DeviceSlab, manifest, places, grow=on_cpu)

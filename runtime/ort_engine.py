@@ -23,6 +23,10 @@ TYPES = {
 }
 MASKED = np.float32(-30000.0)  # the same as in training and export: its softmax weight is exactly zero
 
+FLOAT32_ACTIVATIONS = "1"
+"""Accuracy level of MatMulNBits. With level 4 activations become int8 on the way, where the last bit of one may turn a whole
+level of it: a pass over several nodes then differs from a pass over one by 0.1 in a logit, and drafting changes tokens."""
+
 
 class OrtEngine:
     """One graph of an engine directory, or the stages of one in order, each in an ONNX Runtime session.
@@ -40,7 +44,7 @@ class OrtEngine:
                 "export with --dtype float32, or run them as they are with --backend torch."
             )
         self.manifest = manifest
-        self.stages = [(graph, load_session(directory / graph.file, graph, threads, CPU)) for graph in stages]
+        self.stages = [(graph, load_session(directory, manifest, graph, threads, CPU)) for graph in stages]
 
     def new_slab(self) -> KVSlab:
         return KVSlab(self.manifest)
@@ -50,13 +54,18 @@ class OrtEngine:
         return OrtBinding(self, slab)
 
 
-def load_session(path: Path, graph: GraphInfo, threads: int, providers: Sequence[Any]) -> Any:
+def load_session(directory: Path, manifest: Manifest, graph: GraphInfo, threads: int, providers: Sequence[Any]) -> Any:
     """The session of a graph file, which must have the tensors that the manifest says: buffers are bound by that."""
+    path = directory / graph.file
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", FLOAT32_ACTIVATIONS)
+    if providers == CPU and manifest.quantization is not None and manifest.quantization.weights == "int8":
+        # With float32 activations MatMulNBits has a kernel for int4 only; int8 weights become float32 at load.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
     try:
         session = ort.InferenceSession(str(path), options, providers=providers)
     except Exception as error:  # its exceptions share no base class

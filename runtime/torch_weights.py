@@ -1,6 +1,7 @@
 """An engine directory's weights in the modules of ``model/``: mapped from ``weights.bin``, not read, and each there once.
 
-The graphs say where every weight lies: their external data have the names of the modules' parameters.
+The graphs say where every weight lies: their external data have the names of the modules' parameters. Quantized weights, whose
+scales lie beside them, become the element type when they are loaded: this engine shows what is right, not what is small.
 """
 
 import warnings
@@ -16,11 +17,12 @@ from onnx import TensorProto
 from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor, nn
 
-from eesd.export.manifest import WEIGHTS, Manifest
+from eesd.export.manifest import QUANTIZED, WEIGHTS, Manifest
 from eesd.model.config import ModelConfig
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitConfig, ExitHead
 from eesd.model.graphs import Draft, Verify
+from eesd.model.quantize import SCALES, dequantize
 from eesd.runtime.device import fitting_gpu
 from eesd.runtime.errors import EESDError
 
@@ -37,12 +39,13 @@ class Programs:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a weight lies in a file (bytes), and the shape it has there."""
+    """Where a weight lies in a file (bytes), its shape there, and its element type or what it is quantized to."""
 
     file: str
     offset: int
     length: int
     shape: tuple[int, ...]
+    kind: str
 
 
 def load_programs(directory: Path, manifest: Manifest, devices: Sequence[torch.device], draft: bool) -> list[Programs]:
@@ -56,15 +59,19 @@ def load_programs(directory: Path, manifest: Manifest, devices: Sequence[torch.d
     with _refusing(directory):
         decoder, head = _empty_modules(manifest)
     every = Draft(decoder, head, manifest.draft_top_k)
-    if set(drafting).union(*stages) != {name for name, _ in every.named_parameters()} | {"cos", "sin"}:
-        raise _unfit(directory)
     linear = {f"{name}.weight" for name, module in every.named_modules() if isinstance(module, nn.Linear)}
+    found = drafting.copy()
+    for places in stages:
+        found |= places
+    quantized = {name for name, place in found.items() if place.kind in QUANTIZED}
+    named = {name for name, _ in every.named_parameters()} | {"cos", "sin"} | {name + SCALES for name in quantized}
+    if found.keys() != named or not quantized <= linear:
+        raise _unfit(directory)
     programs = []
     for number, (places, device) in enumerate(zip(stages, devices, strict=True)):
         with_draft = draft and number == 0
         with _refusing(directory):
-            wanted = places | drafting if with_draft else places
-            mapped = _mapped(directory, wanted, getattr(torch, manifest.dtype), linear)
+            mapped = _mapped(directory, places | drafting if with_draft else places, linear)
         with fitting_gpu("The weights"):
             state = {name: tensor.to(device) for name, tensor in mapped.items()}
         tables = state.pop("cos"), state.pop("sin")
@@ -132,7 +139,8 @@ def _empty_modules(manifest: Manifest) -> tuple[Decoder, ExitHead]:
 
 def _places(directory: Path, file: str, manifest: Manifest) -> dict[str, _Place]:
     """The place of every weight of a graph, by name; refused where one is of another type or in a file of no weights."""
-    kind = TensorProto.DataType.Value("FLOAT" if manifest.dtype == "float32" else manifest.dtype.upper())
+    allowed = [manifest.dtype] if manifest.quantization is None else [manifest.dtype, manifest.quantization.weights]
+    kinds = {TensorProto.DataType.Value("FLOAT" if kind == "float32" else kind.upper()): kind for kind in allowed}
     known = {WEIGHTS, *manifest.linked}
     try:
         graph = onnx.load(directory / file, load_external_data=False).graph
@@ -143,21 +151,30 @@ def _places(directory: Path, file: str, manifest: Manifest) -> dict[str, _Place]
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
         info = ExternalDataInfo(tensor)
-        if tensor.data_type != kind or info.location not in known or info.offset is None or info.length is None:
+        if tensor.data_type not in kinds or info.location not in known or info.offset is None or info.length is None:
             raise _unfit(directory)
-        places[tensor.name] = _Place(info.location, info.offset, info.length, tuple(tensor.dims))
+        places[tensor.name] = _Place(info.location, info.offset, info.length, tuple(tensor.dims), kinds[tensor.data_type])
     return places
 
 
-def _mapped(directory: Path, places: dict[str, _Place], dtype: torch.dtype, linear: set[str]) -> dict[str, Tensor]:
-    """The weights by name, as the files' own pages; those of linear layers as [out, in]: so they are in a linked file, in
-    ``weights.bin`` they are [in, out]."""
+def _mapped(directory: Path, places: dict[str, _Place], linear: set[str]) -> dict[str, Tensor]:
+    """The weights by name, as the files' own pages or dequantized; those of linear layers as [out, in]: so they are in a linked
+    file, in ``weights.bin`` they are [in, out]."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the memory cannot be written: nobody will
         files = {place.file for place in places.values()}
         data = {file: torch.from_numpy(np.memmap(directory / file, np.uint8, mode="r")) for file in files}
+
+    def stored(place: _Place) -> Tensor:
+        piece = data[place.file][place.offset : place.offset + place.length]
+        return piece if place.kind in QUANTIZED else piece.view(getattr(torch, place.kind)).view(place.shape)
+
     tensors = {}
     for name, place in places.items():
-        stored = data[place.file][place.offset : place.offset + place.length].view(dtype).view(place.shape)
-        tensors[name] = stored.t() if name in linear and place.file == WEIGHTS else stored
+        if name.endswith(SCALES):
+            continue
+        tensor = stored(place)
+        if place.kind in QUANTIZED:
+            tensor = dequantize(tensor, stored(places[name + SCALES]), place.kind)
+        tensors[name] = tensor.t() if name in linear and place.file == WEIGHTS else tensor
     return tensors

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from command import assert_refused, export_engine, run, succeed
 from families import FAMILIES
+from synthetic import LLAMA_70B, write_checkpoint
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 pytest.importorskip("polygraphy", reason="building plans needs polygraphy")
@@ -62,6 +63,33 @@ def test_stages(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
         plan = manifest.plans[graph.file]
         assert plan.file == graph.file.replace(".onnx", ".plan") and (directory / plan.file).exists()
         assert (plan.fused_attentions, plan.fused_cache_updates) == (len(layers), 2 * len(graph.caches))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized(family_dir: Callable[[str], Path], tmp_path: Path, kind: str, dtype: str) -> None:
+    """Weight-only plans of both stages, attention and caches as in any other."""
+    options = ("--dtype", dtype, "--quantize", kind, "--stages", 2, "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check")
+    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", *options)
+    assert "single kernels" not in succeed(main, directory).stderr
+    manifest = load_manifest(directory)
+    for graph, layers in zip(manifest.verify, manifest.stage_layers, strict=True):
+        plan = manifest.plans[graph.file]
+        assert (plan.fused_attentions, plan.fused_cache_updates) == (len(layers), 2 * len(graph.caches))
+
+
+@pytest.mark.slow
+def test_quantized_plans_are_small(tmp_path: Path) -> None:
+    """Where weights are most of a plan, it is as much smaller as they are: the builder does not widen them."""
+    size = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_hidden_layers": 3}
+    model = write_checkpoint(tmp_path / "model", LLAMA_70B | size | {"vocab_size": 8000}, shards=1, sparse=False)
+    options = ("--dtype", "float16", "--quantize", "int4", "--max-seq-len", 256, "--no-check")
+    directory = export_engine(model, tmp_path / "plans", *options)
+    succeed(main, directory)
+    manifest = load_manifest(directory)
+    for graph in manifest.graphs:
+        weights = plans.weight_bytes(directory, graph)
+        assert weights < manifest.plans[graph.file].size < weights + 12_000_000
 
 
 def test_what_is_recorded(built: Path) -> None:

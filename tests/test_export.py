@@ -244,4 +244,4 @@ def test_limits_out_of_range(text_model: Path, tmp_path: Path, option: list[Any]
 
 def test_manifest_is_plain_json(engine: Path) -> None:
     raw = json.loads((engine / NAME).read_text())
-    assert raw["format_version"] == 1 and raw["verify"][0]["inputs"][4]["shape"] == ["B", 2, "S", 8]
+    assert raw["format_version"] == 2 and raw["verify"][0]["inputs"][4]["shape"] == ["B", 2, "S", 8]

@@ -36,7 +36,7 @@ def forget_peak():
 
 checkpoint = Checkpoint(Path(sys.argv[1]))
 head = untrained_head(checkpoint, int(sys.argv[2]))
-options = ExportOptions(sys.argv[3], 4096, 32, 8)
+options = ExportOptions(sys.argv[3], 4096, 32, 8, quantize=dict(enumerate(sys.argv)).get(5))
 graphs = [trace(kind, checkpoint.config, head.config, options) for kind in ("draft", "verify")]
 plan = plan_weights((graph.weights for graph in graphs), options.dtype)
 """
@@ -110,6 +110,14 @@ def test_weights_stream(checkpoints: dict[int, Path], tmp_path: Path) -> None:
 def test_widened_weights_stream(checkpoints: dict[int, Path], tmp_path: Path) -> None:
     measured = measure(WEIGHT_STAGE, checkpoints[3], 1, "float32", tmp_path / "weights")
     assert measured["grown"] < 6 * largest_tensor(Checkpoint(checkpoints[3])) + 24 * MB
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_weights_stream(checkpoints: dict[int, Path], tmp_path: Path, kind: str) -> None:
+    """One tensor, its quantized form, and a piece of it in float32."""
+    measured = measure(WEIGHT_STAGE, checkpoints[12], 1, "float16", tmp_path / "weights", kind)
+    assert measured["grown"] < 4 * largest_tensor(Checkpoint(checkpoints[12])) + 48 * MB
+    assert measured["size"] < (220 if kind == "int8" else 140) * MB
 
 
 def assert_weights(path: Path, checkpoint: Checkpoint) -> None:

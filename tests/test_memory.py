@@ -16,6 +16,7 @@ from test_export import graph_of, places, trained_head
 
 from eesd.export import engine_dir, memory
 from eesd.export.cli import main as export_main
+from eesd.export.graph import ExportOptions
 from eesd.export.inspect import main as inspect_main
 from eesd.export.manifest import PREFILL_CHUNK, SIZES, WEIGHTS, FileInfo, Manifest, load_manifest
 from eesd.export.stages import split_layers
@@ -130,22 +131,34 @@ def rendered(manifest: Manifest) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def test_page_on_70b(checkpoint_70b: Path, staged: Path) -> None:
-    """A manifest of that geometry, split as an export would: the plan is the page's."""
-    checkpoint, small = Checkpoint(checkpoint_70b), load_manifest(staged)
-    config = checkpoint.config
-    stages = split_layers(checkpoint, ExitConfig(4), 2)
-    caches = [(*stages[0], config.num_layers), tuple(stages[1])]
+def manifest_70b(checkpoint: Checkpoint, small: Manifest, options: ExportOptions) -> Manifest:
+    """A manifest of that geometry, split as an export would, made of the one of a small model in two stages."""
+    config, stages = checkpoint.config, split_layers(checkpoint, ExitConfig(4), options)
+    caches = [tuple(layers) for layers in stages]
+    caches[0] += (config.num_layers,)
     geometry = {name: getattr(config, name) for name in SIZES if not name.startswith("exit_")}
-    manifest = replace(
+    files = [stage.file for stage in small.verify] if len(stages) > 1 else ["verify.onnx"]
+    return replace(
         small,
         **geometry,
         exit_layer=4,
-        dtype="float16",
-        max_seq_len=4096,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        max_seq_len=options.max_seq_len,
         draft=replace(small.draft, caches=(*range(4), config.num_layers)),
-        verify=tuple(replace(stage, caches=own) for stage, own in zip(small.verify, caches, strict=True)),
+        verify=tuple(
+            replace(stage, file=file, caches=own) for stage, file, own in zip(small.verify, files, caches, strict=False)
+        ),
     )
+
+
+def test_page_on_70b(checkpoint_70b: Path, staged: Path) -> None:
+    """The plans for two devices and, in int4, for one are the page's."""
+    checkpoint, small = Checkpoint(checkpoint_70b), load_manifest(staged)
+    config = checkpoint.config
+    int4 = manifest_70b(checkpoint, small, ExportOptions("float16", 4096, 32, 8, 1, "int4"))
+    assert rendered(int4) == page("eesd-inspect plans-int4/ --plan-memory")
+    manifest = manifest_70b(checkpoint, small, ExportOptions("float16", 4096, 32, 8, stages=2))
     assert rendered(manifest) == page("eesd-inspect plans/ --plan-memory")
     for figure in (
         f"{memory.slot_bytes(manifest, 81):,} bytes",

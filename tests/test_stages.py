@@ -21,6 +21,7 @@ import eesd
 from eesd.controllers import make_controller
 from eesd.export.cli import main as export_main
 from eesd.export.engine_dir import untrained_head
+from eesd.export.graph import ExportOptions
 from eesd.export.inspect import main as inspect_main
 from eesd.export.manifest import WEIGHTS, Manifest, load_manifest
 from eesd.export.stages import split_layers
@@ -135,8 +136,12 @@ def test_graphs_and_manifest(exported: Export) -> None:
     assert manifest.verify[0].caches[-1] == 4 and manifest.draft.caches == (0, 4)
 
 
+def options(stages: int) -> ExportOptions:
+    return ExportOptions("float32", 256, 32, 8, stages)
+
+
 def split_sizes(checkpoint: Checkpoint, layer: int, stages: int) -> list[int]:
-    return [len(layers) for layers in split_layers(checkpoint, ExitConfig(layer), stages)]
+    return [len(layers) for layers in split_layers(checkpoint, ExitConfig(layer), options(stages))]
 
 
 def device_bytes(checkpoint: Checkpoint, counts: list[int]) -> list[int]:
@@ -166,7 +171,7 @@ def test_borders_balance_the_bytes(tmp_path: Path, tied: bool, layer: int) -> No
 
 def test_one_stage_holds_all(family_dir: Callable[[str], Path]) -> None:
     checkpoint = Checkpoint(family_dir("qwen2"))
-    assert split_layers(checkpoint, untrained_head(checkpoint, 2).config, 1) == [range(3)]
+    assert split_layers(checkpoint, untrained_head(checkpoint, 2).config, options(1)) == [range(3)]
 
 
 @pytest.mark.parametrize(("layer", "stages"), [(1, 0), (1, -2), (1, 4), (2, 3), (1, 10**9)])
