@@ -84,7 +84,7 @@ class Validation:
         weight = decoder.lm_head.weight
         precision = "bf16" if weight.dtype == torch.bfloat16 else "float32"
         teacher = Teacher(decoder, layers, 1, precision)
-        passes = [teacher(part.to(weight.device))[0] for part in tokens.split(batch)]
+        passes = [teacher(part.to(weight.device))[0] for part in torch.split(tokens, batch)]
         hidden = {layer: torch.cat([found[layer] for found in passes]).cpu() for layer in layers}
         return cls(tokens, torch.tensor([len(prompt) for prompt in prompts]), ends, hidden)
 
@@ -105,10 +105,10 @@ class Validation:
         device = lm_head.device
         table = (lm_head if head.lm_head is None else head.lm_head.weight).float()
         guesses = []
-        for hidden in self.hidden[head.exit_config.layer].split(batch):
-            inputs, caches = whole_text(config, *hidden.shape[:2], len(head.blocks), torch.float32, device)
+        for hidden in torch.split(self.hidden[head.exit_config.layer], batch):
+            inputs, caches = whole_text(config, len(hidden), hidden.shape[1], len(head.blocks), torch.float32, device)
             features, _ = head.features(hidden.to(device).float(), inputs, caches)
-            chunks = features.flatten(0, 1).split(max(1, CHUNK // len(table)))
+            chunks = torch.split(features.flatten(0, 1), max(1, CHUNK // len(table)))
             guesses.append(torch.cat([linear(chunk, table).argmax(-1) for chunk in chunks]).view(hidden.shape[:2]).cpu())
         right = (torch.cat(guesses)[:, :-1] == self.tokens[:, 1:]).numpy()
         spans = zip(right, self.starts.tolist(), self.ends.tolist(), strict=True)

@@ -63,6 +63,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @click.option("--clip", default=1.0, help="Largest norm of the gradient.")
 @click.option("--precision", type=click.Choice(["bf16", "float32"]), default="bf16")
 @click.option("--dtype", type=click.Choice(DTYPES), help="The teacher's weights.  [default: float32 on a CPU, else bfloat16]")
+@click.option("--log-every", default=50, help="Steps between lines of figures.")
 @click.option("--eval-every", default=500, help="Steps between validations.")
 @click.option("--save-every", default=500, help="Steps between checkpoints.")
 @click.option("--compile/--eager", "compiled", default=False, help="Use torch.compile.")
@@ -112,12 +113,15 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> tuple
 
 def report(figures: dict[str, Any]) -> None:
     """One line for training figures or a validation."""
+    label = f"{figures['label']}: " if "label" in figures else ""
     if "acceptance" in figures:
         depths = " ".join(f"{value:.3f}" for value in figures["acceptance"])
-        click.echo(f"step {figures['step']:6}  acceptance by depth {depths}  tokens a round {figures['tokens_per_round']:.3f}")
+        click.echo(
+            f"{label}step {figures['step']:6}  acceptance by depth {depths}  tokens a round {figures['tokens_per_round']:.3f}"
+        )
     else:
         values = "  ".join(f"{name} {figures[name]:.4f}" for name in ("loss", "ce", "kl", "agreement"))
-        click.echo(f"step {figures['step']:6}  {values}  {figures['seconds']:.0f} s")
+        click.echo(f"{label}step {figures['step']:6}  {values}  {figures['seconds']:.0f} s")
 
 
 @contextmanager

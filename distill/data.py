@@ -79,7 +79,7 @@ def check_vocabulary(tokens: Tokens, vocab_size: int, name: str) -> None:
     least, most = int(tokens.min()), int(tokens.max())
     if least < 0 or most >= vocab_size:
         raise EESDError(
-            f"{name} has the token {min(least, 0) or most}, the model has {vocab_size} tokens; the data is of another tokenizer."
+            f"{name} has the token {min(least, 0) or most}, the model has only {vocab_size}; the data is of another tokenizer."
         )
 
 

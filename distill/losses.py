@@ -22,7 +22,7 @@ def head_losses(
     rows = max(1, CHUNK // len(lm_head))
     if len(features) <= rows:
         return _chunk(features, lm_head, top_ids, top_logprobs, text, losses.temperature)
-    pieces = zip(*(tensor.split(rows) for tensor in (features, top_ids, top_logprobs, text)), strict=True)
+    pieces = zip(*(torch.split(tensor, rows) for tensor in (features, top_ids, top_logprobs, text)), strict=True)
     parts, agreements = [], []
     for x, ids, logprobs, tokens in pieces:
         part, agrees = checkpoint(_chunk, x, lm_head, ids, logprobs, tokens, losses.temperature, use_reentrant=False)
@@ -35,14 +35,12 @@ def _chunk(
     features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprobs: Tensor, text: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     logits = linear(features, lm_head).float()
-    ids = top_ids.long()
-    student = log_softmax(logits, -1)
-    ce = -student.gather(1, ids[:, :1])[:, 0]
-    on_text = -student.gather(1, text[:, None])[:, 0]
-    heated = student if temperature == 1 else log_softmax(logits / temperature, -1)
+    wanted = torch.cat([top_ids.long(), text[:, None]], 1)  # all at once: the backward pass of a gather costs n x V
+    logprobs = log_softmax(logits, -1).gather(1, wanted)
+    heated = logprobs[:, :-1] if temperature == 1 else log_softmax(logits / temperature, -1).gather(1, wanted[:, :-1])
     teacher = log_softmax(top_logprobs.float() / temperature, -1)
-    kl = temperature**2 * (teacher.exp() * (teacher - heated.gather(1, ids))).sum(-1)
-    return torch.stack([ce, kl, on_text]), logits.argmax(-1) == ids[:, 0]
+    kl = temperature**2 * (teacher.exp() * (teacher - heated)).sum(-1)
+    return torch.stack([-logprobs[:, 0], kl, -logprobs[:, -1]]), logits.argmax(-1) == top_ids[:, 0]
 
 
 def reach(agrees: Tensor, unroll: int, decay: float) -> Tensor:

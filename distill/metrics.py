@@ -23,7 +23,7 @@ class Metrics:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return
-        self._writer = SummaryWriter(str(self.output / "events"), purge_step=step + 1)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(self.output / "events"), purge_step=step + 1)
 
     def lines(self) -> list[dict[str, Any]]:
         """All figures so far."""

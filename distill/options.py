@@ -81,6 +81,19 @@ class Training:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Every:
+    """Steps between lines of figures, validations, and checkpoints. They do not change what is trained."""
+
+    log: int = 50
+    validate: int = 500
+    save: int = 500
+
+    def __post_init__(self) -> None:
+        if min(self.log, self.validate, self.save) < 1:
+            raise EESDError("--log-every, --eval-every and --save-every must be at least 1.")
+
+
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
     """The first option that differs, as ``name: old, now new``."""
     for name in sorted(old.keys() | new.keys()):

@@ -11,7 +11,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 
 from eesd.distill.acceptance import Acceptance
 from eesd.distill.data import Rows
-from eesd.distill.options import Losses, Training
+from eesd.distill.options import Every, Losses, Training
 from eesd.distill.prepare import Bar, Data, Preparation
 from eesd.distill.trainer import Trainer
 from eesd.export.hub import find_model
@@ -33,8 +33,7 @@ class Run:
     output: Path
     offline: Path | None
     init_head: Path | None
-    eval_every: int
-    save_every: int
+    every: Every
     compiled: bool
     bar: Bar
     dtype: torch.dtype
@@ -77,7 +76,7 @@ class Run:
             validation, self.output, self.identity(rows), self.compiled,
         )  # fmt: skip
         with self.bar("training", self.training.steps) as advance:
-            return trainer.run(self.eval_every, self.save_every, report, advance)
+            return trainer.run(self.every, report, advance)
 
     def identity(self, rows: Rows) -> dict[str, Any]:
         """What must be the same for a run to go on, beside its training options."""
@@ -94,8 +93,6 @@ def make_run(options: dict[str, Any], bar: Bar) -> Run:
     )  # fmt: skip
     named = {field.name for field in fields(Training)}
     training = Training(**{name: value for name, value in options.items() if name in named}, losses=losses)
-    if options["eval_every"] < 1 or options["save_every"] < 1:
-        raise EESDError("--eval-every and --save-every must be at least 1.")
     output: Path = options["output"]
     shared = {field.name for field in fields(Data)}
     data = Data(
@@ -115,7 +112,8 @@ def make_run(options: dict[str, Any], bar: Bar) -> Run:
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
     on_cpu = accelerator.device.type == "cpu"
     name = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
+    every = Every(options["log_every"], options["eval_every"], options["save_every"])
     return Run(
-        checkpoint, accelerator, training, data, output, options["offline"], options["init_head"], options["eval_every"],
-        options["save_every"], options["compiled"], bar, getattr(torch, name),
+        checkpoint, accelerator, training, data, output, options["offline"], options["init_head"], every,
+        options["compiled"], bar, getattr(torch, name),
     )  # fmt: skip

@@ -101,7 +101,7 @@ class Cache:
             )
         for number in missing[process::processes]:
             tokens = torch.from_numpy(self.rows.tokens[number * SHARD_ROWS : (number + 1) * SHARD_ROWS, :-1].astype(np.int64))
-            parts = [_flat(*teacher(_padded(ids, batch).to(device)), len(ids)) for ids in tokens.split(batch)]
+            parts = [_flat(*teacher(_padded(ids, batch).to(device)), len(ids)) for ids in torch.split(tokens, batch)]
             shard = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
             with written_whole(self.directory / shard_name(number)) as temporary:
                 save_file(shard, temporary)

@@ -68,7 +68,7 @@ class Student(nn.Module):
             )
         agrees = agrees.view_as(mask) * mask
         weight = mask * reach(agrees, self.losses.unroll, self.losses.unroll_decay)
-        loss, means = combined(parts.unflatten(1, mask.shape), weight, self.losses)
+        loss, means = combined(parts.view(-1, *mask.shape), weight, self.losses)
         if self.losses.hidden and final is not None:
             loss = loss + self.losses.hidden * regression(features, final, weight)
         return loss, torch.cat([means, (agrees.sum() / mask.sum().clamp_min(1))[None]])

@@ -64,7 +64,7 @@ class Teacher(nn.Module):
     @torch.inference_mode()
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
         backbone, dtype = self.decoder.model, element_type(self.precision)
-        inputs, (cache,) = whole_text(self.decoder.config, *ids.shape, 1, dtype, ids.device)
+        inputs, (cache,) = whole_text(self.decoder.config, ids.shape[0], ids.shape[1], 1, dtype, ids.device)
         hidden = {}
         with lowered(self.precision, ids.device):
             x = backbone.embed_tokens(ids)
@@ -75,8 +75,8 @@ class Teacher(nn.Module):
             x = backbone.norm(x)
         rows = x.flatten(0, 1)
         # Outside the autocast: rounded logits would turn close calls of the teacher into wrong labels.
-        parts = [self._likeliest(part) for part in rows.split(max(1, CHUNK // self.decoder.config.vocab_size))]
-        top_ids, top_logprobs = (torch.cat(part).unflatten(0, ids.shape) for part in zip(*parts, strict=True))
+        parts = [self._likeliest(part) for part in torch.split(rows, max(1, CHUNK // self.decoder.config.vocab_size))]
+        top_ids, top_logprobs = (torch.cat(part).view(*ids.shape, -1) for part in zip(*parts, strict=True))
         return hidden, Targets(top_ids, top_logprobs, x.to(dtype) if self.final else None)
 
     def _likeliest(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from eesd.distill.data import Rows, batch_rows
 from eesd.distill.losses import PARTS
 from eesd.distill.metrics import Metrics
 from eesd.distill.optim import make_optimizers
-from eesd.distill.options import Training, difference, learning_rate
+from eesd.distill.options import Every, Training, difference, learning_rate
 from eesd.distill.sources import Source
 from eesd.distill.student import Student
 from eesd.distill.teacher import element_type, whole_text
@@ -71,11 +72,9 @@ class Trainer:
 
     def run(
         self,
-        eval_every: int,
-        save_every: int,
+        every: Every,
         report: Callable[[dict[str, Any]], None],
         advance: Callable[[int], None] = lambda _: None,
-        log_every: int = 50,
     ) -> Acceptance:
         """Train to the last step, from the last checkpoint if there is one; returns the final acceptance.
 
@@ -90,12 +89,12 @@ class Trainer:
             figures = self._train_step()
             self.step += 1
             last = self.step == self.training.steps
-            if self.step % log_every == 0 or last or self.step == 1:
+            if self.step % every.log == 0 or last or self.step == 1:
                 seconds = time.monotonic() - started
                 report(self._note({"step": self.step, **figures, "seconds": round(seconds, 2)}))
-            if self.step % eval_every == 0 or last:
+            if self.step % every.validate == 0 or last:
                 result = self._validate(report)
-            if self.step % save_every == 0 or last:
+            if self.step % every.save == 0 or last:
                 self._save()
             advance(1)
         return result or self._validate(report)
@@ -114,7 +113,7 @@ class Trainer:
             batch = self.source.batch(numbers, training.exit_layer).to(self.accelerator.device)
             targets = batch.targets
             partial = micro < training.accumulate - 1
-            with self.accelerator.no_sync(self.student) if partial else _nothing():
+            with self.accelerator.no_sync(self.student) if partial else nullcontext():
                 loss, figures = self.student(
                     batch.hidden, targets.top_ids, targets.top_logprobs, batch.text, batch.mask, targets.final,
                     self.lm_head, *self._text,
@@ -134,7 +133,7 @@ class Trainer:
         return dict(zip(("loss", *PARTS, "agreement"), mean, strict=True)) | {"lr": rate}
 
     def _validate(self, report: Callable[[dict[str, Any]], None]) -> Acceptance:
-        head = self._whole_head()
+        head = self.whole_head()
         found = self.validation.acceptance(head, self.config, self.lm_head)
         figures = {"acceptance": found.by_depth, "tokens_per_round": found.tokens_per_round}
         report(self._note({"step": self.step, **figures}))
@@ -149,7 +148,17 @@ class Trainer:
         state = get_model_state_dict(self.student, options=WHOLE)
         return {name.removeprefix("head."): value for name, value in state.items()}
 
-    def _whole_head(self) -> ExitHead:
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """What the optimizers remember, as ``<optimizer>|<parameter>|<name>``."""
+        state: dict[str, Tensor] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            whole: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=WHOLE)
+            remembered: dict[str, dict[str, Any]] = whole["state"]
+            for parameter, values in remembered.items():
+                state |= {f"{number}|{parameter}|{name}": torch.as_tensor(value) for name, value in values.items()}
+        return state
+
+    def whole_head(self) -> ExitHead:
         """The head itself; a copy of it where processes hold parts of it."""
         if self.accelerator.num_processes == 1:
             return self.head
@@ -162,12 +171,7 @@ class Trainer:
     def _save(self) -> None:
         """Write checkpoint and head; the directory of the checkpoint gets its name when it is whole."""
         head_state = self._head_state()
-        optimizer_state = {}
-        for number, optimizer in enumerate(self.optimizers):
-            state = get_optimizer_state_dict(self.student, optimizer.optimizer, options=WHOLE)["state"]
-            for parameter, values in state.items():
-                for name, value in values.items():
-                    optimizer_state[f"{number}|{parameter}|{name}"] = torch.as_tensor(value).contiguous()
+        optimizer_state = self._optimizer_state()
         if self.accelerator.is_main_process:
             final = self.output / f"checkpoint-{self.step}"
             temporary = self.output / f".checkpoint-{self.step}"
@@ -204,7 +208,7 @@ class Trainer:
         set_model_state_dict(self.student, {f"head.{name}": value for name, value in state.items()}, options=WHOLE)
         stored = load_file(found[-1] / "optimizer.safetensors")
         for number, optimizer in enumerate(self.optimizers):
-            whole = get_optimizer_state_dict(self.student, optimizer.optimizer, options=WHOLE)
+            whole: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=WHOLE)
             for key, value in stored.items():
                 index, parameter, name = key.split("|")
                 if int(index) == number:
@@ -212,9 +216,3 @@ class Trainer:
             set_optimizer_state_dict(self.student, optimizer.optimizer, whole, options=WHOLE)
         self.step = run["step"]
         self.metrics.start(self.step)
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
