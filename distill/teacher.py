@@ -61,7 +61,7 @@ class Teacher(nn.Module):
         self.decoder, self.layers, self.precision, self.final = decoder, tuple(layers), precision, final
         self.top_k = min(top_k, decoder.config.vocab_size)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: its tensors could not take part in the student's backward pass
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
         backbone, dtype = self.decoder.model, element_type(self.precision)
         inputs, (cache,) = whole_text(self.decoder.config, ids.shape[0], ids.shape[1], 1, dtype, ids.device)
