@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 
 from eesd.distill.acceptance import Acceptance
 from eesd.distill.data import Rows
@@ -109,7 +109,8 @@ def make_run(options: dict[str, Any], bar: Bar) -> Run:
     check_exit(checkpoint.config, training.exit_layer, training.blocks)
     if training.length > checkpoint.config.max_positions:
         raise EESDError(f"--length {training.length} is more than the model's {checkpoint.config.max_positions} positions.")
-    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    no_device = not torch.accelerator.is_available()  # told so, accelerate lets processes share the work on CPUs, too
+    accelerator = Accelerator(cpu=no_device)
     on_cpu = accelerator.device.type == "cpu"
     name = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
     every = Every(options["log_every"], options["eval_every"], options["save_every"])

@@ -36,6 +36,8 @@ from eesd.model.exit_head import ExitHead
 from eesd.runtime.errors import EESDError
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+"""Whole tensors, on the first process only."""
+EVERYWHERE = StateDictOptions(full_state_dict=True)
 
 
 class Trainer:
@@ -153,7 +155,7 @@ class Trainer:
         state: dict[str, Tensor] = {}
         for number, optimizer in enumerate(self.optimizers):
             whole: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=WHOLE)
-            remembered: dict[str, dict[str, Any]] = whole["state"]
+            remembered: dict[str, dict[str, Any]] = whole.get("state", {})  # only the first process gets it
             for parameter, values in remembered.items():
                 state |= {f"{number}|{parameter}|{name}": torch.as_tensor(value) for name, value in values.items()}
         return state
@@ -205,14 +207,14 @@ class Trainer:
                 "or another --output."
             )
         state = load_file(found[-1] / "head.safetensors")
-        set_model_state_dict(self.student, {f"head.{name}": value for name, value in state.items()}, options=WHOLE)
+        set_model_state_dict(self.student, {f"head.{name}": value for name, value in state.items()}, options=EVERYWHERE)
         stored = load_file(found[-1] / "optimizer.safetensors")
         for number, optimizer in enumerate(self.optimizers):
-            whole: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=WHOLE)
+            whole: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=EVERYWHERE)
             for key, value in stored.items():
                 index, parameter, name = key.split("|")
                 if int(index) == number:
                     whole["state"].setdefault(parameter, {})[name] = value
-            set_optimizer_state_dict(self.student, optimizer.optimizer, whole, options=WHOLE)
+            set_optimizer_state_dict(self.student, optimizer.optimizer, whole, options=EVERYWHERE)
         self.step = run["step"]
         self.metrics.start(self.step)

@@ -20,6 +20,7 @@ from eesd.distill.acceptance import Validation
 from eesd.distill.cli import main
 from eesd.distill.data import batch_rows, cut
 from eesd.distill.generate import continue_prompts
+from eesd.distill.teacher import Teacher
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.llm import Speculation
 
@@ -128,8 +129,6 @@ def test_sampled_continuations_follow_the_model(learner: Path) -> None:
     decoder = Checkpoint(learner).decoder()
     count = 2000
     tokens, _ = continue_prompts(decoder, [[5, 6, 7]] * count, 1, torch.ones(count), torch.Generator().manual_seed(3))
-    from eesd.distill.teacher import Teacher
-
     _, targets = Teacher(decoder, [1], 97, "float32")(torch.tensor([[5, 6, 7]]))
     expected = torch.zeros(97).index_add(0, targets.top_ids[0, -1].long(), targets.top_logprobs[0, -1].float().exp())
     seen = torch.bincount(tokens[:, 3], minlength=97) / count
@@ -160,3 +159,24 @@ def test_the_search_recommends_an_exit_layer(learner: Path, own_rows: Path, tmp_
 def test_figures_for_tensorboard(trained: Path) -> None:
     pytest.importorskip("tensorboard")
     assert time.time() - max(path.stat().st_mtime for path in (trained / "events").iterdir()) < 3600
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_with_their_rows(learner: Path, own_rows: Path, tmp_path: Path) -> None:
+    """Two processes with batches of two rows, stopped and resumed, against one process that passes over the same rows."""
+    arguments = ["--model", learner, "--exit-layer", 1, "--data", own_rows, *SMALL, "--batch", 2, "--steps", 8]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "eesd.distill.cli"]
+    command += [*map(str, arguments), "-o", str(tmp_path / "two"), "--offline", str(tmp_path / "cache")]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    assert first.stdout is not None
+    for line in first.stdout:
+        if line.startswith("step      6  loss"):
+            first.terminate()
+            break
+    first.wait()
+    assert not (tmp_path / "two" / "checkpoint-8").exists()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stdout.count("step      8  loss") == 1 and "step      5  loss" not in done.stdout
+    distill(learner, own_rows, tmp_path / "one", "--batch", 2, "--accumulate", 2, "--steps", 8)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

@@ -30,9 +30,7 @@ def case() -> dict[str, torch.Tensor]:
     }
 
 
-def parts_of(
-    case: dict[str, torch.Tensor], losses: Losses = PLAIN, k: int = VOCABULARY
-) -> tuple[torch.Tensor, torch.Tensor]:
+def parts_of(case: dict[str, torch.Tensor], losses: Losses = PLAIN, k: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor]:
     return head_losses(case["features"], case["lm_head"], case["ids"][:, :k], case["top"][:, :k], case["text"], losses)
 
 
