@@ -147,7 +147,7 @@ class Trainer:
         return figures
 
     def _head_state(self) -> dict[str, Tensor]:
-        state = get_model_state_dict(self.student, options=WHOLE)
+        state: dict[str, Any] = dict(get_model_state_dict(self.student, options=WHOLE))
         return {name.removeprefix("head."): value for name, value in state.items()}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
