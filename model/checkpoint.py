@@ -113,12 +113,29 @@ class Checkpoint:
                 digest.update(file.read(min(1024, stored.nbytes)))
         return digest.hexdigest()
 
-    def decoder(self) -> Decoder:
-        """The whole base model in memory, float32, frozen."""
-        model = Decoder(self.config).requires_grad_(False).eval()
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        """The whole base model in memory, frozen."""
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)  # made in its type: in float32 first, a large model would not fit
+        try:
+            model = Decoder(self.config).requires_grad_(False).eval()
+        finally:
+            torch.set_default_dtype(default)
         for name, parameter in model.named_parameters():
             parameter.copy_(self.tensors[name].read())
         return model
+
+    def initial_head(self, exit_config: ExitConfig) -> ExitHead:
+        """A head that starts from the base model's last layers; only their tensors are read."""
+        exit_head.check_exit(self.config, exit_config.layer, exit_config.blocks)
+        head = ExitHead(self.config, exit_config)
+        names = exit_head.initial_names(self.config, exit_config)
+        head.load_state_dict({name: self.tensors[base].read().float() for name, base in names.items()})
+        return head
+
+    def lm_head(self) -> Tensor:
+        """The LM head's weight [V, hidden] in the stored type."""
+        return self.tensors["model.embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"].read()
 
     def exit_head(self, directory: Path) -> ExitHead:
         """A stored exit head for this model, float32."""

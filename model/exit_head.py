@@ -47,13 +47,18 @@ class ExitHead(nn.Module):
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear) -> tuple[Tensor, list[KV]]:
         """Draft logits [B, n, V] (through ``lm_head`` unless the head has its own) and the written caches."""
+        x, written = self.features(x, inputs, caches)
+        own = self.lm_head
+        logits: Tensor = (lm_head if own is None else own)(x)
+        return logits, written
+
+    def features(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
+        """What the LM head gets, [B, n, hidden], and the written caches."""
         written = []
         for block, cache in zip(self.blocks, caches, strict=True):
             x, cache = block(x, inputs, cache)
             written.append(cache)
-        own = self.lm_head
-        logits: Tensor = (lm_head if own is None else own)(self.norm(x))
-        return logits, written
+        return self.norm(x), written
 
     def write(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> list[KV]:
         """Only the keys and values: the first E - 1 blocks run, the last one just projects.

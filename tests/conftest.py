@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import distilling
 import pytest
 import tiny
 from command import add_tokenizer, export_engine
@@ -75,3 +76,19 @@ def engine(text_model: Path) -> Path:
 def engine_copy(engine: Path, tmp_path: Path) -> Path:
     """Engines that the test may damage."""
     return shutil.copytree(engine, tmp_path / "plans")
+
+
+@pytest.fixture(scope="session")
+def to_learn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model for distillation and an array of rows that it wrote."""
+    return distilling.build(tmp_path_factory.mktemp("learner"))
+
+
+@pytest.fixture(scope="session")
+def learner(to_learn: tuple[Path, Path]) -> Path:
+    return to_learn[0]
+
+
+@pytest.fixture(scope="session")
+def own_rows(to_learn: tuple[Path, Path]) -> Path:
+    return to_learn[1]

@@ -1,0 +1,118 @@
+"""What drafting with a head would accept, from one parallel pass over the model's own greedy text.
+
+For given tokens, drafting computes what a parallel pass computes (see ``reach`` in ``losses.py``), and a greedy draft is
+accepted where the head's likeliest token is the next token of the model's greedy text. So one bit for each position says all:
+rounds of any length are replayed from them, and the counts are those of the runtime's statistics.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear
+
+from eesd.distill.generate import continue_prompts
+from eesd.distill.teacher import CHUNK, Teacher, whole_text
+from eesd.model.config import ModelConfig
+from eesd.model.decoder import Decoder
+from eesd.model.exit_head import ExitHead
+from eesd.runtime.files import written_whole
+
+DEPTHS = 8
+"""Drafted tokens a round in validation."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """``offered`` and ``accepted`` drafts by depth, and the tokens that the rounds brought. As in the runtime's statistics,
+    what follows a rejection is not judged."""
+
+    offered: tuple[int, ...]
+    accepted: tuple[int, ...]
+    rounds: int
+    tokens: int
+
+    @property
+    def by_depth(self) -> list[float]:
+        """Probability that a draft is accepted where all before it were, for each depth."""
+        return [a / o if o else 0.0 for a, o in zip(self.accepted, self.offered, strict=True)]
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+
+def replay(texts: Sequence[NDArray[np.bool_]], depth: int) -> Acceptance:
+    """Rounds of ``depth`` drafts over texts of which bit i says that the head gets token i right; the last is never drafted."""
+    offered, accepted = [0] * depth, [0] * depth
+    rounds = 0
+    for bits in texts:
+        at = 0
+        while at < len(bits):
+            drafted = min(depth, len(bits) - at - 1)
+            right = next((i for i in range(drafted) if not bits[at + i]), drafted)
+            for level in range(min(drafted, right + 1)):
+                offered[level] += 1
+                accepted[level] += level < right
+            rounds += 1
+            at += right + 1
+    return Acceptance(tuple(offered), tuple(accepted), rounds, sum(map(len, texts)))
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Prompts with the model's greedy continuations: ``tokens`` [P, T], where the continuations begin and end [P], and the
+    hidden states [P, T, hidden] after each exit layer."""
+
+    tokens: Tensor
+    starts: Tensor
+    ends: Tensor
+    hidden: dict[int, Tensor]
+
+    @classmethod
+    def make(
+        cls, decoder: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int, layers: Sequence[int], batch: int = 16
+    ) -> "Validation":
+        """Continue the prompts greedily and note the hidden states, in the decoder's own precision."""
+        greedy = torch.zeros(len(prompts))
+        tokens, ends = continue_prompts(decoder, prompts, new_tokens, greedy, torch.Generator())
+        weight = decoder.lm_head.weight
+        precision = "bf16" if weight.dtype == torch.bfloat16 else "float32"
+        teacher = Teacher(decoder, layers, 1, precision)
+        passes = [teacher(part.to(weight.device))[0] for part in torch.split(tokens, batch)]
+        hidden = {layer: torch.cat([found[layer] for found in passes]).cpu() for layer in layers}
+        return cls(tokens, torch.tensor([len(prompt) for prompt in prompts]), ends, hidden)
+
+    def save(self, path: Path) -> None:
+        state = {f"hidden.{layer}": states for layer, states in self.hidden.items()}
+        with written_whole(path) as temporary:
+            save_file(state | {"tokens": self.tokens, "starts": self.starts, "ends": self.ends}, temporary)
+
+    @classmethod
+    def load(cls, path: Path) -> "Validation":
+        state = load_file(path)
+        hidden = {int(name.split(".")[1]): states for name, states in state.items() if name.startswith("hidden.")}
+        return cls(state["tokens"], state["starts"], state["ends"], hidden)
+
+    @torch.no_grad()
+    def bits(self, head: ExitHead, config: ModelConfig, lm_head: Tensor, batch: int = 16) -> list[NDArray[np.bool_]]:
+        """For each prompt, which tokens of its continuation the head would have drafted, in float32."""
+        device = lm_head.device
+        table = (lm_head if head.lm_head is None else head.lm_head.weight).float()
+        guesses = []
+        for hidden in torch.split(self.hidden[head.exit_config.layer], batch):
+            inputs, caches = whole_text(config, len(hidden), hidden.shape[1], len(head.blocks), torch.float32, device)
+            features, _ = head.features(hidden.to(device).float(), inputs, caches)
+            chunks = torch.split(features.flatten(0, 1), max(1, CHUNK // len(table)))
+            guesses.append(torch.cat([linear(chunk, table).argmax(-1) for chunk in chunks]).view(hidden.shape[:2]).cpu())
+        right = (torch.cat(guesses)[:, :-1] == self.tokens[:, 1:]).numpy()
+        spans = zip(right, self.starts.tolist(), self.ends.tolist(), strict=True)
+        return [row[start - 1 : end - 1] for row, start, end in spans]
+
+    def acceptance(self, head: ExitHead, config: ModelConfig, lm_head: Tensor, depth: int = DEPTHS) -> Acceptance:
+        return replay(self.bits(head, config, lm_head), depth)

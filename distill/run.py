@@ -1,0 +1,120 @@
+"""A run of ``eesd-distill``: its options checked, its parts put together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from eesd.distill.acceptance import Acceptance
+from eesd.distill.data import Rows
+from eesd.distill.options import Every, Losses, Training
+from eesd.distill.prepare import Bar, Data, Preparation
+from eesd.distill.trainer import Trainer
+from eesd.export.hub import find_model
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.exit_head import ExitConfig, ExitHead, check_exit
+from eesd.runtime.errors import EESDError
+
+Report = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything of one command."""
+
+    checkpoint: Checkpoint
+    accelerator: Accelerator
+    training: Training
+    data: Data
+    output: Path
+    offline: Path | None
+    init_head: Path | None
+    every: Every
+    compiled: bool
+    bar: Bar
+    dtype: torch.dtype
+
+    @property
+    def is_main(self) -> bool:
+        return bool(self.accelerator.is_main_process)
+
+    @cached_property
+    def preparation(self) -> Preparation:
+        return Preparation(self.checkpoint, self.accelerator, self.training, self.dtype, self.compiled, self.bar)
+
+    @cached_property
+    def all_rows(self) -> Rows:
+        return self.preparation.rows(self.data)
+
+    def first_head(self, training: Training) -> ExitHead:
+        """The head before training: a stored one, or made from the model's last layers."""
+        wanted = ExitConfig(training.exit_layer, training.blocks, training.own_lm_head, self.preparation.base, trained=True)
+        if self.init_head is None:
+            return self.checkpoint.initial_head(wanted)
+        head = self.checkpoint.exit_head(self.init_head)
+        if replace(head.exit_config, trained=True) != wanted:
+            raise EESDError(
+                f"The head in {self.init_head} has exit layer {head.exit_config.layer} and {head.exit_config.blocks} blocks; "
+                "give the same --exit-layer, --blocks and LM head option to start from it."
+            )
+        head.exit_config = wanted
+        return head
+
+    def train(self, report: Report) -> Acceptance:
+        """Train one head; what it accepts at the end."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        layers = [self.training.exit_layer]
+        head = self.first_head(self.training)
+        validation, rows = self.preparation.validation(self.data, self.all_rows, layers, self.offline or self.output)
+        source = self.preparation.source(rows, layers, self.offline)
+        trainer = Trainer(
+            self.accelerator, head, self.checkpoint.config, self.checkpoint.lm_head().float(), self.training, rows, source,
+            validation, self.output, self.identity(rows), self.compiled,
+        )  # fmt: skip
+        with self.bar("training", self.training.steps) as advance:
+            return trainer.run(self.every, report, advance)
+
+    def identity(self, rows: Rows) -> dict[str, Any]:
+        """What must be the same for a run to go on, beside its training options."""
+        first = str(self.init_head.resolve()) if self.init_head else ""
+        processes = self.accelerator.num_processes
+        return {"base": self.preparation.base, "data": rows.digest(), "init_head": first, "processes": processes}
+
+
+def make_run(options: dict[str, Any], bar: Bar) -> Run:
+    """Check the command's options; nothing is loaded but the checkpoint's headers."""
+    losses = Losses(
+        options["ce"], options["kl"], options["text_ce"], options["hidden"], options["kl_temperature"],
+        options["unroll"], options["unroll_decay"],
+    )  # fmt: skip
+    named = {field.name for field in fields(Training)}
+    training = Training(**{name: value for name, value in options.items() if name in named}, losses=losses)
+    output: Path = options["output"]
+    shared = {field.name for field in fields(Data)}
+    data = Data(
+        files=options["data"],
+        prompts=options["self_generate"],
+        mixed=options["mix"],
+        own_text=options["own_text"] or output / "own-text",
+        **{name: options[name] for name in shared - {"files", "prompts", "mixed", "own_text"}},
+    )
+    for path in (*data.files, *data.prompts, *data.mixed, *data.validation):
+        if not path.is_file():
+            raise EESDError(f"{path} is no file; give files of text, JSON lines or token arrays.")
+    checkpoint = Checkpoint(find_model(options["model"]))
+    check_exit(checkpoint.config, training.exit_layer, training.blocks)
+    if training.length > checkpoint.config.max_positions:
+        raise EESDError(f"--length {training.length} is more than the model's {checkpoint.config.max_positions} positions.")
+    no_device = not torch.accelerator.is_available()  # told so, accelerate lets processes share the work on CPUs, too
+    accelerator = Accelerator(cpu=no_device)
+    on_cpu = accelerator.device.type == "cpu"
+    name = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
+    every = Every(options["log_every"], options["eval_every"], options["save_every"])
+    return Run(
+        checkpoint, accelerator, training, data, output, options["offline"], options["init_head"], every,
+        options["compiled"], bar, getattr(torch, name),
+    )  # fmt: skip
