@@ -170,7 +170,7 @@ class Session:
                 depth=depth,
                 probability=exp(tree.logprobs[best] - tree.logprobs[tree.parents[best]]),
                 path_probability=exp(tree.logprobs[best]),
-                entropy=_entropy(outputs.logits[tree.parents[best] - first]) if drafter.controller.needs_entropy else None,
+                entropy=entropy_of(outputs.logits[tree.parents[best] - first]) if drafter.controller.needs_entropy else None,
             )
             if not drafter.controller.keep_drafting(step):
                 return seconds
@@ -191,7 +191,7 @@ class Session:
             proposals = self._chooser.propose(tree, node, outputs, row, width)
             candidates += [(tree.scores[node] + proposal.score, node, proposal) for proposal in proposals]
         candidates.sort(key=lambda candidate: -candidate[0])
-        return [tree.add(p.token, node, p.logprob, p.score) for _, node, p in candidates[:keep]]
+        return [tree.add(p.token, node, p.logprob, p.score, p.margin) for _, node, p in candidates[:keep]]
 
     def _run_verify(self, tree: TokenTree) -> tuple[Logits, float]:
         root = len(self.tokens) - 1
@@ -241,7 +241,7 @@ class Session:
         return stats
 
 
-def _entropy(logits: Logits) -> float:
+def entropy_of(logits: Logits) -> float:
     scores = logits.astype(np.float64) - logits.max()
     weights = np.exp(scores)
     total = weights.sum()
