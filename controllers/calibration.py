@@ -35,9 +35,9 @@ class Prior:
     following: tuple[float, ...] = (-0.05, 0.99, -0.16, 1.93, 0.24)
     shift: float = 0.7
     slope: float = 0.3
-    request: float = 1.0
-    wander: float = 0.17
-    drift: float = 0.01
+    request: float = 0.4
+    wander: float = 0.1
+    drift: float = 0.003
 
     def __post_init__(self) -> None:
         if len(self.accept) != FEATURES or len(self.following) != FEATURES:
@@ -109,14 +109,19 @@ class Calibrator:
         c[5] = min(c[5] + prior.wander**2, prior.request**2)
 
     def draw(self, normal: Sequence[float]) -> tuple[float, float]:
-        """(intercept a + b, slope s) from the posterior, made of two standard normal numbers."""
-        aa, as_, ab, ss, sb, bb = self.covariance
-        var, cov = max(aa + 2 * ab + bb, 0.0), as_ + sb
-        sd = var**0.5
-        along = cov / sd if sd else 0.0
-        rest = max(ss - along * along, 0.0) ** 0.5
+        """(intercept a + b, slope s): a and s drawn from the posterior by two standard normal numbers, b its mean given them.
+
+        What the model's own calibration teaches is used forever, so exploring it pays; b is soon gone and is not explored.
+        """
+        aa, as_, ab, ss, sb, _ = self.covariance
         a, s, b = self.mean
-        return a + b + sd * normal[0], s + along * normal[0] + rest * normal[1]
+        sd = aa**0.5
+        if sd == 0:
+            return a + b, s + ss**0.5 * normal[1]
+        along, with_a = as_ / sd, ab / sd
+        rest = max(ss - along * along, 0.0) ** 0.5
+        with_s = (sb - along * with_a) / rest if rest else 0.0
+        return a + b + (sd + with_a) * normal[0] + with_s * normal[1], s + along * normal[0] + rest * normal[1]
 
     def state(self) -> dict[str, Any]:
         return {"mean": list(self.mean), "covariance": list(self.covariance)}

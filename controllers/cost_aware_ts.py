@@ -10,7 +10,7 @@ from eesd.controllers.costs import CostCurve, Lengths
 
 FIRST_LENGTHS = (4, 0, 2, 8, 1, 5, 3, 8)
 """The first rounds measure what lengths cost, and give deep positions labels."""
-REFERENCE_EVERY = 32
+REFERENCE_EVERY = 64
 """Of so many rounds one has a fixed length, to know what the best fixed length would do."""
 LONGEST = 16
 HORIZON = 3
