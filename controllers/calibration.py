@@ -36,7 +36,7 @@ class Prior:
     shift: float = 0.7
     slope: float = 0.3
     request: float = 0.4
-    wander: float = 0.1
+    wander: float = 0.03
     drift: float = 0.003
 
     def __post_init__(self) -> None:

@@ -120,12 +120,12 @@ class Lengths:
     def rates(self, curve: CostCurve, width: int = 1, optimism: float = 0.0) -> list[float]:
         """Tokens per second of every fixed length 0, 1, ...: (1 + sum of S_j) / (k draft + verify(k)).
 
-        S_j is the product of the acceptances at depths 1 to j, each raised by ``optimism`` standard errors (1 where nothing is
-        known); a level has ``width`` nodes.
+        S_j is the product of the acceptances at depths 1 to j, posterior means under Beta(1, 0): 1 where nothing is known; each
+        raised by ``optimism`` standard errors. A level has ``width`` nodes.
         """
         survival, tokens, rates = 1.0, 1.0, [1 / curve.verify_seconds(0)]
         for depth, (judged, right) in enumerate(zip(self.judged, self.accepted, strict=True)):
-            raised = (right + optimism * (judged / 4) ** 0.5) / judged if judged else 1.0
+            raised = (right + 1) / (judged + 1) + optimism * 0.5 / (judged + 1) ** 0.5
             survival *= min(raised, 1.0)
             tokens += survival
             rates.append(tokens / ((depth + 1) * curve.draft.seconds + curve.verify_seconds((depth + 1) * width)))
