@@ -48,9 +48,13 @@ class CostModel:
         return [n * self.draft + self.verify_cost(n + 1) for n in range(longest + 1)]
 
 
-def layer_costs(name: str, layers: int, exit_layer: int, plain_seconds: float, *, exit_blocks: int = 1, head: float = 1.0) -> CostModel:
-    """From layer counts, with a verify pass whose cost does not depend on the node count (batch 1 on a GPU is bound by reading the
-    weights): T(n) = n (N + e + h) + L + h, in layers. ``head`` is what the LM head costs, in layers."""
+def layer_costs(
+    name: str, layers: int, exit_layer: int, plain_seconds: float, *, exit_blocks: int = 1, head: float = 1.0
+) -> CostModel:
+    """From layer counts: T(n) = n (N + e + h) + L + h, in layers; ``head`` is what the LM head costs, in layers.
+
+    The verify pass costs the same for all node counts: at batch 1 a GPU is bound by reading the weights.
+    """
     return CostModel(name, (exit_layer + exit_blocks + head) / (layers + head), ((1, 1.0),), plain_seconds)
 
 

@@ -23,8 +23,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Replay:
-    """One controller on one trace. ``tokens`` and ``cost`` are per request, ``rounds`` [n, 4] per round: request, tokens committed,
-    tokens drafted, cost. ``cost`` and ``rounds`` contain the controller's own time, spread evenly over the rounds."""
+    """One controller on one trace.
+
+    ``tokens`` and ``cost`` are per request, ``rounds`` [n, 4] per round: request, tokens committed, tokens drafted, cost. Costs
+    contain the controller's own time, spread evenly over the rounds.
+    """
 
     name: str
     tokens: Array
@@ -45,7 +48,10 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
     With ``charge`` a controller pays for its own time, as measured here; an oracle never does.
     """
     table = costs.table(trace.depth)
-    draft, verify = costs.draft * costs.plain_seconds, [costs.verify_cost(n + 1) * costs.plain_seconds for n in range(len(table))]
+    draft, verify = (
+        costs.draft * costs.plain_seconds,
+        [costs.verify_cost(n + 1) * costs.plain_seconds for n in range(len(table))],
+    )
     rounds: list[tuple[int, int, int, float]] = []
     own, clock = 0.0, time.thread_time  # another process that takes the core meanwhile is not its fault
     oracle = controller if isinstance(controller, Oracle) else None
@@ -71,7 +77,7 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
     if charge and not oracle:
         found[:, 3] += per_round / costs.plain_seconds
     which = found[:, 0].astype(int)
-    tokens, cost = (np.bincount(which, found[:, column], len(trace.requests)) for column in (1, 3))
+    tokens, cost = (np.bincount(which, found[:, column], len(trace.requests)).astype(np.float64) for column in (1, 3))
     return Replay(name, tokens, cost, found, per_round)
 
 
@@ -89,7 +95,7 @@ def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) 
 
 
 def replay_spec(spec: str, trace: Trace, costs: CostModel, seeds: int = 1, prior: Prior | None = None) -> Replay:
-    """A controller by its name, with ``seeds`` seeds: tokens and cost of all of them together. ``rounds`` are the first seed's."""
+    """A controller by its name, with ``seeds`` seeds: tokens and cost of all together, ``rounds`` of the first."""
     runs = [replay(spec, make_controller(spec, seed, prior), trace, costs) for seed in range(seeds)]
     tokens, cost = (np.sum([getattr(run, name) for run in runs], axis=0) for name in ("tokens", "cost"))
     return replace(runs[0], tokens=tokens, cost=cost, own_seconds=float(np.mean([run.own_seconds for run in runs])))
@@ -168,6 +174,10 @@ ADAEDL = tuple(f"adaedl:target={target},gamma={gamma}" for target in (0.5, 0.6, 
 ONLINE = ("ucb", "beta-ts", "calibration-ts", "cost-aware-ts:draws=0", "cost-aware-ts")
 
 
+def _fastest(runs: Sequence[Replay], requests: NDArray[np.bool_]) -> Replay:
+    return max(runs, key=lambda run: run.tokens[requests].sum() / run.cost[requests].sum())
+
+
 def compare(trace: Trace, tuning: Trace, costs: CostModel, seeds: int = 5, prior: Prior | None = None) -> list[dict[str, Any]]:
     """Every controller on ``trace``; what has an option to tune takes the value that was fastest on ``tuning``.
 
@@ -183,7 +193,7 @@ def compare(trace: Trace, tuning: Trace, costs: CostModel, seeds: int = 5, prior
     runs += [replay_spec(spec, trace, costs, seeds, prior) for spec in ONLINE]
     runs.append(replay("clairvoyant", Clairvoyant(), trace, costs))
     masks = {task: np.array([request.task == task for request in trace.requests]) for task in trace.tasks}
-    bases = {task: max(hindsight, key=lambda run, m=mask: run.tokens[m].sum() / run.cost[m].sum()) for task, mask in masks.items()}
+    bases = {task: _fastest(hindsight, mask) for task, mask in masks.items()}
     return [
         {
             "controller": run.name if run is not best else f"{run.name} (in hindsight)",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import exp
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +38,8 @@ FORMAT = 1
 class Request:
     """One generation of T new tokens. Row t is the root behind which t new tokens are committed already.
 
-    ``probability``, ``margin`` and ``entropy`` [T, depth] are those of :class:`~eesd.controllers.DraftStep`; behind the last token
-    that the request may draft they are NaN. ``accepted`` [T] counts the tokens of each chain that the verifier accepts.
+    ``probability``, ``margin`` and ``entropy`` [T, depth] are those of :class:`~eesd.controllers.DraftStep`, NaN behind the
+    last token that the request may draft. ``accepted`` [T] counts the tokens of each chain that the verifier accepts.
     """
 
     task: str
@@ -57,13 +58,13 @@ class Request:
         paths = np.cumprod(self.probability, axis=1)
         columns = [array.tolist() for array in (self.probability, paths, self.entropy, self.margin)]
         return [
-            [DraftStep(k + 1, *values, k + 1) for k, values in enumerate(zip(*row, strict=True))]
+            [DraftStep(k + 1, p, path, h, margin, k + 1) for k, (p, path, h, margin) in enumerate(zip(*row, strict=True))]
             for row in zip(*columns, strict=True)
         ]
 
     def room(self, position: int) -> int:
         """How many tokens a round at ``position`` may draft: the verifier's own token must fit behind them."""
-        return min(self.tokens - 1 - position, self.probability.shape[1])
+        return min(self.tokens - 1 - position, int(self.probability.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Trace:
     @property
     def depth(self) -> int:
         """How long the chains are."""
-        return max(request.probability.shape[1] for request in self.requests)
+        return max(int(request.probability.shape[1]) for request in self.requests)
 
     @property
     def tasks(self) -> list[str]:
@@ -86,13 +87,13 @@ class Trace:
     def save(self, path: Path) -> None:
         """Write one npz file: the requests' rows one after another, no pickled objects."""
         meta = {"format": FORMAT, "origin": self.origin, "tasks": [request.task for request in self.requests]}
-        rows = {
+        arrays: dict[str, Any] = {
             name: np.concatenate([getattr(request, name) for request in self.requests])
             for name in ("probability", "margin", "entropy", "accepted")
         }
         with written_whole(path) as partial, partial.open("wb") as file:
             np.savez_compressed(
-                file, meta=np.array(json.dumps(meta)), tokens=np.array([r.tokens for r in self.requests]), **rows
+                file, meta=np.array(json.dumps(meta)), tokens=np.array([r.tokens for r in self.requests]), **arrays
             )
 
 

@@ -9,8 +9,8 @@ class DraftStep(NamedTuple):
     ``depth`` counts the tokens drafted this round on the deepest path (1 after the first step). ``probability`` is the draft's
     own probability of the token just drafted (in a tree: of the best node of the new level), ``path_probability`` the
     product along its path. ``entropy`` (nats) is of the distribution it came from, only where the controller asks for it.
-    ``margin`` (nats) is how far the token's score lies above that of the second best: log-odds of the two likeliest tokens, with
-    their noise where sampling is coupled. ``nodes`` counts all drafted nodes; in a chain it equals ``depth``.
+    ``margin`` (nats) is how far the token's score lies above that of the best other token: the log-odds of the two, with their
+    noise where sampling is coupled. ``nodes`` counts all drafted nodes; in a chain it equals ``depth``.
     """
 
     depth: int
@@ -24,8 +24,8 @@ class DraftStep(NamedTuple):
 class RoundOutcome(NamedTuple):
     """What became of a round.
 
-    ``drafted`` is the depth reached (0: plain decoding) and ``accepted`` how much of it was right. ``draft_seconds`` is all the time
-    until the draft was complete, the controller's own included; ``verify_seconds`` that of the verify pass over
+    ``drafted`` is the depth reached (0: plain decoding) and ``accepted`` how much of it was right. ``draft_seconds`` is all the
+    time until the draft was complete, the controller's own included; ``verify_seconds`` that of the verify pass over
     ``nodes`` drafted nodes and the root.
     """
 
@@ -43,6 +43,7 @@ class Controller(Protocol):
 
     def begin_request(self) -> None:
         """Another request starts: what was learned of the text before may not hold for it."""
+        return
 
     def length_ahead(self) -> int | None:
         """Asked once at the start of a round: how many tokens to draft if that is known already, so that no step has to wait
@@ -55,6 +56,7 @@ class Controller(Protocol):
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a verified round. A cancelled round is never told."""
+        return
 
     def state(self) -> dict[str, Any]:
         """Everything learned and the random state, as JSON values."""

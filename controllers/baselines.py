@@ -1,6 +1,6 @@
 """Controllers that do not learn: the baselines."""
 
-from math import log
+from math import log, sqrt
 from typing import Any
 
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
@@ -65,7 +65,7 @@ class AdaEDL(Controller):
         self.acceptance = target
 
     def keep_drafting(self, step: DraftStep) -> bool:
-        return 1 - (self.gamma * max(step.entropy or 0.0, 0.0)) ** 0.5 >= self.threshold
+        return 1 - sqrt(self.gamma * max(step.entropy or 0.0, 0.0)) >= self.threshold
 
     def observe(self, outcome: RoundOutcome) -> None:
         if not outcome.drafted:
@@ -85,8 +85,8 @@ class AdaEDL(Controller):
 class UCB(Controller):
     """A bandit over draft lengths (as BanditSpec, Hou et al. 2025), by upper confidence bounds on tokens per second.
 
-    Every round tells all lengths up to the one drafted (one-sided full information). A length's bound takes the acceptance at every
-    depth ``optimism`` sqrt(log t) standard errors up, 1 where nothing is known; ``discount`` forgets.
+    Every round tells all lengths up to the one drafted (one-sided full information). A length's bound takes the acceptance
+    at every depth ``optimism`` sqrt(log t) standard errors up, 1 where nothing is known; ``discount`` forgets.
     """
 
     def __init__(self, longest: int = 12, optimism: float = 0.1, discount: float = 0.998, seed: int = 0) -> None:

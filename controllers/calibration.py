@@ -1,8 +1,8 @@
 """The map from what the draft shows to the chance that the verifier agrees, learned while decoding (docs/controllers.md).
 
-A *score* z, fixed weights on a token's features, says offline what acceptance to expect: sigma(z). Online, a Gaussian posterior over
-(shift a, slope s, request offset b) recalibrates it: P(accepted) = sigma(a + s z + b). Shift and slope belong to the model and
-live on; b belongs to the request, starts at 0 +- its prior width with every request and wanders as the text does.
+A *score* z, fixed weights on a token's features, says offline what acceptance to expect: sigma(z). Online, a Gaussian posterior
+over (shift a, slope s, request offset b) recalibrates it: P(accepted) = sigma(a + s z + b). Shift and slope belong to the model
+and live on; b belongs to the request, starts at 0 +- its prior width with every request and wanders as the text does.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,11 @@ from typing import Any
 from eesd.controllers.base import DraftStep
 
 FEATURES = 5
+WIDTHS = ("shift", "slope", "request", "wander", "drift")
 
 
 def features(step: DraftStep) -> tuple[float, ...]:
-    """1, log(1 + margin), log-odds of the token against all others, depth (up to 6), whether it is the round's first; all bounded."""
+    """1, log(1 + margin), log-odds of the token against all others, depth / 6, whether it is the round's first; all bounded."""
     p, margin, depth = step.probability, step.margin, step.depth
     odds = log(p / (1 - p)) if 0.05 < p < 0.9996 else (-3.0 if p < 0.5 else 8.0)
     return (1.0, log1p(min(max(margin, 0.0), 12.0)), odds, min(depth, 6) / 6, 1.0 if depth == 1 else 0.0)
@@ -44,7 +45,7 @@ class Prior:
             raise ValueError(f"accept and following must have {FEATURES} weights")
         if not all(map(isfinite, (*self.accept, *self.following))):
             raise ValueError("weights must be finite")
-        if not all(0 <= value < 100 for value in (self.shift, self.slope, self.request, self.wander, self.drift)):
+        if not all(0 <= getattr(self, name) < 100 for name in WIDTHS):
             raise ValueError("standard deviations must be 0 or above, and below 100")
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,7 +53,9 @@ class Prior:
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> "Prior":
-        return Prior(**{k: tuple(map(float, v)) if isinstance(v, list | tuple) else float(v) for k, v in value.items()})
+        """From what :meth:`to_dict` gave; TypeError or ValueError for what cannot be."""
+        accept, following = (tuple(map(float, value[name])) for name in ("accept", "following"))
+        return Prior(accept, following, *(float(value[name]) for name in WIDTHS))
 
 
 def sigmoid(z: float) -> float:

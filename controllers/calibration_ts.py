@@ -9,8 +9,8 @@ from eesd.controllers.calibration import Calibrator, Prior, features, sigmoid
 
 
 class CalibrationTS(Controller):
-    """As ``beta-ts``, with a theta of each token's own: theta = P(accepted | what the draft shows) under a draw of the calibration
-    from its posterior; drafts another token with probability theta.
+    """As ``beta-ts``, with a theta of each token's own: theta = P(accepted | what the draft shows) under a draw of the
+    calibration from its posterior; drafts another token with probability theta.
 
     ``confidence=0`` hides what the draft shows: one theta for all tokens, as ``beta-ts`` has.
     """
@@ -28,6 +28,8 @@ class CalibrationTS(Controller):
         self.accept.begin_request()
 
     def keep_drafting(self, step: DraftStep) -> bool:
+        if step.depth == 1:
+            self._scores.clear()  # of a round that was cancelled
         score = self.accept.score(features(step)) if self.confidence else 0.0
         self._scores.append(score)
         shift, slope = self.accept.draw(self._random.standard_normal(2).tolist())

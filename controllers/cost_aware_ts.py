@@ -18,7 +18,7 @@ HORIZON = 3
 REFIT_EVERY = 16
 FIRST_REST, LONGEST_REST = 32, 1024
 SURE, DEVIATION = 1.5, 0.8
-"""A fixed length is taken when it is better by so many standard errors; a round's tokens deviate by about so much of their mean."""
+"""A fixed length is taken when it is so many standard errors better; a round's tokens deviate by that much of their mean."""
 FIRST_ROUNDS_WEIGH = 20
 """The rate begins at that of the best fixed length, with so many plain steps' weight."""
 
@@ -27,8 +27,8 @@ class CostAwareTS(Controller):
     """After k drafted tokens goes on iff some j <= ``HORIZON`` more are worth it: S (m + ... + m^j) >= lambda * their seconds.
 
     S is the chance that all k are accepted, m that the next would be, both from :class:`Calibrator` posteriors (a draw of
-    each per round; ``draws=0`` takes the means); the seconds are measured, per draft step and per node count of verify; lambda is the
-    rate reached of late, in tokens per second. ``discount`` forgets the rate and the fixed lengths' statistics.
+    each per round; ``draws=0`` takes the means); the seconds are measured, per draft step and per node count of verify;
+    lambda is the rate reached of late, in tokens per second. ``discount`` forgets the rate and the fixed lengths' statistics.
 
     Now and then a round has a fixed length. From those the rate of every fixed length is known, plain decoding included,
     and while one is clearly better than the rule, it is used.
@@ -50,12 +50,12 @@ class CostAwareTS(Controller):
         self._rounds = self._rest_left = self._best_length = 0
         self._next_rest = FIRST_REST
         self._random = np.random.Generator(np.random.PCG64(seed))
+        self._drawn = (0.0, 1.0, 0.0, 1.0)
         self._begin_round()
 
     def _begin_round(self) -> None:
         self._scores: list[tuple[float, float]] = []
         self._survival = 1.0
-        self._drawn: tuple[float, ...] = ()
         self._fixed = self._fixed_length()
 
     def _fixed_length(self) -> int | None:
@@ -75,7 +75,9 @@ class CostAwareTS(Controller):
         return 0 if self._fixed == 0 else None  # longer ones are asked step by step, since every label teaches the calibration
 
     def keep_drafting(self, step: DraftStep) -> bool:
-        if not self._drawn:
+        if step.depth == 1:
+            self._scores.clear()  # of a round that was cancelled
+            self._survival = 1.0
             normal = self._random.standard_normal(4).tolist() if self.draws else [0.0] * 4
             self._drawn = (*self.accept.draw(normal[:2]), *self.following.draw(normal[2:]))
         x = features(step)
@@ -129,7 +131,10 @@ class CostAwareTS(Controller):
         best = max(range(len(rates)), key=rates.__getitem__)
         self._best_length = best
         if not self._lambda:  # the rule begins as if it had been as good for a few rounds
-            self._rate = [rates[best] * FIRST_ROUNDS_WEIGH * self.curve.verify_seconds(0), FIRST_ROUNDS_WEIGH * self.curve.verify_seconds(0)]
+            self._rate = [
+                rates[best] * FIRST_ROUNDS_WEIGH * self.curve.verify_seconds(0),
+                FIRST_ROUNDS_WEIGH * self.curve.verify_seconds(0),
+            ]
             self._lambda = rates[best]
         elif not self._rest_left:
             doubt = SURE * DEVIATION / max(self.lengths.judged[0], 1.0) ** 0.5

@@ -11,7 +11,7 @@ STIFFNESS = 8.0
 
 
 class Cost:
-    """Seconds of one kind of call: a mean of the last samples that outliers do not move (Huber's), from the least of the first three."""
+    """Seconds of one kind of call: Huber's mean of the last samples, begun at the least of three: outliers hardly move it."""
 
     def __init__(self, count: int = 0, seconds: float = 0.0) -> None:
         self.count, self.seconds = count, seconds
@@ -26,8 +26,8 @@ class Cost:
 
 
 class CostCurve:
-    """Seconds of a draft step and of a verify pass by drafted nodes: each count's own samples, leaning on a line through all counts
-    where they are few, and never falling as the count grows."""
+    """Seconds of a draft step, and of a verify pass by drafted nodes: each count's own samples, leaning on a line through all
+    counts where they are few, and never falling as the count grows."""
 
     def __init__(self) -> None:
         self.draft = Cost()

@@ -42,9 +42,9 @@ class Clairvoyant(Oracle):
 class Optimal(Controller):
     """The best policy where acceptance is a Markov chain with known probabilities, by backward induction.
 
-    Text position i has a level x_i, a Markov chain with the given ``transition`` [M, M]; a token drafted for it is accepted with
-    probability ``levels[x_i]``, and a draft step shows that probability. ``costs`` [D + 1] is what a round costs that drafts 0,
-    1, ... D tokens. All costs known, every round drafts at least one token: the same choices that online controllers have.
+    Text position i has a level x_i, a Markov chain with the given ``transition`` [M, M]; a token drafted for it is accepted
+    with probability ``levels[x_i]``, and a draft step shows that probability. ``costs`` [D + 1] is what a round costs
+    that drafts 0, 1, ... D tokens. Every round drafts at least one, as those of the online controllers do.
 
     Rounds end where the text goes on, so easy and hard passages are worth their own rates: h(x) is the relative value of a
     root at level x. An accepted token at level y saves h(y) and brings the next one: r(y) = p(y) (1 + E[h(y') | y] - h(y)).

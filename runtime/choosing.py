@@ -12,6 +12,7 @@ down the tree and says which path is accepted and which token comes after it. Al
 """
 
 from collections.abc import Sequence
+from math import exp, log
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,8 +28,8 @@ class Proposal(NamedTuple):
     ``score`` sums along a path, and a level keeps the paths with the largest sums: the log-probability where the draft's
     distribution is all that is known; with coupled sampling how far the noisy score lies below the best one's, because there
     a child is likely the verifier's own when it is near the best, however improbable it was before the noise.
-    ``margin`` is how far the score (with noise, if it has any) lies above the best other token's, infinite if there is none: the best
-    single sign of whether the verifier will agree.
+    ``margin`` is how far the score (with noise, if it has any) lies above the best other token's, infinite if there is none: of
+    all that the draft shows the best single sign of whether the verifier will agree.
     """
 
     token: int
@@ -132,10 +133,10 @@ class _Deterministic(_Base):
 class Greedy(_Deterministic):
     def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
         ids, logprobs = outputs.topk_ids, outputs.topk_logprobs
-        if self._sampling.repetition_penalty == 1 and ids is not None and logprobs is not None and max(width, 2) <= ids.shape[1]:
-            top = logprobs[row, : max(width, 2)].tolist()
-            tokens = ids[row, :width].tolist()
-            return [Proposal(tokens[i], top[i], top[i], top[i] - top[0 if i else 1]) for i in range(width)]
+        if self._sampling.repetition_penalty == 1 and ids is not None and logprobs is not None and width <= ids.shape[1]:
+            tokens, top = ids[row].tolist(), logprobs[row].tolist()
+            ahead = [top[1] if len(top) > 1 else log(max(1 - exp(top[0]), 1e-9)), *[top[0]] * (width - 1)]
+            return [Proposal(tokens[i], top[i], top[i], top[i] - ahead[i]) for i in range(width)]
         return _likeliest(normalize(self._penalized(outputs.logits[row], tree, node).astype(np.float64)), width)
 
     def _target(self, tree: TokenTree, node: int, logits: Logits) -> int:
@@ -151,8 +152,9 @@ class Coupled(_Deterministic):
         logprobs = warp(self._penalized(outputs.logits[row], tree, node), self._sampling)
         noisy = logprobs + self._noise.at(self._position(tree, node))
         best = [token for token in _best(noisy, width) if logprobs[token] > -np.inf]
-        pairs = zip(best, _margins(noisy, best), strict=True)
-        return [Proposal(token, float(logprobs[token]), float(noisy[token] - noisy[best[0]]), margin) for token, margin in pairs]
+        scores = noisy[best] - noisy[best[0]]
+        columns = (logprobs[best].tolist(), scores.tolist(), _margins(noisy, best))
+        return [Proposal(token, *values) for token, *values in zip(best, *columns, strict=True)]
 
     def _target(self, tree: TokenTree, node: int, logits: Logits) -> int:
         logprobs = warp(self._penalized(logits, tree, node), self._sampling)

@@ -151,6 +151,7 @@ class LLM:
         drafter = None
         if draft and workspace.draft and self.controller and self.speculation:
             drafter = Drafter(workspace.draft, self.controller, self.guard, self.speculation.tree_width)
+            self.controller.begin_request()
         try:
             tokens = self.encode(prompt)
             yield Session(

@@ -116,13 +116,15 @@ class Session:
         self._chooser.begin(self.tokens)
         drafter = self._drafter_now()
         draft_seconds = self._draft(tree, drafter) if drafter else 0.0
+        until_drafted = time.perf_counter() - begun
         logits, verify_seconds = self._run_verify(tree)
         path, token = self._chooser.accept(tree, logits)
         if path and path[-1] != len(path):
             self._slab.compact(len(self.tokens), [len(self.tokens) - 1 + node for node in path])
         result = self._cut([tree.tokens[node] for node in path] + [token], len(path))
         if drafter is not None:
-            drafter.controller.observe(RoundOutcome(tree.depths[-1], len(path), draft_seconds, verify_seconds))
+            outcome = RoundOutcome(tree.depths[-1], len(path), until_drafted, verify_seconds, len(tree) - 1)
+            drafter.controller.observe(outcome)
         seconds = time.perf_counter() - begun
         stats = self._accounted(tree, len(path), result, (draft_seconds, verify_seconds, seconds), drafter)
         # The commit: one statement behind everything that may raise. No signal is handled within it.
@@ -152,6 +154,8 @@ class Session:
 
     def _draft(self, tree: TokenTree, drafter: Drafter) -> float:
         """Grow the tree until the controller has enough; the seconds spent in the engine."""
+        if drafter.controller.length_ahead() == 0:
+            return 0.0
         root = len(self.tokens) - 1
         budget = min(self._limits.max_tree_nodes, self._limits.max_seq_len - len(self.tokens))
         room, frontier, seconds, depth = self._room(), [0], 0.0, 0
@@ -171,6 +175,8 @@ class Session:
                 probability=exp(tree.logprobs[best] - tree.logprobs[tree.parents[best]]),
                 path_probability=exp(tree.logprobs[best]),
                 entropy=entropy_of(outputs.logits[tree.parents[best] - first]) if drafter.controller.needs_entropy else None,
+                margin=tree.margins[best],
+                nodes=len(tree) - 1,
             )
             if not drafter.controller.keep_drafting(step):
                 return seconds
