@@ -106,7 +106,7 @@ class LLM:
         self._idle: list[_Workspace] = []
         if speculation is not None:
             self._check(speculation)
-            self.controller = make_controller(speculation.controller, speculation.seed)
+            self.controller = make_controller(speculation.controller, speculation.seed, manifest.calibration)
             self.guard = Guard() if speculation.guard else None
 
     def _check(self, speculation: Speculation) -> None:

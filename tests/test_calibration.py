@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from eesd.controllers.calibration_ts import CalibrationTS
 from eesd.controllers.cost_aware_ts import FIRST_LENGTHS, CostAwareTS
 from eesd.controllers.costs import Cost, CostCurve, Lengths
 from eesd.runtime.errors import EESDError
+from eesd.runtime.llm import Speculation, load
 
 
 def step(depth: int, probability: float = 0.6, margin: float = 1.0) -> DraftStep:
@@ -253,3 +255,16 @@ def test_adaedl_moves_its_threshold_towards_the_target() -> None:
 def test_bad_options_are_named(spec: str, message: str) -> None:
     with pytest.raises(EESDError, match=message):
         make_controller(spec)
+
+
+def test_prior_comes_with_the_manifest(engine_copy: Path) -> None:
+    """A directory with an entry ``calibration`` starts from it, one without from the default, a damaged one is named."""
+    file = engine_copy / "manifest.json"
+    manifest = json.loads(file.read_text())
+    for entry, expected in (({}, Prior()), ({"calibration": Prior(shift=0.5).to_dict()}, Prior(shift=0.5))):
+        file.write_text(json.dumps({name: value for name, value in manifest.items() if name != "calibration"} | entry))
+        controller = load(engine_copy, speculation=Speculation("cost-aware-ts")).controller
+        assert isinstance(controller, CostAwareTS) and controller.accept.covariance[0] == expected.shift**2
+    file.write_text(json.dumps(manifest | {"calibration": Prior().to_dict() | {"accept": [1.0]}}))
+    with pytest.raises(EESDError, match="damaged"):
+        load(engine_copy)
