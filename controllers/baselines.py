@@ -89,7 +89,7 @@ class UCB(Controller):
     at every depth ``optimism`` sqrt(log t) standard errors up, 1 where nothing is known; ``discount`` forgets.
     """
 
-    def __init__(self, longest: int = 12, optimism: float = 0.2, discount: float = 0.998, seed: int = 0) -> None:
+    def __init__(self, longest: int = 12, optimism: float = 0.1, discount: float = 0.998, seed: int = 0) -> None:
         if not 1 <= longest <= 64:
             raise ValueError("longest must be between 1 and 64")
         if not 0 <= optimism < 1e3:

@@ -112,10 +112,10 @@ class Lengths:
         self.accepted = [0.0] * longest
 
     def add(self, drafted: int, accepted: int) -> None:
-        judged, right, discount = self.judged, self.accepted, self.discount
-        for depth in range(min(drafted, len(judged), accepted + 1)):
-            judged[depth] = judged[depth] * discount + 1
-            right[depth] = right[depth] * discount + (depth < accepted)
+        reached = min(drafted, accepted + 1)
+        for depth in range(len(self.judged)):
+            self.judged[depth] = self.judged[depth] * self.discount + (depth < reached)
+            self.accepted[depth] = self.accepted[depth] * self.discount + (depth < min(reached, accepted))
 
     def rates(self, curve: CostCurve, width: int = 1, optimism: float = 0.0) -> list[float]:
         """Tokens per second of every fixed length 0, 1, ...: (1 + sum of S_j) / (k draft + verify(k)).
