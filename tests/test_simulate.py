@@ -46,7 +46,7 @@ def test_golden_values(acceptance: float, column: int) -> None:
 
 @pytest.mark.parametrize("acceptance", [0.6, 0.7, 0.8])
 def test_clairvoyant_is_its_formula(acceptance: float) -> None:
-    trace = Stream("constant", (acceptance,), 0.0).trace(2000, 5, seed=0, depth=24)
+    trace = Stream("constant", (acceptance,), 0.0).trace(2000, 20, seed=0, depth=24)
     for draft, rounded in list(zip((0.05, 0.1, 0.2, 0.3), CEILING[acceptance], strict=True))[::3]:
         speed = replay("clairvoyant", Clairvoyant(), trace, flat(draft)).speed
         exact = 1 / (1 - acceptance + draft * acceptance)
@@ -71,7 +71,7 @@ def test_optimal_beats_every_fixed_length_and_predicts_its_own_rate() -> None:
 
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.name)
 def test_cost_aware_is_near_the_optimal_policy(stream: Stream) -> None:
-    trace = stream.trace(500, 40, seed=1)
+    trace = stream.trace(500, 30, seed=1)
     optimal = replay("optimal", stream.optimal(BUNDLED, 16), trace, BUNDLED, charge=False)
     found = replay("cost-aware-ts", CostAwareTS(seed=0), trace, BUNDLED, charge=False)
     assert found.speed > 0.97 * optimal.speed
