@@ -28,7 +28,7 @@ bench: $(PLANS)/manifest.json
 	$(BIN)/python bench/speed.py --engine-dir $(PLANS)
 
 # Strict, so that type checkers follow the links; made again when a file appears or goes.
-$(VENV)/installed: pyproject.toml constraints.txt $(sort $(wildcard src/eesd/*.py model/*.py distill/*.py export/*.py runtime/*.py controllers/*.py))
+$(VENV)/installed: pyproject.toml constraints.txt $(sort $(wildcard src/eesd/*.py model/*.py distill/*.py export/*.py runtime/*.py controllers/*.py bench/*.py))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=strict --editable '.[dev]'
 	touch $@

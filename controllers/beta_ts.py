@@ -5,18 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from eesd.controllers.base import DraftStep, RoundOutcome
+from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 
 
-class BetaTS:
+class BetaTS(Controller):
     """theta ~ Beta(alpha, beta) after each drafted token; draft another with probability theta.
 
     After verification alpha grows by the accepted tokens and beta by one if a token was rejected; tokens behind the first
     rejection were never judged and count for neither. ``discount`` < 1 forgets (both counts shrink by it each round, down
     to the prior): about the last 1 / (1 - discount) rounds count, since acceptance differs from text to text. 1 is the paper's.
     """
-
-    needs_entropy = False
 
     def __init__(self, alpha: float = 2.0, beta: float = 1.0, discount: float = 0.9, seed: int = 0) -> None:
         if not (0 < alpha < inf and 0 < beta < inf):
@@ -32,9 +30,6 @@ class BetaTS:
     def keep_drafting(self, step: DraftStep) -> bool:
         theta = self._random.beta(self.prior[0] + self.accepted, self.prior[1] + self.rejected)
         return bool(self._random.random() < theta)
-
-    def length_ahead(self) -> int | None:
-        return None
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.accepted = self.accepted * self.discount + outcome.accepted

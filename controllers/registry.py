@@ -5,20 +5,36 @@ from collections.abc import Callable
 from typing import Any
 
 from eesd.controllers.base import Controller
-from eesd.controllers.baselines import Fixed, Threshold
+from eesd.controllers.baselines import UCB, AdaEDL, Fixed, Threshold
 from eesd.controllers.beta_ts import BetaTS
+from eesd.controllers.calibration import Prior
+from eesd.controllers.calibration_ts import CalibrationTS
+from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.runtime.errors import EESDError
 
-CONTROLLERS: dict[str, Callable[..., Controller]] = {"beta-ts": BetaTS, "fixed": Fixed, "threshold": Threshold}
+CONTROLLERS: dict[str, Callable[..., Controller]] = {
+    "adaedl": AdaEDL,
+    "beta-ts": BetaTS,
+    "calibration-ts": CalibrationTS,
+    "cost-aware-ts": CostAwareTS,
+    "fixed": Fixed,
+    "threshold": Threshold,
+    "ucb": UCB,
+}
 
 
-def make_controller(spec: str, seed: int = 0) -> Controller:
-    """A controller from ``name`` or ``name:key=value,...``; :class:`EESDError` names what is not known."""
+def make_controller(spec: str, seed: int = 0, prior: Prior | None = None) -> Controller:
+    """A controller from ``name`` or ``name:key=value,...``; :class:`EESDError` names what is not known.
+
+    ``prior`` is what those that calibrate know before the first round; without it they take the default.
+    """
     name, _, rest = spec.partition(":")
     if name not in CONTROLLERS:
         raise EESDError(f"There is no controller {name!r}; there are {', '.join(sorted(CONTROLLERS))}.")
     kind = CONTROLLERS[name]
-    parameters = {k: v for k, v in inspect.signature(kind).parameters.items() if k != "seed"}
+    found = inspect.signature(kind).parameters
+    parameters = {k: v for k, v in found.items() if k not in ("seed", "prior")}
+    given = {"prior": prior} if "prior" in found else {}
     options: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, _, value = item.partition("=")
@@ -29,6 +45,6 @@ def make_controller(spec: str, seed: int = 0) -> Controller:
         except ValueError:
             raise EESDError(f"The option {key}={value} of the controller {name} is not a number.") from None
     try:
-        return kind(**options, seed=seed)
+        return kind(**options, **given, seed=seed)
     except ValueError as error:
         raise EESDError(f"The controller {spec!r} cannot be made: {error}.") from None

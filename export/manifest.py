@@ -8,6 +8,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from eesd.controllers.calibration import Prior
 from eesd.runtime.errors import EESDError
 
 FORMAT_VERSION = 2
@@ -151,6 +152,8 @@ class Manifest:
     tools: dict[str, str]
     plans: dict[str, PlanInfo]
     """Plans by the name of the graph file they were built of."""
+    calibration: Prior | None = None
+    """What is known of this draft's confidence before the first round; None (or no such entry): the default."""
 
     @property
     def graphs(self) -> tuple[GraphInfo, ...]:
@@ -265,7 +268,7 @@ def check_plan(directory: Path, plan: PlanInfo) -> None:
 
 def _parse(raw: Mapping[str, Any]) -> Manifest:
     """The manifest in ``raw``; AttributeError, TypeError or ValueError where a value is missing or cannot be."""
-    manifest: Manifest = _typed(Manifest, raw)
+    manifest: Manifest = _typed(Manifest, {"calibration": None, **raw})
     if min(getattr(manifest, name) for name in (*SIZES, *LIMITS)) < 1 or manifest.dtype not in DTYPES:
         raise ValueError("a size is below 1, or the element type is unknown")
     quantized = manifest.quantization
@@ -308,6 +311,8 @@ def _typed(kind: Any, value: Any) -> Any:
         if value.keys() != hints.keys():
             raise ValueError(kind)
         return kind(**{name: _typed(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+    if origin is UnionType and type(value) is dict:
+        return _typed(arguments[0], value)
     if origin is tuple and type(value) is list:
         return tuple(_typed(arguments[0], item) for item in value)
     if origin is dict and type(value) is dict:

@@ -12,6 +12,7 @@ down the tree and says which path is accepted and which token comes after it. Al
 """
 
 from collections.abc import Sequence
+from math import exp, log
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,15 +28,14 @@ class Proposal(NamedTuple):
     ``score`` sums along a path, and a level keeps the paths with the largest sums: the log-probability where the draft's
     distribution is all that is known; with coupled sampling how far the noisy score lies below the best one's, because there
     a child is likely the verifier's own when it is near the best, however improbable it was before the noise.
+    ``margin`` is how far the score (with noise, if it has any) lies above the best other token's, infinite if there is none: of
+    all that the draft shows the best single sign of whether the verifier will agree.
     """
 
     token: int
     logprob: float
     score: float
-
-
-def _likely(token: int, logprob: float) -> Proposal:
-    return Proposal(token, logprob, logprob)
+    margin: float
 
 
 class Verdict(NamedTuple):
@@ -75,6 +75,24 @@ def _best(scores: Vector | Logits, width: int) -> list[int]:
     cut = np.partition(scores, -width)[-width]
     candidates = np.flatnonzero(scores >= cut)
     return [int(i) for i in candidates[np.argsort(-scores[candidates], kind="stable")][:width]]
+
+
+def _margins(scores: Vector, tokens: list[int]) -> list[float]:
+    """How far the score of each of ``tokens`` lies above that of the best other token. ``scores`` comes back as it was."""
+    margins = []
+    for token in tokens:
+        own = scores[token]
+        scores[token] = -np.inf
+        margins.append(float(own - scores.max()))
+        scores[token] = own
+    return margins
+
+
+def _likeliest(logprobs: Vector, width: int) -> list[Proposal]:
+    """The tokens that have the largest log-probabilities, which are their scores."""
+    tokens = [token for token in _best(logprobs, width) if logprobs[token] > -np.inf]
+    pairs = zip(tokens, _margins(logprobs, tokens), strict=True)
+    return [Proposal(token, float(logprobs[token]), float(logprobs[token]), margin) for token, margin in pairs]
 
 
 class _Base:
@@ -125,9 +143,10 @@ class Greedy(_Deterministic):
     def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
         ids, logprobs = outputs.topk_ids, outputs.topk_logprobs
         if self.follows_draft and ids is not None and logprobs is not None and width <= ids.shape[1]:
-            return [_likely(int(ids[row, i]), float(logprobs[row, i])) for i in range(width)]
-        scores = normalize(self._penalized(outputs.logits[row], tree, node).astype(np.float64))
-        return [_likely(token, float(scores[token])) for token in _best(scores, width)]
+            tokens, top = ids[row].tolist(), logprobs[row].tolist()
+            ahead = [top[1] if len(top) > 1 else log(max(1 - exp(top[0]), 1e-9)), *[top[0]] * (width - 1)]
+            return [Proposal(tokens[i], top[i], top[i], top[i] - ahead[i]) for i in range(width)]
+        return _likeliest(normalize(self._penalized(outputs.logits[row], tree, node).astype(np.float64)), width)
 
     def _target(self, tree: TokenTree, node: int, outputs: Outputs) -> int:
         if self.follows_draft:
@@ -144,7 +163,9 @@ class Coupled(_Deterministic):
         logprobs = warp(self._penalized(outputs.logits[row], tree, node), self._sampling)
         noisy = logprobs + self._noise.at(self._position(tree, node))
         best = [token for token in _best(noisy, width) if logprobs[token] > -np.inf]
-        return [Proposal(token, float(logprobs[token]), float(noisy[token] - noisy[best[0]])) for token in best]
+        scores = noisy[best] - noisy[best[0]]
+        columns = (logprobs[best].tolist(), scores.tolist(), _margins(noisy, best))
+        return [Proposal(token, *values) for token, *values in zip(best, *columns, strict=True)]
 
     def _target(self, tree: TokenTree, node: int, outputs: Outputs) -> int:
         logprobs = warp(self._penalized(outputs.logits[node], tree, node), self._sampling)
@@ -163,10 +184,10 @@ class Rejection(_Base):
     def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
         logprobs = warp(self._penalized(outputs.logits[row], tree, node), self._sampling)
         if width > 1:
-            return [_likely(token, float(logprobs[token])) for token in _best(logprobs, width) if logprobs[token] > -np.inf]
+            return _likeliest(logprobs, width)
         self._sampled[node] = q = np.exp(logprobs)
         token = self._draw(q)
-        return [_likely(token, float(logprobs[token]))]
+        return [Proposal(token, float(logprobs[token]), float(logprobs[token]), _margins(logprobs, [token])[0])]
 
     def accept(self, tree: TokenTree, outputs: Outputs) -> Verdict:
         node = 0

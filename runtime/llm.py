@@ -106,7 +106,7 @@ class LLM:
         self._idle: list[_Workspace] = []
         if speculation is not None:
             self._check(speculation)
-            self.controller = make_controller(speculation.controller, speculation.seed)
+            self.controller = make_controller(speculation.controller, speculation.seed, manifest.calibration)
             self.guard = Guard() if speculation.guard else None
 
     def _check(self, speculation: Speculation) -> None:
@@ -155,6 +155,7 @@ class LLM:
         drafter = None
         if draft and workspace.draft and self.controller and self.speculation:
             drafter = Drafter(workspace.draft, self.controller, self.guard, self.speculation.tree_width)
+            self.controller.begin_request()
         try:
             tokens = self.encode(prompt)
             yield Session(

@@ -117,13 +117,15 @@ class Session:
         self._chooser.begin(self.tokens)
         drafter = self._drafter_now()
         draft_seconds = self._draft(tree, drafter) if drafter else 0.0
+        until_drafted = time.perf_counter() - begun
         outputs, verify_seconds = self._run_verify(tree)
         path, token = self._chooser.accept(tree, outputs)
         if path and path[-1] != len(path):
             self._slab.compact(len(self.tokens), [len(self.tokens) - 1 + node for node in path])
         result = self._cut([tree.tokens[node] for node in path] + [token], len(path))
         if drafter is not None:
-            drafter.controller.observe(RoundOutcome(tree.depths[-1], len(path), draft_seconds, verify_seconds))
+            outcome = RoundOutcome(tree.depths[-1], len(path), until_drafted, verify_seconds, len(tree) - 1)
+            drafter.controller.observe(outcome)
         seconds = time.perf_counter() - begun
         stats = self._accounted(tree, len(path), result, (draft_seconds, verify_seconds, seconds), drafter)
         # The commit: one statement behind everything that may raise. No signal is handled within it.
@@ -153,16 +155,18 @@ class Session:
 
     def _draft(self, tree: TokenTree, drafter: Drafter) -> float:
         """Grow the tree until the controller has enough; the seconds spent in the engine."""
+        ahead, binding = drafter.controller.length_ahead(), drafter.binding
+        if ahead == 0:
+            return 0.0
         root = len(self.tokens) - 1
         budget = min(self._limits.max_tree_nodes, self._limits.max_seq_len - len(self.tokens))
         room, frontier, seconds, depth = self._room(), [0], 0.0, 0
         self._slab.reserve(root + 1 + budget)
-        ahead, binding = drafter.controller.length_ahead(), drafter.binding
         if ahead and drafter.tree_width == 1 and self._chooser.follows_draft and isinstance(binding, ChainBinding):
             return self._draft_ahead(tree, min(ahead, room), binding)
         while True:
             started = time.perf_counter()
-            outputs = self._run_draft(tree, frontier, root, drafter.binding)
+            outputs = self._run_draft(tree, frontier, root, binding)
             seconds += time.perf_counter() - started
             depth += 1
             width, first = min(drafter.tree_width, budget + 1 - len(tree)), frontier[0]
@@ -174,7 +178,9 @@ class Session:
                 depth=depth,
                 probability=exp(tree.logprobs[best] - tree.logprobs[tree.parents[best]]),
                 path_probability=exp(tree.logprobs[best]),
-                entropy=_entropy(outputs.logits[tree.parents[best] - first]) if drafter.controller.needs_entropy else None,
+                entropy=entropy_of(outputs.logits[tree.parents[best] - first]) if drafter.controller.needs_entropy else None,
+                margin=tree.margins[best],
+                nodes=len(tree) - 1,
             )
             if not drafter.controller.keep_drafting(step):
                 return seconds
@@ -186,7 +192,7 @@ class Session:
         seconds = time.perf_counter() - started
         for row in range(count):
             (proposal,) = self._chooser.propose(tree, row, outputs, row, 1)
-            tree.add(proposal.token, row, proposal.logprob, proposal.score)
+            tree.add(proposal.token, row, proposal.logprob, proposal.score, proposal.margin)
         return seconds
 
     def _run_draft(self, tree: TokenTree, frontier: list[int], root: int, binding: Binding) -> Outputs:
@@ -205,7 +211,7 @@ class Session:
             proposals = self._chooser.propose(tree, node, outputs, row, width)
             candidates += [(tree.scores[node] + proposal.score, node, proposal) for proposal in proposals]
         candidates.sort(key=lambda candidate: -candidate[0])
-        return [tree.add(p.token, node, p.logprob, p.score) for _, node, p in candidates[:keep]]
+        return [tree.add(p.token, node, p.logprob, p.score, p.margin) for _, node, p in candidates[:keep]]
 
     def _run_verify(self, tree: TokenTree) -> tuple[Outputs, float]:
         root = len(self.tokens) - 1
@@ -255,7 +261,7 @@ class Session:
         return stats
 
 
-def _entropy(logits: Logits) -> float:
+def entropy_of(logits: Logits) -> float:
     scores = logits.astype(np.float64) - logits.max()
     weights = np.exp(scores)
     total = weights.sum()

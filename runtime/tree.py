@@ -15,13 +15,15 @@ class TokenTree:
         """Cumulative log-probability of each node's path under the draft."""
         self.scores = [0.0]
         """Cumulative score of each node's path: what it is ranked by."""
+        self.margins = [0.0]
+        """How far each node's score lies above its best sibling's, drafted or not."""
         self.is_chain = True
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, token: int, parent: int, logprob: float, score: float | None = None) -> int:
-        """Append a child of ``parent`` with its own log-probability and score (the same if not given); its index."""
+    def add(self, token: int, parent: int, logprob: float, score: float | None = None, margin: float = 0.0) -> int:
+        """Append a child of ``parent`` with its own log-probability, score (the same if not given) and margin; its index."""
         node = len(self.tokens)
         self.is_chain = self.is_chain and parent == node - 1
         self.tokens.append(token)
@@ -29,6 +31,7 @@ class TokenTree:
         self.depths.append(self.depths[parent] + 1)
         self.logprobs.append(self.logprobs[parent] + logprob)
         self.scores.append(self.scores[parent] + (logprob if score is None else score))
+        self.margins.append(margin)
         return node
 
     def children(self, node: int) -> list[int]:

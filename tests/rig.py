@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.controllers import Controller, DraftStep, RoundOutcome
+from eesd.controllers import Controller, DraftStep
 from eesd.export.manifest import load_manifest
 from eesd.runtime.engine import Binding, Outputs
 from eesd.runtime.guard import Guard
@@ -83,10 +83,8 @@ def generated(session: Session) -> list[int]:
     return session.tokens[session.stats.prompt_tokens :]
 
 
-class RandomStop:
+class RandomStop(Controller):
     """A controller that flips a coin after each step."""
-
-    needs_entropy = False
 
     def __init__(self, seed: int, chance: float = 0.5) -> None:
         self._random = np.random.default_rng(seed)
@@ -94,12 +92,6 @@ class RandomStop:
 
     def keep_drafting(self, step: DraftStep) -> bool:
         return bool(self._random.random() < self._chance)
-
-    def length_ahead(self) -> int | None:
-        return None
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        pass
 
     def state(self) -> dict[str, Any]:
         return {}

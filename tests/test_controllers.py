@@ -9,22 +9,40 @@ from eesd.controllers import CONTROLLERS, Controller, DraftStep, RoundOutcome, m
 from eesd.controllers.beta_ts import BetaTS
 from eesd.runtime.errors import EESDError
 
-SPECS = ["beta-ts", "beta-ts:alpha=2,beta=3,discount=0.95", "fixed", "fixed:k=7", "threshold", "threshold:p=0.25"]
+SPECS = [
+    "adaedl",
+    "adaedl:gamma=0.1,target=0.6",
+    "beta-ts",
+    "beta-ts:alpha=2,beta=3,discount=0.95",
+    "calibration-ts",
+    "calibration-ts:confidence=0",
+    "cost-aware-ts",
+    "cost-aware-ts:draws=0,discount=0.99",
+    "fixed",
+    "fixed:k=7",
+    "threshold",
+    "threshold:p=0.25",
+    "ucb",
+    "ucb:longest=5,optimism=0.5,discount=0.9",
+]
 
 
 def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
     """Decisions in a made-up stream of rounds, to which the controller is also told what became of them."""
     random = np.random.default_rng(seed)
     decisions = []
-    for _ in range(count):
-        depth, path, more = 0, 1.0, True
+    for number in range(count):
+        if number % 20 == 0:
+            controller.begin_request()
+        depth, path, more = 0, 1.0, controller.length_ahead() != 0
         while more and depth < 12:
             depth += 1
-            probability = float(random.random())
+            probability, margin, entropy = random.random(3).tolist()
             path *= probability
-            more = controller.keep_drafting(DraftStep(depth, probability, path, None))
+            more = controller.keep_drafting(DraftStep(depth, probability, path, 4 * entropy, 5 * margin, depth))
             decisions.append(more)
-        controller.observe(RoundOutcome(depth, int(random.integers(0, depth + 1)), 0.01, 0.02))
+        accepted = int(random.integers(0, depth + 1))
+        controller.observe(RoundOutcome(depth, accepted, 0.01 * depth, 0.02 + 0.001 * depth, depth))
     return decisions
 
 
@@ -62,14 +80,23 @@ def test_every_controller_is_tested_here() -> None:
     assert {spec.partition(":")[0] for spec in SPECS} == set(CONTROLLERS)
 
 
+def step(depth: int, probability: float = 0.5, margin: float = 1.0, entropy: float = 1.0) -> DraftStep:
+    return DraftStep(depth, probability, probability**depth, entropy, margin, depth)
+
+
+def outcome(drafted: int, accepted: int, draft_seconds: float = 0.1, verify_seconds: float = 1.0) -> RoundOutcome:
+    """Of a chain whose steps cost ``draft_seconds`` each."""
+    return RoundOutcome(drafted, accepted, drafted * draft_seconds, verify_seconds, drafted)
+
+
 def test_fixed_drafts_k_tokens() -> None:
     controller = make_controller("fixed:k=3")
-    assert [controller.keep_drafting(DraftStep(depth, 0.0, 0.0, None)) for depth in (1, 2, 3, 4)] == [True, True, False, False]
+    assert [controller.keep_drafting(step(depth)) for depth in (1, 2, 3, 4)] == [True, True, False, False]
 
 
 def test_threshold_looks_at_the_last_token() -> None:
     controller = make_controller("threshold:p=0.5")
-    assert [controller.keep_drafting(DraftStep(1, p, 0.01, None)) for p in (0.49, 0.5, 1.0)] == [False, True, True]
+    assert [controller.keep_drafting(step(1, p)) for p in (0.49, 0.5, 1.0)] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +111,7 @@ def test_threshold_looks_at_the_last_token() -> None:
 def test_beta_ts_counts_what_was_judged(outcomes: list[tuple[int, int]], accepted: int, rejected: int) -> None:
     controller = BetaTS(alpha=4, beta=1, discount=1)
     for drafted, taken in outcomes:
-        controller.observe(RoundOutcome(drafted, taken, 0.0, 0.0))
+        controller.observe(outcome(drafted, taken))
     assert (controller.accepted, controller.rejected) == (accepted, rejected)
     assert controller.prior == (4, 1)
 
@@ -93,19 +120,19 @@ def test_beta_ts_posterior() -> None:
     """It goes on as often as the mean of Beta(alpha + accepted, beta + rejected) says."""
     controller = BetaTS(alpha=2, beta=1, discount=1, seed=3)
     for _ in range(5):
-        controller.observe(RoundOutcome(2, 1, 0.0, 0.0))
+        controller.observe(outcome(2, 1))
     draws = 20000
-    share = sum(controller.keep_drafting(DraftStep(1, 0.5, 0.5, None)) for _ in range(draws)) / draws
+    share = sum(controller.keep_drafting(step(1)) for _ in range(draws)) / draws
     assert share == pytest.approx((2 + 5) / (2 + 5 + 1 + 5), abs=4 * 0.5 / draws**0.5)
 
 
 def test_beta_ts_forgets_down_to_its_prior() -> None:
     controller = BetaTS(alpha=4, beta=1, discount=0.5)
     for drafted, accepted in ((4, 4), (4, 2), (4, 0)):
-        controller.observe(RoundOutcome(drafted, accepted, 0.0, 0.0))
+        controller.observe(outcome(drafted, accepted))
     assert (controller.accepted, controller.rejected) == ((4 * 0.5 + 2) * 0.5 + 0, 0.5 + 1)
     for _ in range(60):
-        controller.observe(RoundOutcome(0, 0, 0.0, 0.0))
+        controller.observe(outcome(0, 0))
     assert controller.accepted == pytest.approx(0) and controller.rejected == pytest.approx(0)
     assert controller.prior == (4, 1)
 
@@ -114,7 +141,7 @@ def test_beta_ts_follows_drift_with_a_discount() -> None:
     steady, forgetful = BetaTS(discount=1), BetaTS(discount=0.9)
     for controller in (steady, forgetful):
         for accepted in [4] * 200 + [0] * 30:
-            controller.observe(RoundOutcome(4, accepted, 0.0, 0.0))
+            controller.observe(outcome(4, accepted))
     assert steady.accepted / (steady.accepted + steady.rejected) > 0.9
     assert forgetful.accepted / (forgetful.accepted + forgetful.rejected) < 0.3
 
@@ -122,7 +149,7 @@ def test_beta_ts_follows_drift_with_a_discount() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("beta", "no controller 'beta'; there are beta-ts, .*threshold"),
+        ("beta", "no controller 'beta'; there are adaedl, beta-ts, .*ucb"),
         ("", "no controller ''"),
         ("fixed:n=4", "fixed has no option 'n'; it has k"),
         ("fixed:=4", "no option ''"),

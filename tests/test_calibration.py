@@ -1,0 +1,270 @@
+"""The calibration, cost-aware drafting and the bandit over lengths: what they learn from streams whose truth is known."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.special import expit
+
+from eesd.controllers import DraftStep, RoundOutcome, make_controller
+from eesd.controllers.baselines import AdaEDL
+from eesd.controllers.beta_ts import BetaTS
+from eesd.controllers.calibration import Calibrator, Prior, features
+from eesd.controllers.calibration_ts import CalibrationTS
+from eesd.controllers.cost_aware_ts import FIRST_LENGTHS, CostAwareTS
+from eesd.controllers.costs import Cost, CostCurve, Lengths
+from eesd.runtime.errors import EESDError
+from eesd.runtime.llm import Speculation, load
+
+
+def step(depth: int, probability: float = 0.6, margin: float = 1.0) -> DraftStep:
+    return DraftStep(depth, probability, probability**depth, 1.0, margin, depth)
+
+
+def outcome(drafted: int, accepted: int, draft: float = 0.1, verify: float = 1.0) -> RoundOutcome:
+    return RoundOutcome(drafted, accepted, drafted * draft, verify, drafted)
+
+
+def grid_posterior(labels: list[tuple[float, bool]], prior: Prior) -> tuple[float, float]:
+    """Mean and standard deviation of the intercept a + b by brute force, the slope held at 1."""
+    a = np.linspace(-6, 6, 2001)
+    log_density = -(a**2) / 2 / (prior.shift**2 + prior.request**2)
+    for z, accepted in labels:
+        log_density += np.log(expit(a + z) if accepted else expit(-a - z))
+    weights = np.exp(log_density - log_density.max())
+    weights /= weights.sum()
+    mean = float(weights @ a)
+    return mean, float((weights @ (a - mean) ** 2) ** 0.5)
+
+
+def test_posterior_is_that_of_logistic_regression() -> None:
+    prior = Prior(slope=1e-6)
+    calibrator, random = Calibrator(prior.accept, prior), np.random.default_rng(0)
+    labels = [(float(z), bool(random.random() < expit(z - 1))) for z in random.normal(1, 1.5, 200)]
+    for z, accepted in labels:
+        calibrator.learn(z, accepted)
+    mean, deviation = grid_posterior(labels, prior)
+    aa, _, ab, _, _, bb = calibrator.covariance
+    assert calibrator.mean[0] + calibrator.mean[2] == pytest.approx(mean, abs=0.3 * deviation)
+    assert (aa + 2 * ab + bb) ** 0.5 == pytest.approx(deviation, rel=0.1)
+
+
+def test_learns_shift_and_slope_over_many_requests() -> None:
+    prior = Prior(shift=1.0, slope=0.5, drift=0.0)
+    calibrator, random = Calibrator(prior.accept, prior), np.random.default_rng(1)
+    for _ in range(100):
+        calibrator.begin_request()
+        offset = random.normal(0, prior.request)
+        for z in random.normal(1, 1.5, 40).tolist():
+            calibrator.learn(z, bool(random.random() < expit(-0.8 + 0.6 * z + offset)))
+    assert calibrator.mean[:2] == pytest.approx([-0.8, 0.6], abs=0.2)
+
+
+def test_a_request_has_its_own_offset_and_leaves_the_shared_part() -> None:
+    prior = Prior()
+    calibrator = Calibrator(prior.accept, prior)
+    for _ in range(100):
+        calibrator.learn(1.0, True)
+        calibrator.learn(1.0, False)
+    low = calibrator.mean[2]
+    assert low < -0.15, "accepted half of the time where 0.73 was expected"
+    calibrator.begin_request()
+    assert calibrator.mean[2] == 0 and calibrator.covariance[5] == prior.request**2
+    assert calibrator.covariance[2] == calibrator.covariance[4] == 0
+    assert calibrator.mean[0] < 0, "what all requests share remembers it"
+
+
+def test_draws_have_the_posterior_of_what_requests_share() -> None:
+    calibrator, random = Calibrator(Prior().accept, Prior()), np.random.default_rng(2)
+    for z in random.normal(1, 1.5, 60).tolist():
+        calibrator.learn(z, bool(random.random() < expit(z)))
+    drawn = np.array([calibrator.draw(random.standard_normal(2).tolist()) for _ in range(20000)])
+    aa, as_, ab, ss, sb, _ = calibrator.covariance
+    shared = np.array([[aa, as_], [as_, ss]])
+    gain = np.array([[1, 0], [0, 1]]) + np.array([np.array([ab, sb]) @ np.linalg.inv(shared), [0, 0]])  # b follows a and s
+    assert np.cov(drawn.T) == pytest.approx(gain @ shared @ gain.T, rel=0.06, abs=2e-3)
+    assert drawn.mean(axis=0) == pytest.approx([calibrator.mean[0] + calibrator.mean[2], calibrator.mean[1]], abs=0.02)
+
+
+def test_without_confidence_it_is_beta_ts() -> None:
+    """One logit-normal theta instead of a Beta one: the same labels count, and the decisions agree in frequency."""
+    prior = Prior(shift=1.5, request=0.0, drift=0.0)
+    calibrated, beta = CalibrationTS(confidence=0, seed=1, prior=prior), BetaTS(alpha=1, beta=1, discount=1, seed=2)
+    random = np.random.default_rng(3)
+    for _ in range(60):
+        drafted = int(random.integers(1, 6))
+        accepted = min(drafted, int(random.geometric(0.3)) - 1)
+        for depth in range(1, drafted + 1):
+            calibrated.keep_drafting(step(depth))
+        for controller in (calibrated, beta):
+            controller.observe(outcome(drafted, accepted))
+    theta = (beta.prior[0] + beta.accepted) / (sum(beta.prior) + beta.accepted + beta.rejected)
+    shares = [sum(controller.keep_drafting(step(1)) for _ in range(5000)) / 5000 for controller in (calibrated, beta)]
+    assert shares == pytest.approx([theta, theta], abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["calibration-ts", "cost-aware-ts"])
+@pytest.mark.parametrize(("drafted", "accepted", "judged"), [(5, 5, 5), (5, 2, 3), (5, 0, 1), (3, 3, 3)])
+def test_labels_behind_the_first_rejection_are_not_counted(name: str, drafted: int, accepted: int, judged: int) -> None:
+    controller = make_controller(name)
+    assert isinstance(controller, CalibrationTS | CostAwareTS)
+    learned: list[bool] = []
+    controller.accept.learn = lambda z, label: learned.append(label)  # type: ignore[method-assign]
+    for depth in range(1, drafted + 1):
+        controller.keep_drafting(step(depth))
+    controller.observe(outcome(drafted, accepted))
+    assert learned == [True] * min(accepted, judged) + [False] * (judged - accepted)
+
+
+@pytest.mark.parametrize("name", ["calibration-ts", "cost-aware-ts"])
+def test_steps_of_a_cancelled_round_are_forgotten(name: str) -> None:
+    once, cancelled = make_controller(name), make_controller(name)
+    for controller in (cancelled, once):
+        for depth in (1, 2, 3):
+            controller.keep_drafting(step(depth, 0.9))
+    cancelled_state = cancelled.state()
+    cancelled.keep_drafting(step(1, 0.4))  # the round before never ended
+    once.restore(cancelled_state)
+    once.keep_drafting(step(1, 0.4))
+    for controller in (cancelled, once):
+        controller.observe(outcome(1, 1))
+    assert json.dumps(once.state()) == json.dumps(cancelled.state())
+
+
+def test_prior_goes_through_json_and_is_checked() -> None:
+    prior = Prior(shift=0.2)
+    assert Prior.from_dict(json.loads(json.dumps(prior.to_dict()))) == prior
+    for bad in ({"accept": [1.0]}, {"shift": -1.0}, {"request": float("nan")}, {"following": [float("inf")] * 5}):
+        with pytest.raises(ValueError, match="must"):
+            Prior.from_dict(prior.to_dict() | bad)
+    started = make_controller("cost-aware-ts", prior=dataclasses.replace(prior, accept=(9.0,) * 5))
+    assert isinstance(started, CostAwareTS) and started.accept.score((1, 1, 1, 1, 1)) == 45
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-9, 0.5, 1.0])
+@pytest.mark.parametrize("margin", [-1.0, 0.0, 50.0, float("inf")])
+def test_features_are_bounded(p: float, margin: float) -> None:
+    assert np.abs(features(DraftStep(40, p, p, None, margin, 40))).max() <= 8
+
+
+def test_cost_ignores_stalls_and_follows_change() -> None:
+    cost, random = Cost(), np.random.default_rng(0)
+    cost.add(30.0)  # the first call binds its buffers
+    for _ in range(300):
+        cost.add(float(random.normal(1, 0.05)) + (50 if random.random() < 0.02 else 0))
+    assert cost.seconds == pytest.approx(1, rel=0.05)
+    for _ in range(300):
+        cost.add(1.5)
+    assert cost.seconds == pytest.approx(1.5, rel=0.02)
+
+
+def test_cost_curve_never_falls_and_knows_what_it_saw() -> None:
+    curve, random = CostCurve(), np.random.default_rng(0)
+    true = {0: 1.0, 1: 1.19, 2: 1.25, 4: 1.35, 8: 1.58}
+    for _ in range(60):
+        for nodes, seconds in true.items():
+            curve.add(nodes, nodes * 0.17, nodes, seconds * float(random.normal(1, 0.02)))
+    curve.fit(16)
+    table = [curve.verify_seconds(n) for n in range(20)]
+    assert table == sorted(table)
+    assert [table[n] for n in true] == pytest.approx(list(true.values()), rel=0.03)
+    assert 1.25 < table[3] < 1.35 and curve.draft.seconds == pytest.approx(0.17)
+
+
+def test_lengths_know_every_shorter_length() -> None:
+    """S_j from rounds of all lengths: the product-limit estimate, posterior mean under Beta(1, 0)."""
+    lengths, curve = Lengths(4, discount=1), CostCurve()
+    for drafted, accepted in [(4, 4), (4, 1), (2, 2), (3, 0), (1, 1)]:
+        lengths.add(drafted, accepted)
+    assert lengths.judged == [5, 3, 1, 1] and lengths.accepted == [4, 2, 1, 1]
+    for nodes in range(5):
+        curve.add(nodes, 0.1 * nodes, nodes, 1.0)
+    curve.fit(4)
+    survival = np.cumprod([5 / 6, 3 / 4, 1, 1])
+    assert lengths.rates(curve) == pytest.approx([(1 + survival[:k].sum()) / (1 + 0.1 * k) for k in range(5)])
+
+
+def drafted_by(controller: CostAwareTS, probability: float, longest: int = 16) -> int:
+    depth = 1
+    while depth < longest and controller.keep_drafting(
+        step(depth, probability, float(np.log(probability / (1 - probability))))
+    ):
+        depth += 1
+    return depth
+
+
+def test_first_rounds_measure_lengths() -> None:
+    controller = CostAwareTS()
+    for length in FIRST_LENGTHS:
+        assert (controller.length_ahead() == 0) == (length == 0)
+        drafted = drafted_by(controller, 0.5) if length else 0
+        assert drafted == length
+        controller.observe(outcome(drafted, drafted))
+
+
+def test_drafts_longer_when_drafting_is_cheaper() -> None:
+    lengths = []
+    for draft_cost in (0.02, 0.1, 0.4):
+        controller, random = CostAwareTS(seed=1), np.random.default_rng(0)
+        drafted = []
+        for _ in range(600):
+            count = drafted_by(controller, 0.8) if controller.length_ahead() != 0 else 0
+            accepted = min(count, int(random.geometric(0.2)) - 1)
+            controller.observe(outcome(count, accepted, draft_cost))
+            drafted.append(count)
+        lengths.append(np.median(drafted[200:]))
+    assert lengths[0] > lengths[1] + 1 > lengths[2] + 2
+
+
+def test_rests_where_no_draft_pays() -> None:
+    """Nothing is ever accepted: off, the length 0, is the best arm, and it is taken."""
+    controller, drafted = CostAwareTS(), []
+    for _ in range(3000):
+        count = drafted_by(controller, 0.6) if controller.length_ahead() != 0 else 0
+        controller.observe(outcome(count, 0, draft=0.5))
+        drafted.append(count)
+    assert np.mean(np.array(drafted[1000:]) == 0) > 0.85
+
+
+def test_adaedl_moves_its_threshold_towards_the_target() -> None:
+    lax, strict = AdaEDL(), AdaEDL()
+    for _ in range(50):
+        lax.observe(outcome(4, 4))
+        strict.observe(outcome(4, 1))
+    assert lax.threshold < 0.4 < strict.threshold
+    sure, unsure = DraftStep(1, 0.9, 0.9, 0.1, 2.0, 1), DraftStep(1, 0.2, 0.2, 4.0, 0.1, 1)
+    assert AdaEDL().keep_drafting(sure) and not AdaEDL().keep_drafting(unsure)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ucb:longest=0", "longest must be between 1 and 64"),
+        ("ucb:optimism=-1", "optimism must be 0 or above"),
+        ("ucb:discount=2", "discount must be above 0"),
+        ("adaedl:gamma=0", "gamma must be above 0"),
+        ("adaedl:target=2", "target, start and step must be between 0 and 1"),
+        ("calibration-ts:confidence=2", "confidence must be 0 or 1"),
+        ("calibration-ts:prior=1", "no option 'prior'; it has confidence"),
+        ("cost-aware-ts:discount=nan", "discount must be above 0"),
+        ("cost-aware-ts:draws=3", "draws must be 0 or 1"),
+    ],
+)
+def test_bad_options_are_named(spec: str, message: str) -> None:
+    with pytest.raises(EESDError, match=message):
+        make_controller(spec)
+
+
+def test_prior_comes_with_the_manifest(engine_copy: Path) -> None:
+    """A directory with an entry ``calibration`` starts from it, one without from the default, a damaged one is named."""
+    file = engine_copy / "manifest.json"
+    manifest = json.loads(file.read_text())
+    for entry, expected in (({}, Prior()), ({"calibration": Prior(shift=0.5).to_dict()}, Prior(shift=0.5))):
+        file.write_text(json.dumps({name: value for name, value in manifest.items() if name != "calibration"} | entry))
+        controller = load(engine_copy, speculation=Speculation("cost-aware-ts")).controller
+        assert isinstance(controller, CostAwareTS) and controller.accept.covariance[0] == expected.shift**2
+    file.write_text(json.dumps(manifest | {"calibration": Prior().to_dict() | {"accept": [1.0]}}))
+    with pytest.raises(EESDError, match="damaged"):
+        load(engine_copy)

@@ -1,0 +1,211 @@
+"""Traces and their replay: against formulas, against the optimal policy, and against real sessions round by round."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rig import Rig, finish
+from test_bundled import bundled  # noqa: F401 (a fixture)
+
+from eesd.bench.costs import BUNDLED, COST_MODELS, CostModel, layer_costs
+from eesd.bench.simulate import best_fixed, compare, faster, fixed_speeds, regret, replay, replay_spec
+from eesd.bench.streams import STREAMS, Stream
+from eesd.bench.traces import Request, Trace, load_trace, record
+from eesd.controllers import make_controller
+from eesd.controllers.cost_aware_ts import CostAwareTS
+from eesd.controllers.oracles import Clairvoyant, Optimal
+from eesd.runtime.errors import EESDError
+from eesd.runtime.llm import LLM, Speculation, load
+from eesd.runtime.sampling import Sampling
+
+GOLDEN = {  # acceptance: for c = .05, .1, .2, .3 the best length and its speed, flat verify (Leviathan et al. 2023)
+    0.6: [(4, 1.92), (3, 1.67), (2, 1.40), (1, 1.23)],
+    0.7: [(6, 2.35), (4, 1.98), (3, 1.58), (2, 1.37)],
+    0.8: [(8, 3.09), (6, 2.47), (4, 1.87), (3, 1.55)],
+}
+CEILING = {0.6: [2.33, 2.17, 1.92, 1.72], 0.7: [2.99, 2.70, 2.27, 1.96], 0.8: [4.17, 3.57, 2.78, 2.27]}
+
+
+def flat(draft: float) -> CostModel:
+    return CostModel("flat", draft, ((1, 1.0),), 3e-3)
+
+
+@pytest.mark.parametrize("acceptance", GOLDEN)
+@pytest.mark.parametrize("column", range(4))
+def test_golden_values(acceptance: float, column: int) -> None:
+    """Backward induction on constant acceptance finds the best fixed length and its speed."""
+    length, speed = GOLDEN[acceptance][column]
+    optimal = Optimal([acceptance], [[1.0]], flat((0.05, 0.1, 0.2, 0.3)[column]).table(12))
+    assert optimal.rate == pytest.approx(speed, abs=0.006)
+    drafted = next(k for k in range(1, 13) if k == 12 or acceptance**k < optimal.thresholds[k][0])
+    tokens = [(1 - acceptance ** (n + 1)) / (1 - acceptance) for n in (drafted, length)]
+    costs = [1 + n * (0.05, 0.1, 0.2, 0.3)[column] for n in (drafted, length)]
+    assert tokens[0] / costs[0] == pytest.approx(tokens[1] / costs[1], rel=2e-3), "the same length, or one as good"
+
+
+@pytest.mark.parametrize("acceptance", [0.6, 0.7, 0.8])
+def test_clairvoyant_is_its_formula(acceptance: float) -> None:
+    trace = Stream("constant", (acceptance,), 0.0).trace(2000, 20, seed=0, depth=24)
+    for draft, rounded in list(zip((0.05, 0.1, 0.2, 0.3), CEILING[acceptance], strict=True))[::3]:
+        speed = replay("clairvoyant", Clairvoyant(), trace, flat(draft)).speed
+        exact = 1 / (1 - acceptance + draft * acceptance)
+        assert exact == pytest.approx(rounded, abs=0.006) and speed == pytest.approx(exact, rel=0.03)
+
+
+def test_one_step_look_ahead_is_optimal_where_levels_are_independent() -> None:
+    """Monotone case: after k tokens go on iff S E[p] >= lambda (draft + v(k+2) - v(k+1)), whatever comes later."""
+    levels, costs = (0.7, 0.75, 0.8, 0.85, 0.9), flat(0.1)
+    optimal = Optimal(levels, Stream("narrow", levels, 0.0).transition, costs.table(16))
+    thresholds = np.array(optimal.thresholds[1:12])
+    assert thresholds == pytest.approx(optimal.rate * 0.1 / np.mean(levels), rel=0.04)  # the grid of S is as coarse
+
+
+def test_optimal_beats_every_fixed_length_and_predicts_its_own_rate() -> None:
+    stream = STREAMS[2]
+    trace, optimal = stream.trace(2000, 15, seed=1), stream.optimal(BUNDLED, 16)
+    run = replay("optimal", optimal, trace, BUNDLED, charge=False)
+    assert run.speed == pytest.approx(optimal.rate, rel=0.02)
+    assert run.speed > 1.08 * best_fixed(trace, BUNDLED).speed
+
+
+@pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.name)
+def test_cost_aware_is_near_the_optimal_policy(stream: Stream) -> None:
+    trace = stream.trace(500, 30, seed=1)
+    optimal = replay("optimal", stream.optimal(BUNDLED, 16), trace, BUNDLED, charge=False)
+    found = replay("cost-aware-ts", CostAwareTS(seed=0), trace, BUNDLED, charge=False)
+    assert found.speed > 0.97 * optimal.speed
+    assert found.speed > 0.99 * best_fixed(trace, BUNDLED).speed
+
+
+@pytest.mark.parametrize("stream", STREAMS[2:], ids=lambda stream: stream.name)
+def test_calibration_beats_beta_where_confidence_tells(stream: Stream) -> None:
+    trace = stream.trace(500, 30, seed=2)
+    calibrated, beta = (replay_spec(name, trace, flat(0.1), seeds=2) for name in ("calibration-ts", "beta-ts"))
+    assert faster(calibrated, beta).low > 1.01
+
+
+def test_regret_of_the_bandit_grows_ever_slower() -> None:
+    """Expected loss of the lengths it chose against the best, on constant acceptance: most of it in the first quarter."""
+    costs = np.array(flat(0.1).table(16))
+    tokens = (1 - 0.8 ** np.arange(1, 18)) / 0.2
+    gaps = costs - tokens / (tokens / costs).max()
+    lost = []
+    for seed in range(4):
+        run = replay("ucb", make_controller("ucb:discount=1"), STREAMS[0].trace(1500, 2, seed), flat(0.1), charge=False)
+        quarters = np.array_split(gaps[run.rounds[:, 2].astype(int)], 4)
+        lost.append([quarter.sum() for quarter in quarters])
+    first, _, _, last = np.mean(lost, axis=0)
+    assert last < 0.5 * first
+
+
+def test_regret_adds_up() -> None:
+    trace = STREAMS[0].trace(200, 2, seed=0)
+    run = best_fixed(trace, flat(0.1))
+    assert regret(run, run.speed)[-1] == pytest.approx(0, abs=1e-6) and len(regret(run, run.speed)) == 400
+    assert regret(run, 2 * run.speed)[-1] == pytest.approx(run.cost.sum() / 2)
+
+
+def test_reacts_to_drift() -> None:
+    """Acceptance falls from .95 to .3 without a sign in the confidence: drafts get short within 60 rounds."""
+    easy, hard = (Stream("s", (p,), 0.0).trace(400, 1, seed=4).requests[0] for p in (0.95, 0.3))
+    blind = [
+        Request("s", np.full_like(r.probability, 0.8), np.full_like(r.margin, 1.4), r.entropy, r.accepted) for r in (easy, hard)
+    ]
+    run = replay("cost-aware-ts", CostAwareTS(seed=0), Trace((blind[0],) * 3 + (blind[1],), {}), flat(0.1), charge=False)
+    before, after = (run.rounds[run.rounds[:, 0] == request, 2] for request in (2, 3))
+    assert before[:20].mean() > 8 and after[60:90].mean() < 4
+
+
+def test_paired_bootstrap() -> None:
+    trace = STREAMS[2].trace(200, 20, seed=5)
+    slow, fast = fixed_speeds(trace, flat(0.1))[0], best_fixed(trace, flat(0.1))
+    assert faster(slow, slow).low == faster(slow, slow).high == 1
+    ratio = faster(fast, slow)
+    assert ratio.low < ratio.value < ratio.high and ratio.value == pytest.approx(fast.speed)
+    some = np.arange(20) < 5
+    assert faster(fast, slow, some).value == pytest.approx(fast.tokens[some].sum() / fast.cost[some].sum())
+
+
+def test_plain_decoding_costs_one_a_token_and_own_time_is_charged() -> None:
+    trace = STREAMS[0].trace(50, 3, seed=6)
+    off = fixed_speeds(trace, flat(0.1))[0]
+    assert off.speed == 1 and off.tokens.sum() == 150
+    slow_machine = CostModel("flat", 0.1, ((1, 1.0),), 1e-5)
+    free, charged = (replay("c", CostAwareTS(), trace, slow_machine, charge=charge).cost.sum() for charge in (False, True))
+    assert charged > free
+
+
+def test_every_controller_in_one_table() -> None:
+    trace = Trace(STREAMS[2].trace(60, 4, 0, 12).requests + STREAMS[3].trace(60, 4, 1, 12).requests, {})
+    rows = compare(trace, STREAMS[2].trace(60, 4, 2, 12), COST_MODELS["13b"], seeds=1)
+    assert {"off", "beta-ts", "cost-aware-ts", "clairvoyant"} <= {row["controller"] for row in rows}
+    assert all(row["by_task"].keys() == {"correlated", "persistent"} for row in rows)
+    assert max(rows, key=lambda row: row["speedup"]["value"])["controller"] == "clairvoyant"
+    json.dumps(rows)
+
+
+def test_cost_models() -> None:
+    model = CostModel("m", 0.2, ((1, 1.0), (4, 1.3), (8, 1.5)), 1e-3)
+    assert [model.verify_cost(n) for n in (1, 3, 4, 6, 12)] == pytest.approx([1, 1.2, 1.3, 1.4, 1.7])
+    assert model.table(3) == pytest.approx([1, 0.2 + 1.1, 0.4 + 1.2, 0.6 + 1.3])
+    assert layer_costs("7B", 32, 4, 1e-2).draft == pytest.approx(6 / 33)
+    for bad in (((2, 1.0),), ((1, 1.0), (1, 2.0)), ()):
+        with pytest.raises(EESDError, match="ascending node counts"):
+            CostModel("bad", 0.1, bad, 1e-3)
+    with pytest.raises(EESDError, match="not above 0"):
+        CostModel("bad", 0.0, ((1, 1.0),), 1e-3)
+
+
+def test_trace_file(tmp_path: Path) -> None:
+    trace = STREAMS[3].trace(30, 3, seed=7)
+    trace.save(tmp_path / "trace.npz")
+    again = load_trace(tmp_path / "trace.npz")
+    assert again.origin == trace.origin and again.tasks == trace.tasks
+    for one, other in zip(trace.requests, again.requests, strict=True):
+        for name in ("probability", "margin", "entropy", "accepted"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    (tmp_path / "text.npz").write_text("no trace")
+    np.savez(tmp_path / "other.npz", x=np.zeros(3))
+    for name, message in (("none.npz", "no trace"), ("text.npz", "is not a trace"), ("other.npz", "is not a trace")):
+        with pytest.raises(EESDError, match=message):
+            load_trace(tmp_path / name)
+
+
+@pytest.fixture(scope="module")
+def llm(bundled: Path) -> LLM:  # noqa: F811
+    return load(bundled, speculation=Speculation("fixed:k=3", guard=False), threads=1)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=3)], ids=["greedy", "coupled"])
+def test_replay_is_what_a_session_does(bundled: Path, llm: LLM, sampling: Sampling) -> None:  # noqa: F811
+    """The rounds of a replayed policy are those of a real session with it, one by one."""
+    prompt = "class Stack:\n    def push(self, item):\n"
+    trace = Trace(tuple(record(llm, [("t", prompt)], sampling, new_tokens=40, depth=40)), {})
+    assert trace.requests[0].tokens == 40
+    for spec in ("fixed:k=3", "threshold:p=0.5", "calibration-ts"):
+        rounds = replay(spec, make_controller(spec, seed=1), trace, BUNDLED).rounds
+        with load(bundled, speculation=Speculation(spec, guard=False, seed=1), threads=1).session(
+            prompt, sampling, max_new_tokens=40, ignore_eos=True
+        ) as session:
+            assert [len(r.tokens) for r in finish(session)] == rounds[:, 1].astype(int).tolist()
+            assert session.stats.drafted == rounds[:, 2].sum()
+
+
+def test_rejection_sampling_cannot_be_traced(llm: LLM) -> None:
+    with pytest.raises(EESDError, match="depends on what was drafted"):
+        next(record(llm, [("t", "x")], Sampling(temperature=1, method="rejection")))
+
+
+def test_margins_reach_the_controller(rig: Rig) -> None:
+    """A session tells the margin of the draft's two likeliest tokens, and how many nodes it has drafted."""
+    seen = []
+
+    class Seeing(CostAwareTS):
+        def keep_drafting(self, step):  # type: ignore[no-untyped-def]
+            seen.append(step)
+            return step.depth < 3
+
+    session = rig.session([5, 9, 3], None, Seeing(), width=2, new_tokens=12)
+    finish(session)
+    assert seen and all(step.nodes == 2 * step.depth and step.margin >= 0 for step in seen)
