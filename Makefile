@@ -25,10 +25,10 @@ lint: $(VENV)/installed
 	$(BIN)/mypy -p eesd
 
 bench: $(PLANS)/manifest.json
-	$(BIN)/python bench/speed.py --engine-dir $(PLANS)
+	$(BIN)/eesd-bench --engine-dir $(PLANS) --output bench-results --overwrite
 
 # Strict, so that type checkers follow the links; made again when a file appears or goes.
-$(VENV)/installed: pyproject.toml constraints.txt $(sort $(wildcard src/eesd/*.py model/*.py export/*.py runtime/*.py controllers/*.py))
+$(VENV)/installed: pyproject.toml constraints.txt $(sort $(wildcard src/eesd/*.py model/*.py export/*.py runtime/*.py controllers/*.py bench/*.py))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=strict --editable '.[dev]'
 	touch $@
