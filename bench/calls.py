@@ -11,6 +11,8 @@ from eesd.runtime.tree import TokenTree
 
 LEVELS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 """Depths of the synthetic rounds of a sweep."""
+SWEEPS = 3
+"""Times that each is run."""
 
 
 class RoundCosts(NamedTuple):
@@ -41,20 +43,22 @@ def sweep(draft: Binding, verify: Binding, slot: int, width: int, most_nodes: in
     In use draft and verify alternate, and each finds its weights evicted by the other; so do they here. ``tokens`` (at least as
     many as nodes) are drafted. Plain decoding's cost, one node after a pass of one node, comes first.
     """
-    verify.forward(tokens[:1], [slot], slot)
-    costs = [[1, timed(lambda: verify.forward(tokens[:1], [slot], slot))]]
     first: list[float] = []
     later: list[float] = []
-    for levels in LEVELS:
-        if 1 + levels * width > most_nodes:
-            break
-        tree, frontier = TokenTree(tokens[0]), [0]
-        for level in range(levels):
-            call = _drafting(draft, tree, frontier, slot)
-            (later if level else first).append(draft_step(call))
-            frontier = [tree.add(tokens[len(tree)], frontier[i % len(frontier)], 0.0) for i in range(width)]
-        costs.append([len(tree), timed(_verifying(verify, tree, slot))])
-    return RoundCosts(statistics.median(first), statistics.median(later or first), costs)
+    costs: dict[int, list[float]] = {}
+    for _ in range(SWEEPS):
+        verify.forward(tokens[:1], [slot], slot)
+        costs.setdefault(1, []).append(timed(lambda: verify.forward(tokens[:1], [slot], slot)))
+        for levels in LEVELS:
+            if 1 + levels * width > most_nodes:
+                break
+            tree, frontier = TokenTree(tokens[0]), [0]
+            for level in range(levels):
+                (later if level else first).append(draft_step(_drafting(draft, tree, frontier, slot)))
+                frontier = [tree.add(tokens[len(tree)], frontier[i % len(frontier)], 0.0) for i in range(width)]
+            costs.setdefault(len(tree), []).append(timed(_verifying(verify, tree, slot)))
+    medians = [[nodes, statistics.median(seconds)] for nodes, seconds in costs.items()]
+    return RoundCosts(statistics.median(first), statistics.median(later or first), medians)
 
 
 def _drafting(draft: Binding, tree: TokenTree, frontier: list[int], slot: int) -> Callable[[], Outputs]:

@@ -8,10 +8,11 @@ from typing import Any
 
 from eesd.bench import plots
 from eesd.bench.results import Configuration, Result, read_json
-from eesd.bench.stats import Costs, Interval, Summary, acceptance_by_depth, costs_of, references_of, summarize
+from eesd.bench.stats import Interval, Summary, costs_of, references_of, summarize
 from eesd.runtime.errors import EESDError
 from eesd.runtime.files import written_whole
 
+AXIS = "speed-up over plain decoding, with its 95 % interval"
 DEEPEST = 8
 """Depths of the acceptance tables."""
 
@@ -76,7 +77,7 @@ def _section(result: Result, pictures: _Pictures, name: str) -> list[str]:
     summaries = summarize(result, references)
     body = _ablation if result.kind == "ablation" else _run
     return [
-        f"## {'What each part contributes' if result.kind == 'ablation' else 'Speed'}: {', '.join(result.engines)}",
+        f"## {'What each part contributes' if result.kind == 'ablation' else 'Speed'}: {_model(result)}",
         "",
         *_setting(result),
         *body(result, summaries, pictures, name),
@@ -92,14 +93,14 @@ def _setting(result: Result) -> list[str]:
     measured = len({run.prompt for run in result.runs})
     tasks = ", ".join(dict.fromkeys(prompt["task"] for prompt in result.prompts))
     lines = [
-        f"{engine['architecture']} of {engine['num_layers']} layers, exit after layer {engine['exit_layer']}, {engine['dtype']}, "
-        f"backend `{options['backend']}`. {machine['CPU']}, {machine['cores']} cores; GPU: {machine['GPU']}; {machine['system']}; "
-        f"{machine['libraries']}.",
+        f"{engine['architecture']} of {engine['num_layers']} layers, exit after layer {engine['exit_layer']}, "
+        f"{engine['dtype']}, backend `{options['backend']}`. CPU: {machine['CPU']}, {machine['cores']}; "
+        f"GPU: {machine['GPU']}; {machine['system']}; {machine['libraries']}.",
         "",
-        f"{measured} prompts ({tasks}) x {options['max_new_tokens']} new tokens, temperature {options['temperature']} where sampled"
-        f"{', with the guard' if options['guard'] else ', without the guard'}; every prompt plainly and in each configuration in "
-        "turn, in rotating order. Speed-up: the median over prompts of plain decode seconds over drafting decode seconds (prefill "
-        "left out, controller and host included), with its 95 % bootstrap interval over prompts.",
+        f"{measured} prompts ({tasks}) x {options['max_new_tokens']} new tokens, temperature {options['temperature']} where "
+        f"sampled, {'with' if options['guard'] else 'without'} the guard; every prompt plainly and in each configuration in "
+        "turn, in rotating order. Speed-up: the median over prompts of plain over drafting decode seconds (prefill left out, "
+        "controller and host included), with its 95 % bootstrap interval over prompts.",
         "",
     ]
     if not result.complete:
@@ -111,9 +112,7 @@ def _run(result: Result, summaries: Sequence[Summary], pictures: _Pictures, name
     panels: dict[str, list[tuple[str, str, Interval]]] = {}
     for s in summaries:
         panels.setdefault(s.configuration.sampling, []).append((_controller(s, result), _shape(s.configuration), s.speedup))
-    lines = pictures.show(
-        f"{name}-speedup", "Speed-up by controller", plots.dots, panels, "speed-up over plain decoding (95 %)"
-    )
+    lines = pictures.show(f"{name}-speedup", "Speed-up by controller", plots.dots, panels, AXIS)
     for sampling, group in groupby(summaries, lambda s: s.configuration.sampling):
         found = list(group)
         lines += [f"### {sampling}", "", *_speed_table(found, result), *_equality(found)]
@@ -141,9 +140,7 @@ def _ablation(result: Result, summaries: Sequence[Summary], pictures: _Pictures,
     panels: dict[str, list[tuple[str, str, Interval]]] = {}
     for label, s in rows:
         panels.setdefault(s.configuration.sampling, []).append((label, _shape(s.configuration), s.speedup))
-    lines = pictures.show(
-        f"{name}-parts", "What each part contributes", plots.dots, panels, "speed-up over plain decoding (95 %)"
-    )
+    lines = pictures.show(f"{name}-parts", "What each part contributes", plots.dots, panels, AXIS)
     lines += ["| part | sampling | speed-up (95 %) | tokens a round | acceptance | equal |", "|---|---|---|---|---|---|"]
     for label, s in rows:
         lines.append(
@@ -168,14 +165,16 @@ def _speed_table(summaries: Sequence[Summary], result: Result) -> list[str]:
         "| draft steps | host | equal |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for s in summaries:
-        lines.append(
-            f"| {_controller(s, result)} | {_shape(s.configuration)} | {_interval(s.speedup)} "
-            f"| {_interval(s.against_fixed) if s.against_fixed else ''} | {_predicted(s)} "
-            f"| {s.plain_tokens_per_second:.0f} to {s.tokens_per_second:.0f} | {s.overall_acceptance:.2f} "
-            f"| {s.tokens_per_round:.2f} | {s.steps_per_round:.2f} | {s.host_share:.1%} | {_equal(s)} |"
-        )
-    return [*lines, ""]
+    return [*lines, *(_speed_row(s, result) for s in summaries), ""]
+
+
+def _speed_row(s: Summary, result: Result) -> str:
+    return (
+        f"| {_controller(s, result)} | {_shape(s.configuration)} | {_interval(s.speedup)} "
+        f"| {_interval(s.against_fixed) if s.against_fixed else ''} | {_predicted(s)} "
+        f"| {s.plain_tokens_per_second:.0f} to {s.tokens_per_second:.0f} | {s.overall_acceptance:.2f} "
+        f"| {s.tokens_per_round:.2f} | {s.steps_per_round:.2f} | {s.host_share:.1%} | {_equal(s)} |"
+    )
 
 
 def _equality(summaries: Sequence[Summary]) -> list[str]:
@@ -236,8 +235,8 @@ def _prediction(summaries: Sequence[Summary], pictures: _Pictures, name: str) ->
     return [
         "### Predicted against measured",
         "",
-        "Predicted: each round's draft steps and verify pass at their median cost as single calls, measured after every prompt, "
-        f"and the host's time as it was. {within} of {len(differences)} configurations agree within 5 %; the largest difference "
+        "Predicted: each round's draft steps and verify pass at their median cost as single calls, measured after every "
+        f"prompt, and the host's time as it was. {within} of {len(differences)} configurations agree within 5 %; the largest difference "
         f"is {worst:+.1%}.",
         "",
         *pictures.show(f"{name}-predicted", "Predicted against measured speed-up", plots.predicted, summaries),
@@ -251,10 +250,7 @@ def _call_costs(result: Result, pictures: _Pictures, name: str) -> list[str]:
     if not curves:
         return []
     lines = ["### What a call costs", "", *pictures.show(f"{name}-costs", "Cost of a verify pass", plots.costs, curves)]
-    lines += [
-        "| drafts | plain step | first draft step | later draft step | verify by nodes, in plain steps |",
-        "|---|---|---|---|---|",
-    ]
+    lines += ["| drafts | plain step | first draft | later draft | verify by nodes, in plain steps |", "|---|---|---|---|---|"]
     for label, costs in curves.items():
         plain = costs.verify[1]
         verify = ", ".join(f"{nodes}: {seconds / plain:.2f}" for nodes, seconds in costs.verify.items() if nodes > 1)
@@ -275,6 +271,11 @@ def _regret(curves: Sequence[Regret], pictures: _Pictures, name: str) -> list[st
     lines += pictures.show(name, "Regret by tokens generated", plots.regret, curves)
     lines += ["| controller | tokens | regret at the end |", "|---|---|---|"]
     return [*lines, *(f"| {c.controller} | {c.tokens[-1]:.0f} | {c.regret[-1]:.1f} |" for c in curves), ""]
+
+
+def _model(result: Result) -> str:
+    engine = next(iter(result.engines.values()))
+    return f"{engine['model']}, {engine['dtype']}"
 
 
 def _is_fixed(configuration: Configuration) -> bool:

@@ -92,8 +92,8 @@ class Tuning:
 class Result:
     """Everything of one benchmark. ``engines`` describes the engine directories by name, in the order they were measured.
 
-    ``kind`` is ``run`` or ``ablation``. ``prompts`` are those reported: id, task, tokens. ``call_overhead`` is by engine: seconds
-    that our code adds to one call of the raw session, where the backend lets that be measured.
+    ``kind`` is ``run`` or ``ablation``. ``prompts`` are those reported: id, task, tokens. ``call_overhead`` is by engine: the
+    seconds that our code adds to one call of the raw session, where the backend lets that be measured.
     """
 
     kind: str
@@ -170,7 +170,7 @@ def describe_machine() -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "CPU": _cpu_model(),
-        "cores": f"{cores} ({', '.join(doctor.cpu_features())})",
+        "cores": f"{cores} cores ({', '.join(doctor.cpu_features())})",
         "memory": facts["memory"],
         "GPU": facts["GPU"],
         "system": f"{platform.system()}, Python {platform.python_version()}",

@@ -10,23 +10,22 @@ from typing import Any, NamedTuple, TypeVar
 from eesd.bench.calls import LEVELS, call_overhead, sweep
 from eesd.bench.results import Configuration, Result, Run, Sweep, Tuning
 from eesd.bench.tasks import Prompt
-from eesd.controllers import CONTROLLERS, make_controller
+from eesd.controllers import CONTROLLERS, Controller, make_controller
 from eesd.export.manifest import WEIGHTS, load_manifest
 from eesd.runtime.backends import open_engines
 from eesd.runtime.compare import first_divergence
 from eesd.runtime.errors import EESDError
 from eesd.runtime.guard import Guard
-from eesd.runtime.llm import LLM
+from eesd.runtime.llm import LLM, Speculation
 from eesd.runtime.sampling import Sampling
-from eesd.runtime.session import Drafter, Limits, Session
 from eesd.runtime.stats import Stats
 
 T = TypeVar("T")
 
 SAMPLINGS = ("greedy", "coupled", "rejection")
 CANDIDATES = {
-    "fixed": tuple(f"fixed:k={k}" for k in (1, 2, 3, 4, 5, 6, 8)),
-    "threshold": tuple(f"threshold:p={p}" for p in (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)),
+    "fixed": tuple(f"fixed:k={k}" for k in (1, 2, 3, 4, 6, 8)),
+    "threshold": tuple(f"threshold:p={p}" for p in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)),
 }
 """Controllers that, named without options, are tuned: the fastest of these on the tuning prompts is measured."""
 WARM_UP_TOKENS = 16
@@ -34,14 +33,15 @@ WARM_UP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. ``per_task`` and ``tuning_per_task`` are prompts of each task; ``guard`` lets drafting rest where it does
-    not pay, as in use, and so blurs what the controllers are worth. Raises :class:`EESDError` for values that cannot be."""
+    """What to measure. ``per_task`` and ``tuning_per_task`` are prompts of each task; ``guard`` rests drafting where it does
+    not pay, as in use, and so blurs what the controllers are worth. Raises :class:`EESDError` for values that cannot be.
+    """
 
     controllers: tuple[str, ...] = tuple(CONTROLLERS)
     widths: tuple[int, ...] = (1, 3)
     samplings: tuple[str, ...] = SAMPLINGS
     temperature: float = 0.7
-    max_new_tokens: int = 96
+    max_new_tokens: int = 64
     per_task: int = 6
     tuning_per_task: int = 2
     guard: bool = False
@@ -91,15 +91,24 @@ class Generated(NamedTuple):
     rounds: Counter[tuple[int, int]]
 
 
+class Drafting(NamedTuple):
+    """What an :class:`LLM` takes on to draft in one configuration."""
+
+    speculation: Speculation
+    controller: Controller
+    guard: Guard | None
+
+
 class Bench:
-    """The engines of one directory on one slab, for every configuration the same."""
+    """The engines of one directory, the same for every configuration: what differs is handed to the one LLM for each run."""
 
     def __init__(self, directory: Path, backend: str, threads: int | None) -> None:
         self.manifest = load_manifest(directory)
         engines = open_engines(directory, self.manifest, backend, threads, True)
         assert engines.draft is not None
-        self.llm = LLM(directory, self.manifest, engines, None)
+        self.llm = LLM(directory, self.manifest, engines, Speculation())
         self.slab = engines.verify.new_slab()
+        """For calls by themselves; the LLM has its own."""
         self.verify = engines.verify.bind(self.slab)
         self.draft = engines.draft.bind(self.slab)
 
@@ -117,7 +126,7 @@ class Bench:
 
     def encode(self, prompts: Sequence[Prompt], options: Options) -> list[Encoded]:
         """Those prompts that leave room for the new tokens; the ends of texts are not trimmed to fit."""
-        found = []
+        found: list[Encoded] = []
         for prompt in prompts:
             text = [{"role": "user", "content": prompt.text}] if options.chat else prompt.text
             tokens = self.llm.encode(text)
@@ -130,25 +139,26 @@ class Bench:
             )
         return found
 
-    def drafter(self, configuration: Configuration, options: Options) -> Drafter | None:
+    def drafting(self, configuration: Configuration, options: Options) -> Drafting | None:
         """A fresh controller (and guard, if wanted) for a configuration; None for plain decoding."""
         if configuration.controller is None:
             return None
-        guard = Guard() if options.guard else None
-        return Drafter(self.draft, make_controller(configuration.controller, options.seed), guard, configuration.width)
+        speculation = Speculation(configuration.controller, configuration.width, options.guard, options.seed)
+        controller = make_controller(configuration.controller, options.seed)
+        return Drafting(speculation, controller, Guard() if options.guard else None)
 
-    def generate(self, tokens: list[int], sampling: Sampling, drafter: Drafter | None, new_tokens: int) -> Generated:
+    def generate(self, tokens: list[int], sampling: Sampling, drafting: Drafting | None, new_tokens: int) -> Generated:
         """One prompt, past any EOS, so that every configuration has the same to do."""
-        manifest = self.manifest
-        self.slab.reset()
-        limits = Limits((), new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
-        session = Session(tokens, self.slab, self.verify, drafter, limits, sampling, manifest.vocab_size)
+        if drafting is not None:
+            self.llm.speculation, self.llm.controller, self.llm.guard = drafting
         rounds: Counter[tuple[int, int]] = Counter()
-        while session.finish_reason is None:
-            before = session.stats
-            session.step()
-            rounds[session.stats.draft_steps - before.draft_steps, session.stats.drafted - before.drafted] += 1
-        return Generated(session.tokens[len(tokens) :], session.stats, rounds)
+        drafts = drafting is not None
+        with self.llm.session(tokens, sampling, max_new_tokens=new_tokens, draft=drafts, ignore_eos=True) as session:
+            while session.finish_reason is None:
+                before = session.stats
+                session.step()
+                rounds[session.stats.draft_steps - before.draft_steps, session.stats.drafted - before.drafted] += 1
+            return Generated(session.tokens[len(tokens) :], session.stats, rounds)
 
     def warm_up(self, prompt: Encoded, configurations: Sequence[Configuration], options: Options) -> None:
         """Every node count once (buffers are bound and graphs captured when one first occurs), then every configuration."""
@@ -161,8 +171,8 @@ class Bench:
                 self.draft.forward([tokens[0]] * count, range(count), 0)
         for configuration in configurations:
             sampling = options.sampling(configuration.sampling, 0)
-            drafter = self.drafter(configuration, options)
-            self.generate(tokens, sampling, drafter, min(WARM_UP_TOKENS, options.max_new_tokens))
+            drafting = self.drafting(configuration, options)
+            self.generate(tokens, sampling, drafting, min(WARM_UP_TOKENS, options.max_new_tokens))
 
     def sweeps(self, engine: str, prompt: Encoded, options: Options) -> list[Sweep]:
         """The cost of calls in the middle of this prompt's text, for each tree width."""
@@ -189,12 +199,12 @@ def tune(bench: Bench, engine: str, prompts: Sequence[Encoded], options: Options
             if (engine, sampling, width) in known:
                 continue
             specs = [spec for kind in kinds for spec in CANDIDATES[kind]]
-            drafters = {spec: bench.drafter(Configuration(engine, sampling, spec, width), options) for spec in specs}
+            drafting = {spec: bench.drafting(Configuration(engine, sampling, spec, width), options) for spec in specs}
             seconds = dict.fromkeys(specs, 0.0)
             for prompt in prompts:
                 for spec in _rotated(specs, prompt.number):
                     chosen = options.sampling(sampling, prompt.number)
-                    done = bench.generate(prompt.tokens, chosen, drafters[spec], options.max_new_tokens)
+                    done = bench.generate(prompt.tokens, chosen, drafting[spec], options.max_new_tokens)
                     seconds[spec] += done.stats.decode_seconds
                 yield
             for kind in kinds:
@@ -227,7 +237,7 @@ def measure(
     overhead = call_overhead(bench.draft, slot=0)
     if overhead is not None:
         result.call_overhead[engine] = overhead
-    drafters = {configuration: bench.drafter(configuration, options) for configuration in configurations}
+    drafting = {configuration: bench.drafting(configuration, options) for configuration in configurations}
     for prompt in prompts:
         if result.done(engine, prompt.id):
             continue
@@ -236,7 +246,7 @@ def measure(
             chosen = options.sampling(sampling, prompt.number)
             group = [configuration for configuration in configurations if configuration.sampling == sampling]
             done = {
-                configuration: bench.generate(prompt.tokens, chosen, drafters[configuration], options.max_new_tokens)
+                configuration: bench.generate(prompt.tokens, chosen, drafting[configuration], options.max_new_tokens)
                 for configuration in _rotated(group, prompt.number)
             }
             plain = done[Configuration(engine, sampling, None, 1)].tokens

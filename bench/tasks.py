@@ -70,7 +70,7 @@ LOADERS: dict[str, tuple[Callable[[dict[str, Any], int], Prompt], str]] = {
     "gsm8k": (_gsm8k, "question"),
     "xsum": (_xsum, "id, document"),
 }
-"""By the name that ``--task`` takes: the reader of a row, and the keys that a row must have. Of several turns the first is taken."""
+"""By the name that ``--task`` takes: what reads a row, and the keys that it must have. Of several turns the first is taken."""
 
 
 def load_task(spec: str) -> list[Prompt]:
