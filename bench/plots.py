@@ -10,8 +10,8 @@ from eesd.runtime.files import written_whole
 
 INK = "#7a828e"
 """For text and axes: legible on white and on black."""
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8a8a00")
-"""Okabe and Ito's, in an order in which neighbours differ in lightness, too."""
+COLOURS = ("#1b80c4", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8a8a00")
+"""Nearly Okabe and Ito's, in an order in which neighbours differ in lightness, too."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLE: Any = {
     "figure.facecolor": "none",
@@ -76,10 +76,12 @@ def dots(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str,
     """A panel for each title: (row, series, interval), a dot with its interval and its value, series side by side in a row."""
     rows = list(dict.fromkeys(row for values in panels.values() for row, _, _ in values))
     series = list(dict.fromkeys(name for values in panels.values() for _, name, _ in values))
-    figure, axes = _figure(1.6 + 2.5 * len(panels), 0.9 + (0.16 + 0.2 * len(series)) * len(rows), len(panels))
+    figure, axes = _figure(1.6 + 2.4 * len(panels), 0.9 + (0.14 + 0.2 * len(series)) * len(rows), len(panels))
+    intervals = [interval for values in panels.values() for _, _, interval in values]
+    left, right = min(0.95, *(i.low for i in intervals)), max(1.0, *(i.high for i in intervals))
+    margin = 0.04 * (right - left)
     for axis, (title, values) in zip(axes, panels.items(), strict=True):
         axis.axvline(1, color=INK, linewidth=1, linestyle="--")
-        right = max(interval.high for _, _, interval in values)
         for row, name, interval in values:
             number = series.index(name)
             place = rows.index(row) + (number - (len(series) - 1) / 2) * 0.36
@@ -89,7 +91,7 @@ def dots(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str,
             note = {"textcoords": "offset points", "va": "center", "fontsize": 8}
             axis.annotate(f"{interval.median:.2f}", (interval.high, place), xytext=(4, 0), **note)
         axis.set_title(title)
-        axis.set_xlim(right=right + 0.18 * (right - min(axis.get_xlim()[0], 0.95)))
+        axis.set_xlim(left - margin, right + 6 * margin)  # with room for the values
         axis.grid(False, axis="y")
         axis.set_yticks(range(len(rows)), rows)
         axis.tick_params(axis="y", length=0)
@@ -103,7 +105,7 @@ def dots(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str,
 
 
 @_styled
-def acceptance(lines: Mapping[str, Sequence[tuple[int, int]]], path: Path) -> None:
+def acceptance(lines: Mapping[str, Sequence[Sequence[int]]], path: Path) -> None:
     """Acceptance by depth, a line for each name; depths that were judged rarely (less than 30 times) are left out."""
     figure, (axis,) = _figure(5.2, 3.2)
     deepest = 1

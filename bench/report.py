@@ -111,19 +111,15 @@ def _setting(result: Result) -> list[str]:
 def _run(result: Result, summaries: Sequence[Summary], pictures: _Pictures, name: str) -> list[str]:
     panels: dict[str, list[tuple[str, str, Interval]]] = {}
     for s in summaries:
-        panels.setdefault(s.configuration.sampling, []).append((_controller(s, result), _shape(s.configuration), s.speedup))
+        panels.setdefault(s.configuration.sampling, []).append((_kind(s, result), _shape(s.configuration), s.speedup))
     lines = pictures.show(f"{name}-speedup", "Speed-up by controller", plots.dots, panels, AXIS)
     for sampling, group in groupby(summaries, lambda s: s.configuration.sampling):
         found = list(group)
         lines += [f"### {sampling}", "", *_speed_table(found, result), *_equality(found)]
     lines += ["### By task", "", *_by_task(summaries, result)]
     lines += ["### Acceptance by depth", ""]
-    judged = {
-        f"{s.configuration.sampling}, {_shape(s.configuration)}": s.acceptance
-        for s in summaries
-        if (s.configuration.controller or "").startswith("fixed:")
-    }
-    return lines + _acceptance(judged, "with a fixed draft length", pictures, name) + _tuned(result)
+    judged = {f"{t.sampling}, {_drafts(t.width)}": t.acceptance[t.longest] for t in result.tunings if t.controller == "fixed"}
+    return lines + _acceptance(judged, "with the longest fixed length, on the tuning prompts", pictures, name) + _tuned(result)
 
 
 def _ablation(result: Result, summaries: Sequence[Summary], pictures: _Pictures, name: str) -> list[str]:
@@ -148,7 +144,7 @@ def _ablation(result: Result, summaries: Sequence[Summary], pictures: _Pictures,
             f"| {s.overall_acceptance:.2f} | {_equal(s)} |"
         )
     longest = max((s.configuration for s in summaries if _is_fixed(s.configuration)), key=lambda c: _length(c), default=None)
-    judged: dict[str, list[tuple[int, int]]] = {}
+    judged: dict[str, list[list[int]]] = {}
     if longest is not None:
         for s in summaries:
             c = s.configuration
@@ -201,7 +197,7 @@ def _by_task(summaries: Sequence[Summary], result: Result) -> list[str]:
     return [*lines, ""]
 
 
-def _acceptance(judged: Mapping[str, Sequence[tuple[int, int]]], what: str, pictures: _Pictures, name: str) -> list[str]:
+def _acceptance(judged: Mapping[str, Sequence[Sequence[int]]], what: str, pictures: _Pictures, name: str) -> list[str]:
     """Acceptance by depth as plot and table."""
     if not judged:
         return []
@@ -236,8 +232,8 @@ def _prediction(summaries: Sequence[Summary], pictures: _Pictures, name: str) ->
         "### Predicted against measured",
         "",
         "Predicted: each round's draft steps and verify pass at their median cost as single calls, measured after every "
-        f"prompt, and the host's time as it was. {within} of {len(differences)} configurations agree within 5 %; the largest difference "
-        f"is {worst:+.1%}.",
+        f"prompt, and the host's time as it was. {within} of {len(differences)} configurations agree within 5 %; the largest "
+        f"difference is {worst:+.1%}.",
         "",
         *pictures.show(f"{name}-predicted", "Predicted against measured speed-up", plots.predicted, summaries),
     ]
@@ -290,12 +286,21 @@ def _length(configuration: Configuration) -> int:
     return int((configuration.controller or "").rpartition("=")[2])
 
 
-def _controller(summary: Summary, result: Result) -> str:
+def _is_tuned(summary: Summary, result: Result) -> bool:
     c = summary.configuration
-    tuned = any(
+    return any(
         (t.engine, t.sampling, t.width, t.chosen) == (c.engine, c.sampling, c.width, c.controller) for t in result.tunings
     )
-    return f"{c.controller}{' (tuned)' if tuned else ''}"
+
+
+def _controller(summary: Summary, result: Result) -> str:
+    return f"{summary.configuration.controller}{' (tuned)' if _is_tuned(summary, result) else ''}"
+
+
+def _kind(summary: Summary, result: Result) -> str:
+    """The controller without the option that was tuned, which differs from column to column."""
+    name = str(summary.configuration.controller)
+    return f"{name.partition(':')[0]}, tuned" if _is_tuned(summary, result) else name
 
 
 def _shape(configuration: Configuration) -> str:

@@ -78,14 +78,20 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Total decode seconds of each candidate over the tuning prompts, and the fastest."""
+    """Of each candidate over the tuning prompts: total decode seconds, and [accepted, offered] by depth. And the fastest."""
 
     engine: str
     sampling: str
     width: int
     controller: str
     seconds: dict[str, float]
+    acceptance: dict[str, list[list[int]]]
     chosen: str
+
+    @property
+    def longest(self) -> str:
+        """The last candidate: of fixed lengths the longest."""
+        return list(self.seconds)[-1]
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from eesd.bench.calls import LEVELS, call_overhead, sweep
 from eesd.bench.results import Configuration, Result, Run, Sweep, Tuning
+from eesd.bench.stats import acceptance_by_depth
 from eesd.bench.tasks import Prompt
 from eesd.controllers import CONTROLLERS, Controller, make_controller
 from eesd.export.manifest import WEIGHTS, load_manifest
@@ -200,16 +201,19 @@ def tune(bench: Bench, engine: str, prompts: Sequence[Encoded], options: Options
                 continue
             specs = [spec for kind in kinds for spec in CANDIDATES[kind]]
             drafting = {spec: bench.drafting(Configuration(engine, sampling, spec, width), options) for spec in specs}
-            seconds = dict.fromkeys(specs, 0.0)
+            stats: dict[str, list[Stats]] = {spec: [] for spec in specs}
             for prompt in prompts:
                 for spec in _rotated(specs, prompt.number):
                     chosen = options.sampling(sampling, prompt.number)
                     done = bench.generate(prompt.tokens, chosen, drafting[spec], options.max_new_tokens)
-                    seconds[spec] += done.stats.decode_seconds
+                    stats[spec].append(done.stats)
                 yield
             for kind in kinds:
-                tried = {spec: seconds[spec] for spec in CANDIDATES[kind]}
-                result.tunings.append(Tuning(engine, sampling, width, kind, tried, min(tried, key=tried.__getitem__)))
+                tried = {spec: sum(s.decode_seconds for s in stats[spec]) for spec in CANDIDATES[kind]}
+                judged = {
+                    spec: acceptance_by_depth((s.accepted_at_depth, s.offered_at_depth) for s in stats[spec]) for spec in tried
+                }
+                result.tunings.append(Tuning(engine, sampling, width, kind, tried, judged, min(tried, key=tried.__getitem__)))
 
 
 def chosen_configurations(engine: str, options: Options, tunings: Sequence[Tuning]) -> list[Configuration]:

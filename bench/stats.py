@@ -95,8 +95,8 @@ class Summary:
     predicted: float | None
     plain_tokens_per_second: float
     tokens_per_second: float
-    acceptance: list[tuple[int, int]]
-    """(accepted, offered) by depth."""
+    acceptance: list[list[int]]
+    """[accepted, offered] by depth."""
     tokens_per_round: float
     steps_per_round: float
     host_share: float
@@ -154,7 +154,7 @@ def _summary(
         predicted=_predicted(configuration, runs, plains, costs),
         plain_tokens_per_second=statistics.median(run.new_tokens / run.decode_seconds for run in plains),
         tokens_per_second=statistics.median(run.new_tokens / run.decode_seconds for run in runs),
-        acceptance=acceptance_by_depth(runs),
+        acceptance=acceptance_by_depth((run.accepted, run.offered) for run in runs),
         tokens_per_round=sum(run.new_tokens for run in runs) / rounds,
         steps_per_round=sum(run.draft_steps for run in runs) / rounds,
         host_share=sum(run.host_seconds for run in runs) / sum(run.decode_seconds for run in runs),
@@ -177,14 +177,14 @@ def _predicted(
     return statistics.median(predicted_seconds(plain, own) / predicted_seconds(run, own) for plain, run in pairs)
 
 
-def acceptance_by_depth(runs: Iterable[Run]) -> list[tuple[int, int]]:
-    """(accepted, offered) at each depth, over all runs: what was judged there, everything before it accepted."""
-    runs = list(runs)
-    depth = max((len(run.offered) for run in runs), default=0)
-    return [
-        (sum(r.accepted[d] for r in runs if d < len(r.accepted)), sum(r.offered[d] for r in runs if d < len(r.offered)))
-        for d in range(depth)
-    ]
+def acceptance_by_depth(runs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
+    """[accepted, offered] at each depth, over all runs: what was judged there, everything before it accepted."""
+    total: list[list[int]] = []
+    for accepted, offered in runs:
+        total += [[0, 0] for _ in range(len(offered) - len(total))]
+        for sums, *counts in zip(total, accepted, offered, strict=False):
+            sums[:] = [a + b for a, b in zip(sums, counts, strict=True)]
+    return total
 
 
 def references_of(result: Result) -> dict[tuple[str, str, int], str]:
