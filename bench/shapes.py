@@ -89,7 +89,7 @@ def write_checkpoint(directory: Path, shape: Shape) -> None:
 
 
 def prepare(work: Path, shape: str, dtype: str, build: bool) -> Path:
-    """The engine directory in ``work``, made if it is not there. The checkpoint goes before plans are built: disks are small."""
+    """The engine directory in ``work``, made if it is not there. The checkpoint goes before plans come: disks are small."""
     output = work / f"{shape}-{dtype}"
     if not (output / NAME).exists():
         model = work / f"{shape}-checkpoint"
