@@ -1,6 +1,6 @@
 """``eesd-bench``: measure an engine directory, take a head's recipe and the controllers apart, write reports."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,8 +11,8 @@ from click.core import ParameterSource
 from eesd.bench.ablation import ablate, parse_head
 from eesd.bench.campaign import Campaign
 from eesd.bench.plots import check_plots
-from eesd.bench.report import load_regret, write_report
-from eesd.bench.results import Result
+from eesd.bench.report import write_report
+from eesd.bench.results import Result, load_regret
 from eesd.bench.run import Bench, Options
 from eesd.bench.tasks import LOADERS, load_tasks
 from eesd.runtime.backends import BACKENDS
@@ -21,7 +21,7 @@ from eesd.runtime.errors import EESDError, one_line_errors
 F = TypeVar("F", bound=Callable[..., Any])
 
 HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
-QUICK = {"per_task": 1, "tuning_per_task": 1, "max_new_tokens": 48, "samplings": "greedy coupled", "widths": "1"}
+QUICK = {"per_task": 1, "tuning_per_task": 1, "max_new_tokens": 32, "widths": "1"}
 """What ``--quick`` makes of the options that are not given."""
 DEFAULT = Options()
 
@@ -42,7 +42,7 @@ def measuring(controllers: Iterable[str], samplings: Iterable[str]) -> Callable[
         click.option("--seed", default=DEFAULT.seed),
         click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend),
         click.option("--threads", type=int, help="CPU threads of an engine.  [default: the processors of this process]"),
-        click.option("--quick", is_flag=True, help="About a minute: few prompts, chains, greedy and coupled."),
+        click.option("--quick", is_flag=True, help="About a minute: few prompts, few tokens, chains."),
         click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("bench-results"), help="Directory."),
         click.option("--resume", is_flag=True, help="Go on with an interrupted measurement in --output."),
         click.option("--overwrite", is_flag=True, help="Replace the measurement in --output."),
@@ -73,7 +73,7 @@ def read_options(given: dict[str, Any]) -> Options:
 
 
 @contextmanager
-def kept(campaign: Campaign, plots: bool) -> Any:
+def kept(campaign: Campaign, plots: bool) -> Iterator[None]:
     """Finish the campaign and write its report; on Ctrl-C say what is left of it."""
     try:
         yield

@@ -36,6 +36,8 @@ STYLE: Any = {
     "lines.markersize": 5,
 }
 DPI = 130
+LEAST = 30
+"""Judgements that an acceptance is shown for: with fewer it says little."""
 
 
 def check_plots(wanted: bool) -> None:
@@ -106,18 +108,15 @@ def dots(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str,
 
 @_styled
 def acceptance(lines: Mapping[str, Sequence[Sequence[int]]], path: Path) -> None:
-    """Acceptance by depth, a line for each name; depths that were judged rarely (less than 30 times) are left out."""
+    """Acceptance by depth, a line for each name; depths that were judged rarely are left out."""
     figure, (axis,) = _figure(5.2, 3.2)
-    deepest = 1
+    depths = range(1, 1 + max(sum(offered >= LEAST for _, offered in counts) for counts in lines.values()))
     for number, (name, counts) in enumerate(lines.items()):
-        points = [(depth, a / o) for depth, (a, o) in enumerate(counts, 1) if o >= 30]
-        if points:
-            depths, rates = zip(*points, strict=True)
-            deepest = max(deepest, depths[-1])
-            axis.plot(depths, rates, marker=MARKERS[number % 7], color=COLOURS[number % 7], label=name)
+        rates = [accepted / offered for accepted, offered in counts if offered >= LEAST]
+        axis.plot(depths[: len(rates)], rates, marker=MARKERS[number % 7], color=COLOURS[number % 7], label=name)
     axis.set_xlabel("depth of the drafted token")
     axis.set_ylabel("accepted, of those judged")
-    axis.set_xticks(range(1, deepest + 1))
+    axis.set_xticks(depths)
     axis.set_ylim(0, 1)
     axis.legend(loc="lower left")
     _save(figure, path)

@@ -1,13 +1,12 @@
 """Results as Markdown with plots: every sentence and figure comes from the JSON, so a report can be made again."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from eesd.bench import plots
-from eesd.bench.results import Configuration, Result, read_json
+from eesd.bench.results import Configuration, Regret, Result
 from eesd.bench.stats import Interval, Summary, costs_of, references_of, summarize
 from eesd.runtime.errors import EESDError
 from eesd.runtime.files import written_whole
@@ -15,31 +14,6 @@ from eesd.runtime.files import written_whole
 AXIS = "speed-up over plain decoding, with its 95 % interval"
 DEEPEST = 8
 """Depths of the acceptance tables."""
-
-
-@dataclass(frozen=True)
-class Regret:
-    """A controller's regret by tokens generated, as the simulator writes it."""
-
-    controller: str
-    tokens: list[float]
-    regret: list[float]
-
-
-def load_regret(path: Path) -> list[Regret]:
-    """Curves of a JSON file: one ``{"controller", "tokens", "regret"}`` object or a list of them; none for other files.
-
-    Raises :class:`EESDError` when a curve has lists of different lengths or none.
-    """
-    raw = read_json(path)
-    rows = raw if isinstance(raw, list) else [raw]
-    if not rows or not all(isinstance(row, dict) and {"controller", "tokens", "regret"} <= row.keys() for row in rows):
-        return []
-    curves = [Regret(str(row["controller"]), row["tokens"], row["regret"]) for row in rows]
-    for curve in curves:
-        if not curve.tokens or len(curve.tokens) != len(curve.regret):
-            raise EESDError(f"{path}: the curve of {curve.controller} needs as many tokens as regrets; simulate again.")
-    return curves
 
 
 def write_report(results: Sequence[Result], regrets: Sequence[Sequence[Regret]], output: Path, with_plots: bool) -> None:
@@ -117,7 +91,6 @@ def _run(result: Result, summaries: Sequence[Summary], pictures: _Pictures, name
         found = list(group)
         lines += [f"### {sampling}", "", *_speed_table(found, result), *_equality(found)]
     lines += ["### By task", "", *_by_task(summaries, result)]
-    lines += ["### Acceptance by depth", ""]
     judged = {f"{t.sampling}, {_drafts(t.width)}": t.acceptance[t.longest] for t in result.tunings if t.controller == "fixed"}
     return lines + _acceptance(judged, "with the longest fixed length, on the tuning prompts", pictures, name) + _tuned(result)
 
@@ -150,8 +123,7 @@ def _ablation(result: Result, summaries: Sequence[Summary], pictures: _Pictures,
             c = s.configuration
             if c.controller == longest.controller and c.width == 1 and c.sampling == longest.sampling:
                 judged[c.engine] = s.acceptance
-        lines += ["", "### Acceptance by depth", ""]
-        lines += _acceptance(judged, f"chains, {longest.sampling}, `{longest.controller}`", pictures, name)
+        lines += ["", *_acceptance(judged, f"chains, {longest.sampling}, `{longest.controller}`", pictures, name)]
     return [*lines, ""]
 
 
@@ -202,7 +174,7 @@ def _acceptance(judged: Mapping[str, Sequence[Sequence[int]]], what: str, pictur
     if not judged:
         return []
     depth = min(max(map(len, judged.values())), DEEPEST)
-    lines = [f"Of the tokens judged at a depth, how many were accepted; {what}.", ""]
+    lines = ["### Acceptance by depth", "", f"Of the tokens judged at a depth, how many were accepted; {what}.", ""]
     lines += pictures.show(f"{name}-acceptance", "Acceptance by depth", plots.acceptance, judged)
     lines += [f"| | {' | '.join(map(str, range(1, depth + 1)))} |", "|---" * (1 + depth) + "|"]
     for label, counts in judged.items():

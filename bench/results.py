@@ -170,6 +170,31 @@ def read_json(path: Path) -> Any:
         raise EESDError(f"{path} is not JSON; give a file that eesd-bench wrote.") from None
 
 
+@dataclass(frozen=True)
+class Regret:
+    """A controller's regret by tokens generated, as the simulator writes it."""
+
+    controller: str
+    tokens: list[float]
+    regret: list[float]
+
+
+def load_regret(path: Path) -> list[Regret]:
+    """Curves of a JSON file: one ``{"controller", "tokens", "regret"}`` object or a list of them; none for other files.
+
+    Raises :class:`EESDError` when a curve has lists of different lengths or none.
+    """
+    raw = read_json(path)
+    rows = raw if isinstance(raw, list) else [raw]
+    if not rows or not all(isinstance(row, dict) and {"controller", "tokens", "regret"} <= row.keys() for row in rows):
+        return []
+    curves = [Regret(str(row["controller"]), row["tokens"], row["regret"]) for row in rows]
+    for curve in curves:
+        if not curve.tokens or len(curve.tokens) != len(curve.regret):
+            raise EESDError(f"{path}: the curve of {curve.controller} needs as many tokens as regrets; simulate again.")
+    return curves
+
+
 def describe_machine() -> dict[str, str]:
     """Processor, cores that this process may use, GPU, memory, system and library versions."""
     facts = doctor.machine()

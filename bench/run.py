@@ -195,7 +195,7 @@ def tune(bench: Bench, engine: str, prompts: Sequence[Encoded], options: Options
     """
     known = {(t.engine, t.sampling, t.width) for t in result.tunings}
     kinds = [name for name in options.controllers if name in CANDIDATES]
-    for sampling in options.samplings:
+    for sampling in options.samplings if kinds else ():
         for width in options.widths:
             if (engine, sampling, width) in known:
                 continue
