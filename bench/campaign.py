@@ -48,7 +48,7 @@ class Campaign:
         result.prompts = rows
         if all(result.done(name, prompt.id) for prompt in encoded):
             return
-        bench.warm_up(encoded[0], chosen_configurations(name, options, ()), options)
+        bench.warm_up(name, encoded[0], chosen_configurations(name, options, ()), options)
         self._follow(f"{name}: tuning", tune(bench, name, tuned_on, options, result))
         configurations = chosen_configurations(name, options, result.tunings)
         self._follow(f"{name}: {len(encoded)} prompts", measure(bench, name, encoded, configurations, options, result))

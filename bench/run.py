@@ -105,13 +105,13 @@ class Bench:
 
     def __init__(self, directory: Path, backend: str, threads: int | None) -> None:
         self.manifest = load_manifest(directory)
-        engines = open_engines(directory, self.manifest, backend, threads, True)
-        assert engines.draft is not None
-        self.llm = LLM(directory, self.manifest, engines, Speculation())
-        self.slab = engines.verify.new_slab()
+        self.engines = open_engines(directory, self.manifest, backend, threads, True)
+        assert self.engines.draft is not None
+        self.llm = LLM(directory, self.manifest, self.engines, Speculation())
+        self.slab = self.engines.verify.new_slab()
         """For calls by themselves; the LLM has its own."""
-        self.verify = engines.verify.bind(self.slab)
-        self.draft = engines.draft.bind(self.slab)
+        self.verify = self.engines.verify.bind(self.slab)
+        self.draft = self.engines.draft.bind(self.slab)
 
     def facts(self) -> dict[str, Any]:
         """What identifies the engine directory and describes its model."""
@@ -145,8 +145,9 @@ class Bench:
         if configuration.controller is None:
             return None
         speculation = Speculation(configuration.controller, configuration.width, options.guard, options.seed)
-        controller = make_controller(configuration.controller, options.seed)
-        return Drafting(speculation, controller, Guard() if options.guard else None)
+        made = LLM(self.llm.directory, self.manifest, self.engines, speculation)  # makes no slab before its first session
+        assert made.controller is not None
+        return Drafting(speculation, made.controller, made.guard)
 
     def generate(self, tokens: list[int], sampling: Sampling, drafting: Drafting | None, new_tokens: int) -> Generated:
         """One prompt, past any EOS, so that every configuration has the same to do."""
@@ -161,19 +162,17 @@ class Bench:
                 rounds[session.stats.draft_steps - before.draft_steps, session.stats.drafted - before.drafted] += 1
             return Generated(session.tokens[len(tokens) :], session.stats, rounds)
 
-    def warm_up(self, prompt: Encoded, configurations: Sequence[Configuration], options: Options) -> None:
-        """Every node count once (buffers are bound and graphs captured when one first occurs), then every configuration."""
-        tokens = prompt.tokens
-        self.slab.reset()
-        self.slab.reserve(self.manifest.max_tree_nodes + 1)
-        for count in range(1, self.manifest.max_tree_nodes + 2):
-            self.verify.forward([tokens[0]] * count, range(count), 0)
-            if count <= max(options.widths):
-                self.draft.forward([tokens[0]] * count, range(count), 0)
+    def warm_up(self, engine: str, prompt: Encoded, configurations: Sequence[Configuration], options: Options) -> None:
+        """Every configuration, and rounds of every depth: buffers are bound and graphs captured when a size first occurs."""
+        for width in options.widths:
+            for depth in range(1, self.manifest.max_tree_nodes // width + 1):
+                drafting = self.drafting(Configuration(engine, "greedy", f"fixed:k={depth}", width), options)
+                self.generate(prompt.tokens[:2], Sampling(), drafting, depth + 2)
         for configuration in configurations:
             sampling = options.sampling(configuration.sampling, 0)
             drafting = self.drafting(configuration, options)
-            self.generate(tokens, sampling, drafting, min(WARM_UP_TOKENS, options.max_new_tokens))
+            self.generate(prompt.tokens, sampling, drafting, min(WARM_UP_TOKENS, options.max_new_tokens))
+        self.sweeps(engine, prompt, options)
 
     def sweeps(self, engine: str, prompt: Encoded, options: Options) -> list[Sweep]:
         """The cost of calls in the middle of this prompt's text, for each tree width."""
@@ -237,7 +236,6 @@ def measure(
     result: Result,
 ) -> Iterator[None]:
     """Run every prompt that ``result`` lacks in every configuration; yields when a prompt is complete."""
-    bench.warm_up(prompts[0], configurations, options)
     overhead = call_overhead(bench.draft, slot=0)
     if overhead is not None:
         result.call_overhead[engine] = overhead
