@@ -25,7 +25,7 @@ lint: $(VENV)/installed
 	$(BIN)/mypy -p eesd
 
 bench: $(PLANS)/manifest.json
-	$(BIN)/python bench/speed.py --engine-dir $(PLANS)
+	$(BIN)/eesd-bench --engine-dir $(PLANS) --output bench-results --overwrite
 
 # Strict, so that type checkers follow the links; made again when a file appears or goes.
 $(VENV)/installed: pyproject.toml constraints.txt $(sort $(wildcard src/eesd/*.py model/*.py distill/*.py export/*.py runtime/*.py controllers/*.py bench/*.py))

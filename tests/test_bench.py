@@ -1,24 +1,173 @@
-"""The benchmark runs and finds the same tokens both ways. What it says of speed is not for tests."""
+"""eesd-bench measures what it says it does, keeps what it measured, and reports it. What it says of speed is not for tests."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from test_bundled import bundled  # noqa: F401 (a fixture)
+import torch
+from click.testing import Result as Finished
+from command import assert_refused, listing, run, succeed
+from test_bundled import EXAMPLE, bundled  # noqa: F401 (a fixture)
 
-SCRIPT = Path(__file__).parent.parent / "bench/speed.py"
+from eesd.bench.campaign import Campaign
+from eesd.bench.cli import main
+from eesd.bench.results import Configuration, Result, Sweep
+from eesd.bench.run import Bench, Encoded, Options
+from eesd.bench.tasks import Prompt
+from eesd.model import exit_head
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.exit_head import ExitConfig
+
+FEW = ("--per-task", 1, "--tuning-per-task", 1, "-n", 6, "--threads", 1)
+PROMPTS = [Prompt(f"{task}-{number}", task, f"{task} {number}: 1, 2, 3") for task in ("count", "list") for number in range(4)]
 
 
-@pytest.mark.slow
-def test_speed(bundled: Path, tmp_path: Path) -> None:  # noqa: F811
-    out = tmp_path / "speed.json"
-    options = ["--limit", "2", "--max-new-tokens", "24", "--controllers", "beta-ts fixed:k=2", "--tree-widths", "1 2"]
-    command = [sys.executable, str(SCRIPT), "--engine-dir", str(bundled), "--json", str(out), *options]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    results = json.loads(out.read_text())["results"]
-    assert len(results) == 8  # two controllers, two widths, two temperatures
-    assert all(found["equal"] == found["prompts"] == 2 for found in results)
-    assert result.stdout.count("| beta-ts |") == 4
+def bench(engine: Path, output: Path, *options: object) -> Finished:
+    return run(main, "--engine-dir", engine, "--output", output, *options)
+
+
+def own_prompts(path: Path) -> str:
+    path.write_text("".join(json.dumps({"id": p.id, "task": p.task, "prompt": p.text}) + "\n" for p in PROMPTS))
+    return f"prompts={path}"
+
+
+def test_the_bundled_model(bundled: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Every controller on chains and trees in every sampling: all equal, and every figure of the report is there."""
+    output = tmp_path / "out"
+    options = ("--controllers", "beta-ts fixed threshold:p=0.6", "--task", own_prompts(tmp_path / "prompts.jsonl"), *FEW)
+    succeed(main, "--engine-dir", bundled, "--output", output, *options)
+    result = Result.load(output / "result.json")
+    assert result.complete and result.kind == "run"
+    assert [(p["id"], p["task"]) for p in result.prompts] == [("count-1", "count"), ("list-1", "list")]
+    assert len(result.configurations) == 3 * (1 + 2 * 3)
+    assert len(result.runs) == len(result.prompts) * len(result.configurations)
+    for done in result.runs:
+        assert done.equal is (None if result.configurations[done.configuration].sampling == "rejection" else True)
+        assert done.new_tokens == 6
+    assert {t.chosen.partition(":")[0] for t in result.tunings} == {"fixed"}
+    report = (output / "report.md").read_text()
+    for part in ("against best fixed", "### By task", "### Acceptance by depth", "Prefill", "draft steps", "tree of 3"):
+        assert part in report
+    assert "All 12 drafting runs gave the tokens of plain decoding." in report
+    assert "run-1-speedup.png" in listing(output / "report")
+
+
+def test_counts_of_a_run(engine: Path) -> None:
+    """The rounds by shape and the statistics tell of the same generation."""
+    measured = Bench(engine, "ort", 1)
+    drafting = measured.drafting(Configuration("", "greedy", "fixed:k=3", 2), Options())
+    done = measured.generate([5, 6, 7], Options().sampling("greedy", 0), drafting, 20)
+    assert sum(done.rounds.values()) == done.stats.rounds
+    assert sum(steps * count for (steps, _), count in done.rounds.items()) == done.stats.draft_steps
+    assert sum(nodes * count for (_, nodes), count in done.rounds.items()) == done.stats.drafted
+    assert max(done.rounds) == (3, 6)
+    assert len(done.tokens) == 20
+
+
+def test_sweeps_cover_what_a_round_may_hold(engine: Path) -> None:
+    measured = Bench(engine, "ort", 1)
+    sweeps = measured.sweeps("", Encoded(0, "a", [5, 6, 7]), Options(widths=(1, 3)))
+    assert [sweep.width for sweep in sweeps] == [1, 3]
+    chain, tree = ([int(nodes) for nodes, _ in sweep.verify] for sweep in sweeps)
+    assert chain == [1, 2, 3, 4, 5, 6, 7, 9, 13, 17, 25, 33]
+    assert tree == [1, 4, 7, 10, 13, 16, 19, 25]
+    assert all(seconds > 0 for sweep in sweeps for _, seconds in sweep.verify)
+
+
+class Interrupted(Bench):
+    """A user who has enough at the second prompt."""
+
+    def sweeps(self, engine: str, prompt: Encoded, options: Options) -> list[Sweep]:
+        if prompt.number == 1:
+            raise KeyboardInterrupt
+        return super().sweeps(engine, prompt, options)
+
+
+def test_an_interrupted_measurement_goes_on(engine: Path, tmp_path: Path) -> None:
+    options = Options(("beta-ts", "fixed"), (1,), ("greedy",), max_new_tokens=4, per_task=2, tuning_per_task=1)
+    campaign = Campaign("run", options, tmp_path, resume=False, overwrite=False)
+    with pytest.raises(KeyboardInterrupt):
+        campaign.add("model", Interrupted(engine, "ort", 1), PROMPTS, options)
+    kept = Result.load(tmp_path / "result.json")
+    assert [run.prompt for run in kept.runs] == ["count-1"] * 3 and not kept.complete
+
+    again = Campaign("run", options, tmp_path, resume=True, overwrite=False)
+    again.add("model", Bench(engine, "ort", 1), PROMPTS, options)
+    again.finish()
+    whole = Result.load(tmp_path / "result.json")
+    assert whole.complete and whole.runs[:3] == kept.runs and whole.tunings == kept.tunings
+    assert [run.prompt for run in whole.runs[::3]] == ["count-1", "list-1", "count-2", "list-2"]
+    assert listing(tmp_path) == ["result.json"]
+
+
+def test_results_are_not_lost(engine: Path, tmp_path: Path) -> None:
+    """Neither overwritten unasked nor mixed with those of another measurement."""
+    task = own_prompts(tmp_path / "prompts.jsonl")
+    options = ("--task", task, *FEW, "--samplings", "greedy", "--tree-widths", 1, "--controllers", "beta-ts", "--no-plots")
+    assert bench(engine, tmp_path / "out", *options).exit_code == 0
+    before = (tmp_path / "out/result.json").read_bytes()
+    assert_refused(bench(engine, tmp_path / "out", *options), "--resume", "--overwrite")
+    assert_refused(bench(engine, tmp_path / "out", *options, "--seed", 1, "--resume"), "another options")
+    assert (tmp_path / "out/result.json").read_bytes() == before
+    assert (
+        "tokens of plain decoding"
+        in succeed(main, "--engine-dir", engine, "--output", tmp_path / "out", *options, "--resume").stdout
+    )
+
+
+def test_ablation(text_model: Path, engine: Path, tmp_path: Path) -> None:
+    """A head that is only initialised, the same one stored, the same in an engine directory: they draft the same."""
+    checkpoint = Checkpoint(text_model)
+    made = exit_head.initialise(checkpoint.decoder(), ExitConfig(1, base=checkpoint.fingerprint()))
+    exit_head.save(made.requires_grad_(False), tmp_path / "head", torch.float32)
+    heads = ("--head", "none", "--head", f"stored={tmp_path / 'head'}", "--head", f"engines={engine}")
+    task = own_prompts(tmp_path / "prompts.jsonl")
+    options = ("--controllers", "beta-ts", "--tree-widths", "1 2", "--model", text_model, "--output", tmp_path, "--task", task)
+    succeed(main, "ablation", *heads, *options, *FEW)
+    result = Result.load(tmp_path / "result.json")
+    assert list(result.engines) == ["none", "stored", "engines"]
+    drafting = [c for c in result.configurations if c.controller]
+    assert {c.engine for c in drafting if c.width == 2 or c.controller == "beta-ts"} == {"engines"}
+    assert all(done.equal for done in result.runs)
+    rounds: dict[str, list[list[list[int]]]] = {}
+    for done in result.runs:
+        c = result.configurations[done.configuration]
+        if c.width == 1 and c.controller != "beta-ts":
+            rounds.setdefault(c.engine, []).append(done.rounds)
+    assert rounds["none"] == rounds["stored"] == rounds["engines"] and len(rounds["none"]) == 2 * (1 + 6)
+    report = (tmp_path / "report.md").read_text()
+    assert "| none, chain, fixed:k=" in report and "| engines, tree of 2, beta-ts | greedy |" in report
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--controllers", "nonesuch"], ["nonesuch", "beta-ts"]),
+        (["--controllers", "fixed:k=0"], ["fixed:k=0"]),
+        (["--samplings", "hot"], ["hot", "greedy"]),
+        (["--tree-widths", "two"], ["two", "whole numbers"]),
+        (["--tree-widths", "99"], ["99", "allows 1 to"]),
+        (["-n", "0"], ["max_new_tokens"]),
+        (["-n", "5000"], ["5000", "slots"]),
+        (["--temperature", "0"], ["temperature"]),
+        (["--task", "prompts=missing.jsonl"], ["missing.jsonl"]),
+        (["--controllers", ""], ["at least one"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_bad_options(engine: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
+    assert_refused(bench(engine, tmp_path / "out", *options), *words)
+    assert not (tmp_path / "out/result.json").exists()
+
+
+def test_bad_commands(engine: Path, tmp_path: Path) -> None:
+    assert_refused(run(main), "--engine-dir")
+    assert_refused(bench(tmp_path, tmp_path / "out"), "manifest.json")
+    head = ("ablation", "--output", tmp_path / "out", "--controllers", "beta-ts", "--head")
+    assert_refused(run(main, *head, f"a={tmp_path}"), "exit_head.json")
+    assert_refused(run(main, *head, "a"), "--model")
+    assert_refused(run(main, *head, f"a={engine}", "--head", f"a={engine}"), "same name")
+    assert_refused(run(main, *head, "a", "--model", EXAMPLE / "model"), "only initialised")
+    assert_refused(
+        run(main, "ablation", "--output", tmp_path / "out", "--head", f"a={engine}", "--controllers", "x-ts"), "x-ts"
+    )

@@ -1,0 +1,89 @@
+"""What single calls cost: the draft step, verify by node count, and our code around the raw session's call."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from eesd.runtime.engine import Binding, Outputs
+from eesd.runtime.ort_engine import OrtBinding
+from eesd.runtime.tree import TokenTree
+
+LEVELS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+"""Depths of the synthetic rounds of a sweep."""
+SWEEPS = 3
+"""Times that each is run."""
+
+
+class RoundCosts(NamedTuple):
+    """Seconds of a round's first draft step, of a later one, and of verify by node count; one node is plain decoding's."""
+
+    first_draft: float
+    next_draft: float
+    verify: list[list[float]]
+
+
+def timed(call: Callable[[], Outputs]) -> float:
+    """Seconds of a call. What it leaves on a device, such as logits that nobody asks for, is not fetched; nor is it in use."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def sweep(draft: Binding, verify: Binding, slot: int, width: int, most_nodes: int, tokens: Sequence[int]) -> RoundCosts:
+    """Rounds of every depth at ``slot``, as a session runs them: draft step by draft step, then one verify pass.
+
+    In use draft and verify alternate, and each finds its weights evicted by the other; so do they here. ``tokens`` (at least as
+    many as nodes) are drafted. Plain decoding's cost, one node after a pass of one node, comes first.
+    """
+    first: list[float] = []
+    later: list[float] = []
+    costs: dict[int, list[float]] = {}
+    for _ in range(SWEEPS):
+        verify.forward(tokens[:1], [slot], slot)
+        costs.setdefault(1, []).append(timed(lambda: verify.forward(tokens[:1], [slot], slot)))
+        for levels in LEVELS:
+            if 1 + levels * width > most_nodes:
+                break
+            tree, frontier = TokenTree(tokens[0]), [0]
+            for level in range(levels):
+                (later if level else first).append(timed(_drafting(draft, tree, frontier, slot)))
+                frontier = [tree.add(tokens[len(tree)], frontier[i % len(frontier)], 0.0) for i in range(width)]
+            costs.setdefault(len(tree), []).append(timed(_verifying(verify, tree, slot)))
+    medians = [[nodes, statistics.median(seconds)] for nodes, seconds in costs.items()]
+    return RoundCosts(statistics.median(first), statistics.median(later or first), medians)
+
+
+def _drafting(draft: Binding, tree: TokenTree, frontier: list[int], slot: int) -> Callable[[], Outputs]:
+    tokens, begin = [tree.tokens[node] for node in frontier], slot + frontier[0]
+    if tree.is_chain:
+        return lambda: draft.forward(tokens, [begin], begin)
+    positions = [slot + tree.depths[node] for node in frontier]
+    return lambda: draft.forward(tokens, positions, begin, slot, tree.visible(frontier[0]))
+
+
+def _verifying(verify: Binding, tree: TokenTree, slot: int) -> Callable[[], Outputs]:
+    if tree.is_chain:
+        return lambda: verify.forward(tree.tokens, range(slot, slot + len(tree)), slot)
+    positions = [slot + depth for depth in tree.depths]
+    return lambda: verify.forward(tree.tokens, positions, slot, slot, tree.visible())
+
+
+def call_overhead(draft: Binding, slot: int, repeats: int = 200) -> float | None:
+    """Median seconds that our code adds to a draft step over the raw session's call; None where a backend has no such call."""
+    if not isinstance(draft, OrtBinding):
+        return None
+    draft.forward([1], [slot], slot)
+    session: Any = draft._engine.stages[0][1]
+    io = draft._bound[1].ios[0]
+    calls: dict[str, Callable[[], Any]] = {
+        "own": lambda: draft.forward([1], [slot], slot),
+        "raw": lambda: session.run_with_iobinding(io),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - started)
+    return statistics.median(a - b for a, b in zip(seconds["own"], seconds["raw"], strict=True))

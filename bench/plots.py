@@ -1,0 +1,178 @@
+"""Plots as small PNGs, without a background so that they sit on light and dark pages, in colours for the colour-blind, too."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eesd.bench.stats import Costs, Interval, Summary
+from eesd.runtime.errors import EESDError
+from eesd.runtime.files import written_whole
+
+INK = "#7a828e"
+"""For text and axes: legible on white and on black."""
+COLOURS = ("#1b80c4", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8a8a00")
+"""Nearly Okabe and Ito's, in an order in which neighbours differ in lightness, too."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+STYLE: Any = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": INK,
+    "grid.alpha": 0.2,
+    "grid.linewidth": 0.6,
+    "font.size": 9.5,
+    "axes.titlesize": 10,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+}
+DPI = 130
+LEAST = 30
+"""Judgements that an acceptance is shown for: with fewer it says little."""
+
+
+def check_plots(wanted: bool) -> None:
+    """Raise :class:`EESDError` where plots are wanted and cannot be drawn; before hours of measuring, not after."""
+    try:
+        if wanted:
+            import matplotlib  # noqa: F401
+    except ImportError:
+        raise EESDError("Plots need matplotlib; install it with: pip install 'eesd[bench]', or give --no-plots.") from None
+
+
+def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(1, columns, squeeze=False, sharey=True)[0]
+
+
+def _save(figure: Any, path: Path) -> None:
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=DPI)
+
+
+def _styled(draw: Any) -> Any:
+    """Draw in this module's style, whatever the process has set up."""
+
+    def wrapped(*args: Any) -> None:
+        from matplotlib import rc_context
+
+        with rc_context(STYLE):
+            draw(*args)
+
+    return wrapped
+
+
+@_styled
+def dots(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str, path: Path) -> None:
+    """A panel for each title: (row, series, interval), a dot with its interval and its value, series side by side in a row."""
+    rows = list(dict.fromkeys(row for values in panels.values() for row, _, _ in values))
+    series = list(dict.fromkeys(name for values in panels.values() for _, name, _ in values))
+    figure, axes = _figure(1.6 + 2.4 * len(panels), 0.9 + (0.14 + 0.2 * len(series)) * len(rows), len(panels))
+    intervals = [interval for values in panels.values() for _, _, interval in values]
+    left, right = min(0.95, *(i.low for i in intervals)), max(1.0, *(i.high for i in intervals))
+    margin = 0.04 * (right - left)
+    for axis, (title, values) in zip(axes, panels.items(), strict=True):
+        axis.axvline(1, color=INK, linewidth=1, linestyle="--")
+        for row, name, interval in values:
+            number = series.index(name)
+            place = rows.index(row) + (number - (len(series) - 1) / 2) * 0.36
+            colour = COLOURS[number]
+            axis.plot([interval.low, interval.high], [place, place], color=colour)
+            axis.plot(interval.median, place, MARKERS[number], color=colour, label=name)
+            note = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+            axis.annotate(f"{interval.median:.2f}", (interval.high, place), xytext=(4, 0), **note)
+        axis.set_title(title)
+        axis.set_xlim(left - margin, right + 6 * margin)  # with room for the values
+        axis.grid(False, axis="y")
+        axis.set_yticks(range(len(rows)), rows)
+        axis.tick_params(axis="y", length=0)
+    axes[0].set_ylim(len(rows) - 0.4, -0.6)
+    figure.supxlabel(xlabel, fontsize=9.5, color=INK)
+    if len(series) > 1:
+        handles, labels = axes[0].get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        figure.legend(unique.values(), unique.keys(), loc="outside upper right", ncols=len(unique))
+    _save(figure, path)
+
+
+@_styled
+def acceptance(lines: Mapping[str, Sequence[Sequence[int]]], path: Path) -> None:
+    """Acceptance by depth, a line for each name; depths that were judged rarely are left out."""
+    figure, (axis,) = _figure(5.2, 3.2)
+    depths = range(1, 1 + max(sum(offered >= LEAST for _, offered in counts) for counts in lines.values()))
+    for number, (name, counts) in enumerate(lines.items()):
+        rates = [accepted / offered for accepted, offered in counts if offered >= LEAST]
+        axis.plot(depths[: len(rates)], rates, marker=MARKERS[number % 7], color=COLOURS[number % 7], label=name)
+    axis.set_xlabel("depth of the drafted token")
+    axis.set_ylabel("accepted, of those judged")
+    axis.set_xticks(depths)
+    axis.set_ylim(0, 1)
+    axis.legend(loc="lower left")
+    _save(figure, path)
+
+
+@_styled
+def costs(curves: Mapping[str, Costs], path: Path) -> None:
+    """Verify by node count and the draft steps, in plain steps."""
+    figure, (axis,) = _figure(5.2, 3.2)
+    for number, (name, curve) in enumerate(curves.items()):
+        plain = curve.verify[1]
+        nodes = [count for count in curve.verify if count > 1 or number == 0]
+        colour = COLOURS[number]
+        axis.plot(
+            nodes, [curve.verify[n] / plain for n in nodes], marker=MARKERS[number], color=colour, label=f"verify, {name}"
+        )
+        step = curve.next_draft / plain
+        axis.axhline(step, color=colour, linestyle=":", label=f"a draft step, {name}")
+    axis.set_xlabel("nodes of the pass")
+    axis.set_ylabel("time, in plain steps")
+    axis.set_ylim(bottom=0)
+    axis.legend(loc="upper left")
+    _save(figure, path)
+
+
+@_styled
+def predicted(summaries: Sequence[Summary], path: Path) -> None:
+    """Predicted against measured speed-up, the band of 5 % around equality."""
+    figure, (axis,) = _figure(4.2, 4.0)
+    groups: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        if summary.predicted is not None:
+            groups.setdefault(summary.configuration.sampling, []).append(summary)
+    values = [v for group in groups.values() for s in group for v in (s.speedup.median, s.predicted or 0.0)]
+    low, high = min(values) * 0.93, max(values) * 1.07
+    axis.fill_between([low, high], [low * 0.95, high * 0.95], [low * 1.05, high * 1.05], color=INK, alpha=0.15, linewidth=0)
+    axis.plot([low, high], [low, high], color=INK, linewidth=1, linestyle="--")
+    for number, (name, group) in enumerate(groups.items()):
+        measured, expected = [s.speedup.median for s in group], [s.predicted for s in group]
+        axis.plot(measured, expected, MARKERS[number], color=COLOURS[number], label=name, alpha=0.9, linestyle="none")
+    axis.set_xlim(low, high)
+    axis.set_ylim(low, high)
+    axis.set_aspect("equal")
+    axis.set_xlabel("measured speed-up")
+    axis.set_ylabel("predicted speed-up (band: 5 %)")
+    axis.legend(loc="upper left")
+    _save(figure, path)
+
+
+@_styled
+def regret(curves: Sequence[Any], path: Path) -> None:
+    """Regret against tokens, a line for each controller."""
+    figure, (axis,) = _figure(5.6, 3.4)
+    for number, curve in enumerate(sorted(curves, key=lambda c: -c.regret[-1])):
+        axis.plot(curve.tokens, curve.regret, color=COLOURS[number % 7], label=curve.controller)
+    axis.set_xlabel("tokens generated")
+    axis.set_ylabel("regret")
+    axis.legend(loc="upper left")
+    _save(figure, path)

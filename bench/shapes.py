@@ -1,0 +1,279 @@
+"""What passes cost at the shapes of real models, with random weights: against the memory bandwidth, and with what overhead.
+
+    python bench/shapes.py --shape 7b --backend torch --work DIR --json 7b.json
+
+Writes a random checkpoint, exports it (once for a --work directory), builds plans where the backend is tensorrt, and times
+draft steps, verify passes, the prefill and whole rounds. Export and build run in processes of their own, so that the peak of
+memory is that of running.
+"""
+
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+import numpy as np
+
+from eesd.bench.results import describe_machine
+from eesd.export.manifest import NAME, PREFILL_CHUNK, GraphInfo, Manifest, load_manifest
+from eesd.export.memory import graph_weights, plan_memory, size, slot_bytes
+from eesd.runtime.backends import BACKENDS, Engines, open_engines
+from eesd.runtime.engine import Binding
+from eesd.runtime.errors import EESDError, one_line_errors
+from eesd.runtime.files import written_whole
+from eesd.runtime.llm import LLM, Speculation
+
+Shape = tuple[dict[str, int], int]
+"""The sizes of a Llama, and the layer it exits after."""
+
+
+def _llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, exit_layer: int) -> Shape:
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+    return sizes, exit_layer
+
+
+SHAPES = {
+    "tiny": _llama(256, 64, 96, 4, 4, 2, 1),
+    "7b": _llama(32000, 4096, 11008, 32, 32, 32, 4),
+    "13b": _llama(32000, 5120, 13824, 40, 40, 40, 4),
+}
+PROMPT, SLOTS, TREE_NODES = 512, 1024, 64
+NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+BLOCK = 1 << 22
+"""Random numbers that a checkpoint repeats: billions of fresh ones would take minutes and time the same."""
+COPIED = 1 << 28
+"""Bytes of a copy that measures the bandwidth: beyond every cache."""
+ROUND_TOKENS, ROUND_DRAFTS = 64, 4
+SLABS = 2
+"""One for passes by themselves, one for rounds."""
+
+
+def write_checkpoint(directory: Path, shape: Shape) -> None:
+    """A float16 Llama with random weights in one safetensors file."""
+    from eesd.model.checkpoint import expected_shapes
+    from eesd.model.config import load_config
+
+    directory.mkdir(parents=True)
+    config = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "dtype": "float16"}
+    (directory / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": 2} | shape[0]))
+    header, end = {}, 0
+    shapes = expected_shapes(load_config(directory))
+    for name, sizes in shapes.items():
+        start, end = end, end + 2 * prod(sizes)
+        header[name] = {"dtype": "F16", "shape": sizes, "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    block = np.random.Generator(np.random.PCG64(0)).standard_normal(BLOCK, np.float32)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for sizes in shapes.values():
+            scaled = (block * sizes[-1] ** -0.5 if len(sizes) > 1 else np.ones_like(block)).astype(np.float16)
+            left = prod(sizes)
+            while left:
+                left -= file.write(scaled[:left].data) // 2
+
+
+def prepare(work: Path, shape: str, dtype: str, build: bool) -> Path:
+    """The engine directory in ``work``, made if it is not there. The checkpoint goes before plans come: disks are small."""
+    output = work / f"{shape}-{dtype}"
+    if not (output / NAME).exists():
+        model = work / f"{shape}-checkpoint"
+        shutil.rmtree(model, ignore_errors=True)
+        try:
+            write_checkpoint(model, SHAPES[shape])
+            sizes = ("--max-seq-len", SLOTS, "--max-tree-nodes", TREE_NODES, "--exit-layer", SHAPES[shape][1])
+            _run("eesd.export.cli", "--model", model, "--dtype", dtype, "--no-check", *sizes, "--output", output)
+        finally:
+            shutil.rmtree(model, ignore_errors=True)
+    if build:
+        _run("eesd.export.build", output)
+    return output
+
+
+def _run(module: str, *arguments: object) -> None:
+    """A command of EESD in a process of its own. Raises :class:`EESDError` with what it says when it fails."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise EESDError((done.stderr.strip().splitlines() or ["it failed without a word"])[-1].removeprefix("error: "))
+
+
+def median_seconds(call: Callable[[], object], repeats: int) -> float:
+    """Of calls that are done when they return, after two that are not counted."""
+    seconds = []
+    for _ in range(repeats + 2):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[2:])
+
+
+def bandwidth(on_gpu: bool, repeats: int) -> float:
+    """Bytes per second, read and written, of a large copy in the memory that the engines use."""
+    import torch
+
+    source = torch.ones(COPIED, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    return 2 * COPIED / median_seconds(copy, repeats)
+
+
+def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int) -> int:
+    """What a pass has to read at least: the weights, of the embedding table a row or so, and the cache of so many slots."""
+    weights = graph_weights(manifest, graph)
+    if not (manifest.tied_embeddings and graph in (manifest.draft, manifest.verify[-1])):
+        weights.pop("embeddings", None)
+    weights.pop("rotary tables")
+    return sum(weights.values()) + slots * slot_bytes(manifest, len(graph.caches))
+
+
+def time_passes(manifest: Manifest, engines: Engines, repeats: int, per_second: float) -> dict[str, Any]:
+    """Seconds of a draft step, of verify by node count, of the prefill; and the part of them that the bandwidth explains."""
+    assert engines.draft is not None
+    slab = engines.verify.new_slab()
+    verify, draft = engines.verify.bind(slab), engines.draft.bind(slab)
+    slab.reserve(PROMPT + max(NODE_COUNTS))
+    chunk = getattr(engines.verify, "prefill_chunk", PREFILL_CHUNK)
+    prefill = median_seconds(lambda: _prefill(verify, chunk), max(repeats // 10, 2))
+    floor = sum(bytes_of_pass(manifest, graph, PROMPT) for graph in manifest.verify) / per_second
+    found: dict[str, Any] = {"prefill": {"tokens": PROMPT, "chunk": chunk, "seconds": prefill}, "verify": []}
+    for count in NODE_COUNTS:
+        tokens, positions = [7] * count, range(PROMPT, PROMPT + count)
+        seconds = median_seconds(lambda t=tokens, p=positions: verify.forward(t, p, PROMPT), repeats)  # type: ignore[misc]
+        found["verify"].append({"nodes": count, "seconds": seconds, "of_floor": floor / seconds})
+    seconds = median_seconds(lambda: draft.forward([7], [PROMPT], PROMPT), repeats)
+    floor = bytes_of_pass(manifest, manifest.draft, PROMPT) / per_second
+    return found | {"draft": {"seconds": seconds, "of_floor": floor / seconds}}
+
+
+def _prefill(verify: Binding, chunk: int) -> None:
+    for start in range(0, PROMPT, chunk):
+        stop = min(start + chunk, PROMPT)
+        verify.forward([7] * (stop - start), range(start, stop), start)
+
+
+def time_rounds(directory: Path, manifest: Manifest, engines: Engines) -> dict[str, float]:
+    """Seconds of a round with a fixed number of drafts, by where they go; the second of two generations."""
+    llm = LLM(directory, manifest, engines, Speculation(f"fixed:k={ROUND_DRAFTS}", guard=False))
+    for _ in range(2):
+        with llm.session([7] * PROMPT, max_new_tokens=ROUND_TOKENS, ignore_eos=True) as session:
+            while session.finish_reason is None:
+                session.step()
+            stats = session.stats
+    parts = {name: getattr(stats, f"{name}_seconds") / stats.rounds for name in ("draft", "verify", "host")}
+    return parts | {"host_share": stats.host_share, "drafts": ROUND_DRAFTS}
+
+
+class Memory:
+    """Bytes taken since it was made: of the GPU's memory as its driver counts, else of the process at its peak."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._before = self._now()
+
+    def taken(self) -> int:
+        return self._now() - self._before
+
+    def _now(self) -> int:
+        if not self._on_gpu:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+
+def measure(directory: Path, backend: str, threads: int | None, repeats: int) -> dict[str, Any]:
+    """Everything of one engine directory; without CUDA graphs, too, on a GPU with engines that can do without."""
+    import torch
+
+    manifest, on_gpu = load_manifest(directory), torch.cuda.is_available()
+    per_second = bandwidth(on_gpu, max(repeats // 3, 3))
+    torch.cuda.empty_cache()
+    memory = Memory(on_gpu)
+    engines = open_engines(directory, manifest, backend, threads, True)
+    result: dict[str, Any] = {"bandwidth": per_second, "machine": describe_machine()}
+    result |= {"passes": time_passes(manifest, engines, repeats, per_second)}
+    result |= {"round": time_rounds(directory, manifest, engines)}
+    plans = plan_memory(manifest, 1)
+    weights = sum(plan.draft_weights + plan.verify_weights - plan.shared_weights for plan in plans)
+    result["memory"] = {
+        "taken": memory.taken(),
+        "weights": weights,
+        "slab": sum(plan.kv_slab for plan in plans),
+        "slabs": SLABS,
+    }
+    if on_gpu and hasattr(engines.verify, "cuda_graphs"):
+        for engine in engines:
+            engine.cuda_graphs = False  # type: ignore[union-attr]
+        result["passes_without_graphs"] = time_passes(manifest, engines, repeats, per_second)
+        result["round_without_graphs"] = time_rounds(directory, manifest, engines)
+    return result
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The measurement as tables."""
+    lines = [
+        f"Copy bandwidth: {result['bandwidth'] / 1e9:.0f} GB/s. {result['machine']['CPU']}; GPU: {result['machine']['GPU']}."
+    ]
+    for suffix, title in (("", ""), ("_without_graphs", " (without CUDA graphs)")):
+        if f"passes{suffix}" not in result:
+            continue
+        passes, parts = result[f"passes{suffix}"], result[f"round{suffix}"]
+        lines += ["", f"| pass{title} | ms | of the bandwidth floor |", "|---|---|---|"]
+        rows = [("draft step", passes["draft"]), *((f"verify {row['nodes']}", row) for row in passes["verify"])]
+        lines += [f"| {name} | {row['seconds'] * 1e3:.3f} | {row['of_floor']:.0%} |" for name, row in rows]
+        lines += [f"| prefill {PROMPT} | {passes['prefill']['seconds'] * 1e3:.2f} | |", ""]
+        times = ", ".join(f"{name} {parts[name] * 1e3:.3f} ms" for name in ("draft", "verify", "host"))
+        lines += [f"A round of {parts['drafts']} drafts: {times}; the host is {parts['host_share']:.1%} of it."]
+    sizes = {name: size(result["memory"][name]) for name in ("taken", "weights", "slab")}
+    lines += ["", f"Memory taken: {sizes['taken']}; weights {sizes['weights']}, {SLABS} slabs of {sizes['slab']}."]
+    return "\n".join(lines)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--shape", type=click.Choice(list(SHAPES)), required=True)
+@click.option("--backend", type=click.Choice(BACKENDS), default="torch")
+@click.option("--dtype", type=click.Choice(("float32", "float16", "bfloat16")), default="float16")
+@click.option(
+    "--work", type=click.Path(path_type=Path), help="Keep the engines there, for another backend.  [default: nowhere]"
+)
+@click.option("--threads", type=int, help="CPU threads of an engine.  [default: the processors of this process]")
+@click.option("--repeats", type=click.IntRange(min=3), default=30)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there, too.")
+@one_line_errors
+def main(
+    shape: str, backend: str, dtype: str, work: Path | None, threads: int | None, repeats: int, json_file: Path | None
+) -> None:
+    """Time passes of a model of this shape, with random weights."""
+    with TemporaryDirectory(prefix="eesd-shapes-") as temporary:
+        directory = prepare(work or Path(temporary), shape, dtype, build=backend == "tensorrt")
+        result = {"shape": shape, "backend": backend, "dtype": dtype} | measure(directory, backend, threads, repeats)
+    click.echo(markdown(result))
+    if json_file is not None:
+        with written_whole(json_file) as path:
+            path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Prompts of five kinds for eesd-bench, all from the packages that training never saw.
+
+    python make_tasks.py --output ../../bench/tasks.jsonl
+
+One JSON object a line with ``id``, ``task``, ``source`` and ``prompt``: a function to complete, a class to go on with, a
+docstring to write, a test to write for a function, a table to go on with.
+"""
+
+import ast
+import json
+import random
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+from corpus import HELD_OUT, documents
+
+CONTEXT_LINES = 18
+TABLE_LINES = 12
+SHORTEST, LONGEST = 250, 1200
+"""Characters of a prompt."""
+
+Functions = list[ast.FunctionDef | ast.AsyncFunctionDef]
+
+
+def functions(tree: ast.Module) -> Functions:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def complete_function(lines: list[str], tree: ast.Module) -> Iterator[str]:
+    """A passage that ends with the first line of a function."""
+    for node in functions(tree):
+        if node.lineno > CONTEXT_LINES and lines[node.lineno - 1].endswith(":"):
+            yield "\n".join(lines[node.lineno - 1 - CONTEXT_LINES : node.lineno]) + "\n"
+
+
+def continue_class(lines: list[str], tree: ast.Module) -> Iterator[str]:
+    """A class from its first line to the end of one of its methods, with more to come."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            for method in methods[:-1]:
+                yield "\n".join(lines[node.lineno - 1 : method.end_lineno]) + "\n\n"
+
+
+def docstring(lines: list[str], tree: ast.Module) -> Iterator[str]:
+    """A passage that ends where the docstring of a function begins."""
+    for node in functions(tree):
+        if ast.get_docstring(node) and node.body[0].lineno > CONTEXT_LINES:
+            line = node.body[0].lineno - 1
+            opened = re.match(r'\s*r?"""', lines[line])
+            if opened:
+                yield "\n".join([*lines[line - CONTEXT_LINES : line], opened.group()])
+
+
+def write_test(lines: list[str], tree: ast.Module) -> Iterator[str]:
+    """A whole function and the first line of a test for it."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            yield f"import pytest\n\n\n{source}\n\n\ndef test_{node.name}():\n"
+
+
+def continue_table(lines: list[str], _: ast.Module) -> Iterator[str]:
+    """Lines of a literal that all look alike, with at least as many more to come."""
+    for start in range(0, len(lines) - 2 * TABLE_LINES, TABLE_LINES):
+        block = lines[start : start + 2 * TABLE_LINES]
+        shapes = {re.sub(r"[A-Za-z_]+", "a", re.sub(r"\d+", "0", line)) for line in block}
+        if all(line.rstrip().endswith(",") for line in block) and len(shapes) <= TABLE_LINES:
+            opening = max(start - 3, 0)
+            yield "\n".join(lines[opening : start + TABLE_LINES]) + "\n"
+
+
+TASKS: dict[str, Callable[[list[str], ast.Module], Iterator[str]]] = {
+    "function": complete_function,
+    "class": continue_class,
+    "docstring": docstring,
+    "test": write_test,
+    "table": continue_table,
+}
+
+
+def held_out() -> Iterator[tuple[str, str]]:
+    """(package, text) of the held-out files."""
+    for root in (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))):
+        for package, held, text in documents(root):
+            if held and package in HELD_OUT:
+                yield package, text
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default=Path("../../bench/tasks.jsonl"), show_default=True)
+@click.option("--per-task", default=16, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(output: Path, per_task: int, seed: int) -> None:
+    """Choose prompts, evenly from the packages as far as they have them."""
+    rng = random.Random(seed)
+    found: dict[str, dict[str, list[str]]] = {task: {} for task in TASKS}
+    for package, text in held_out():
+        lines, tree = text.splitlines(), ast.parse(text)
+        for task, passages in TASKS.items():
+            fitting = [passage for passage in passages(lines, tree) if SHORTEST < len(passage) < LONGEST]
+            found[task].setdefault(package, []).extend(fitting)
+    with output.open("w") as file:
+        for task, by_package in found.items():
+            for number, (package, prompt) in enumerate(choose(by_package, per_task, rng)):
+                file.write(json.dumps({"id": f"{task}-{number}", "task": task, "source": package, "prompt": prompt}) + "\n")
+            click.echo(f"{task}: {sum(map(len, by_package.values()))} passages")
+
+
+def choose(by_package: dict[str, list[str]], count: int, rng: random.Random) -> list[tuple[str, str]]:
+    """Package by package in turn, each time a passage that was not taken, until there are ``count``."""
+    left = {package: rng.sample(passages, len(passages)) for package, passages in sorted(by_package.items())}
+    chosen: list[tuple[str, str]] = []
+    while len(chosen) < count and any(left.values()):
+        chosen += [(package, passages.pop()) for package, passages in left.items() if passages]
+    if len(chosen) < count:
+        raise click.ClickException(f"The held-out packages have only {len(chosen)} passages of a kind.")
+    rng.shuffle(chosen)
+    return chosen[:count]
+
+
+if __name__ == "__main__":
+    main()

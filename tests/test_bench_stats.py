@@ -1,0 +1,142 @@
+"""The figures of eesd-bench: intervals that cover, predictions that add up, reports that can be made again from the JSON."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import assert_refused, listing, run, succeed
+
+from eesd.bench.cli import main
+from eesd.bench.results import Configuration, Result, Run, Sweep
+from eesd.bench.stats import Costs, acceptance_by_depth, bootstrap, costs_of, predicted_seconds, references_of, summarize
+from eesd.runtime.errors import EESDError
+
+EXAMPLE = Path(__file__).parent / "bench_result.json"
+"""A small result of the bundled model, as eesd-bench wrote it."""
+RUN = Run("a", 0, 10, [[0, 0, 1], [2, 2, 3]], 0.1, 0.3, 0.5, 0.2, [3, 2], [2, 1], 0, True)
+
+
+def test_bootstrap_intervals_cover_the_median() -> None:
+    """Nominally 95 %; of 150 samples of known median, between 90 and 99 % of the intervals have it."""
+    random = np.random.Generator(np.random.PCG64(0))
+    intervals = [bootstrap(np.exp(random.normal(0.3, 0.4, size=30)).tolist(), seed) for seed in range(150)]
+    covered = sum(interval.low <= np.exp(0.3) <= interval.high for interval in intervals)
+    assert 0.90 <= covered / len(intervals) <= 0.99
+
+
+def test_bootstrap_of_equal_values() -> None:
+    assert bootstrap([1.5] * 4) == (1.5, 1.5, 1.5)
+    assert bootstrap([1.0, 2.0, 4.0]) == bootstrap([1.0, 2.0, 4.0])
+
+
+def test_costs_of_a_round() -> None:
+    costs = Costs(0.2, 0.1, {1: 1.0, 2: 1.1, 4: 1.5})
+    assert costs.of_round(0, 0) == 1.0
+    assert costs.of_round(1, 1) == pytest.approx(0.2 + 1.1)
+    assert costs.of_round(2, 2) == pytest.approx(0.3 + 1.3)  # v(3) lies between v(2) and v(4)
+    assert costs.of_round(3, 6) == pytest.approx(0.4 + 2.1)  # v(7) goes on from v(2) and v(4)
+    assert predicted_seconds(RUN, costs) == pytest.approx(1.0 + 3 * 1.6 + 0.2)
+
+
+def test_costs_are_medians_of_the_sweeps() -> None:
+    sweeps = [Sweep("m", str(i), 1, 0.1 * i, 0.2, [[1, 1.0 * i], [2, 2.0]]) for i in (1, 2, 9)]
+    assert costs_of(sweeps) == {("m", 1): Costs(0.2, 0.2, {1: 2.0, 2: 2.0})}
+
+
+def test_acceptance_by_depth() -> None:
+    assert acceptance_by_depth([([2, 1], [3, 2]), ([1], [1])]) == [[3, 4], [1, 2]]
+    assert acceptance_by_depth([]) == []
+
+
+def made(seconds: dict[str | None, list[float]], kind: str = "run") -> Result:
+    """A result whose runs take the given decode seconds, by controller, prompt by prompt."""
+    result = Result(kind, {}, {"m": {}}, [{"id": str(i), "task": "t", "tokens": 5} for i in range(len(seconds[None]))])
+    for controller, values in seconds.items():
+        index = result.index(Configuration("m", "greedy", controller, 1))
+        for prompt, value in enumerate(values):
+            result.runs.append(
+                replace(RUN, prompt=str(prompt), configuration=index, draft_seconds=0.0, verify_seconds=value - 0.2)
+            )
+    return result
+
+
+def test_speedups_are_paired() -> None:
+    """Prompts differ a hundredfold, the ratio within a prompt is constant: so is the speed-up, without any spread."""
+    plain = [1.0, 10.0, 100.0]
+    result = made({None: plain, "fixed:k=2": [s / 2 for s in plain], "beta-ts": [s / 3 for s in plain]})
+    fixed, beta = summarize(result, {("m", "greedy", 1): "fixed:k=2"})
+    assert fixed.speedup == pytest.approx((2, 2, 2)) and fixed.against_fixed is None
+    assert beta.speedup == pytest.approx((3, 3, 3)) and beta.against_fixed == pytest.approx((1.5, 1.5, 1.5))
+    assert beta.by_task == pytest.approx({"t": 3}) and beta.equal == beta.prompts == 3
+    assert beta.predicted is None
+
+
+def test_the_best_fixed_length_in_hindsight() -> None:
+    seconds: dict[str | None, list[float]] = {
+        None: [1.0],
+        "fixed:k=1": [0.9],
+        "fixed:k=2": [0.5],
+        "fixed:k=4": [0.7],
+        "beta-ts": [0.3],
+    }
+    assert references_of(made(seconds, "ablation")) == {("m", "greedy", 1): "fixed:k=2"}
+    assert references_of(made(seconds, "run")) == {}
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    first = Result.load(EXAMPLE)
+    first.save(tmp_path / "again.json")
+    assert Result.load(tmp_path / "again.json") == first
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"schema": 99}, "schema 99"), ({"runs": [{}]}, "damaged"), ({"extra": 1}, "damaged")],
+    ids=["schema", "run", "key"],
+)
+def test_damaged_results(change: dict[str, object], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(json.loads(EXAMPLE.read_text()) | change))
+    with pytest.raises(EESDError, match=words):
+        Result.load(path)
+
+
+def test_a_report_can_be_made_again(tmp_path: Path) -> None:
+    """The same bytes from the same JSON, and plots that are PNGs of a few kilobytes."""
+    regret = tmp_path / "regret.json"
+    curves = [
+        {"controller": name, "tokens": [10, 100, 1000], "regret": [1.0, 4.0, end]} for name, end in (("x-ts", 6.5), ("y", 40))
+    ]
+    regret.write_text(json.dumps(curves))
+    for name in ("a", "b"):
+        succeed(main, "report", EXAMPLE, regret, "--output", tmp_path / name / "results.md")
+    pictures = listing(tmp_path / "a/results")
+    names = ["acceptance", "costs", "predicted", "speedup"]
+    assert pictures == ["regret-1.png", *(f"run-1-{name}.png" for name in names)]
+    report = (tmp_path / "a/results.md").read_text()
+    assert all(f"(results/{name})" in report for name in pictures)
+    assert "| x-ts | 1000 | 6.5 |" in report and "All " in report
+    for file in ("results.md", *(f"results/{name}" for name in pictures)):
+        data = (tmp_path / "a" / file).read_bytes()
+        assert data == (tmp_path / "b" / file).read_bytes()
+        assert data.startswith(b"\x89PNG") == file.endswith(".png") and len(data) < 60_000
+
+
+def test_bad_reports(tmp_path: Path) -> None:
+    output = ("--output", tmp_path / "results.md")
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    assert_refused(run(main, "report", tmp_path / "other.json", *output), "other.json", "result.json")
+    (tmp_path / "text.json").write_text("hello")
+    assert_refused(run(main, "report", tmp_path / "text.json", *output), "not JSON")
+    (tmp_path / "regret.json").write_text('{"controller": "x", "tokens": [1, 2], "regret": [1]}')
+    assert_refused(run(main, "report", tmp_path / "regret.json", *output), "as many tokens")
+    assert_refused(run(main, "report", tmp_path / "missing.json", *output), "missing.json")
+    shutil.copy(EXAMPLE, tmp_path / "empty.json")
+    empty = Result.load(EXAMPLE)
+    empty.runs = []
+    empty.save(tmp_path / "empty.json")
+    assert_refused(run(main, "report", tmp_path / "empty.json", *output), "no runs")
+    assert not (tmp_path / "results.md").exists()
