@@ -64,7 +64,7 @@ BUNDLED = CostModel(
     tuple(zip(NODE_COUNTS, (1.0, 1.19, 1.25, 1.30, 1.35, 1.39, 1.54, 1.66, 1.84, 2.12, 2.47), strict=True)),
     3.1e-3,
 )
-"""The bundled model, float32, ONNX Runtime, as ``bench/speed.py`` measured it."""
+"""The bundled model, float32, ONNX Runtime, measured on two cores."""
 
 COST_MODELS = {
     "bundled": BUNDLED,
