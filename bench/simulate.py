@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from eesd.bench.costs import CostModel
 from eesd.bench.traces import Trace
 from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
+from eesd.controllers.baselines import Fixed
 from eesd.controllers.calibration import Prior
 from eesd.controllers.oracles import Clairvoyant, Oracle
 
@@ -106,23 +107,11 @@ def fixed_speeds(trace: Trace, costs: CostModel) -> list[Replay]:
     return [replay(f"fixed:k={k}" if k else "off", Ahead(k), trace, costs, charge=False) for k in range(trace.depth + 1)]
 
 
-class Ahead(Controller):
+class Ahead(Fixed):
     """A length, 0 allowed."""
 
     def __init__(self, k: int) -> None:
         self.k = k
-
-    def length_ahead(self) -> int:
-        return self.k
-
-    def keep_drafting(self, step: DraftStep) -> bool:
-        return step.depth < self.k
-
-    def state(self) -> dict[str, Any]:
-        return {"k": self.k}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.k = int(state["k"])
 
 
 def best_fixed(trace: Trace, costs: CostModel) -> Replay:

@@ -136,7 +136,7 @@ def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
         (("--repetition-penalty", 0), ("repetition_penalty is 0.0",)),
         (("--seed", -1), ("seed is -1",)),
         (("--seed", 2**63), ("seed is 9223372036854775808",)),
-        (("--controller", "magic"), ("no controller 'magic'", "beta-ts, fixed, threshold")),
+        (("--controller", "magic"), ("no controller 'magic'", "beta-ts, calibration-ts, cost-aware-ts, fixed")),
         (("--controller", "fixed:depth=3"), ("no option 'depth'", "it has k")),
         (("--controller", "fixed:k=many"), ("k=many", "not a number")),
         (("--controller", "fixed:k=0"), ("k must be at least 1",)),

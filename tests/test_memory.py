@@ -156,7 +156,7 @@ def test_page_on_70b(checkpoint_70b: Path, staged: Path) -> None:
     """The plans for two devices and, in int4, for one are the page's."""
     checkpoint, small = Checkpoint(checkpoint_70b), load_manifest(staged)
     config = checkpoint.config
-    int4 = manifest_70b(checkpoint, small, ExportOptions("float16", 4096, 32, 8, 1, "int4"))
+    int4 = manifest_70b(checkpoint, small, ExportOptions("float16", 4096, 32, 8, quantize="int4"))
     assert rendered(int4) == page("eesd-inspect plans-int4/ --plan-memory")
     manifest = manifest_70b(checkpoint, small, ExportOptions("float16", 4096, 32, 8, stages=2))
     assert rendered(manifest) == page("eesd-inspect plans/ --plan-memory")
