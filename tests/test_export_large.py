@@ -112,7 +112,7 @@ def test_widened_weights_stream(checkpoints: dict[int, Path], tmp_path: Path) ->
     assert measured["grown"] < 6 * largest_tensor(Checkpoint(checkpoints[3])) + 24 * MB
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_quantized_weights_stream(checkpoints: dict[int, Path], tmp_path: Path, kind: str) -> None:
     """One tensor, its quantized form, and a piece of it in float32."""
     measured = measure(WEIGHT_STAGE, checkpoints[12], 1, "float16", tmp_path / "weights", kind)

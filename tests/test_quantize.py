@@ -169,7 +169,7 @@ def test_torch_runs_16_bits(exported: Export) -> None:
     assert len(llm.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens) == 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_bundled_model_is_lossless(tmp_path: Path, kind: str) -> None:
     options = ("--model", EXAMPLE / "model", "--dtype", "float32", "--quantize", kind, "-o", tmp_path / "plans")
     shown = succeed(export_main, *options, "--check").stdout
@@ -181,7 +181,11 @@ def test_bundled_model_is_lossless(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("llama-tied", ("--stages", 3)), ("llama-bias", ("--dtype", "bfloat16")), ("qwen3", ("--stages", 2))],
+    [
+        ("llama-tied", ("--stages", 3)),
+        pytest.param("llama-bias", ("--dtype", "bfloat16"), marks=pytest.mark.slow),
+        pytest.param("qwen3", ("--stages", 2), marks=pytest.mark.slow),
+    ],
 )
 def test_memory_plan(exported: Export, family: str, options: tuple[object, ...]) -> None:
     for kind in KINDS:
