@@ -24,7 +24,7 @@ import click
 import numpy as np
 
 from eesd.bench.results import describe_machine
-from eesd.export.manifest import NAME, PREFILL_CHUNK, GraphInfo, Manifest, load_manifest
+from eesd.export.manifest import NAME, GraphInfo, Manifest, load_manifest
 from eesd.export.memory import graph_weights, plan_memory, size, slot_bytes
 from eesd.runtime.backends import BACKENDS, Engines, open_engines
 from eesd.runtime.engine import Binding
@@ -153,7 +153,7 @@ def time_passes(manifest: Manifest, engines: Engines, repeats: int, per_second: 
     slab = engines.verify.new_slab()
     verify, draft = engines.verify.bind(slab), engines.draft.bind(slab)
     slab.reserve(PROMPT + max(NODE_COUNTS))
-    chunk = getattr(engines.verify, "prefill_chunk", PREFILL_CHUNK)
+    chunk = engines.verify.prefill_chunk
     prefill = median_seconds(lambda: _prefill(verify, chunk), max(repeats // 10, 2))
     floor = sum(bytes_of_pass(manifest, graph, PROMPT) for graph in manifest.verify) / per_second
     found: dict[str, Any] = {"prefill": {"tokens": PROMPT, "chunk": chunk, "seconds": prefill}, "verify": []}

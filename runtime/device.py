@@ -184,8 +184,11 @@ class Repeated:
         self._body = body
         self._place = place
         self._pool = pool
-        self.prepared = pool is None
         self._graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def prepared(self) -> bool:
+        return self._pool is None or self._graph is not None
 
     def prepare(self) -> None:
         """Do it once, because libraries set themselves up in a first run, and then record it."""
@@ -195,7 +198,6 @@ class Repeated:
         # Only this thread's mistakes may spoil the recording: the host's other threads go on using the GPU.
         with torch.cuda.graph(self._graph, self._pool, self._place.stream, capture_error_mode="thread_local"):
             self._body()
-        self.prepared = True
 
     def __call__(self) -> None:
         if self._graph is None:

@@ -8,15 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eesd.export.manifest import PREFILL_CHUNK, Manifest
+from eesd.export.manifest import PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.model.decoder import KV
 from eesd.runtime.device import Call, DeviceSlab, Mask, Program, Repeated
 from eesd.runtime.engine import Outputs, Slab
 
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Node counts that GPU passes are made for; others are filled up to the next with nodes that nobody looks at."""
-
-
 ALIGNED = 32
 """Numbers (int64) between two inputs in one buffer: TensorRT wants addresses in steps of 256 bytes."""
 
@@ -30,8 +28,8 @@ def buckets_for(manifest: Manifest, prefill_chunk: int) -> tuple[int, ...]:
 class DeviceEngine:
     """A draft or verify graph, or the stages of one, on their devices: ``programs``, and ``drafts`` says which of the two.
 
-    ``buckets`` are the node counts that calls are filled up to, empty where calls run as they are. A new binding runs those in
-    ``warm`` and then calls ``warmed``.
+    With ``fill`` calls are filled up to the next of a few node counts, ``buckets``; without, they run as they are. A new
+    binding runs those that will occur, and then calls ``warmed``.
     """
 
     def __init__(
@@ -40,16 +38,14 @@ class DeviceEngine:
         programs: Sequence[Program],
         drafts: bool,
         make_slab: Callable[[], DeviceSlab],
-        buckets: Sequence[int] = (),
-        warm: Sequence[int] = (),
-        prefill_chunk: int = PREFILL_CHUNK,
-        warmed: Callable[[], None] = lambda: None,
+        prefill_chunk: int,
+        fill: bool,
+        warmed: Callable[[], None],
     ) -> None:
         self.manifest = manifest
         self.programs = programs
         self.drafts = drafts
-        self.buckets = buckets
-        self.warm = warm
+        self.buckets = buckets_for(manifest, prefill_chunk) if fill else ()
         self.prefill_chunk = prefill_chunk
         self.warmed = warmed
         self.cuda_graphs = True
@@ -62,9 +58,32 @@ class DeviceEngine:
     def bind(self, slab: Slab) -> "DeviceBinding":
         assert isinstance(slab, DeviceSlab)
         binding = DeviceBinding(self, slab)
-        if self.warm:
+        if self.buckets:
             binding.warm_up()
         return binding
+
+
+def engine_pair(
+    manifest: Manifest,
+    verify: Sequence[Program],
+    draft: Program | None,
+    make_slab: Callable[[], DeviceSlab],
+    fill: bool,
+    prefill_chunk: int | None = None,
+    warmed: Callable[[GraphInfo], None] = lambda _: None,
+) -> tuple[DeviceEngine, DeviceEngine | None]:
+    """The verify engine over its stages and, if there is a program for it, the draft engine; ``warmed`` is told each graph
+    whose calls have run."""
+    chunk = prefill_chunk or min(PREFILL_CHUNK, manifest.max_seq_len)
+
+    def engine(programs: Sequence[Program], graphs: Sequence[GraphInfo], drafts: bool) -> DeviceEngine:
+        def tell() -> None:
+            for graph in graphs:
+                warmed(graph)
+
+        return DeviceEngine(manifest, programs, drafts, make_slab, chunk, fill, tell)
+
+    return engine(verify, manifest.verify, False), engine([draft], [manifest.draft], True) if draft else None
 
 
 class DeviceBinding:
@@ -80,8 +99,9 @@ class DeviceBinding:
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
     def warm_up(self) -> None:
-        """Run the usual calls once, into slots that hold nothing yet, so that no round has to wait for it."""
-        for count in self._engine.warm:
+        """Run the usual calls once, into slots that hold nothing yet, so that no round has to wait for it. The draft of a
+        chain takes one node a call."""
+        for count in self._engine.buckets[:1] if self._engine.drafts else self._engine.buckets:
             self.forward([0] * count, range(count), 0)
         self._engine.warmed()
 

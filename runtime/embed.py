@@ -15,6 +15,7 @@ from eesd.runtime.device import Place
 from eesd.runtime.errors import EESDError
 from eesd.runtime.llm import LLM, Speculation
 from eesd.runtime.trt_engine import open_tensorrt
+from eesd.runtime.trt_plans import computes
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,7 @@ class _Given:
 
     def load(self, graph: GraphInfo) -> Any:
         engine = self._engines[graph.file]
-        found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
-        if found != {tensor.name for tensor in (*graph.inputs, *graph.outputs)}:
+        if not computes(engine, graph):
             raise EESDError(f"The engine given for {graph.file} has other inputs or outputs than the manifest says.")
         return engine
 

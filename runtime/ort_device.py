@@ -3,7 +3,6 @@
 Calls are not recorded as CUDA graphs, because ONNX Runtime copies some shapes to the host on its way.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import onnxruntime as ort
 import torch
 from torch import Tensor
 
-from eesd.export.manifest import PREFILL_CHUNK, GraphInfo, Manifest
+from eesd.export.manifest import GraphInfo, Manifest
 from eesd.runtime.device import Call, DeviceSlab, Place, Run, empty_results, named_tensors, places_for
-from eesd.runtime.device_engine import DeviceEngine, buckets_for
+from eesd.runtime.device_engine import DeviceEngine, engine_pair
 from eesd.runtime.ort_engine import CPU, load_session
 
 ELEMENT = {torch.float32: 1, torch.int64: 7, torch.float16: 10, torch.bfloat16: 16}
@@ -69,12 +68,8 @@ def open_ort_device(
 
     verify = [program(graph, place) for graph, place in zip(manifest.verify, places, strict=True)]
     make_slab = partial(DeviceSlab, manifest, places, grow=on_cpu)
-    buckets: Sequence[int] = () if on_cpu else buckets_for(manifest, min(PREFILL_CHUNK, manifest.max_seq_len))
-    verifier = DeviceEngine(manifest, verify, False, make_slab, buckets, warm=buckets)
-    if not draft:
-        return verifier, None
-    drafter = program(manifest.draft, places[0])
-    return verifier, DeviceEngine(manifest, [drafter], True, make_slab, buckets, warm=buckets[:1])
+    drafter = program(manifest.draft, places[0]) if draft else None
+    return engine_pair(manifest, verify, drafter, make_slab, fill=not on_cpu)
 
 
 def _providers(place: Place) -> list[Any]:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch import Tensor, set_num_threads
 
-from eesd.export.manifest import PREFILL_CHUNK, Manifest
+from eesd.export.manifest import Manifest
 from eesd.model.decoder import Inputs
 from eesd.model.graphs import Draft, Verify
 from eesd.runtime.device import Call, DeviceSlab, Place, Run, places_for
-from eesd.runtime.device_engine import DeviceEngine, buckets_for
+from eesd.runtime.device_engine import DeviceEngine, engine_pair
 from eesd.runtime.torch_weights import load_programs
 
 
@@ -50,9 +50,6 @@ def open_torch(
         for stage, graph, place in zip(stages, manifest.verify, places, strict=True)
     ]
     make_slab = partial(DeviceSlab, manifest, places, grow=on_cpu)
-    buckets = () if on_cpu else buckets_for(manifest, min(PREFILL_CHUNK, manifest.max_seq_len))
-    verifier = DeviceEngine(manifest, verify, False, make_slab, buckets, warm=buckets)
-    if stages[0].draft is None:
-        return verifier, None
-    drafter = TorchProgram(stages[0].draft, manifest.draft.caches, stages[0].tables, places[0])
-    return verifier, DeviceEngine(manifest, [drafter], True, make_slab, buckets, warm=buckets[:1])
+    first = stages[0]
+    drafter = TorchProgram(first.draft, manifest.draft.caches, first.tables, places[0]) if first.draft else None
+    return engine_pair(manifest, verify, drafter, make_slab, fill=not on_cpu)

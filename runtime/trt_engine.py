@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eesd.export.manifest import GraphInfo, Manifest
 from eesd.runtime.device import Call, DeviceSlab, Place, Run, empty_results, fitting_gpu, named_tensors, places_for
-from eesd.runtime.device_engine import DeviceEngine, buckets_for
+from eesd.runtime.device_engine import DeviceEngine, engine_pair
 from eesd.runtime.errors import EESDError
 
 ALIGNMENT = 256
@@ -124,22 +124,10 @@ def open_tensorrt(
         for graph, place in graphs
     ]
     make_slab = partial(DeviceSlab, manifest, places, given=slab)
-    chunk, stages = source.prefill_chunk, len(places)
-
-    def warmed(files: Sequence[GraphInfo]) -> None:
-        for graph in files:
-            source.keep_kernels(graph)
-
-    buckets = buckets_for(manifest, chunk)
-    verifier = DeviceEngine(
-        manifest, programs[:stages], False, make_slab, buckets, buckets, chunk, partial(warmed, manifest.verify)
+    drafter = programs.pop() if draft else None
+    return engine_pair(
+        manifest, programs, drafter, make_slab, fill=True, prefill_chunk=source.prefill_chunk, warmed=source.keep_kernels
     )
-    if not draft:
-        return verifier, None
-    drafter = DeviceEngine(
-        manifest, programs[stages:], True, make_slab, buckets, buckets[:1], chunk, partial(warmed, [manifest.draft])
-    )
-    return verifier, drafter
 
 
 def _scratch(graphs: Sequence[tuple[GraphInfo, Place]], engines: dict[str, Any], given: Tensor | None) -> dict[Place, Tensor]:

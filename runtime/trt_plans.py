@@ -9,14 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from eesd.export.manifest import GraphInfo, Manifest, PlanInfo
+from eesd.export.manifest import FLAVOURS, GraphInfo, Manifest, PlanInfo
 from eesd.runtime.backends import nvidia_driver
 from eesd.runtime.doctor import compute_capability
 from eesd.runtime.errors import EESDError
 from eesd.runtime.files import written_whole
 
-MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-"""By flavour: the module to import."""
 LOGGER = logging.getLogger("eesd.tensorrt")
 LOGGER.addHandler(logging.NullHandler())  # or errors would be printed beside the sentence that we make of them
 
@@ -62,8 +60,7 @@ class Plans:
             reason = self._complaints[0].splitlines()[0][:300] if self._complaints else "it does not say why"
             remedy = "update the NVIDIA driver" if "driver" in reason else _rebuild(self._directory)
             raise EESDError(f"{self._infos[0].flavour} cannot load {path} ({reason}); {remedy}.")
-        found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
-        if found != {tensor.name for tensor in (*graph.inputs, *graph.outputs)}:
+        if not computes(engine, graph):
             raise EESDError(f"{path} is not the plan of {graph.file}; {_rebuild(self._directory)}.")
         return engine
 
@@ -109,6 +106,12 @@ class Plans:
         return self._directory / Path(graph.file).with_suffix(".kernels").name
 
 
+def computes(engine: Any, graph: GraphInfo) -> bool:
+    """Whether an engine has the inputs and outputs of a graph, by their names."""
+    found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+    return found == {tensor.name for tensor in (*graph.inputs, *graph.outputs)}
+
+
 def _rebuild(directory: Path) -> str:
     return f"build it again with: eesd-build --force {directory}"
 
@@ -131,17 +134,17 @@ def _library(directory: Path, infos: list[PlanInfo]) -> Any:
     if len(flavours) != 1 or len(versions) != 1:
         raise EESDError(f"The plans in {directory} were built by different versions; {_rebuild(directory)}.")
     flavour, built = flavours.pop(), versions.pop()
-    if flavour not in MODULES:
+    if flavour not in FLAVOURS:
         raise EESDError(f"The plans in {directory} are of an unknown flavour {flavour!r}; {_rebuild(directory)}.")
-    if importlib.util.find_spec(MODULES[flavour]) is None:
+    if importlib.util.find_spec(FLAVOURS[flavour]) is None:
         raise EESDError(f"The plans in {directory} need {flavour}; install it with: pip install 'eesd[{flavour}]'.")
-    found = version(MODULES[flavour].replace("_", "-"))
+    found = version(FLAVOURS[flavour].replace("_", "-"))
     if found != built:
         raise EESDError(
             f"The plans in {directory} were built by {flavour} {built} and {found} is installed; "
             f"install {built}, or {_rebuild(directory)}."
         )
-    return importlib.import_module(MODULES[flavour])
+    return importlib.import_module(FLAVOURS[flavour])
 
 
 def _check_gpu(directory: Path, plan: PlanInfo) -> None:

@@ -14,7 +14,7 @@ from command import succeed
 import eesd
 from eesd.export.build import main as build_main
 from eesd.export.inspect import main as inspect_main
-from eesd.export.manifest import load_manifest
+from eesd.export.manifest import FLAVOURS, load_manifest
 from eesd.runtime.backends import Engines, open_engines
 from eesd.runtime.compare import first_divergence
 from eesd.runtime.device_engine import DeviceEngine
@@ -25,7 +25,6 @@ from eesd.runtime.torch_engine import open_torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 PROMPTS = [[5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12]]
-FLAVOURS = {"tensorrt-rtx": "tensorrt_rtx", "tensorrt": "tensorrt"}
 BACKENDS = ["torch", "ort", *FLAVOURS]
 GAP = 4 * torch.finfo(torch.float16).eps * 8
 """Logits this close are equal up to the rounding of a float16."""

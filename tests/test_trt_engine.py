@@ -19,7 +19,7 @@ from test_cli_bad_input import edit_manifest
 import eesd
 from eesd.export.build import main as build_main
 from eesd.export.inspect import main as inspect_main
-from eesd.export.manifest import load_manifest
+from eesd.export.manifest import FLAVOURS, load_manifest
 from eesd.runtime import trt_engine, trt_plans
 from eesd.runtime.backends import Engines
 from eesd.runtime.cli import main
@@ -37,7 +37,7 @@ SAMPLINGS = {"greedy": Sampling(), "coupled": Sampling(temperature=0.9, top_p=0.
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both flavours are installed, and there is a GPU of compute capability 9.0."""
-    for flavour, name in trt_plans.MODULES.items():
+    for flavour, name in FLAVOURS.items():
         monkeypatch.setitem(sys.modules, name, fake.module(flavour))
     monkeypatch.setattr(trt_plans, "version", lambda _: fake.VERSION)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)

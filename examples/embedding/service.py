@@ -15,13 +15,12 @@ from typing import Any
 import click
 import torch
 
-from eesd.export.manifest import Manifest, load_manifest
+from eesd.export.manifest import FLAVOURS, Manifest, load_manifest
 from eesd.runtime.embed import Host, embed
 from eesd.runtime.errors import EESDError, one_line_errors
 from eesd.runtime.llm import LLM, Speculation
 
 LOG = logging.getLogger("service")
-MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 
 class Service:
@@ -33,7 +32,7 @@ class Service:
             raise EESDError(f"{directory} has no plans; build them with: eesd-build {directory}.")
         if not torch.cuda.is_available():
             raise EESDError("This service runs plans on an NVIDIA GPU, and there is none.")
-        self.trt = importlib.import_module(MODULES[next(iter(self.manifest.plans.values())).flavour])
+        self.trt = importlib.import_module(FLAVOURS[next(iter(self.manifest.plans.values())).flavour])
         torch.cuda.set_device(device)
         self.stream = torch.cuda.Stream(device)
         self.allocator = make_allocator(self.trt, device)
