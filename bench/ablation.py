@@ -48,10 +48,11 @@ def ablate(campaign: Campaign, parts: Sequence[Part], model: str | None, dtype: 
     lengths = CANDIDATES["fixed"]
     for number, part in enumerate(parts):
         others = [name for name in options.controllers if name != "fixed"] if number == len(parts) - 1 else []
-        widths = options.widths if others else options.widths[:1]
+        widths, budgeted = (options.widths, options.budgeted) if others else (options.widths[:1], ())
         with _engine_directory(part, parts, model, dtype) as directory:
             bench = Bench(directory, options.backend, options.threads)
-            campaign.add(part.name, bench, prompts, replace(options, controllers=(*lengths, *others), widths=widths))
+            own = replace(options, controllers=(*lengths, *others), widths=widths, budgeted=budgeted)
+            campaign.add(part.name, bench, prompts, own)
             del bench  # its files are about to vanish
 
 

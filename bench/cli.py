@@ -32,6 +32,7 @@ def measuring(controllers: Iterable[str], samplings: Iterable[str]) -> Callable[
         click.option("--task", "tasks", multiple=True, metavar="NAME=FILE", help=f"Prompts; NAME: {', '.join(LOADERS)}."),
         click.option("--controllers", default=" ".join(controllers), help="Separated by spaces; fixed, threshold: tuned."),
         click.option("--tree-widths", "widths", default=" ".join(map(str, DEFAULT.widths)), help="1 drafts a chain."),
+        click.option("--budgeted", default="", help="Tree widths to measure with a tree budget, too."),
         click.option("--samplings", default=" ".join(samplings), help="Separated by spaces."),
         click.option("--temperature", default=DEFAULT.temperature, help="Of the samplings that are not greedy."),
         click.option("-n", "--max-new-tokens", default=DEFAULT.max_new_tokens),
@@ -64,10 +65,11 @@ def read_options(given: dict[str, Any]) -> Options:
         given |= {name: value for name, value in QUICK.items() if source(name) == ParameterSource.DEFAULT}
     names = [name for name in DEFAULT.to_dict() if name in given]
     values: dict[str, Any] = {name: given.pop(name) for name in names}
-    try:
-        values["widths"] = tuple(int(width) for width in values["widths"].split())
-    except ValueError:
-        raise EESDError(f"--tree-widths {values['widths']} are not whole numbers separated by spaces.") from None
+    for name, option in {"widths": "--tree-widths", "budgeted": "--budgeted"}.items():
+        try:
+            values[name] = tuple(int(width) for width in values[name].split())
+        except ValueError:
+            raise EESDError(f"{option} {values[name]} are not whole numbers separated by spaces.") from None
     values |= {name: tuple(values[name].split()) for name in ("controllers", "samplings")}
     return Options(**values)
 

@@ -276,7 +276,7 @@ def _kind(summary: Summary, result: Result) -> str:
 
 
 def _shape(configuration: Configuration) -> str:
-    return _drafts(configuration.width)
+    return f"{_drafts(configuration.width)}{', budget' if configuration.budget else ''}"
 
 
 def _drafts(width: int) -> str:

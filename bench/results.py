@@ -18,12 +18,14 @@ LIBRARIES = ("eesd", "numpy", "onnxruntime", "torch", "tokenizers")
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to decode: ``controller`` None is plain decoding, ``width`` that of the token tree's levels (1: a chain)."""
+    """One way to decode: ``controller`` None is plain decoding, ``width`` that of the token tree's levels (1: a chain),
+    ``budget`` whether a :class:`~eesd.controllers.tree_budget.TreeBudget` chooses what is verified."""
 
     engine: str
     sampling: str
     controller: str | None
     width: int
+    budget: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from eesd.bench.results import Configuration, Result, Run, Sweep, Tuning
 from eesd.bench.stats import acceptance_by_depth
 from eesd.bench.tasks import Prompt
 from eesd.controllers import CONTROLLERS, Controller, make_controller
+from eesd.controllers.tree_budget import TreeBudget
 from eesd.export.manifest import WEIGHTS, load_manifest
 from eesd.runtime.backends import open_engines
 from eesd.runtime.compare import first_divergence
@@ -35,7 +36,8 @@ WARM_UP_TOKENS = 16
 @dataclass(frozen=True)
 class Options:
     """What to measure. ``per_task`` and ``tuning_per_task`` are prompts of each task; ``guard`` rests drafting where it does
-    not pay, as in use, and so blurs what the controllers are worth. Raises :class:`EESDError` for values that cannot be.
+    not pay, as in use, and so blurs what the controllers are worth. ``budgeted`` are those of ``widths`` that are measured
+    with a tree budget, too. Raises :class:`EESDError` for values that cannot be.
     """
 
     controllers: tuple[str, ...] = tuple(CONTROLLERS)
@@ -51,6 +53,7 @@ class Options:
     backend: str = "auto"
     threads: int | None = None
     tasks: tuple[str, ...] = ()
+    budgeted: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in self.samplings:
@@ -60,6 +63,8 @@ class Options:
             make_controller(spec)
         if not (self.samplings and self.controllers and self.widths):
             raise EESDError("Samplings, controllers and tree widths need at least one value each.")
+        if not set(self.budgeted) <= set(self.widths):
+            raise EESDError("--budgeted has widths that --tree-widths has not; add them there.")
         if not 0 < self.temperature < 100:
             raise EESDError(f"temperature is {self.temperature}; it must be above 0 and below 100 (greedy is a sampling).")
         if min(self.max_new_tokens, self.per_task, self.tuning_per_task) < 1:
@@ -98,6 +103,7 @@ class Drafting(NamedTuple):
     speculation: Speculation
     controller: Controller
     guard: Guard | None
+    budget: TreeBudget | None
 
 
 class Bench:
@@ -142,17 +148,18 @@ class Bench:
 
     def drafting(self, configuration: Configuration, options: Options) -> Drafting | None:
         """A fresh controller (and guard, if wanted) for a configuration; None for plain decoding."""
-        if configuration.controller is None:
+        controller, width, budget = configuration.controller, configuration.width, configuration.budget
+        if controller is None:
             return None
-        speculation = Speculation(configuration.controller, configuration.width, options.guard, options.seed)
+        speculation = Speculation(controller, width, options.guard, options.seed, budget)
         made = LLM(self.llm.directory, self.manifest, self.engines, speculation)  # makes no slab before its first session
         assert made.controller is not None
-        return Drafting(speculation, made.controller, made.guard)
+        return Drafting(speculation, made.controller, made.guard, made.budget)
 
     def generate(self, tokens: list[int], sampling: Sampling, drafting: Drafting | None, new_tokens: int) -> Generated:
         """One prompt, past any EOS, so that every configuration has the same to do."""
         if drafting is not None:
-            self.llm.speculation, self.llm.controller, self.llm.guard = drafting
+            self.llm.speculation, self.llm.controller, self.llm.guard, self.llm.budget = drafting
         rounds: Counter[tuple[int, int]] = Counter()
         drafts = drafting is not None
         with self.llm.session(tokens, sampling, max_new_tokens=new_tokens, draft=drafts, ignore_eos=True) as session:
@@ -223,7 +230,8 @@ def chosen_configurations(engine: str, options: Options, tunings: Sequence[Tunin
         found.append(Configuration(engine, sampling, None, 1))
         for width in options.widths:
             names = [tuned.get((engine, sampling, width, name), name) for name in options.controllers]
-            found += [Configuration(engine, sampling, name, width) for name in dict.fromkeys(names)]
+            for budget in (False, True) if width in options.budgeted else (False,):
+                found += [Configuration(engine, sampling, name, width, budget) for name in dict.fromkeys(names)]
     return found
 
 

@@ -197,6 +197,6 @@ def references_of(result: Result) -> dict[tuple[str, str, int], str]:
         seconds[configuration] = seconds.get(configuration, 0.0) + run.decode_seconds
     best: dict[tuple[str, str, int], str] = {}
     for c in sorted(seconds, key=seconds.__getitem__, reverse=True):
-        if c.controller and c.controller.startswith("fixed:"):
+        if c.controller and c.controller.startswith("fixed:") and not c.budget:
             best[c.engine, c.sampling, c.width] = c.controller
     return best

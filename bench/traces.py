@@ -25,9 +25,10 @@ from eesd.controllers import DraftStep
 from eesd.runtime.engine import Binding
 from eesd.runtime.errors import EESDError
 from eesd.runtime.files import written_whole
+from eesd.runtime.growth import entropy_of
 from eesd.runtime.llm import LLM, Prompt
 from eesd.runtime.sampling import Sampling
-from eesd.runtime.session import Session, entropy_of
+from eesd.runtime.session import Session
 from eesd.runtime.tree import TokenTree
 
 Features = NDArray[np.float32]

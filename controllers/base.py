@@ -24,9 +24,9 @@ class DraftStep(NamedTuple):
 class RoundOutcome(NamedTuple):
     """What became of a round.
 
-    ``drafted`` is the depth reached (0: plain decoding) and ``accepted`` how much of it was right. ``draft_seconds`` is all the
-    time until the draft was complete, the controller's own included; ``verify_seconds`` that of the verify pass over
-    ``nodes`` drafted nodes and the root.
+    ``drafted`` is the depth that was verified (0: plain decoding) and ``accepted`` how much of it was right. ``draft_seconds``
+    is all the time until the draft was complete, the controller's own included; ``verify_seconds`` that of the verify pass over
+    ``nodes`` drafted nodes and the root. ``steps`` counts the draft's calls: more than ``drafted`` where levels were left out.
     """
 
     drafted: int
@@ -34,6 +34,7 @@ class RoundOutcome(NamedTuple):
     draft_seconds: float
     verify_seconds: float
     nodes: int
+    steps: int
 
 
 class Controller(Protocol):

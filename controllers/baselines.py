@@ -109,7 +109,7 @@ class UCB(Controller):
 
     def observe(self, outcome: RoundOutcome) -> None:
         drafted, longest = outcome.drafted, len(self.lengths.judged)
-        self.curve.add(drafted, outcome.draft_seconds, outcome.nodes, outcome.verify_seconds)
+        self.curve.add(outcome.steps, outcome.draft_seconds, outcome.nodes, outcome.verify_seconds)
         self.lengths.add(drafted, outcome.accepted)
         self.rounds += 1
         if not self.curve.known:

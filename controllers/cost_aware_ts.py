@@ -102,7 +102,7 @@ class CostAwareTS(Controller):
 
     def observe(self, outcome: RoundOutcome) -> None:
         drafted, accepted = outcome.drafted, outcome.accepted
-        self.curve.add(drafted, outcome.draft_seconds, outcome.nodes, outcome.verify_seconds)
+        self.curve.add(outcome.steps, outcome.draft_seconds, outcome.nodes, outcome.verify_seconds)
         for depth, (own, following) in enumerate(self._scores[: accepted + 1], start=1):
             if depth <= drafted:
                 self.accept.learn(own, depth <= accepted)

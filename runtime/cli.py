@@ -37,6 +37,7 @@ HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 @click.option("--ignore-eos", is_flag=True, help="Go on at EOS (for measuring).")
 @click.option("--controller", default="beta-ts", help=f"One of {', '.join(CONTROLLERS)}, with options as fixed:k=4.")
 @click.option("--tree-width", type=int, default=1, help="Nodes of a level of the token tree; 1 drafts a chain.")
+@click.option("--tree-budget", is_flag=True, help="Verify what is worth it of all that the draft proposes.")
 @click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not even loaded.")
 @click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="auto: torch if it sees a GPU, else ort.")
@@ -60,7 +61,8 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
     )
     if options["comparing"] and options["no_draft"]:
         raise EESDError("--compare needs drafting; leave --no-draft out.")
-    speculation = Speculation(options["controller"], options["tree_width"], not options["no_guard"], options["seed"])
+    names = ("controller", "tree_width", "seed", "tree_budget")
+    speculation = Speculation(guard=not options["no_guard"], **{name: options[name] for name in names})
     llm = load(
         engine_dir,
         options["backend"],

@@ -8,6 +8,7 @@ from numbers import Integral
 from pathlib import Path
 
 from eesd.controllers import Controller, make_controller
+from eesd.controllers.tree_budget import TreeBudget
 from eesd.export.manifest import Manifest, load_manifest, verify_files
 from eesd.runtime.backends import Engines, open_engines
 from eesd.runtime.engine import Binding, Slab
@@ -24,12 +25,14 @@ Prompt = str | Sequence[Message] | Sequence[int]
 @dataclass(frozen=True)
 class Speculation:
     """How an :class:`LLM` drafts: who decides how far (see ``eesd.controllers``), the width of the token tree's levels
-    (1: a chain), and whether the guard rests drafting when it does not pay."""
+    (1: a chain), whether the guard rests drafting when it does not pay, and whether a :class:`TreeBudget` chooses what is
+    verified of all that the draft proposes: a chain then gets second choices, a tree loses what is not worth its place."""
 
     controller: str = "beta-ts"
     tree_width: int = 1
     guard: bool = True
     seed: int = 0
+    tree_budget: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class LLM:
         self.speculation = speculation
         self.controller: Controller | None = None
         self.guard: Guard | None = None
+        self.budget: TreeBudget | None = None
         self._verify, self._draft = engines
         self._codec: TextCodec | None = None
         self._idle: list[_Workspace] = []
@@ -108,6 +112,7 @@ class LLM:
             self._check(speculation)
             self.controller = make_controller(speculation.controller, speculation.seed, manifest.calibration)
             self.guard = Guard() if speculation.guard else None
+            self.budget = TreeBudget(prior=manifest.calibration) if speculation.tree_budget else None
 
     def _check(self, speculation: Speculation) -> None:
         widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
@@ -154,8 +159,10 @@ class LLM:
         )
         drafter = None
         if draft and workspace.draft and self.controller and self.speculation:
-            drafter = Drafter(workspace.draft, self.controller, self.guard, self.speculation.tree_width)
+            drafter = Drafter(workspace.draft, self.controller, self.guard, self.speculation.tree_width, self.budget)
             self.controller.begin_request()
+            if self.budget:
+                self.budget.begin_request()
         try:
             tokens = self.encode(prompt)
             yield Session(

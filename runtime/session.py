@@ -8,16 +8,15 @@ next round's root and rides in the next verify pass, so nothing is ever run twic
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import exp
 from typing import NamedTuple
 
-import numpy as np
-
-from eesd.controllers import Controller, DraftStep, RoundOutcome
+from eesd.controllers import Controller, RoundOutcome
+from eesd.controllers.tree_budget import TreeBudget
 from eesd.export.manifest import PREFILL_CHUNK
-from eesd.runtime.choosing import Proposal, make_chooser
+from eesd.runtime.choosing import make_chooser
 from eesd.runtime.engine import Binding, ChainBinding, Outputs, Slab
 from eesd.runtime.errors import EESDError
+from eesd.runtime.growth import Growth
 from eesd.runtime.guard import Guard
 from eesd.runtime.sampling import Logits, Sampling
 from eesd.runtime.stats import Stats
@@ -46,12 +45,14 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafter:
-    """What a session needs to draft: the bound draft engine, who decides how far, and the width of a tree's levels."""
+    """What a session needs to draft: the bound draft engine, who decides how far, the width of a tree's levels, and who decides
+    how much of the tree is verified (None: all)."""
 
     binding: Binding
     controller: Controller
     guard: Guard | None
     tree_width: int = 1
+    budget: TreeBudget | None = None
 
 
 class Session:
@@ -113,21 +114,25 @@ class Session:
         if self._prefilled < self.stats.prompt_tokens - 1:
             self.prefill()
         begun = time.perf_counter()
-        tree = TokenTree(self.tokens[-1])
         self._chooser.begin(self.tokens)
         drafter = self._drafter_now()
-        draft_seconds = self._draft(tree, drafter) if drafter else 0.0
+        width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
+        growth = Growth(self.tokens[-1], self._chooser, width, budget)
+        draft_seconds = self._draft(growth, drafter) if drafter else 0.0
+        tree = growth.kept(self._node_limit())
         until_drafted = time.perf_counter() - begun
         outputs, verify_seconds = self._run_verify(tree)
         path, token = self._chooser.accept(tree, outputs)
         if path and path[-1] != len(path):
             self._slab.compact(len(self.tokens), [len(self.tokens) - 1 + node for node in path])
-        result = self._cut([tree.tokens[node] for node in path] + [token], len(path))
+        drafted = [tree.tokens[node] for node in path]
+        result = self._cut([*drafted, token], len(path))
+        outcome = RoundOutcome(tree.depths[-1], len(path), until_drafted, verify_seconds, len(tree) - 1, growth.steps)
         if drafter is not None:
-            outcome = RoundOutcome(tree.depths[-1], len(path), until_drafted, verify_seconds, len(tree) - 1)
             drafter.controller.observe(outcome)
-        seconds = time.perf_counter() - begun
-        stats = self._accounted(tree, len(path), result, (draft_seconds, verify_seconds, seconds), drafter)
+        if budget is not None and growth.steps:
+            budget.observe(growth.judged([*drafted, token]), outcome)
+        stats = self._accounted(outcome, result, draft_seconds, time.perf_counter() - begun, drafter is not None)
         # The commit: one statement behind everything that may raise. No signal is handled within it.
         self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason
         return result
@@ -153,46 +158,39 @@ class Session:
         slots_left = self._limits.max_seq_len - len(self.tokens)
         return min(new_left - 1, slots_left - 1, self._limits.max_tree_nodes)
 
-    def _draft(self, tree: TokenTree, drafter: Drafter) -> float:
+    def _node_limit(self) -> int:
+        """How many nodes a verify pass of this round may have besides the root."""
+        return min(self._limits.max_tree_nodes, self._limits.max_seq_len - len(self.tokens))
+
+    def _draft(self, growth: Growth, drafter: Drafter) -> float:
         """Grow the tree until the controller has enough; the seconds spent in the engine."""
-        ahead, binding = drafter.controller.length_ahead(), drafter.binding
+        controller, binding = drafter.controller, drafter.binding
+        ahead = controller.length_ahead()
         if ahead == 0:
             return 0.0
-        root = len(self.tokens) - 1
-        budget = min(self._limits.max_tree_nodes, self._limits.max_seq_len - len(self.tokens))
-        room, frontier, seconds, depth = self._room(), [0], 0.0, 0
-        self._slab.reserve(root + 1 + budget)
+        tree, room, most = growth.tree, self._room(), self._node_limit()
+        self._slab.reserve(len(self.tokens) + most)
         if ahead and drafter.tree_width == 1 and self._chooser.follows_draft and isinstance(binding, ChainBinding):
-            return self._draft_ahead(tree, min(ahead, room), binding)
+            return self._draft_ahead(growth, min(ahead, room), binding)
+        seconds = 0.0
         while True:
             started = time.perf_counter()
-            outputs = self._run_draft(tree, frontier, root, binding)
+            outputs = self._run_draft(tree, growth.frontier, len(self.tokens) - 1, binding)
             seconds += time.perf_counter() - started
-            depth += 1
-            width, first = min(drafter.tree_width, budget + 1 - len(tree)), frontier[0]
-            frontier = self._grow(tree, frontier, outputs, width, drafter.tree_width)
-            if not frontier or depth >= room or len(tree) > budget:
+            first = growth.frontier[0]
+            growth.add_level(outputs, most + 1 - len(tree))
+            if not growth.frontier or growth.steps >= room or len(tree) > most:
                 return seconds
-            best = frontier[0]
-            step = DraftStep(
-                depth=depth,
-                probability=exp(tree.logprobs[best] - tree.logprobs[tree.parents[best]]),
-                path_probability=exp(tree.logprobs[best]),
-                entropy=entropy_of(outputs.logits[tree.parents[best] - first]) if drafter.controller.needs_entropy else None,
-                margin=tree.margins[best],
-                nodes=len(tree) - 1,
-            )
-            if not drafter.controller.keep_drafting(step):
+            if not controller.keep_drafting(growth.last_step(outputs, first, controller.needs_entropy)):
                 return seconds
 
-    def _draft_ahead(self, tree: TokenTree, count: int, binding: ChainBinding) -> float:
+    def _draft_ahead(self, growth: Growth, count: int, binding: ChainBinding) -> float:
         """Grow a chain whose length is known in one call, which needs the host for none of its steps."""
         started = time.perf_counter()
-        outputs = binding.draft_chain(tree.tokens[0], len(self.tokens) - 1, count)
+        outputs = binding.draft_chain(growth.tree.tokens[0], len(self.tokens) - 1, count)
         seconds = time.perf_counter() - started
         for row in range(count):
-            (proposal,) = self._chooser.propose(tree, row, outputs, row, 1)
-            tree.add(proposal.token, row, proposal.logprob, proposal.score, proposal.margin)
+            growth.add_level(outputs, 1, row)
         return seconds
 
     def _run_draft(self, tree: TokenTree, frontier: list[int], root: int, binding: Binding) -> Outputs:
@@ -203,15 +201,6 @@ class Session:
             return binding.forward(tokens, [slot], slot)
         positions = [root + tree.depths[node] for node in frontier]
         return binding.forward(tokens, positions, slot, root, tree.visible(frontier[0]))
-
-    def _grow(self, tree: TokenTree, frontier: list[int], outputs: Outputs, keep: int, width: int) -> list[int]:
-        """Add the ``keep`` children of the frontier with the best paths, best first; the new frontier."""
-        candidates: list[tuple[float, int, Proposal]] = []
-        for row, node in enumerate(frontier):
-            proposals = self._chooser.propose(tree, node, outputs, row, width)
-            candidates += [(tree.scores[node] + proposal.score, node, proposal) for proposal in proposals]
-        candidates.sort(key=lambda candidate: -candidate[0])
-        return [tree.add(p.token, node, p.logprob, p.score, p.margin) for _, node, p in candidates[:keep]]
 
     def _run_verify(self, tree: TokenTree) -> tuple[Outputs, float]:
         root = len(self.tokens) - 1
@@ -236,33 +225,23 @@ class Session:
             reason = "length"
         return Round(tokens, [index < accepted for index in range(len(tokens))], reason)
 
-    def _accounted(
-        self, tree: TokenTree, accepted: int, result: Round, times: tuple[float, float, float], drafter: Drafter | None
-    ) -> Stats:
+    def _accounted(self, outcome: RoundOutcome, result: Round, draft_seconds: float, seconds: float, drafting: bool) -> Stats:
         """The statistics with this round in them; the guard is told of it."""
-        old, depth = self.stats, tree.depths[-1]
+        old = self.stats
         stats = replace(old, offered_at_depth=[*old.offered_at_depth], accepted_at_depth=[*old.accepted_at_depth])
-        draft_seconds, verify_seconds, seconds = times
         stats.rounds += 1
         stats.new_tokens += len(result.tokens)
         stats.draft_seconds += draft_seconds
-        stats.verify_seconds += verify_seconds
-        stats.host_seconds += seconds - draft_seconds - verify_seconds
-        if drafter is not None:
+        stats.verify_seconds += outcome.verify_seconds
+        stats.host_seconds += seconds - draft_seconds - outcome.verify_seconds
+        if drafting:
             stats.drafting_rounds += 1
-            stats.draft_steps += depth
-            stats.drafted += len(tree) - 1
-            stats.accepted += accepted
-            stats.judge(depth, accepted)
+            stats.draft_steps += outcome.steps
+            stats.drafted += outcome.nodes
+            stats.accepted += outcome.accepted
+            stats.judge(outcome.drafted, outcome.accepted)
         guard = self._drafter.guard if self._drafter else None
         if guard is not None:
-            guard.record(drafter is not None, len(result.tokens), seconds)
+            guard.record(drafting, len(result.tokens), seconds)
             stats.guard_rests = guard.rests - self._rests_before
         return stats
-
-
-def entropy_of(logits: Logits) -> float:
-    scores = logits.astype(np.float64) - logits.max()
-    weights = np.exp(scores)
-    total = weights.sum()
-    return float(np.log(total) - (weights * scores).sum() / total)

@@ -17,8 +17,10 @@ from rig import Rig, Workspace, finish, generated, recording_drafts
 from scipy.stats import chi2  # type: ignore[import-untyped]
 
 from eesd.controllers import Controller, make_controller
+from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.choosing import Rejection
 from eesd.runtime.engine import Outputs
+from eesd.runtime.growth import Growth
 from eesd.runtime.sampling import Sampling
 from eesd.runtime.session import Drafter, Session
 from eesd.runtime.stats import Stats
@@ -83,13 +85,19 @@ def exact_joint(rig: Rig, prompt: Sequence[int], sampling: Sampling) -> Joint:
 
 
 def check_joint(
-    rig: Rig, prompt: Sequence[int], sampling: Sampling, controller: Controller, width: int, draws: int = 4000
+    rig: Rig,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    controller: Controller,
+    width: int,
+    draws: int = 4000,
+    budget: TreeBudget | None = None,
 ) -> None:
     """Sampled sequences are distributed as the verifier alone says, and drafting had its part in them."""
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = judged = 0
     for seed in range(draws):
-        session = rig.session(prompt, replace(sampling, seed=seed), controller, width, new_tokens=LENGTH)
+        session = rig.session(prompt, replace(sampling, seed=seed), controller, width, new_tokens=LENGTH, budget=budget)
         counts[tuple(generated(session))] += 1
         accepted += session.stats.accepted
         judged += sum(session.stats.offered_at_depth)
@@ -145,11 +153,18 @@ def check_chooser(width: int, vocab_size: int = 4, draws: int = 12000) -> None:
 
 
 def check_same_tokens(
-    rig: Rig, prompt: Sequence[int], sampling: Sampling, controller: Controller, width: int, new_tokens: int = 40
+    rig: Rig,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    controller: Controller,
+    width: int,
+    new_tokens: int = 40,
+    budget: TreeBudget | None = None,
 ) -> Stats:
     """Drafting changes nothing, while the cache grows under it; what the drafting run did."""
     plain = rig.session(prompt, sampling, new_tokens=new_tokens)
-    drafting = rig.session(prompt, sampling, controller, width, new_tokens=new_tokens, workspace=rig.workspace())
+    workspace = rig.workspace()
+    drafting = rig.session(prompt, sampling, controller, width, new_tokens=new_tokens, workspace=workspace, budget=budget)
     assert generated(drafting) == generated(plain), f"drafting changed the tokens ({sampling}, width {width})"
     assert drafting.finish_reason == plain.finish_reason
     return drafting.stats
@@ -159,10 +174,17 @@ def cache_of(workspace: Workspace, tokens: Sequence[int]) -> NDArray[np.float32]
     return workspace.slab.data[..., : len(tokens) - 1, :]
 
 
-def check_cache(rig: Rig, prompt: Sequence[int], sampling: Sampling, controller: Controller, width: int) -> None:
+def check_cache(
+    rig: Rig,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    controller: Controller,
+    width: int,
+    budget: TreeBudget | None = None,
+) -> None:
     """After each round, all L + E caches hold what a prefill of the same tokens would have put there."""
     workspace = rig.workspace()
-    session = rig.session(prompt, sampling, controller, width, new_tokens=24, workspace=workspace)
+    session = rig.session(prompt, sampling, controller, width, new_tokens=24, workspace=workspace, budget=budget)
     while session.finish_reason is None:
         session.step()
         expected = cache_of(rig.fresh_prefill(session.tokens), session.tokens)
@@ -170,16 +192,31 @@ def check_cache(rig: Rig, prompt: Sequence[int], sampling: Sampling, controller:
     assert session.stats.accepted
 
 
+def drafted(
+    rig: Rig,
+    prompt: Sequence[int],
+    controller: Controller,
+    width: int,
+    budget: TreeBudget | None = None,
+    workspace: Workspace | None = None,
+) -> Growth:
+    """What the first round drafts, greedily."""
+    parts = workspace or rig.workspace()
+    session = rig.session(prompt, controller=controller, width=width, workspace=parts, budget=budget)
+    session.prefill()
+    session._chooser.begin(session.tokens)
+    growth = Growth(prompt[-1], session._chooser, width, budget)
+    session._draft(growth, Drafter(parts.draft, controller, None, width, budget))
+    return growth
+
+
 def drafted_tree(
     rig: Rig, prompt: Sequence[int], controller: Controller, width: int
 ) -> tuple[TokenTree, dict[int, NDArray[np.float32]]]:
-    """What the first round drafts, greedily, and the draft's logits by node."""
+    """The tree of the first round, and the draft's logits by node."""
     workspace, logits = recording_drafts(rig.workspace())
-    session, tree = rig.session(prompt, controller=controller, width=width, workspace=workspace), TokenTree(prompt[-1])
-    session.prefill()
-    session._chooser.begin(session.tokens)
-    session._draft(tree, Drafter(workspace.draft, controller, None, width))
-    return tree, {slot - (len(prompt) - 1): row for slot, row in logits.items()}
+    growth = drafted(rig, prompt, controller, width, workspace=workspace)
+    return growth.tree, {slot - (len(prompt) - 1): row for slot, row in logits.items()}
 
 
 def check_tree_drafts(rig: Rig, prompt: Sequence[int], width: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.controllers import Controller, DraftStep
+from eesd.controllers.tree_budget import TreeBudget
 from eesd.export.manifest import load_manifest
 from eesd.runtime.engine import Binding, Outputs
 from eesd.runtime.guard import Guard
@@ -54,12 +55,13 @@ class Rig:
         new_tokens: int = 40,
         eos: tuple[int, ...] = (),
         guard: Guard | None = None,
+        budget: TreeBudget | None = None,
         workspace: Workspace | None = None,
     ) -> Session:
         """A session that drafts if there is a controller."""
         parts, manifest = workspace or self._shared, self.manifest
         limits = Limits(eos, new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
-        drafter = Drafter(parts.draft, controller, guard, width) if controller else None
+        drafter = Drafter(parts.draft, controller, guard, width, budget) if controller else None
         return Session(prompt, parts.slab, parts.verify, drafter, limits, sampling or Sampling(), manifest.vocab_size)
 
     def fresh_prefill(self, tokens: Sequence[int]) -> Workspace:

@@ -35,20 +35,28 @@ def test_the_bundled_model(bundled: Path, tmp_path: Path) -> None:  # noqa: F811
     """Every controller on chains and trees in every sampling: all equal, and every figure of the report is there."""
     output = tmp_path / "out"
     options = ("--controllers", "beta-ts fixed threshold:p=0.6", "--task", own_prompts(tmp_path / "prompts.jsonl"), *FEW)
-    succeed(main, "--engine-dir", bundled, "--output", output, *options)
+    succeed(main, "--engine-dir", bundled, "--output", output, *options, "--budgeted", 1)
     result = Result.load(output / "result.json")
     assert result.complete and result.kind == "run"
     assert [(p["id"], p["task"]) for p in result.prompts] == [("count-1", "count"), ("list-1", "list")]
-    assert len(result.configurations) == 3 * (1 + 2 * 3)
+    assert len(result.configurations) == 3 * (1 + 3 * 3) and sum(c.budget for c in result.configurations) == 3 * 3
     assert len(result.runs) == len(result.prompts) * len(result.configurations)
     for done in result.runs:
         assert done.equal is (None if result.configurations[done.configuration].sampling == "rejection" else True)
         assert done.new_tokens == 6
     assert {t.chosen.partition(":")[0] for t in result.tunings} == {"fixed"}
     report = (output / "report.md").read_text()
-    for part in ("against best fixed", "### By task", "### Acceptance by depth", "Prefill", "draft steps", "tree of 3"):
+    for part in (
+        "against best fixed",
+        "### By task",
+        "### Acceptance by depth",
+        "Prefill",
+        "draft steps",
+        "tree of 3",
+        "budget",
+    ):
         assert part in report
-    assert "All 12 drafting runs gave the tokens of plain decoding." in report
+    assert "All 18 drafting runs gave the tokens of plain decoding." in report
     assert "run-1-speedup.png" in listing(output / "report")
 
 
@@ -147,6 +155,8 @@ def test_ablation(text_model: Path, engine: Path, tmp_path: Path) -> None:
         (["--samplings", "hot"], ["hot", "greedy"]),
         (["--tree-widths", "two"], ["two", "whole numbers"]),
         (["--tree-widths", "99"], ["99", "allows 1 to"]),
+        (["--budgeted", "2"], ["--budgeted", "--tree-widths"]),
+        (["--budgeted", "one"], ["one", "whole numbers"]),
         (["-n", "0"], ["max_new_tokens"]),
         (["-n", "5000"], ["5000", "slots"]),
         (["--temperature", "0"], ["temperature"]),

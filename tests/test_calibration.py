@@ -24,7 +24,7 @@ def step(depth: int, probability: float = 0.6, margin: float = 1.0) -> DraftStep
 
 
 def outcome(drafted: int, accepted: int, draft: float = 0.1, verify: float = 1.0) -> RoundOutcome:
-    return RoundOutcome(drafted, accepted, drafted * draft, verify, drafted)
+    return RoundOutcome(drafted, accepted, drafted * draft, verify, drafted, drafted)
 
 
 def grid_posterior(labels: list[tuple[float, bool]], prior: Prior) -> tuple[float, float]:

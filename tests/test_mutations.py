@@ -28,6 +28,7 @@ from eesd.controllers import make_controller
 from eesd.runtime import choosing, sampling
 from eesd.runtime.choosing import Coupled, Rejection
 from eesd.runtime.engine import Outputs
+from eesd.runtime.growth import Growth
 from eesd.runtime.sampling import Sampling
 from eesd.runtime.session import Drafter, Session
 from eesd.runtime.slab import KVSlab
@@ -88,8 +89,8 @@ def test_rejection(monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str, 
 def trimming(draft: Callable[..., float]) -> Callable[..., float]:
     """Drops the last drafted token for what it is."""
 
-    def trimmed(self: Session, tree: TokenTree, drafter: Drafter) -> float:
-        seconds = draft(self, tree, drafter)
+    def trimmed(self: Session, growth: Growth, drafter: Drafter) -> float:
+        seconds, tree = draft(self, growth, drafter), growth.tree
         if tree.tokens[-1] in (1, 4):
             for column in (tree.tokens, tree.parents, tree.depths, tree.logprobs, tree.scores):
                 column.pop()
@@ -171,7 +172,7 @@ def test_tree(
     ("owner", "name", "old", "new"),
     [
         (Session, "_run_draft", "root + tree.depths[node]", "root + node"),
-        (Session, "_run_draft", "tree.visible(frontier[0])", "np.tril(np.ones((len(frontier), len(tree)), bool), frontier[0])"),
+        (Session, "_run_draft", "tree.visible(frontier[0])", "tree.visible(frontier[0]) | True"),
     ],
     ids=["positions", "mask"],
 )

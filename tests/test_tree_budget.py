@@ -1,0 +1,152 @@
+"""A budget chooses what is verified of all that the draft proposes; the tokens stay those of plain decoding."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from checks import check_cache, check_joint, check_same_tokens, drafted
+from rig import Rig, finish
+from test_lossless import PROMPTS, SAMPLINGS
+
+from eesd.controllers import DraftStep, RoundOutcome, make_controller
+from eesd.controllers.calibration import features, sigmoid
+from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, TreeBudget
+from eesd.runtime.llm import Speculation, load
+from eesd.runtime.sampling import Sampling
+
+DRAFT, PLAIN, NODE = 0.1, 1.0, 0.05
+"""Seconds of a draft step, of verify over the root, and of each node more."""
+
+
+def step(margin: float = 1.0) -> DraftStep:
+    return DraftStep(depth=1, probability=0.6, path_probability=0.6, entropy=None, margin=margin, nodes=1)
+
+
+def outcome(drafted: int, accepted: int, nodes: int) -> RoundOutcome:
+    return RoundOutcome(drafted, accepted, DRAFT * drafted, PLAIN + NODE * nodes, nodes, drafted)
+
+
+def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudget:
+    """Rounds of all sizes, with the same number of tokens each: the rate is known and v(n) is linear."""
+    for number in range(rounds):
+        budget.observe([], outcome(3, accepted, FIRST_SIZES[number % len(FIRST_SIZES)]))
+    return budget
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("spec", ["fixed:k=4", "cost-aware-ts"])
+def test_same_tokens(rig: Rig, name: str, width: int, spec: str) -> None:
+    budget, accepted = TreeBudget(), 0
+    for prompt in PROMPTS:
+        accepted += check_same_tokens(rig, prompt, SAMPLINGS[name], make_controller(spec), width, budget=budget).accepted
+    assert accepted and budget.rounds
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("name", ["greedy", "T1"])
+def test_cache_is_that_of_a_prefill(rig: Rig, name: str, width: int) -> None:
+    check_cache(rig, PROMPTS[2], SAMPLINGS[name], make_controller("fixed:k=4"), width, TreeBudget())
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_rejection_sampling_follows_the_verifier(five: Rig, width: int) -> None:
+    sampling = Sampling(temperature=1.0, method="rejection")
+    check_joint(five, [3], sampling, make_controller("fixed:k=2"), width, 2500, TreeBudget())
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_what_is_kept_are_the_best_of_the_proposed_paths(rig: Rig, width: int) -> None:
+    budget = taught(TreeBudget())
+    growth = drafted(rig, PROMPTS[2], make_controller("fixed:k=4"), width, budget)
+    proposed = {
+        (*(growth.tree.tokens[n] for n in growth.tree.path(choice.parent)), choice.proposal.token): choice.score
+        for _, family in growth._families.values()
+        for choice in family
+    }
+    for most in (1, 3, 7, 32):
+        tree = growth.kept(most)
+        paths = {tuple(tree.tokens[n] for n in tree.path(node)) for node in range(1, len(tree))}
+        assert 1 <= len(paths) == len(tree) - 1 <= most
+        assert paths <= proposed.keys(), "a node lost its parent"
+        assert min(proposed[path] for path in paths) >= max((proposed[p] for p in proposed.keys() - paths), default=-np.inf)
+
+
+def test_a_chain_gets_second_choices(rig: Rig) -> None:
+    """Drafting as many tokens, the rounds are fewer, since second choices come true."""
+    rounds, found = {}, {}
+    for budget in (None, TreeBudget()):
+        session = rig.session(PROMPTS[2], SAMPLINGS["T0.7"], make_controller("fixed:k=3"), budget=budget, new_tokens=80)
+        finish(session)
+        rounds[budget], found[budget] = session.stats.rounds, session.stats
+    few, many = sorted(rounds.values())
+    assert few < many and rounds[None] == many
+    assert found[None].drafted == found[None].draft_steps
+
+
+def test_api(rig: Rig) -> None:
+    plain = load(rig.directory, threads=1, speculation=None).generate(PROMPTS[0], max_new_tokens=30)
+    llm = load(rig.directory, threads=1, speculation=Speculation("fixed:k=3", tree_width=2, guard=True, tree_budget=True))
+    for _ in range(2):
+        assert llm.generate(PROMPTS[0], max_new_tokens=30).tokens == plain.tokens
+    assert llm.budget and llm.budget.rounds
+
+
+def test_chances() -> None:
+    """The first choice's is the calibrated one, the others share what is left by their scores, in order."""
+    budget = TreeBudget()
+    z, (first, *others) = budget.chances(step(), [-0.5, -1.5, -2.0, -4.0])
+    assert z == budget.accept.score(features(step())) and first == pytest.approx(sigmoid(z))
+    assert others == sorted(others, reverse=True)
+    assert sum(others) == pytest.approx((1 - first) * COVERED[0] / sum(COVERED))
+    assert others[0] / others[1] == pytest.approx(np.exp(1.25 * 0.5))
+    assert budget.chances(step(), [-0.5])[1] == [first]
+
+
+def test_learns_how_often_other_choices_cover() -> None:
+    budget, random = TreeBudget(discount=1), np.random.default_rng(0)
+    z = budget.accept.score(features(step()))
+    for _ in range(4000):
+        miss = random.random() < 0.4
+        budget.observe([(z, (1 if random.random() < 0.3 else None) if miss else 0)], outcome(1, int(not miss), 4))
+    _, (first, *others) = budget.chances(step(), [-0.5, -1.5, -2.0, -4.0])
+    assert first == pytest.approx(0.6, abs=0.05)
+    assert sum(others) / (1 - first) == pytest.approx(0.3, abs=0.03)
+
+
+def test_size_is_the_best_of_all() -> None:
+    budget = taught(TreeBudget(discount=1))
+    rate, random = budget._rate[0] / budget._rate[1], np.random.default_rng(1)
+    sizes = set()
+    for _ in range(200):
+        values = sorted((random.random(12) ** 4).tolist(), reverse=True)
+        worth = [sum(values[:n]) - rate * NODE * n for n in range(1, 13)]
+        assert budget.size(values) == 1 + int(np.argmax(worth))
+        sizes.add(budget.size(values))
+    assert len(sizes) > 5
+
+
+def test_first_sizes_differ() -> None:
+    budget, sizes = TreeBudget(), []
+    for _ in FIRST_SIZES:
+        sizes.append(budget.size([0.5] * 12))
+        budget.observe([], outcome(3, 1, sizes[-1]))
+    assert sizes == list(FIRST_SIZES)
+    assert budget.size([0.5] * 2) <= 2
+
+
+def test_state_survives_json() -> None:
+    one = taught(TreeBudget())
+    one.observe([(0.3, 0), (1.0, 2), (-1.0, None)], outcome(3, 1, 7))
+    state: dict[str, Any] = json.loads(json.dumps(one.state()))
+    other = TreeBudget(discount=0.5)
+    other.restore(state)
+    assert other.state() == one.state()
+    values = [0.9, 0.5, 0.3, 0.1, 0.05]
+    assert other.size(values) == one.size(values) and other.chances(step(), [0, -1]) == one.chances(step(), [0, -1])
+
+
+def test_discount_must_be_a_share() -> None:
+    with pytest.raises(ValueError, match="discount"):
+        TreeBudget(discount=0)
