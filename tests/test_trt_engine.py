@@ -68,17 +68,26 @@ def contexts_of(llm: LLM) -> dict[str, list[fake.Context]]:
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize(("controller", "width"), [("fixed:k=4", 1), ("threshold:p=0.3", 2), ("beta-ts", 3)])
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        Speculation("fixed:k=4", guard=False),
+        Speculation("threshold:p=0.3", 2, guard=False),
+        Speculation("beta-ts", 3, guard=False),
+        Speculation("fixed:k=4", guard=False, tree_budget=True),
+    ],
+    ids=["chain ahead", "tree of 2", "tree of 3", "chain ahead, budget"],
+)
 @pytest.mark.parametrize(("stages", "flavour"), [(1, "tensorrt"), (3, "tensorrt-rtx")])
 @pytest.mark.usefixtures("installed")
 def test_same_tokens(
-    staged: Callable[[int], Path], tmp_path: Path, stages: int, controller: str, width: int, name: str, flavour: str
+    staged: Callable[[int], Path], tmp_path: Path, stages: int, speculation: Speculation, name: str, flavour: str
 ) -> None:
     """Until the cache is full: the last calls no longer fit a bucket."""
     directory = shutil.copytree(staged(stages), tmp_path / "plans")
     fake.write_plans(directory, flavour)
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
-    llm = eesd.load(directory, "tensorrt", speculation=Speculation(controller, width, guard=False))
+    llm = eesd.load(directory, "tensorrt", speculation=speculation)
     for prompt in PROMPTS:
         expected = plain.generate(prompt, SAMPLINGS[name], max_new_tokens=200, ignore_eos=True)
         completion = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=200, ignore_eos=True)
