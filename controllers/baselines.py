@@ -117,7 +117,7 @@ class UCB(Controller):
             return
         if self.rounds < 16 or self.rounds % 8 == 0:
             width = max(outcome.nodes // max(drafted, 1), 1)
-            self.curve.fit(longest * width)
+            self.curve.fit(longest, longest * width)
             rates = self.lengths.rates(self.curve, width, self.optimism * log(self.rounds + 1) ** 0.5)
             self.arm = max(range(len(rates)), key=rates.__getitem__)
 

@@ -27,7 +27,7 @@ class CostAwareTS(Controller):
     """After k drafted tokens goes on iff some j <= ``HORIZON`` more are worth it: S (m + ... + m^j) >= lambda * their seconds.
 
     S is the chance that all k are accepted, m that the next would be, both from :class:`Calibrator` posteriors (a draw of
-    each per round; ``draws=0`` takes the means); the seconds are measured, per draft step and per node count of verify;
+    each per round; ``draws=0`` takes the means); the seconds are measured, by draft steps and by node count of verify;
     lambda is the rate reached of late, in tokens per second. ``discount`` forgets the rate and the fixed lengths' statistics.
 
     Now and then a round has a fixed length. From those the rate of every fixed length is known, plain decoding included,
@@ -87,16 +87,16 @@ class CostAwareTS(Controller):
             return step.depth < self._fixed
         shift, slope, next_shift, next_slope = self._drawn
         self._survival *= sigmoid(shift + slope * own)
-        return self._worth(step.nodes, step.nodes // step.depth, sigmoid(next_shift + next_slope * following))
+        return self._worth(step.depth, step.nodes, sigmoid(next_shift + next_slope * following))
 
-    def _worth(self, nodes: int, width: int, m: float) -> bool:
-        """Whether some number of further levels of ``width`` nodes brings more tokens than its seconds bring elsewhere."""
-        verify, reach, tokens = self.curve.verify_seconds, self._survival, 0.0
-        before = verify(nodes)
+    def _worth(self, depth: int, nodes: int, m: float) -> bool:
+        """Whether some number of further levels, as wide as those before, brings more tokens than its seconds bring elsewhere."""
+        draft, verify, width = self.curve.draft_seconds, self.curve.verify_seconds, nodes // depth
+        reach, tokens, before = self._survival, 0.0, draft(depth) + verify(nodes)
         for ahead in range(1, HORIZON + 1):
             reach *= m
             tokens += reach
-            if tokens >= self._lambda * (ahead * self.curve.draft.seconds + verify(nodes + ahead * width) - before):
+            if tokens >= self._lambda * (draft(depth + ahead) + verify(nodes + ahead * width) - before):
                 return True
         return False
 
@@ -126,7 +126,7 @@ class CostAwareTS(Controller):
 
     def _compare(self, width: int) -> None:
         """Fit the costs; take the best fixed length for a while if it is clearly better than the rule."""
-        self.curve.fit(LONGEST * width)
+        self.curve.fit(LONGEST, LONGEST * width)
         rates = self.lengths.rates(self.curve, width)
         best = max(range(len(rates)), key=rates.__getitem__)
         self._best_length = best

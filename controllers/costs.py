@@ -25,28 +25,20 @@ class Cost:
         self.seconds += min(max(seconds - self.seconds, -bound), bound) / min(self.count, MEMORY)
 
 
-class CostCurve:
-    """Seconds of a draft step, and of a verify pass by drafted nodes: each count's own samples, leaning on a line through all
-    counts where they are few, and never falling as the count grows."""
+class Curve:
+    """Seconds by a count: each count's own samples, leaning on a line through all counts where they are few, and never falling
+    as the count grows."""
 
     def __init__(self) -> None:
-        self.draft = Cost()
-        self.verify: dict[int, Cost] = {}
+        self.samples: dict[int, Cost] = {}
         self._table: list[float] = []
 
-    def add(self, steps: int, draft_seconds: float, nodes: int, verify_seconds: float) -> None:
-        if steps:
-            self.draft.add(draft_seconds / steps)
-        self.verify.setdefault(nodes, Cost()).add(verify_seconds)
-
-    @property
-    def known(self) -> bool:
-        """Whether there is enough to compare lengths: the draft, and verify at two node counts."""
-        return self.draft.count > 0 and len(self.verify) > 1
+    def add(self, count: int, seconds: float) -> None:
+        self.samples.setdefault(count, Cost()).add(seconds)
 
     def fit(self, longest: int) -> None:
-        """Compute the table for 0 to ``longest`` nodes anew from the samples."""
-        points = [(nodes, min(cost.count, MEMORY), cost.seconds) for nodes, cost in sorted(self.verify.items())]
+        """Compute the table for 0 to ``longest`` anew from the samples."""
+        points = [(count, min(cost.count, MEMORY), cost.seconds) for count, cost in sorted(self.samples.items())]
         total = sum(w for _, w, _ in points)
         x0 = sum(w * n for n, w, _ in points) / total
         y0 = sum(w * y for _, w, y in points) / total
@@ -56,23 +48,63 @@ class CostCurve:
         residuals = _between({n: w * r / (w + STIFFNESS) for n, (w, r) in own.items()}, longest)
         self._table = _rising([max(y0 + slope * (n - x0) + residuals[n], 1e-9) for n in range(longest + 1)])
 
-    def verify_seconds(self, nodes: int) -> float:
+    def seconds(self, count: int) -> float:
+        """Of the fitted table; beyond its end as it rises on the whole."""
         table = self._table
-        if nodes < len(table):
-            return table[nodes]
-        return table[-1] + (table[-1] - table[0]) / max(len(table) - 1, 1) * (nodes - len(table) + 1)
+        if count < len(table):
+            return table[count]
+        return table[-1] + (table[-1] - table[0]) / max(len(table) - 1, 1) * (count - len(table) + 1)
 
     def state(self) -> dict[str, Any]:
-        return {
-            "draft": [self.draft.count, self.draft.seconds],
-            "verify": [[nodes, cost.count, cost.seconds] for nodes, cost in self.verify.items()],
-            "table": list(self._table),
-        }
+        samples = [[count, cost.count, cost.seconds] for count, cost in self.samples.items()]
+        return {"samples": samples, "table": list(self._table)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.draft = Cost(int(state["draft"][0]), float(state["draft"][1]))
-        self.verify = {int(nodes): Cost(int(count), float(seconds)) for nodes, count, seconds in state["verify"]}
+        self.samples = {int(count): Cost(int(times), float(seconds)) for count, times, seconds in state["samples"]}
         self._table = [float(value) for value in state["table"]]
+
+
+class CostCurve:
+    """Seconds of drafts by steps, and of a verify pass by drafted nodes.
+
+    Drafts are a curve as well: where a device changes from one engine to the other, the first step costs more than those
+    behind it (on a CPU three times as much), and going on costs only what the next one does.
+    """
+
+    def __init__(self) -> None:
+        self.draft, self.verify = Curve(), Curve()
+
+    def add(self, steps: int, draft_seconds: float, nodes: int, verify_seconds: float) -> None:
+        if steps:
+            self.draft.add(steps, draft_seconds)
+        self.verify.add(nodes, verify_seconds)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is enough to compare lengths: a draft, and verify at two node counts."""
+        return bool(self.draft.samples) and len(self.verify.samples) > 1
+
+    def fit(self, steps: int, nodes: int) -> None:
+        """Compute both tables anew, to so many draft steps and nodes."""
+        self.draft.fit(steps)
+        self.verify.fit(nodes)
+
+    def draft_seconds(self, steps: int) -> float:
+        samples = self.draft.samples
+        if len(samples) == 1:
+            [(only, cost)] = samples.items()
+            return cost.seconds * steps / only
+        return self.draft.seconds(steps) if steps else 0.0
+
+    def verify_seconds(self, nodes: int) -> float:
+        return self.verify.seconds(nodes)
+
+    def state(self) -> dict[str, Any]:
+        return {"draft": self.draft.state(), "verify": self.verify.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.draft.restore(state["draft"])
+        self.verify.restore(state["verify"])
 
 
 def _between(known: dict[int, float], longest: int) -> list[float]:
@@ -128,7 +160,7 @@ class Lengths:
             raised = (right + 1) / (judged + 1) + optimism * 0.5 / (judged + 1) ** 0.5
             survival *= min(raised, 1.0)
             tokens += survival
-            rates.append(tokens / ((depth + 1) * curve.draft.seconds + curve.verify_seconds((depth + 1) * width)))
+            rates.append(tokens / (curve.draft_seconds(depth + 1) + curve.verify_seconds((depth + 1) * width)))
         return rates
 
     def state(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from eesd.controllers.base import DraftStep, RoundOutcome
 from eesd.controllers.calibration import Calibrator, Prior, features, sigmoid
-from eesd.controllers.costs import CostCurve
+from eesd.controllers.costs import Curve
 
 FIRST_SIZES = (12, 4, 8, 2, 6, 1, 3, 10)
 """The first rounds measure what node counts cost."""
@@ -34,7 +34,7 @@ class TreeBudget:
         prior = prior or Prior()
         self.accept = Calibrator(prior.accept, prior)
         self.covered, self.missed = COVERED
-        self.curve = CostCurve()
+        self.verify = Curve()
         self._rate = [0.0, 0.0]
         """Tokens and seconds, discounted."""
         self.rounds = 0
@@ -56,9 +56,9 @@ class TreeBudget:
 
     def size(self, values: Sequence[float]) -> int:
         """How many of the nodes with these values, largest first, to verify; at least one."""
-        if self.rounds < len(FIRST_SIZES) or not self.curve.known:
+        if self.rounds < len(FIRST_SIZES) or len(self.verify.samples) < 2:
             return min(FIRST_SIZES[self.rounds % len(FIRST_SIZES)], len(values))
-        rate, verify = self._rate[0] / self._rate[1], self.curve.verify_seconds
+        rate, verify = self._rate[0] / self._rate[1], self.verify.seconds
         best, most, gained = 1, -1.0, 0.0
         for count, value in enumerate(values, start=1):
             gained += value
@@ -75,12 +75,12 @@ class TreeBudget:
                 self.covered = COVERED[0] + (self.covered - COVERED[0]) * self.discount + (choice is not None)
                 self.missed = COVERED[1] + (self.missed - COVERED[1]) * self.discount + (choice is None)
         self.accept.advance()
-        self.curve.add(outcome.steps, outcome.draft_seconds, outcome.nodes, outcome.verify_seconds)
+        self.verify.add(outcome.nodes, outcome.verify_seconds)
         spent = max(outcome.draft_seconds + outcome.verify_seconds, 1e-9)
         self._rate = [self._rate[0] * self.discount + outcome.accepted + 1, self._rate[1] * self.discount + spent]
         self.rounds += 1
         if self.rounds == len(FIRST_SIZES) or self.rounds % REFIT_EVERY == 0:
-            self.curve.fit(max(self.curve.verify))
+            self.verify.fit(max(self.verify.samples))
 
     def state(self) -> dict[str, Any]:
         """Everything learned, as JSON values."""
@@ -88,7 +88,7 @@ class TreeBudget:
             "discount": self.discount,
             "accept": self.accept.state(),
             "choices": [self.covered, self.missed],
-            "curve": self.curve.state(),
+            "verify": self.verify.state(),
             "rate": list(self._rate),
             "rounds": self.rounds,
         }
@@ -98,5 +98,5 @@ class TreeBudget:
         self.discount, self.rounds = float(state["discount"]), int(state["rounds"])
         self.accept.restore(state["accept"])
         self.covered, self.missed = map(float, state["choices"])
-        self.curve.restore(state["curve"])
+        self.verify.restore(state["verify"])
         self._rate = [float(value) for value in state["rate"]]

@@ -165,12 +165,22 @@ def test_cost_curve_never_falls_and_knows_what_it_saw() -> None:
     true = {0: 1.0, 1: 1.19, 2: 1.25, 4: 1.35, 8: 1.58}
     for _ in range(60):
         for nodes, seconds in true.items():
-            curve.add(nodes, nodes * 0.17, nodes, seconds * float(random.normal(1, 0.02)))
-    curve.fit(16)
+            draft = (0.26 + 0.09 * (nodes - 1)) * float(random.normal(1, 0.02))
+            curve.add(nodes, draft, nodes, seconds * float(random.normal(1, 0.02)))
+    curve.fit(16, 16)
     table = [curve.verify_seconds(n) for n in range(20)]
     assert table == sorted(table)
     assert [table[n] for n in true] == pytest.approx(list(true.values()), rel=0.03)
-    assert 1.25 < table[3] < 1.35 and curve.draft.seconds == pytest.approx(0.17)
+    assert 1.25 < table[3] < 1.35 and curve.draft_seconds(0) == 0
+    assert [curve.draft_seconds(n) for n in (1, 3, 6, 12)] == pytest.approx([0.26, 0.44, 0.71, 1.25], rel=0.03)
+    assert json.loads(json.dumps(curve.state())) == curve.state()
+
+
+def test_one_length_of_drafts_is_known_by_its_step() -> None:
+    curve = CostCurve()
+    curve.add(4, 0.8, 4, 1.0)
+    curve.fit(8, 8)
+    assert [curve.draft_seconds(n) for n in range(3)] == pytest.approx([0, 0.2, 0.4])
 
 
 def test_lengths_know_every_shorter_length() -> None:
@@ -181,7 +191,7 @@ def test_lengths_know_every_shorter_length() -> None:
     assert lengths.judged == [5, 3, 1, 1] and lengths.accepted == [4, 2, 1, 1]
     for nodes in range(5):
         curve.add(nodes, 0.1 * nodes, nodes, 1.0)
-    curve.fit(4)
+    curve.fit(4, 4)
     survival = np.cumprod([5 / 6, 3 / 4, 1, 1])
     assert lengths.rates(curve) == pytest.approx([(1 + survival[:k].sum()) / (1 + 0.1 * k) for k in range(5)])
 

@@ -220,9 +220,6 @@ class Watcher(RandomStop):
         self.steps.append(step)
         return step.depth < 3
 
-    def length_ahead(self) -> int | None:
-        return None
-
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("prompt", PROMPTS)

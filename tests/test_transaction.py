@@ -98,9 +98,6 @@ class BrokenController(RandomStop):
             self._asked(step)
         return step.depth < 3
 
-    def length_ahead(self) -> int | None:
-        return None
-
     def observe(self, outcome: RoundOutcome) -> None:
         if self._told:
             self._told(outcome)
