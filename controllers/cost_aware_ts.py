@@ -90,7 +90,7 @@ class CostAwareTS(Controller):
         return self._worth(step.depth, step.nodes, sigmoid(next_shift + next_slope * following))
 
     def _worth(self, depth: int, nodes: int, m: float) -> bool:
-        """Whether some number of further levels, as wide as those before, brings more tokens than its seconds bring elsewhere."""
+        """Whether some number of further levels, as wide as before, brings more tokens than its seconds bring elsewhere."""
         draft, verify, width = self.curve.draft_seconds, self.curve.verify_seconds, nodes // depth
         reach, tokens, before = self._survival, 0.0, draft(depth) + verify(nodes)
         for ahead in range(1, HORIZON + 1):
