@@ -140,6 +140,30 @@ class Session:
         row: Logits = outputs.logits[0].copy()
         return row
 
+    @property
+    def slab(self) -> Slab:
+        """The cache, to bind engines of one's own to."""
+        return self._slab
+
+    def propose(self, draft: Binding, count: int) -> tuple[list[int], list[DraftStep]]:
+        """What ``draft``, bound to :attr:`slab`, proposes behind the last committed token: a chain of ``count`` tokens, or as
+        many as there is room for, and what a controller would be told of each, entropy included. Commits nothing."""
+        if self._prefilled < self.stats.prompt_tokens - 1:
+            self.prefill()
+        tree, root, steps = TokenTree(self.tokens[-1]), len(self.tokens) - 1, []
+        count = min(self._room(), count)
+        self._chooser.begin(self.tokens)
+        self._slab.reserve(root + 1 + count)
+        for node in range(count):
+            outputs = self._run_draft(tree, [node], root, draft)
+            (proposal,) = self._chooser.propose(tree, node, outputs, 0, 1)
+            tree.add(proposal.token, node, proposal.logprob, proposal.score, proposal.margin)
+            path = exp(tree.logprobs[-1])
+            steps.append(
+                DraftStep(node + 1, exp(proposal.logprob), path, entropy_of(outputs.logits[0]), proposal.margin, node + 1)
+            )
+        return tree.tokens[1:], steps
+
     def _drafter_now(self) -> Drafter | None:
         """The drafter, unless there is none, no room to draft, or the guard lets it rest."""
         drafter = self._drafter

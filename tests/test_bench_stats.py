@@ -10,8 +10,9 @@ import pytest
 from command import assert_refused, listing, run, succeed
 
 from eesd.bench.cli import main
+from eesd.bench.costs import Costs, costs_of
 from eesd.bench.results import Configuration, Result, Run, Sweep
-from eesd.bench.stats import Costs, acceptance_by_depth, bootstrap, costs_of, predicted_seconds, references_of, summarize
+from eesd.bench.stats import acceptance_by_depth, bootstrap, predicted_seconds, references_of, summarize
 from eesd.runtime.errors import EESDError
 
 EXAMPLE = Path(__file__).parent / "bench_result.json"
