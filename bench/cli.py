@@ -1,4 +1,4 @@
-"""``eesd-bench``: measure an engine directory, replay controllers on traces of it, take a head's recipe and the controllers apart, write reports."""
+"""``eesd-bench``: measure an engine directory, take its parts apart, replay controllers on traces of it, write reports."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -165,9 +165,7 @@ def ablation(model: str | None, heads: tuple[str, ...], dtype: str, **given: Any
 @click.option("--engine-dir", type=click.Path(path_type=Path), help="Directory made by eesd-export, to record traces with.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Replay this recorded trace instead; with --tuning-trace.")
 @click.option("--tuning-trace", type=click.Path(path_type=Path), help="The recorded trace to tune on.")
-@click.option(
-    "--costs", multiple=True, default=(MEASURED, "70b"), help=f"{MEASURED} or {', '.join(COST_MODELS)}; several times."
-)
+@click.option("--costs", multiple=True, default=(MEASURED, "70b"), help=f"{', '.join((MEASURED, *COST_MODELS))}; repeatable.")
 @click.option("--sampling", default="greedy", help="greedy or coupled.")
 @click.option("--depth", default=16, help="Tokens that are drafted from every position.")
 @common(128, 99, 99, "simulation")

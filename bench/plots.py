@@ -183,19 +183,21 @@ def predicted(summaries: Sequence[Summary], path: Path) -> None:
 
 
 @_styled
-def regret(panels: Mapping[str, Sequence[tuple[str, Sequence[int], Sequence[float]]]], path: Path) -> None:
-    """Plain steps lost by tokens decoded: a panel for each title, in it (name, tokens, regret) lines named at their ends."""
+def regret(panels: Mapping[str, Sequence[tuple[str, Sequence[int], Sequence[float]]]], base: str, path: Path) -> None:
+    """Plain steps lost to ``base`` by tokens decoded: a panel for each title, in it (name, tokens, regret) lines, which are
+    named at the ends of the last panel's."""
     figure, axes = _figure(1.7 + 3.0 * len(panels) + 1.3 * (len(panels) == 1), 3.6, len(panels))
-    names = list(dict.fromkeys(name for lines in panels.values() for name, _, _ in lines))
+    names = list(dict.fromkeys(name for lines in panels.values() for name, _, _ in reversed(lines)))  # ours has one colour
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         axis.axhline(0, color=INK, linewidth=1, linestyle="--")
         for name, tokens, lost in lines:
-            axis.plot(tokens, lost, color=COLOURS[names.index(name) % len(COLOURS)], linewidth=1.2, label=name)
+            axis.plot(tokens, lost, color=COLOURS[names.index(name) % len(COLOURS)], linewidth=1.2)
         axis.set_title(title)
+        axis.locator_params(axis="x", nbins=4, prune="upper")
         axis.set_xlim(0, max(tokens[-1] for _, tokens, _ in lines))
-    _name_ends(axes[-1], next(reversed(panels.values())), names)
+    _name_ends(axes[-1], [*panels.values()][-1], names)
     figure.supxlabel("tokens decoded", fontsize=9.5, color=INK)
-    axes[0].set_ylabel("plain steps lost")
+    axes[0].set_ylabel(f"plain steps lost to {base}")
     _save(figure, path)
 
 

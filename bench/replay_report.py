@@ -14,7 +14,9 @@ def replay_section(simulation: Simulation, pictures: Pictures, name: str) -> lis
     for replays in simulation.replays:
         lines += [f"### Costs: {replays.costs.name}", "", _costs(replays), "", *_table(replays), *_by_task(replays)]
         panel = {"": _curves(replays.regret)}
-        lines += pictures.show(f"{name}-regret-{replays.name}", "Regret by tokens decoded", plots.regret, panel)
+        lines += pictures.show(
+            f"{name}-regret-{replays.name}", "Regret by tokens decoded", plots.regret, panel, "the best fixed length"
+        )
     return lines + _streams(simulation, pictures, name)
 
 
@@ -23,12 +25,12 @@ def _setting(simulation: Simulation) -> list[str]:
     sampling = origin["samplings"][0]
     heat = "" if sampling == "greedy" else f" at temperature {origin['temperature']}"
     return [
-        f"{sum(simulation.prompts.values())} prompts ({', '.join(simulation.prompts)}) x {origin['max_new_tokens']} new tokens, "
-        f"{sampling}{heat}, chains of up to {origin['depth']} tokens drafted from every position; then every controller decided on the "
-        "same traces. Lengths, thresholds and AdaEDL's options were tuned on "
-        f"{sum(simulation.tuning_prompts.values())} other prompts; those that draw are the mean of {options['seeds']} seeds. Each pays "
-        f"for its own time, as it took on {machine['CPU']}. Speeds are total times, with 95 % bootstrap intervals over prompts; the "
-        "clairvoyant drafts exactly what will be accepted, which nobody can.",
+        f"{sum(simulation.prompts.values())} prompts ({', '.join(simulation.prompts)}) x {origin['max_new_tokens']} new "
+        f"tokens, {sampling}{heat}; {origin['depth']} tokens were drafted from every position, and every controller decided on "
+        "these traces. Lengths, thresholds and AdaEDL's options were tuned on "
+        f"{sum(simulation.tuning_prompts.values())} other prompts; those that learn ran with {options['seeds']} seeds. Each "
+        f"pays for its own time, as it took on {machine['CPU']}. Speed is plain over drafting time, both in total, with its "
+        "95 % bootstrap interval over prompts. The clairvoyant drafts exactly what will be accepted, which nobody can.",
         "",
     ]
 
@@ -72,9 +74,9 @@ def _streams(simulation: Simulation, pictures: Pictures, name: str) -> list[str]
     lines = [
         "### Known streams",
         "",
-        f"Synthetic text whose chances of acceptance are known (mean about .8), costs: {simulation.streams[0].costs.name}. Speed as a "
-        f"share of the optimal policy's, which knows the chances ({options['runs']} streams of {options['tokens']} tokens each, "
-        "every controller beginning anew on each, its own time left out):",
+        f"Synthetic text whose chances of acceptance are known (mean about .8), costs: {simulation.streams[0].costs.name}. "
+        f"Speed as a share of the optimal policy's, which knows the chances; {options['runs']} streams of {options['tokens']} "
+        "tokens each, every controller begins anew on each, its own time is left out.",
         "",
         f"| controller | {' | '.join(replays.name for replays in simulation.streams)} |",
         "|---" * (1 + len(simulation.streams)) + "|",
@@ -84,7 +86,11 @@ def _streams(simulation: Simulation, pictures: Pictures, name: str) -> list[str]
             shares = " | ".join(f"{row.of_ceiling.value:.1%}" for row in rows)
             lines.append(f"| {rows[0].controller} | {shares} |")
     panels = {replays.name: _curves(replays.regret) for replays in simulation.streams}
-    return [*lines, "", *pictures.show(f"{name}-regret-streams", "Regret on known streams", plots.regret, panels)]
+    return [
+        *lines,
+        "",
+        *pictures.show(f"{name}-regret-streams", "Regret on known streams", plots.regret, panels, "the optimal policy"),
+    ]
 
 
 def _curves(curves: list[Curve]) -> list[tuple[str, list[int], list[float]]]:

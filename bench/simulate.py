@@ -125,8 +125,8 @@ def best_fixed(trace: Trace, costs: CostModel) -> Replay:
 
 
 def tuned(specs: Sequence[str], tuning: Trace, costs: CostModel) -> str:
-    """The fastest of ``specs`` on a trace of other prompts."""
-    return max(specs, key=lambda spec: replay_spec(spec, tuning, costs).speed)
+    """The fastest of ``specs`` on a trace of other prompts, their own time left out: it is the same for all."""
+    return max(specs, key=lambda spec: replay(spec, make_controller(spec), tuning, costs, charge=False).speed)
 
 
 @dataclass(frozen=True)
@@ -162,15 +162,20 @@ def regret(run: Replay, base: Replay) -> Array:
 THRESHOLDS = tuple(f"threshold:p={p / 20}" for p in range(2, 19))
 LENGTHS = tuple(f"fixed:k={k}" for k in range(1, 13))
 ADAEDL = tuple(f"adaedl:target={target},gamma={gamma}" for target in (0.5, 0.6, 0.7, 0.8, 0.9) for gamma in (0.1, 0.2, 0.4))
+OFF, HINDSIGHT, POSTERIOR_MEANS, CLAIRVOYANT = (
+    "off",
+    "best fixed in hindsight",
+    "cost-aware-ts, posterior means",
+    "clairvoyant",
+)
 TUNED = {"fixed, tuned": LENGTHS, "threshold, tuned": THRESHOLDS, "adaedl, tuned": ADAEDL}
 ONLINE = {
     "ucb": "ucb",
     "beta-ts": "beta-ts",
     "calibration-ts": "calibration-ts",
-    "cost-aware-ts, posterior means": "cost-aware-ts:draws=0",
+    POSTERIOR_MEANS: "cost-aware-ts:draws=0",
     "cost-aware-ts": "cost-aware-ts",
 }
-OFF, HINDSIGHT, CLAIRVOYANT = "off", "best fixed in hindsight", "clairvoyant"
 
 
 @dataclass(frozen=True)

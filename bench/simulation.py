@@ -15,6 +15,7 @@ from eesd.bench.simulate import (
     CLAIRVOYANT,
     HINDSIGHT,
     OFF,
+    POSTERIOR_MEANS,
     Ratio,
     Replay,
     compare,
@@ -37,6 +38,8 @@ SEEDS = 5
 POINTS = 200
 """Of each regret curve."""
 OPTIMAL = "optimal"
+NOT_DRAWN = (OFF, HINDSIGHT, POSTERIOR_MEANS, CLAIRVOYANT)
+"""Without a regret curve: those far off the scale, the base itself, and one that lies on another."""
 LEARNING = ("ucb:discount=1", "beta-ts", "calibration-ts", "cost-aware-ts")
 """On the streams. A bandit that forgets would go on exploring, although nothing changes there."""
 STREAM_COSTS, STREAM_TOKENS, STREAM_RUNS, STREAM_REQUESTS, STREAM_DEPTH = "70b", 8000, 4, 16, 16
@@ -53,10 +56,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Row:
-    """One controller: ``spec`` is what it was made from. Ratios of speeds with 95 % intervals.
-
-    ``of_ceiling`` is the share of the speed that the replays' ceiling reached, ``by_task`` the speed over the best fixed length of
-    each task in hindsight.
+    """One controller, made from ``spec``. Ratios of speeds with 95 % intervals: ``of_ceiling`` to that of the clairvoyant (on a
+    known stream the optimal policy), ``by_task`` to that of the best fixed length of each task in hindsight.
     """
 
     controller: str
@@ -71,8 +72,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Replays:
-    """Every controller on one trace under one cost model. ``best_by_task`` names the best fixed length of each task; ``regret`` is
-    against the best fixed length of all, on a known stream against the optimal policy."""
+    """Every controller on one trace under one cost model.
+
+    ``best_by_task`` names the best fixed length of each task. ``regret`` is against the best fixed length of all, on a known
+    stream against the optimal policy.
+    """
 
     name: str
     costs: CostModel
@@ -146,9 +150,9 @@ def _replays_from_json(raw: dict[str, Any]) -> Replays:
 
 
 def find_costs(names: Sequence[str], trace: Trace | None) -> dict[str, CostModel]:
-    """Cost models by name; ``measured`` is what the trace's engine measured.
+    """Cost models by name; ``measured`` is what was measured on the trace's engine. Without a trace only names are checked.
 
-    Raises :class:`EESDError` for names that are not known and where nothing was measured. Without a trace only names are checked.
+    Raises :class:`EESDError` for a name that is not known, and where nothing was measured.
     """
     found = {}
     for name in names:
@@ -183,7 +187,7 @@ def replays_of(name: str, trace: Trace, tuning: Trace, costs: CostModel, seeds: 
         _row(label, runs, runs[CLAIRVOYANT], {task: faster(run, best[task], mask) for task, mask in masks.items()})
         for label, run in runs.items()
     ]
-    curves = [_curve(label, run, runs[HINDSIGHT]) for label, run in runs.items() if label not in (OFF, HINDSIGHT, CLAIRVOYANT)]
+    curves = [_curve(label, run, runs[HINDSIGHT]) for label, run in runs.items() if label not in NOT_DRAWN]
     return Replays(name, costs, {task: run.name for task, run in best.items()}, rows, curves)
 
 

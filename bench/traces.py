@@ -66,7 +66,7 @@ class Request:
 
     def room(self, position: int) -> int:
         """How many tokens a round at ``position`` may draft: the verifier's own token must fit behind them."""
-        return min(self.tokens - 1 - position, self.logprob.shape[1])
+        return min(self.tokens - 1 - position, int(self.logprob.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Trace:
     @property
     def depth(self) -> int:
         """How long the chains are."""
-        return max(request.logprob.shape[1] for request in self.requests)
+        return max(int(request.logprob.shape[1]) for request in self.requests)
 
     @property
     def tasks(self) -> list[str]:
@@ -154,7 +154,8 @@ def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: 
             session.step()
         text = session.tokens[session.stats.prompt_tokens :]
     accepted = [_agreement(chain, text[position:]) for position, chain in enumerate(chains)]
-    return Request(task, *features[:, : len(text)], np.array(accepted, np.int32))
+    logprob, margin, entropy = features[:, : len(text)]
+    return Request(task, logprob, margin, entropy, np.array(accepted, np.int32))
 
 
 def _agreement(chain: list[int], text: list[int]) -> int:
