@@ -13,7 +13,7 @@ from eesd.bench.ablation import ablate, parse_head
 from eesd.bench.campaign import Campaign
 from eesd.bench.costs import COST_MODELS
 from eesd.bench.plots import check_plots
-from eesd.bench.recording import TRACE, TUNING, check_pair, record_traces
+from eesd.bench.recording import TRACE, TUNING, Recording, check_pair
 from eesd.bench.report import write_report
 from eesd.bench.results import Result, read_json
 from eesd.bench.run import Bench, Options
@@ -187,7 +187,7 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
         check_sampling(options.sampling(options.samplings[0], 0))
         prompts = load_tasks(options.tasks)
         bench = Bench(engine_dir, options.backend, options.threads)
-        follow("recording", record_traces(bench, prompts, options, depth, output, keep))
+        follow("recording", Recording(bench, prompts, options, depth, output, keep).steps())
         trace, tuning_trace = output / TRACE, output / TUNING
     assert trace is not None and tuning_trace is not None
     pair = load_trace(trace), load_trace(tuning_trace)

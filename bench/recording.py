@@ -10,7 +10,7 @@ from typing import Any
 from eesd.bench.costs import CostModel, costs_of
 from eesd.bench.run import Bench, Encoded, Options
 from eesd.bench.tasks import Prompt, split
-from eesd.bench.traces import Trace, load_trace, record
+from eesd.bench.traces import Trace, check_depth, load_trace, record
 from eesd.runtime.errors import EESDError
 
 TRACE, TUNING = "trace.npz", "tuning.npz"
@@ -24,27 +24,37 @@ def measure_costs(bench: Bench, prompts: Sequence[Encoded], options: Options) ->
     return CostModel.of_seconds(f"{manifest.model}, {manifest.dtype}, as measured", costs_of(sweeps)["", 1])
 
 
-def record_traces(
-    bench: Bench, prompts: Sequence[Prompt], options: Options, depth: int, output: Path, keep: bool
-) -> Iterator[None]:
-    """Write both traces into ``output``, whole after every prompt; yields then.
+class Recording:
+    """Both traces of one engine in the directory ``output``, each written whole after every prompt.
 
-    With ``keep`` those that are there are gone on with. Raises :class:`EESDError` when they were recorded otherwise.
+    With ``keep`` those that are there are gone on with. Raises :class:`EESDError` when they were recorded otherwise, and for
+    what cannot be recorded.
     """
-    tasks = {prompt.id: prompt.task for prompt in prompts}
-    output.mkdir(parents=True, exist_ok=True)
-    groups = [bench.encode(part, options) for part in split(prompts, options.tuning_per_task, options.per_task)]
-    origins = [_origin(bench, encoded, options, depth) for encoded in groups]
-    paths = [output / TUNING, output / TRACE]
-    kept = [_kept(path, origin) if keep and path.exists() else None for path, origin in zip(paths, origins, strict=True)]
-    costs = next((trace.costs for trace in kept if trace), None) or measure_costs(bench, groups[0], options)
-    for path, encoded, origin, done in zip(paths, groups, origins, kept, strict=True):
-        requests = list(done.requests) if done else []
-        for prompt in encoded[len(requests) :]:
-            sampling = options.sampling(options.samplings[0], prompt.number)
-            requests.append(record(bench.llm, tasks[prompt.id], prompt.tokens, sampling, options.max_new_tokens, depth))
-            Trace(tuple(requests), origin, costs, bench.manifest.calibration).save(path)
-            yield
+
+    def __init__(self, bench: Bench, prompts: Sequence[Prompt], options: Options, depth: int, output: Path, keep: bool) -> None:
+        check_depth(bench.manifest, depth)
+        self._bench, self._options, self._depth = bench, options, depth
+        self._tasks = {prompt.id: prompt.task for prompt in prompts}
+        groups = [bench.encode(part, options) for part in split(prompts, options.tuning_per_task, options.per_task)]
+        self._parts = []
+        for path, encoded in zip((output / TUNING, output / TRACE), groups, strict=True):
+            origin = _origin(bench, encoded, options, depth)
+            self._parts.append((path, encoded, origin, _kept(path, origin) if keep and path.exists() else None))
+        output.mkdir(parents=True, exist_ok=True)
+
+    def steps(self) -> Iterator[None]:
+        """Record what is missing; yields after every prompt."""
+        bench, options = self._bench, self._options
+        costs = next((kept.costs for _, _, _, kept in self._parts if kept), None)
+        costs = costs or measure_costs(bench, self._parts[0][1], options)
+        for path, encoded, origin, kept in self._parts:
+            requests = list(kept.requests) if kept else []
+            for prompt in encoded[len(requests) :]:
+                sampling = options.sampling(options.samplings[0], prompt.number)
+                task, length = self._tasks[prompt.id], options.max_new_tokens
+                requests.append(record(bench.llm, task, prompt.tokens, sampling, length, self._depth))
+                Trace(tuple(requests), origin, costs, bench.manifest.calibration).save(path)
+                yield
 
 
 def _origin(bench: Bench, prompts: Sequence[Encoded], options: Options, depth: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from eesd.bench.costs import CostModel
 from eesd.controllers import DraftStep
 from eesd.controllers.calibration import Prior
+from eesd.export.manifest import Manifest
 from eesd.runtime.errors import EESDError
 from eesd.runtime.files import written_whole
 from eesd.runtime.llm import LLM, Prompt
@@ -131,6 +132,12 @@ def check_sampling(sampling: Sampling) -> None:
         raise EESDError("Traces need greedy or coupled sampling: with rejection sampling the text depends on what was drafted.")
 
 
+def check_depth(manifest: Manifest, depth: int) -> None:
+    """Raise :class:`EESDError` for chains that no round of this engine may have."""
+    if not 1 <= depth <= manifest.max_tree_nodes:
+        raise EESDError(f"The depth of a trace is {depth}; this engine allows 1 to {manifest.max_tree_nodes}.")
+
+
 def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: int = 128, depth: int = 16) -> Request:
     """Generate behind a prompt and draft ``depth`` tokens from every position.
 
@@ -139,8 +146,7 @@ def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: 
     this engine may have.
     """
     check_sampling(sampling)
-    if not 1 <= depth <= llm.manifest.max_tree_nodes:
-        raise EESDError(f"The depth of a trace is {depth}; this engine allows 1 to {llm.manifest.max_tree_nodes}.")
+    check_depth(llm.manifest, depth)
     assert llm.engines.draft is not None
     features = np.full((3, new_tokens, depth), np.nan, np.float16)
     chains: list[list[int]] = []
