@@ -93,14 +93,21 @@ def read_options(given: dict[str, Any]) -> Options:
 
 
 @contextmanager
-def kept(campaign: Campaign, plots: bool) -> Iterator[None]:
-    """Finish the campaign and write its report; on Ctrl-C say what is left of it."""
+def resumable(path: Path) -> Iterator[None]:
+    """On Ctrl-C say that nothing is lost."""
     try:
         yield
     except KeyboardInterrupt:
-        if campaign.path.exists():
-            click.echo(f"\n{campaign.path} has what was measured; go on with --resume.", err=True)
+        if path.exists():
+            click.echo(f"\n{path} has what was measured; go on with --resume.", err=True)
         raise
+
+
+@contextmanager
+def kept(campaign: Campaign, plots: bool) -> Iterator[None]:
+    """Finish the campaign and write its report."""
+    with resumable(campaign.path):
+        yield
     campaign.finish()
     show_report([campaign.result], [], campaign.path, plots)
 
@@ -187,8 +194,10 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
         check_sampling(options.sampling(options.samplings[0], 0))
         prompts = load_tasks(options.tasks)
         bench = Bench(engine_dir, options.backend, options.threads)
-        follow("recording", Recording(bench, prompts, options, depth, output, keep).steps())
+        recording = Recording(bench, prompts, options, depth, output, keep)
         trace, tuning_trace = output / TRACE, output / TUNING
+        with resumable(tuning_trace):
+            follow("recording", recording.steps())
     assert trace is not None and tuning_trace is not None
     pair = load_trace(trace), load_trace(tuning_trace)
     check_pair(*pair)
