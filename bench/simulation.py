@@ -20,6 +20,7 @@ from eesd.bench.simulate import (
     Replay,
     compare,
     faster,
+    fastest,
     fixed_speeds,
     masks_of,
     mean_of,
@@ -198,7 +199,7 @@ def on_stream(stream: Stream, costs: CostModel, tokens: int, count: int) -> Repl
     fixed = [fixed_speeds(trace, costs) for trace in traces]
     each = {
         OFF: [runs[0] for runs in fixed],
-        HINDSIGHT: [max(runs, key=lambda run: run.speed) for runs in fixed],
+        HINDSIGHT: [fastest(runs) for runs in fixed],
         OPTIMAL: [replay(OPTIMAL, optimal, trace, costs, charge=False) for trace in traces],
     }
     for spec in LEARNING:

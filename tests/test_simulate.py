@@ -10,7 +10,7 @@ from rig import Rig, finish
 from test_bundled import bundled  # noqa: F401 (a fixture)
 
 from eesd.bench.costs import BUNDLED, COST_MODELS, CostModel, Costs, layer_costs
-from eesd.bench.simulate import best_fixed, faster, fixed_speeds, regret, replay, replay_spec
+from eesd.bench.simulate import faster, fastest, fixed_speeds, regret, replay, replay_spec
 from eesd.bench.simulation import replays_of
 from eesd.bench.streams import STREAMS, Stream
 from eesd.bench.traces import ROWS, Request, Trace, load_trace, record
@@ -74,7 +74,7 @@ def test_optimal_beats_every_fixed_length_and_predicts_its_own_rate() -> None:
     trace, optimal = stream.trace(2000, 15, seed=1), stream.optimal(BUNDLED, 16)
     run = replay("optimal", optimal, trace, BUNDLED, charge=False)
     assert run.speed == pytest.approx(optimal.rate, rel=0.02)
-    assert run.speed > 1.08 * best_fixed(trace, BUNDLED).speed
+    assert run.speed > 1.08 * fastest(fixed_speeds(trace, BUNDLED)).speed
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.name)
@@ -83,7 +83,7 @@ def test_cost_aware_is_near_the_optimal_policy(stream: Stream) -> None:
     optimal = replay("optimal", stream.optimal(EVEN, 16), trace, EVEN, charge=False)
     found = replay("cost-aware-ts", CostAwareTS(seed=0), trace, EVEN, charge=False)
     assert found.speed > 0.97 * optimal.speed
-    assert found.speed > 0.99 * best_fixed(trace, EVEN).speed
+    assert found.speed > 0.99 * fastest(fixed_speeds(trace, EVEN)).speed
 
 
 @pytest.mark.parametrize("stream", STREAMS[2:], ids=lambda stream: stream.name)
@@ -109,7 +109,7 @@ def test_regret_of_the_bandit_grows_ever_slower() -> None:
 
 def test_regret_adds_up() -> None:
     trace = STREAMS[0].trace(200, 2, seed=0)
-    off, best = fixed_speeds(trace, flat(0.1))[0], best_fixed(trace, flat(0.1))
+    off, best = fixed_speeds(trace, flat(0.1))[0], fastest(fixed_speeds(trace, flat(0.1)))
     assert not regret(best, best).any() and len(regret(best, best)) == 400
     lost = regret(off, best)
     assert lost[-1] == pytest.approx(400 - best.cost.sum()) and lost[199] == pytest.approx(200 - best.cost[0])
@@ -144,7 +144,7 @@ def test_reacts_to_drift() -> None:
 
 def test_paired_bootstrap() -> None:
     trace = STREAMS[2].trace(200, 20, seed=5)
-    slow, fast = fixed_speeds(trace, flat(0.1))[0], best_fixed(trace, flat(0.1))
+    slow, fast = fixed_speeds(trace, flat(0.1))[0], fastest(fixed_speeds(trace, flat(0.1)))
     assert faster(slow, slow).low == faster(slow, slow).high == 1
     ratio = faster(fast, slow)
     assert ratio.low < ratio.value < ratio.high and ratio.value == pytest.approx(fast.speed)

@@ -71,7 +71,7 @@ def test_everything_is_kept_and_reported(recorded: Path) -> None:
     assert [replays.name for replays in found.replays] == ["measured", "70b"]
     assert found.prompts == {"count": 2, "list": 2} and found.tuning_prompts == {"count": 1, "list": 1}
     trace = load_trace(recorded / "trace.npz")
-    assert found.replays[0].costs.table(6) == pytest.approx(trace.costs.table(6), rel=1e-4) if trace.costs else False
+    assert trace.costs and found.replays[0].costs.table(6) == pytest.approx(trace.costs.table(6), rel=1e-4)
     for replays in found.replays:
         assert [row.controller for row in replays.rows] == CONTROLLERS
         assert all(row.by_task.keys() == {"count", "list"} for row in replays.rows)
@@ -111,9 +111,15 @@ def test_traces_hold_half_precision(recorded: Path) -> None:
 
 def test_an_interrupted_recording_goes_on(engine: Path, prompts: str, recorded: Path, tmp_path: Path) -> None:
     options = Options(
-        samplings=("greedy",), widths=(1,), max_new_tokens=16, per_task=2, tuning_per_task=1, threads=1, backend="ort",
+        samplings=("greedy",),
+        widths=(1,),
+        max_new_tokens=16,
+        per_task=2,
+        tuning_per_task=1,
+        threads=1,
+        backend="ort",
         tasks=(prompts,),
-    )  # fmt: skip
+    )
     steps = Recording(Bench(engine, "ort", 1), load_tasks([prompts]), options, 6, tmp_path, keep=False).steps()
     for _ in zip(range(3), steps, strict=False):  # both prompts to tune on, the first to report
         pass
