@@ -170,7 +170,8 @@ def test_propose_says_what_a_round_would_draft_and_commits_nothing(rig: Rig) -> 
         assert snapshot(session) == before
         seen.clear()
         result = session.step()
-        assert steps[: len(seen)] == seen and len(tokens) == len(steps)
+        assert len(tokens) == len(steps) >= len(seen)
+        assert all(tuple(one) == pytest.approx(tuple(other)) for one, other in zip(steps, seen, strict=False))
         assert [t for t, drafted in zip(result.tokens, result.drafted, strict=True) if drafted] == tokens[: sum(result.drafted)]
     assert tokens == [] or len(tokens) < 4, "no more than there is room for"
     assert session.tokens[len(PROMPT) :] == generated(undisturbed)
