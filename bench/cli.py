@@ -1,6 +1,7 @@
-"""``eesd-bench``: measure an engine directory, take a head's recipe and the controllers apart, write reports."""
+"""``eesd-bench``: measure an engine directory, take its parts apart, replay controllers on traces of it, write reports."""
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,11 +11,15 @@ from click.core import ParameterSource
 
 from eesd.bench.ablation import ablate, parse_head
 from eesd.bench.campaign import Campaign
+from eesd.bench.costs import COST_MODELS
 from eesd.bench.plots import check_plots
+from eesd.bench.recording import TRACE, TUNING, Recording, check_pair
 from eesd.bench.report import write_report
-from eesd.bench.results import Result, load_regret
+from eesd.bench.results import Result, read_json
 from eesd.bench.run import Bench, Options
+from eesd.bench.simulation import MEASURED, Simulation, find_costs, is_simulation, simulate_all
 from eesd.bench.tasks import LOADERS, load_tasks
+from eesd.bench.traces import check_sampling, load_trace
 from eesd.runtime.backends import BACKENDS
 from eesd.runtime.errors import EESDError, one_line_errors
 
@@ -26,36 +31,51 @@ QUICK = {"per_task": 1, "tuning_per_task": 1, "max_new_tokens": 32, "widths": "1
 DEFAULT = Options()
 
 
-def measuring(controllers: Iterable[str], samplings: Iterable[str]) -> Callable[[F], F]:
-    """The options that all measurements share, with these defaults."""
-    options = [
-        click.option("--task", "tasks", multiple=True, metavar="NAME=FILE", help=f"Prompts; NAME: {', '.join(LOADERS)}."),
-        click.option("--controllers", default=" ".join(controllers), help="Separated by spaces; fixed, threshold: tuned."),
-        click.option("--tree-widths", "widths", default=" ".join(map(str, DEFAULT.widths)), help="1 drafts a chain."),
-        click.option("--budgeted", default="", help="Tree widths to measure with a tree budget, too."),
-        click.option("--samplings", default=" ".join(samplings), help="Separated by spaces."),
-        click.option("--temperature", default=DEFAULT.temperature, help="Of the samplings that are not greedy."),
-        click.option("-n", "--max-new-tokens", default=DEFAULT.max_new_tokens),
-        click.option("--per-task", default=DEFAULT.per_task, help="Prompts of each task to report, at most."),
-        click.option("--tuning-per-task", default=DEFAULT.tuning_per_task, help="Other prompts of each task to tune on."),
-        click.option("--guard/--no-guard", default=DEFAULT.guard, help="Rest drafting where it does not pay."),
-        click.option("--chat", is_flag=True, help="Give prompts as chat messages."),
-        click.option("--seed", default=DEFAULT.seed),
-        click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend),
-        click.option("--threads", type=int, help="CPU threads of an engine.  [default: the processors of this process]"),
-        click.option("--quick", is_flag=True, help="About a minute: few prompts, few tokens, chains."),
-        click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("bench-results"), help="Directory."),
-        click.option("--resume", is_flag=True, help="Go on with an interrupted measurement in --output."),
-        click.option("--overwrite", is_flag=True, help="Replace the measurement in --output."),
-        click.option("--plots/--no-plots", default=True, help="Draw the plots, too (needs matplotlib)."),
-    ]
+def _all(options: Iterable[Callable[[F], F]]) -> Callable[[F], F]:
+    """Several options as one decorator, in their order."""
 
     def decorate(command: F) -> F:
-        for option in reversed(options):
+        for option in reversed([*options]):
             command = option(command)
         return command
 
     return decorate
+
+
+def common(new_tokens: int, per_task: int, tuning_per_task: int, output: str) -> Callable[[F], F]:
+    """The options of everything that runs prompts and keeps what it found, with these defaults."""
+    return _all(
+        [
+            click.option("--task", "tasks", multiple=True, metavar="NAME=FILE", help=f"Prompts; NAME: {', '.join(LOADERS)}."),
+            click.option("--temperature", default=DEFAULT.temperature, help="Of the samplings that are not greedy."),
+            click.option("-n", "--max-new-tokens", default=new_tokens),
+            click.option("--per-task", default=per_task, help="Prompts of each task to report, at most."),
+            click.option("--tuning-per-task", default=tuning_per_task, help="Other prompts of each task to tune on."),
+            click.option("--chat", is_flag=True, help="Give prompts as chat messages."),
+            click.option("--seed", default=DEFAULT.seed),
+            click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend),
+            click.option("--threads", type=int, help="CPU threads of an engine.  [default: the processors of this process]"),
+            click.option("-o", "--output", type=click.Path(path_type=Path), default=Path(output), help="Directory."),
+            click.option("--resume", is_flag=True, help="Go on with what was interrupted in --output."),
+            click.option("--overwrite", is_flag=True, help="Replace what is in --output."),
+            click.option("--plots/--no-plots", default=True, help="Draw the plots, too (needs matplotlib)."),
+        ]
+    )
+
+
+def measuring(controllers: Iterable[str], samplings: Iterable[str]) -> Callable[[F], F]:
+    """The options that all measurements share, with these defaults."""
+    return _all(
+        [
+            click.option("--controllers", default=" ".join(controllers), help="Separated by spaces; fixed, threshold: tuned."),
+            click.option("--tree-widths", "widths", default=" ".join(map(str, DEFAULT.widths)), help="1 drafts a chain."),
+            click.option("--budgeted", default="", help="Tree widths to measure with a tree budget, too."),
+            click.option("--samplings", default=" ".join(samplings), help="Separated by spaces."),
+            click.option("--guard/--no-guard", default=DEFAULT.guard, help="Rest drafting where it does not pay."),
+            click.option("--quick", is_flag=True, help="About a minute: few prompts, few tokens, chains."),
+            common(DEFAULT.max_new_tokens, DEFAULT.per_task, DEFAULT.tuning_per_task, "bench-results"),
+        ]
+    )
 
 
 def read_options(given: dict[str, Any]) -> Options:
@@ -75,19 +95,38 @@ def read_options(given: dict[str, Any]) -> Options:
 
 
 @contextmanager
-def kept(campaign: Campaign, plots: bool) -> Iterator[None]:
-    """Finish the campaign and write its report; on Ctrl-C say what is left of it."""
+def resumable(path: Path) -> Iterator[None]:
+    """On Ctrl-C say that nothing is lost."""
     try:
         yield
     except KeyboardInterrupt:
-        if campaign.path.exists():
-            click.echo(f"\n{campaign.path} has what was measured; go on with --resume.", err=True)
+        if path.exists():
+            click.echo(f"\n{path} has what was measured; go on with --resume.", err=True)
         raise
+
+
+@contextmanager
+def kept(campaign: Campaign, plots: bool) -> Iterator[None]:
+    """Finish the campaign and write its report."""
+    with resumable(campaign.path):
+        yield
     campaign.finish()
-    report = campaign.path.with_name("report.md")
-    write_report([campaign.result], [], report, plots)
+    show_report([campaign.result], [], campaign.path, plots)
+
+
+def show_report(results: Sequence[Result], simulations: Sequence[Simulation], path: Path, plots: bool) -> None:
+    """Write the report beside the JSON file that it is made of, and print it."""
+    report = path.with_name("report.md")
+    write_report(results, simulations, report, plots)
     click.echo(report.read_text("utf-8"))
-    click.echo(f"{campaign.path}, {report}", err=True)
+    click.echo(f"{path}, {report}", err=True)
+
+
+def follow(label: str, steps: Iterable[None]) -> None:
+    """Take all steps behind a progress bar."""
+    with click.progressbar(steps, label=label, file=sys.stderr) as bar:
+        for _ in bar:
+            pass
 
 
 @click.group(invoke_without_command=True, context_settings=HELP)
@@ -132,19 +171,56 @@ def ablation(model: str | None, heads: tuple[str, ...], dtype: str, **given: Any
 
 
 @main.command(context_settings=HELP)
+@click.option("--engine-dir", type=click.Path(path_type=Path), help="Directory made by eesd-export, to record traces with.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Replay this recorded trace instead; with --tuning-trace.")
+@click.option("--tuning-trace", type=click.Path(path_type=Path), help="The recorded trace to tune on.")
+@click.option("--costs", multiple=True, default=(MEASURED, "70b"), help=f"{', '.join((MEASURED, *COST_MODELS))}; repeatable.")
+@click.option("--sampling", default="greedy", help="greedy or coupled.")
+@click.option("--depth", default=16, help="Tokens that are drafted from every position.")
+@common(128, 99, 99, "simulation")
+@one_line_errors
+def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | None, **given: Any) -> None:
+    """Replay every controller on recorded traces, under any costs: which drafts best, and what it loses against the best."""
+    plots, output, costs, depth = (given.pop(name) for name in ("plots", "output", "costs", "depth"))
+    keep, overwrite = given.pop("resume"), given.pop("overwrite")
+    check_plots(plots)
+    find_costs(costs, None)
+    if (trace is None) != (tuning_trace is None) or (trace is None) == (engine_dir is None):
+        raise EESDError("Give --engine-dir to record traces, or both --trace and --tuning-trace to replay recorded ones.")
+    options = Options(samplings=(given.pop("sampling"),), widths=(1,), **given)
+    result = output / "simulation.json"
+    written = [result] if engine_dir is None else [result, output / TRACE, output / TUNING]
+    if not (keep or overwrite) and (path := next(filter(Path.exists, written), None)):
+        raise EESDError(f"{path} is there already; give --resume, --overwrite or another --output.")
+    if engine_dir is not None:
+        check_sampling(options.sampling(options.samplings[0], 0))
+        prompts = load_tasks(options.tasks)
+        bench = Bench(engine_dir, options.backend, options.threads)
+        recording = Recording(bench, prompts, options, depth, output, keep)
+        trace, tuning_trace = output / TRACE, output / TUNING
+        with resumable(tuning_trace):
+            follow("recording", recording.steps())
+    assert trace is not None and tuning_trace is not None
+    pair = load_trace(trace), load_trace(tuning_trace)
+    check_pair(*pair)
+    simulation = Simulation.of(*pair, costs)
+    follow("replaying", simulate_all(simulation, *pair))
+    output.mkdir(parents=True, exist_ok=True)
+    simulation.save(result)
+    show_report([], [simulation], result, plots)
+
+
+@main.command(context_settings=HELP)
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("docs/results.md"), help="Markdown to write.")
 @click.option("--plots/--no-plots", default=True, help="Draw the plots, too (needs matplotlib).")
 @one_line_errors
 def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
-    """Make Markdown and plots of RESULTS: result.json files, and JSON with regret curves."""
+    """Make Markdown and plots of RESULTS: result.json and simulation.json files."""
     check_plots(plots)
-    curves, found = [], []
-    for path in results:
-        regret = load_regret(path)
-        curves += [regret] if regret else []
-        found += [] if regret else [Result.load(path)]
-    write_report(found, curves, output, plots)
+    replayed = [path for path in results if is_simulation(read_json(path))]
+    measured = [Result.load(path) for path in results if path not in replayed]
+    write_report(measured, [Simulation.load(path) for path in replayed], output, plots)
     click.echo(output)
 
 

@@ -1,51 +1,116 @@
-"""What a round costs: a draft step, and a verify pass by node count, in units of one plain step.
+"""What a round costs: its draft steps, and a verify pass by node count.
 
-A cost model is measured on an engine (``measure_costs``) or follows from layer counts (``layer_costs``), for devices that are
-not here.
+A cost model is measured on an engine or follows from layer counts (``layer_costs``), for devices that are not here.
 """
 
 import statistics
-import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
+import numpy as np
+
+from eesd.bench.results import Sweep
 from eesd.runtime.errors import EESDError
-from eesd.runtime.llm import LLM
 
-NODE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+
+@dataclass(frozen=True)
+class Costs:
+    """What single calls cost, in any unit: a round's first draft step, a later one, and verify by node count.
+
+    The first step finds its weights evicted by the verify pass before it, the later ones do not.
+    """
+
+    first_draft: float
+    next_draft: float
+    verify: Mapping[int, float]
+
+    def of_verify(self, nodes: int) -> float:
+        """v(n), linear between the node counts that are known and beyond the last two."""
+        counts = sorted(self.verify)
+        if nodes <= counts[-1] or len(counts) == 1:
+            return float(np.interp(nodes, counts, [self.verify[count] for count in counts]))
+        before, last = counts[-2:]
+        slope = (self.verify[last] - self.verify[before]) / (last - before)
+        return self.verify[last] + slope * (nodes - last)
+
+    def of_draft(self, steps: int) -> float:
+        """All draft steps of a round."""
+        return self.first_draft + (steps - 1) * self.next_draft if steps else 0.0
+
+    def of_round(self, steps: int, nodes: int) -> float:
+        """A round of so many draft steps that drafted so many nodes."""
+        return self.of_draft(steps) + self.of_verify(nodes + 1)
+
+    def scaled(self, factor: float) -> "Costs":
+        """In another unit."""
+        verify = {nodes: cost * factor for nodes, cost in self.verify.items()}
+        return Costs(self.first_draft * factor, self.next_draft * factor, verify)
+
+
+def costs_of(sweeps: Iterable[Sweep]) -> dict[tuple[str, int], Costs]:
+    """Median seconds by engine and tree width."""
+    groups: dict[tuple[str, int], list[Sweep]] = {}
+    for sweep in sweeps:
+        groups.setdefault((sweep.engine, sweep.width), []).append(sweep)
+    found = {}
+    for key, group in groups.items():
+        verify: dict[int, list[float]] = {}
+        for sweep in group:
+            for nodes, seconds in sweep.verify:
+                verify.setdefault(int(nodes), []).append(seconds)
+        found[key] = Costs(
+            statistics.median(sweep.first_draft for sweep in group),
+            statistics.median(sweep.next_draft for sweep in group),
+            {nodes: statistics.median(seconds) for nodes, seconds in sorted(verify.items())},
+        )
+    return found
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """``draft`` is one draft step, ``verify`` (node count, cost) pairs that begin at one node; all in plain steps.
+    """Costs of a device by name: ``calls`` in plain steps, one of which takes ``plain_seconds``.
 
-    Between two counts the cost is linear, behind the last it goes on as between the last two. ``plain_seconds`` says how
-    long a plain step takes, to charge a controller its own time.
+    A round's cost in plain steps says how fast it is whatever the device; seconds say what a controller's own time is worth.
     """
 
     name: str
-    draft: float
-    verify: tuple[tuple[int, float], ...]
+    calls: Costs
     plain_seconds: float
 
     def __post_init__(self) -> None:
-        counts = [count for count, _ in self.verify]
-        if not counts or counts[0] != 1 or counts != sorted(set(counts)):
-            raise EESDError(f"The verify costs of {self.name} must be given for ascending node counts from 1.")
-        if min(self.draft, self.plain_seconds, *(cost for _, cost in self.verify)) <= 0:
+        calls = self.calls
+        if min(calls.verify, default=0) != 1:
+            raise EESDError(f"The verify costs of {self.name} must be given for node counts from 1.")
+        if not min(calls.first_draft, calls.next_draft, self.plain_seconds, *calls.verify.values()) > 0:
             raise EESDError(f"A cost of {self.name} is not above 0.")
 
-    def verify_cost(self, nodes: int) -> float:
-        """A verify pass over ``nodes`` tokens, the root included."""
-        points = self.verify
-        if len(points) == 1:
-            return points[0][1]
-        right = next((i for i, (count, _) in enumerate(points) if count >= nodes and i), len(points) - 1)
-        (n0, v0), (n1, v1) = points[right - 1], points[right]
-        return v0 + (v1 - v0) * (nodes - n0) / (n1 - n0)
+    @classmethod
+    def of_seconds(cls, name: str, seconds: Costs) -> Self:
+        """From measured calls: a plain step is a verify pass over one node."""
+        plain = seconds.verify[1]
+        return cls(name, seconds.scaled(1 / plain), plain)
 
     def table(self, longest: int) -> list[float]:
-        """Cost of a round that drafts 0, 1, ... ``longest`` tokens."""
-        return [n * self.draft + self.verify_cost(n + 1) for n in range(longest + 1)]
+        """Plain steps of a round that drafts 0, 1, ... ``longest`` tokens."""
+        return [self.calls.of_round(n, n) for n in range(longest + 1)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        calls = self.calls
+        return {
+            "name": self.name,
+            "first_draft": calls.first_draft,
+            "next_draft": calls.next_draft,
+            "verify": [[nodes, cost] for nodes, cost in calls.verify.items()],
+            "plain_seconds": self.plain_seconds,
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Self:
+        """From what :meth:`to_dict` gave; KeyError, TypeError or ValueError for anything else."""
+        verify = {int(nodes): float(cost) for nodes, cost in value["verify"]}
+        return cls(value["name"], Costs(value["first_draft"], value["next_draft"], verify), value["plain_seconds"])
 
 
 def layer_costs(
@@ -55,13 +120,13 @@ def layer_costs(
 
     The verify pass costs the same for all node counts: at batch 1 a GPU is bound by reading the weights.
     """
-    return CostModel(name, (exit_layer + exit_blocks + head) / (layers + head), ((1, 1.0),), plain_seconds)
+    draft = (exit_layer + exit_blocks + head) / (layers + head)
+    return CostModel(name, Costs(draft, draft, {1: 1.0}), plain_seconds)
 
 
 BUNDLED = CostModel(
     "bundled, 2 CPU cores",
-    0.17,
-    tuple(zip(NODE_COUNTS, (1.0, 1.19, 1.25, 1.30, 1.35, 1.39, 1.54, 1.66, 1.84, 2.12, 2.47), strict=True)),
+    Costs(0.26, 0.09, {1: 1.0, 2: 1.19, 3: 1.25, 4: 1.30, 5: 1.35, 6: 1.39, 8: 1.54, 12: 1.66, 16: 1.84, 24: 2.12, 32: 2.47}),
     3.1e-3,
 )
 """The bundled model, float32, ONNX Runtime, measured on two cores."""
@@ -73,25 +138,3 @@ COST_MODELS = {
     "70b": layer_costs("70B, exit after 5 of 80 layers", 80, 5, 50e-3),
 }
 """By name. The large ones are computed, not measured; their seconds are the weights in float16 at 1.5 TB/s (70B: at 3 TB/s)."""
-
-
-def measure_costs(llm: LLM, name: str, slot: int = 200, repeats: int = 100) -> CostModel:
-    """Medians of interleaved calls on an engine that was loaded with speculation."""
-    assert llm._draft is not None
-    slab = llm._verify.new_slab()
-    slab.reserve(slot + max(NODE_COUNTS))
-    draft, verify = llm._draft.bind(slab), llm._verify.bind(slab)
-    counts = [count for count in NODE_COUNTS if count <= llm.manifest.max_tree_nodes + 1]
-    samples: dict[int, list[float]] = {count: [] for count in (0, *counts)}
-    for _ in range(repeats):
-        draft.forward([1], [slot], slot)  # the first call behind another engine finds its weights evicted
-        for count in samples:
-            started = time.perf_counter()
-            if count:
-                verify.forward([1] * count, range(slot, slot + count), slot)
-            else:
-                draft.forward([1], [slot], slot)
-            samples[count].append(time.perf_counter() - started)
-    plain = statistics.median(samples[1])
-    points = tuple((count, statistics.median(samples[count]) / plain) for count in counts)
-    return CostModel(name, statistics.median(samples[0]) / plain, points, plain)

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eesd.bench.stats import Costs, Interval, Summary
+from eesd.bench.costs import Costs
+from eesd.bench.stats import Interval, Summary
 from eesd.runtime.errors import EESDError
 from eesd.runtime.files import written_whole
 
@@ -47,6 +48,21 @@ def check_plots(wanted: bool) -> None:
             import matplotlib  # noqa: F401
     except ImportError:
         raise EESDError("Plots need matplotlib; install it with: pip install 'eesd[bench]', or give --no-plots.") from None
+
+
+class Pictures:
+    """Draws plots where they are wanted and gives the lines that show them."""
+
+    def __init__(self, output: Path, wanted: bool) -> None:
+        self._directory = output.with_suffix("")
+        self._wanted = wanted
+
+    def show(self, name: str, caption: str, draw: Any, *data: Any) -> list[str]:
+        if not self._wanted:
+            return []
+        self._directory.mkdir(parents=True, exist_ok=True)
+        draw(*data, self._directory / f"{name}.png")
+        return [f"![{caption}]({self._directory.name}/{name}.png)", ""]
 
 
 def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
@@ -167,12 +183,38 @@ def predicted(summaries: Sequence[Summary], path: Path) -> None:
 
 
 @_styled
-def regret(curves: Sequence[Any], path: Path) -> None:
-    """Regret against tokens, a line for each controller."""
-    figure, (axis,) = _figure(5.6, 3.4)
-    for number, curve in enumerate(sorted(curves, key=lambda c: -c.regret[-1])):
-        axis.plot(curve.tokens, curve.regret, color=COLOURS[number % 7], label=curve.controller)
-    axis.set_xlabel("tokens generated")
-    axis.set_ylabel("regret")
-    axis.legend(loc="upper left")
+def regret(panels: Mapping[str, Sequence[tuple[str, Sequence[int], Sequence[float]]]], base: str, path: Path) -> None:
+    """Plain steps lost to ``base`` by tokens decoded: a panel for each title, in it (name, tokens, regret) lines, which are
+    named at the ends of the last panel's."""
+    figure, axes = _figure(1.7 + 3.0 * len(panels) + 1.3 * (len(panels) == 1), 3.6, len(panels))
+    names = list(dict.fromkeys(name for lines in panels.values() for name, _, _ in reversed(lines)))  # ours has one colour
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        axis.axhline(0, color=INK, linewidth=1, linestyle="--")
+        for name, tokens, lost in lines:
+            axis.plot(tokens, lost, color=COLOURS[names.index(name) % len(COLOURS)], linewidth=1.2)
+        axis.set_title(title)
+        axis.locator_params(axis="x", nbins=4, prune="upper")
+        axis.set_xlim(0, max(tokens[-1] for _, tokens, _ in lines))
+    _name_ends(axes[-1], [*panels.values()][-1], names)
+    figure.supxlabel("tokens decoded", fontsize=9.5, color=INK)
+    axes[0].set_ylabel(f"plain steps lost to {base}")
     _save(figure, path)
+
+
+def _name_ends(axis: Any, lines: Sequence[tuple[str, Sequence[int], Sequence[float]]], names: Sequence[str]) -> None:
+    """Each line's name behind its end, moved apart where ends lie close."""
+    low, high = axis.get_ylim()
+    gap, place = 0.062 * (high - low), -float("inf")
+    for name, tokens, lost in sorted(lines, key=lambda line: line[2][-1]):
+        place = max(lost[-1], place + gap)
+        colour = COLOURS[names.index(name) % len(COLOURS)]
+        axis.annotate(
+            name,
+            (tokens[-1], lost[-1]),
+            (1.03, place),
+            textcoords=axis.get_yaxis_transform(),
+            color=colour,
+            fontsize=8.5,
+            va="center",
+            annotation_clip=False,
+        )

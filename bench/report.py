@@ -3,11 +3,14 @@
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from eesd.bench import plots
-from eesd.bench.results import Configuration, Regret, Result
-from eesd.bench.stats import Interval, Summary, costs_of, references_of, summarize
+from eesd.bench.costs import costs_of
+from eesd.bench.plots import Pictures
+from eesd.bench.replay_report import replay_section
+from eesd.bench.results import Configuration, Result
+from eesd.bench.simulation import Simulation
+from eesd.bench.stats import Interval, Summary, references_of, summarize
 from eesd.runtime.errors import EESDError
 from eesd.runtime.files import written_whole
 
@@ -16,37 +19,22 @@ DEEPEST = 8
 """Depths of the acceptance tables."""
 
 
-def write_report(results: Sequence[Result], regrets: Sequence[Sequence[Regret]], output: Path, with_plots: bool) -> None:
+def write_report(results: Sequence[Result], simulations: Sequence[Simulation], output: Path, with_plots: bool) -> None:
     """Write Markdown to ``output`` and the plots into a directory beside it that is named after it."""
     lines = ["# Results", "", "Made by `eesd-bench report` from the JSON of `eesd-bench`; not edited by hand.", ""]
-    pictures = _Pictures(output, with_plots)
+    pictures = Pictures(output, with_plots)
     for number, result in enumerate(results):
         if not result.runs:
             raise EESDError("A result has no runs yet; resume the measurement first.")
         lines += _section(result, pictures, f"{result.kind}-{number + 1}")
-    for number, curves in enumerate(regrets):
-        lines += _regret(curves, pictures, f"regret-{number + 1}")
+    for number, simulation in enumerate(simulations):
+        lines += replay_section(simulation, pictures, f"replay-{number + 1}")
     output.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(output) as temporary:
         temporary.write_text("\n".join(lines).rstrip() + "\n", "utf-8")
 
 
-class _Pictures:
-    """Draws plots where they are wanted and gives the lines that show them."""
-
-    def __init__(self, output: Path, wanted: bool) -> None:
-        self._directory = output.with_suffix("")
-        self._wanted = wanted
-
-    def show(self, name: str, caption: str, draw: Any, *data: Any) -> list[str]:
-        if not self._wanted:
-            return []
-        self._directory.mkdir(parents=True, exist_ok=True)
-        draw(*data, self._directory / f"{name}.png")
-        return [f"![{caption}]({self._directory.name}/{name}.png)", ""]
-
-
-def _section(result: Result, pictures: _Pictures, name: str) -> list[str]:
+def _section(result: Result, pictures: Pictures, name: str) -> list[str]:
     references = references_of(result)
     summaries = summarize(result, references)
     body = _ablation if result.kind == "ablation" else _run
@@ -82,7 +70,7 @@ def _setting(result: Result) -> list[str]:
     return lines
 
 
-def _run(result: Result, summaries: Sequence[Summary], pictures: _Pictures, name: str) -> list[str]:
+def _run(result: Result, summaries: Sequence[Summary], pictures: Pictures, name: str) -> list[str]:
     panels: dict[str, list[tuple[str, str, Interval]]] = {}
     for s in summaries:
         panels.setdefault(s.configuration.sampling, []).append((_kind(s, result), _shape(s.configuration), s.speedup))
@@ -95,7 +83,7 @@ def _run(result: Result, summaries: Sequence[Summary], pictures: _Pictures, name
     return lines + _acceptance(judged, "with the longest fixed length, on the tuning prompts", pictures, name) + _tuned(result)
 
 
-def _ablation(result: Result, summaries: Sequence[Summary], pictures: _Pictures, name: str) -> list[str]:
+def _ablation(result: Result, summaries: Sequence[Summary], pictures: Pictures, name: str) -> list[str]:
     best, last = references_of(result), list(result.engines)[-1]
     rows: list[tuple[str, Summary]] = []
     by_configuration = {summary.configuration: summary for summary in summaries}
@@ -169,7 +157,7 @@ def _by_task(summaries: Sequence[Summary], result: Result) -> list[str]:
     return [*lines, ""]
 
 
-def _acceptance(judged: Mapping[str, Sequence[Sequence[int]]], what: str, pictures: _Pictures, name: str) -> list[str]:
+def _acceptance(judged: Mapping[str, Sequence[Sequence[int]]], what: str, pictures: Pictures, name: str) -> list[str]:
     """Acceptance by depth as plot and table."""
     if not judged:
         return []
@@ -194,7 +182,7 @@ def _tuned(result: Result) -> list[str]:
     return [*lines, ""]
 
 
-def _prediction(summaries: Sequence[Summary], pictures: _Pictures, name: str) -> list[str]:
+def _prediction(summaries: Sequence[Summary], pictures: Pictures, name: str) -> list[str]:
     """How far the predicted speed-ups lie from the measured ones."""
     differences = [s.predicted / s.speedup.median - 1 for s in summaries if s.predicted]
     if not differences:
@@ -211,7 +199,7 @@ def _prediction(summaries: Sequence[Summary], pictures: _Pictures, name: str) ->
     ]
 
 
-def _call_costs(result: Result, pictures: _Pictures, name: str) -> list[str]:
+def _call_costs(result: Result, pictures: Pictures, name: str) -> list[str]:
     """The cost curves, prefill and the host's part, for the last engine."""
     engine = list(result.engines)[-1]
     curves = {_drafts(width): costs for (of, width), costs in costs_of(result.sweeps).items() if of == engine}
@@ -232,13 +220,6 @@ def _call_costs(result: Result, pictures: _Pictures, name: str) -> list[str]:
     if engine in result.call_overhead:
         lines[-1] += f" Our code adds {result.call_overhead[engine] * 1e6:.0f} microseconds to a call of the raw session."
     return [*lines, ""]
-
-
-def _regret(curves: Sequence[Regret], pictures: _Pictures, name: str) -> list[str]:
-    lines = ["## Regret in replayed traces", ""]
-    lines += pictures.show(name, "Regret by tokens generated", plots.regret, curves)
-    lines += ["| controller | tokens | regret at the end |", "|---|---|---|"]
-    return [*lines, *(f"| {c.controller} | {c.tokens[-1]:.0f} | {c.regret[-1]:.1f} |" for c in curves), ""]
 
 
 def _model(result: Result) -> str:

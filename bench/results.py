@@ -133,7 +133,7 @@ class Result:
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, list):
-                rows = [json.dumps(row if isinstance(row, dict) else _rounded(asdict(row))) for row in value]
+                rows = [json.dumps(row if isinstance(row, dict) else rounded(asdict(row))) for row in value]
                 parts.append(f'"{item.name}": [\n' + ",\n".join(rows) + "\n]")
             else:
                 parts.append(f'"{item.name}": {json.dumps(value)}')
@@ -155,13 +155,13 @@ class Result:
             raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Seconds to a tenth of a microsecond: digits beyond it are noise and half of the file."""
     if isinstance(value, float):
         return round(value, 7)
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
 
 
 def read_json(path: Path) -> Any:
@@ -170,31 +170,6 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise EESDError(f"{path} is not JSON; give a file that eesd-bench wrote.") from None
-
-
-@dataclass(frozen=True)
-class Regret:
-    """A controller's regret by tokens generated, as the simulator writes it."""
-
-    controller: str
-    tokens: list[float]
-    regret: list[float]
-
-
-def load_regret(path: Path) -> list[Regret]:
-    """Curves of a JSON file: one ``{"controller", "tokens", "regret"}`` object or a list of them; none for other files.
-
-    Raises :class:`EESDError` when a curve has lists of different lengths or none.
-    """
-    raw = read_json(path)
-    rows = raw if isinstance(raw, list) else [raw]
-    if not rows or not all(isinstance(row, dict) and {"controller", "tokens", "regret"} <= row.keys() for row in rows):
-        return []
-    curves = [Regret(str(row["controller"]), row["tokens"], row["regret"]) for row in rows]
-    for curve in curves:
-        if not curve.tokens or len(curve.tokens) != len(curve.regret):
-            raise EESDError(f"{path}: the curve of {curve.controller} needs as many tokens as regrets; simulate again.")
-    return curves
 
 
 def describe_machine() -> dict[str, str]:

@@ -13,12 +13,11 @@ from eesd.bench.stats import acceptance_by_depth
 from eesd.bench.tasks import Prompt
 from eesd.controllers import CONTROLLERS, Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
-from eesd.export.manifest import WEIGHTS, load_manifest
-from eesd.runtime.backends import open_engines
+from eesd.export.manifest import WEIGHTS
 from eesd.runtime.compare import first_divergence
 from eesd.runtime.errors import EESDError
 from eesd.runtime.guard import Guard
-from eesd.runtime.llm import LLM, Speculation
+from eesd.runtime.llm import LLM, Speculation, load
 from eesd.runtime.sampling import Sampling
 from eesd.runtime.stats import Stats
 
@@ -110,14 +109,13 @@ class Bench:
     """The engines of one directory, the same for every configuration: what differs is handed to the one LLM for each run."""
 
     def __init__(self, directory: Path, backend: str, threads: int | None) -> None:
-        self.manifest = load_manifest(directory)
-        self.engines = open_engines(directory, self.manifest, backend, threads, True)
-        assert self.engines.draft is not None
-        self.llm = LLM(directory, self.manifest, self.engines, Speculation())
-        self.slab = self.engines.verify.new_slab()
+        self.llm = load(directory, backend, threads=threads)
+        self.manifest = self.llm.manifest
+        verify, draft = self.llm.engines
+        assert draft is not None
+        self.slab = verify.new_slab()
         """For calls by themselves; the LLM has its own."""
-        self.verify = self.engines.verify.bind(self.slab)
-        self.draft = self.engines.draft.bind(self.slab)
+        self.verify, self.draft = verify.bind(self.slab), draft.bind(self.slab)
 
     def facts(self) -> dict[str, Any]:
         """What identifies the engine directory and describes its model."""
@@ -152,7 +150,7 @@ class Bench:
         if controller is None:
             return None
         speculation = Speculation(controller, width, options.guard, options.seed, budget)
-        made = LLM(self.llm.directory, self.manifest, self.engines, speculation)  # makes no slab before its first session
+        made = LLM(self.llm.directory, self.manifest, self.llm.engines, speculation)  # makes no slab before its first session
         assert made.controller is not None
         return Drafting(speculation, made.controller, made.guard, made.budget)
 

@@ -6,8 +6,7 @@ policies decode the same text, and the bootstrap draws whole requests.
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +26,16 @@ class Replay:
     """One controller on one trace.
 
     ``tokens`` and ``cost`` are per request, ``rounds`` [n, 4] per round: request, tokens committed, tokens drafted, cost. Costs
-    contain the controller's own time, spread evenly over the rounds.
+    contain the controller's own time, spread evenly over the rounds. Of several seeds ``rounds`` are the first one's, all else
+    is the mean.
     """
 
     name: str
     tokens: Array
     cost: Array
     rounds: Array
+    spent: Array
+    """Cost up to each token of the trace."""
     own_seconds: float
     """The controller's own time per round, in seconds of this machine."""
 
@@ -48,11 +50,8 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
 
     With ``charge`` a controller pays for its own time, as measured here; an oracle never does.
     """
-    table = costs.table(trace.depth)
-    draft, verify = (
-        costs.draft * costs.plain_seconds,
-        [costs.verify_cost(n + 1) * costs.plain_seconds for n in range(len(table))],
-    )
+    table, plain = costs.table(trace.depth), costs.plain_seconds
+    seconds = [(costs.calls.of_draft(n) * plain, costs.calls.of_verify(n + 1) * plain) for n in range(len(table))]
     rounds: list[tuple[int, int, int, float]] = []
     own, clock = 0.0, time.thread_time  # another process that takes the core meanwhile is not its fault
     oracle = controller if isinstance(controller, Oracle) else None
@@ -68,7 +67,7 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
             drafted = draft_length(controller, steps[position], room)
             own += clock() - started
             accepted = min(drafted, accepted_at[position])
-            outcome = RoundOutcome(drafted, accepted, drafted * draft, verify[drafted], drafted, drafted)
+            outcome = RoundOutcome(drafted, accepted, *seconds[drafted], drafted, drafted)
             started = clock()
             controller.observe(outcome)
             own += clock() - started
@@ -76,10 +75,11 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
             position += accepted + 1
     found, per_round = np.array(rounds, float), own / len(rounds)
     if charge and not oracle:
-        found[:, 3] += per_round / costs.plain_seconds
+        found[:, 3] += per_round / plain
     which = found[:, 0].astype(int)
     tokens, cost = (np.bincount(which, found[:, column], len(trace.requests)).astype(np.float64) for column in (1, 3))
-    return Replay(name, tokens, cost, found, per_round)
+    spent = np.repeat(found[:, 3] / found[:, 1], found[:, 1].astype(int)).cumsum()
+    return Replay(name, tokens, cost, found, spent, per_round)
 
 
 def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) -> int:
@@ -96,10 +96,15 @@ def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) 
 
 
 def replay_spec(spec: str, trace: Trace, costs: CostModel, seeds: int = 1, prior: Prior | None = None) -> Replay:
-    """A controller by its name, with ``seeds`` seeds: tokens and cost of all together, ``rounds`` of the first."""
+    """A controller by its name, the mean of ``seeds`` seeds."""
     runs = [replay(spec, make_controller(spec, seed, prior), trace, costs) for seed in range(seeds)]
-    tokens, cost = (np.sum([getattr(run, name) for run in runs], axis=0) for name in ("tokens", "cost"))
-    return replace(runs[0], tokens=tokens, cost=cost, own_seconds=float(np.mean([run.own_seconds for run in runs])))
+    return mean_of(runs)
+
+
+def mean_of(runs: Sequence[Replay]) -> Replay:
+    """One controller's runs on the same trace, or on traces of the same lengths, as one."""
+    cost, spent = (np.mean([getattr(run, name) for run in runs], axis=0) for name in ("cost", "spent"))
+    return replace(runs[0], cost=cost, spent=spent, own_seconds=float(np.mean([run.own_seconds for run in runs])))
 
 
 def fixed_speeds(trace: Trace, costs: CostModel) -> list[Replay]:
@@ -114,14 +119,14 @@ class Ahead(Fixed):
         self.k = k
 
 
-def best_fixed(trace: Trace, costs: CostModel) -> Replay:
-    """The best fixed length in hindsight, plain decoding included."""
-    return max(fixed_speeds(trace, costs), key=lambda run: run.speed)
+def fastest(runs: Sequence[Replay]) -> Replay:
+    """The one with the best speed; of :func:`fixed_speeds` the best fixed length in hindsight."""
+    return max(runs, key=lambda run: run.speed)
 
 
 def tuned(specs: Sequence[str], tuning: Trace, costs: CostModel) -> str:
-    """The fastest of ``specs`` on a trace of other prompts."""
-    return max(specs, key=lambda spec: replay_spec(spec, tuning, costs).speed)
+    """The fastest of ``specs`` on a trace of other prompts, their own time left out: it is the same for all."""
+    return max(specs, key=lambda spec: replay(spec, make_controller(spec), tuning, costs, charge=False).speed)
 
 
 @dataclass(frozen=True)
@@ -131,9 +136,6 @@ class Ratio:
     value: float
     low: float
     high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 def faster(run: Replay, base: Replay, requests: NDArray[np.bool_] | None = None, draws: int = 2000, seed: int = 0) -> Ratio:
@@ -151,46 +153,55 @@ def faster(run: Replay, base: Replay, requests: NDArray[np.bool_] | None = None,
     return Ratio(float(ratios[0]), float(low), float(high))
 
 
-def regret(run: Replay, speed: float) -> Array:
-    """Plain steps lost so far against tokens at ``speed``, [tokens]: position n is what n + 1 tokens cost more."""
-    spent = np.repeat(run.rounds[:, 3] / run.rounds[:, 1], run.rounds[:, 1].astype(int)).cumsum()
-    return np.asarray(spent - np.arange(1, len(spent) + 1) / speed)
+def regret(run: Replay, base: Replay) -> Array:
+    """Plain steps lost so far against ``base``, which decoded the same text; [tokens]: position n is what n + 1 tokens cost
+    more."""
+    return np.asarray(run.spent - base.spent)
 
 
 THRESHOLDS = tuple(f"threshold:p={p / 20}" for p in range(2, 19))
 LENGTHS = tuple(f"fixed:k={k}" for k in range(1, 13))
 ADAEDL = tuple(f"adaedl:target={target},gamma={gamma}" for target in (0.5, 0.6, 0.7, 0.8, 0.9) for gamma in (0.1, 0.2, 0.4))
-ONLINE = ("ucb", "beta-ts", "calibration-ts", "cost-aware-ts:draws=0", "cost-aware-ts")
+OFF, HINDSIGHT, POSTERIOR_MEANS, CLAIRVOYANT = (
+    "off",
+    "best fixed in hindsight",
+    "cost-aware-ts, posterior means",
+    "clairvoyant",
+)
+TUNED = {"fixed, tuned": LENGTHS, "threshold, tuned": THRESHOLDS, "adaedl, tuned": ADAEDL}
+ONLINE = {
+    "ucb": "ucb",
+    "beta-ts": "beta-ts",
+    "calibration-ts": "calibration-ts",
+    POSTERIOR_MEANS: "cost-aware-ts:draws=0",
+    "cost-aware-ts": "cost-aware-ts",
+}
 
 
-def _fastest(runs: Sequence[Replay], requests: NDArray[np.bool_]) -> Replay:
-    return max(runs, key=lambda run: run.tokens[requests].sum() / run.cost[requests].sum())
+@dataclass(frozen=True)
+class Comparison:
+    """Every controller on one trace, by what it is called in tables; ``best`` has the best fixed length of each task."""
+
+    runs: dict[str, Replay]
+    best: dict[str, Replay]
 
 
-def compare(trace: Trace, tuning: Trace, costs: CostModel, seeds: int = 5, prior: Prior | None = None) -> list[dict[str, Any]]:
-    """Every controller on ``trace``; what has an option to tune takes the value that was fastest on ``tuning``.
-
-    One row each: speed against plain decoding and against the best fixed length in hindsight, overall and by task (there the
-    best length of each task), with intervals; tokens a round; microseconds a round of its own.
-    """
+def compare(trace: Trace, tuning: Trace, costs: CostModel, seeds: int = 5) -> Comparison:
+    """Every controller on ``trace``; what has an option to tune takes the value that was fastest on ``tuning``."""
     hindsight = fixed_speeds(trace, costs)
-    off, best = hindsight[0], max(hindsight, key=lambda run: run.speed)
-    runs = [off, best]
-    for specs in (LENGTHS, THRESHOLDS, ADAEDL):
-        run = replay_spec(tuned(specs, tuning, costs), trace, costs)
-        runs.append(replace(run, name=f"{run.name} (tuned)"))
-    runs += [replay_spec(spec, trace, costs, seeds, prior) for spec in ONLINE]
-    runs.append(replay("clairvoyant", Clairvoyant(), trace, costs))
-    masks = {task: np.array([request.task == task for request in trace.requests]) for task in trace.tasks}
-    bases = {task: _fastest(hindsight, mask) for task, mask in masks.items()}
-    return [
-        {
-            "controller": run.name if run is not best else f"{run.name} (in hindsight)",
-            "speedup": asdict(faster(run, off)),
-            "over_best_fixed": asdict(faster(run, best)),
-            "by_task": {task: asdict(faster(run, bases[task], mask)) for task, mask in masks.items()},
-            "tokens_per_round": float(run.rounds[:, 1].mean()),
-            "own_microseconds": run.own_seconds * 1e6,
-        }
-        for run in runs
-    ]
+    runs = {OFF: hindsight[0], HINDSIGHT: fastest(hindsight)}
+    for label, specs in TUNED.items():
+        runs[label] = replay_spec(tuned(specs, tuning, costs), trace, costs)
+    for label, spec in ONLINE.items():
+        runs[label] = replay_spec(spec, trace, costs, seeds, trace.prior)
+    runs[CLAIRVOYANT] = replay("clairvoyant", Clairvoyant(), trace, costs)
+    best = {
+        task: max(hindsight, key=lambda run: run.tokens[mask].sum() / run.cost[mask].sum())
+        for task, mask in masks_of(trace).items()
+    }
+    return Comparison(runs, best)
+
+
+def masks_of(trace: Trace) -> dict[str, NDArray[np.bool_]]:
+    """Which requests [R] are of each task."""
+    return {task: np.array([request.task == task for request in trace.requests]) for task in trace.tasks}

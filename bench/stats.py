@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eesd.bench.results import Configuration, Result, Run, Sweep
+from eesd.bench.costs import Costs, costs_of
+from eesd.bench.results import Configuration, Result, Run
 
 RESAMPLES = 10_000
 LEVEL = 0.95
@@ -30,48 +31,6 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
     rows = np.random.Generator(np.random.PCG64(seed)).integers(len(data), size=(RESAMPLES, len(data)))
     low, high = np.quantile(np.median(data[rows], axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(np.median(data)), float(low), float(high))
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Median seconds of single calls for trees of one width; verify by node count."""
-
-    first_draft: float
-    next_draft: float
-    verify: Mapping[int, float]
-
-    def of_verify(self, nodes: int) -> float:
-        """v(n), linear between the node counts that were measured and beyond the last two."""
-        counts = sorted(self.verify)
-        if nodes <= counts[-1] or len(counts) == 1:
-            return float(np.interp(nodes, counts, [self.verify[count] for count in counts]))
-        before, last = counts[-2:]
-        slope = (self.verify[last] - self.verify[before]) / (last - before)
-        return self.verify[last] + slope * (nodes - last)
-
-    def of_round(self, steps: int, nodes: int) -> float:
-        """Both engines' seconds in a round of so many draft steps that drafted so many nodes."""
-        draft = self.first_draft + (steps - 1) * self.next_draft if steps else 0.0
-        return draft + self.of_verify(nodes + 1)
-
-
-def costs_of(sweeps: Iterable[Sweep]) -> dict[tuple[str, int], Costs]:
-    """By engine and tree width."""
-    groups: dict[tuple[str, int], list[Sweep]] = {}
-    for sweep in sweeps:
-        groups.setdefault((sweep.engine, sweep.width), []).append(sweep)
-    found = {}
-    for key, group in groups.items():
-        verify: dict[int, list[float]] = {}
-        for sweep in group:
-            for nodes, seconds in sweep.verify:
-                verify.setdefault(int(nodes), []).append(seconds)
-        found[key] = Costs(
-            statistics.median(sweep.first_draft for sweep in group),
-            statistics.median(sweep.next_draft for sweep in group),
-            {nodes: statistics.median(seconds) for nodes, seconds in sorted(verify.items())},
-        )
-    return found
 
 
 def predicted_seconds(run: Run, costs: Costs) -> float:

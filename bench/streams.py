@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from eesd.bench.costs import CostModel
 from eesd.bench.traces import Request, Trace
@@ -41,13 +42,15 @@ class Stream:
             if stays[i]:
                 level[i] = level[i - 1]
         chances = np.array(self.levels)[level]
-        probability = np.lib.stride_tricks.sliding_window_view(chances, depth)[1 : tokens + 1]
-        right = rng.random(probability.shape) < probability
+        # One draw for each position of the text: whatever the policy, a position is judged once at most, so this is the same
+        # law as a draw for each root, and two policies on a stream meet the same luck.
+        right = rng.random(tokens + depth) < chances
+        probability, right = (sliding_window_view(array, depth)[1 : tokens + 1] for array in (chances, right))
         room = np.minimum(tokens - 1 - np.arange(tokens), depth)
         accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), room).astype(np.int32)
         p = probability.astype(np.float32)
         entropy = -(p * np.log(p) + (1 - p) * np.log1p(-p))
-        return Request(self.name, p, np.log(p / (1 - p)), entropy, accepted)
+        return Request(self.name, np.log(p), np.log(p / (1 - p)), entropy, accepted)
 
 
 STREAMS = (

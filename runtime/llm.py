@@ -105,7 +105,8 @@ class LLM:
         self.controller: Controller | None = None
         self.guard: Guard | None = None
         self.budget: TreeBudget | None = None
-        self._verify, self._draft = engines
+        self.engines = engines
+        """Both engines, to bind to slabs of one's own."""
         self._codec: TextCodec | None = None
         self._idle: list[_Workspace] = []
         if speculation is not None:
@@ -155,7 +156,7 @@ class LLM:
             max_new_tokens,
             manifest.max_seq_len,
             manifest.max_tree_nodes,
-            self._verify.prefill_chunk,
+            self.engines.verify.prefill_chunk,
         )
         drafter = None
         if draft and workspace.draft and self.controller and self.speculation:
@@ -172,8 +173,9 @@ class LLM:
             self._idle.append(workspace)
 
     def _new_workspace(self) -> _Workspace:
-        slab = self._verify.new_slab()
-        return _Workspace(slab, self._verify.bind(slab), self._draft.bind(slab) if self._draft else None)
+        verify, draft = self.engines
+        slab = verify.new_slab()
+        return _Workspace(slab, verify.bind(slab), draft.bind(slab) if draft else None)
 
     def generate(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from eesd.controllers import Controller, RoundOutcome
+from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.export.manifest import PREFILL_CHUNK
 from eesd.runtime.choosing import make_chooser
@@ -144,6 +144,26 @@ class Session:
         outputs, _ = self._run_verify(TokenTree(self.tokens[-1]))
         row: Logits = outputs.logits[0].copy()
         return row
+
+    @property
+    def slab(self) -> Slab:
+        """The cache, to bind engines of one's own to."""
+        return self._slab
+
+    def propose(self, draft: Binding, count: int) -> tuple[list[int], list[DraftStep]]:
+        """What ``draft``, bound to :attr:`slab`, proposes behind the last committed token: a chain of ``count`` tokens, or as
+        many as there is room for, and what a controller would be told of each, entropy included. Commits nothing."""
+        if self._prefilled < self.stats.prompt_tokens - 1:
+            self.prefill()
+        root, count, steps = len(self.tokens) - 1, min(self._room(), count), []
+        self._chooser.begin(self.tokens)
+        self._slab.reserve(root + 1 + count)
+        growth = Growth(self.tokens[-1], self._chooser)
+        for node in range(count):
+            outputs = self._run_draft(growth.tree, [node], root, draft)
+            growth.add_level(outputs, 1)
+            steps.append(growth.last_step(outputs, node, with_entropy=True))
+        return growth.tree.tokens[1:], steps
 
     def _drafter_now(self) -> Drafter | None:
         """The drafter, unless there is none, no room to draft, or the guard lets it rest."""

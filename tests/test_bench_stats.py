@@ -10,8 +10,9 @@ import pytest
 from command import assert_refused, listing, run, succeed
 
 from eesd.bench.cli import main
+from eesd.bench.costs import Costs, costs_of
 from eesd.bench.results import Configuration, Result, Run, Sweep
-from eesd.bench.stats import Costs, acceptance_by_depth, bootstrap, costs_of, predicted_seconds, references_of, summarize
+from eesd.bench.stats import acceptance_by_depth, bootstrap, predicted_seconds, references_of, summarize
 from eesd.runtime.errors import EESDError
 
 EXAMPLE = Path(__file__).parent / "bench_result.json"
@@ -106,19 +107,14 @@ def test_damaged_results(change: dict[str, object], words: str, tmp_path: Path) 
 
 def test_a_report_can_be_made_again(tmp_path: Path) -> None:
     """The same bytes from the same JSON, and plots that are PNGs of a few kilobytes."""
-    regret = tmp_path / "regret.json"
-    curves = [
-        {"controller": name, "tokens": [10, 100, 1000], "regret": [1.0, 4.0, end]} for name, end in (("x-ts", 6.5), ("y", 40))
-    ]
-    regret.write_text(json.dumps(curves))
     for name in ("a", "b"):
-        succeed(main, "report", EXAMPLE, regret, "--output", tmp_path / name / "results.md")
+        succeed(main, "report", EXAMPLE, "--output", tmp_path / name / "results.md")
     pictures = listing(tmp_path / "a/results")
     names = ["acceptance", "costs", "predicted", "speedup"]
-    assert pictures == ["regret-1.png", *(f"run-1-{name}.png" for name in names)]
+    assert pictures == [f"run-1-{name}.png" for name in names]
     report = (tmp_path / "a/results.md").read_text()
     assert all(f"(results/{name})" in report for name in pictures)
-    assert "| x-ts | 1000 | 6.5 |" in report and "All " in report
+    assert "All " in report
     for file in ("results.md", *(f"results/{name}" for name in pictures)):
         data = (tmp_path / "a" / file).read_bytes()
         assert data == (tmp_path / "b" / file).read_bytes()
@@ -131,8 +127,6 @@ def test_bad_reports(tmp_path: Path) -> None:
     assert_refused(run(main, "report", tmp_path / "other.json", *output), "other.json", "result.json")
     (tmp_path / "text.json").write_text("hello")
     assert_refused(run(main, "report", tmp_path / "text.json", *output), "not JSON")
-    (tmp_path / "regret.json").write_text('{"controller": "x", "tokens": [1, 2], "regret": [1]}')
-    assert_refused(run(main, "report", tmp_path / "regret.json", *output), "as many tokens")
     assert_refused(run(main, "report", tmp_path / "missing.json", *output), "missing.json")
     shutil.copy(EXAMPLE, tmp_path / "empty.json")
     empty = Result.load(EXAMPLE)

@@ -1,6 +1,7 @@
 """Traces and their replay: against formulas, against the optimal policy, and against real sessions round by round."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,14 @@ import pytest
 from rig import Rig, finish
 from test_bundled import bundled  # noqa: F401 (a fixture)
 
-from eesd.bench.costs import BUNDLED, COST_MODELS, CostModel, layer_costs
-from eesd.bench.simulate import best_fixed, compare, faster, fixed_speeds, regret, replay, replay_spec
+from eesd.bench.costs import BUNDLED, COST_MODELS, CostModel, Costs, layer_costs
+from eesd.bench.simulate import faster, fastest, fixed_speeds, regret, replay, replay_spec
+from eesd.bench.simulation import replays_of
 from eesd.bench.streams import STREAMS, Stream
-from eesd.bench.traces import Request, Trace, load_trace, record
-from eesd.controllers import make_controller
+from eesd.bench.traces import ROWS, Request, Trace, load_trace, record
+from eesd.controllers import RoundOutcome, make_controller
+from eesd.controllers.baselines import Fixed
+from eesd.controllers.calibration import Prior
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.controllers.oracles import Clairvoyant, Optimal
 from eesd.runtime.errors import EESDError
@@ -28,7 +32,7 @@ CEILING = {0.6: [2.33, 2.17, 1.92, 1.72], 0.7: [2.99, 2.70, 2.27, 1.96], 0.8: [4
 
 
 def flat(draft: float) -> CostModel:
-    return CostModel("flat", draft, ((1, 1.0),), 3e-3)
+    return CostModel("flat", Costs(draft, draft, {1: 1.0}), 3e-3)
 
 
 @pytest.mark.parametrize("acceptance", GOLDEN)
@@ -46,7 +50,7 @@ def test_golden_values(acceptance: float, column: int) -> None:
 
 @pytest.mark.parametrize("acceptance", [0.6, 0.7, 0.8])
 def test_clairvoyant_is_its_formula(acceptance: float) -> None:
-    trace = Stream("constant", (acceptance,), 0.0).trace(2000, 20, seed=0, depth=24)
+    trace = Stream("constant", (acceptance,), 0.0).trace(1000, 20, seed=0, depth=24)
     for draft, rounded in list(zip((0.05, 0.1, 0.2, 0.3), CEILING[acceptance], strict=True))[::3]:
         speed = replay("clairvoyant", Clairvoyant(), trace, flat(draft)).speed
         exact = 1 / (1 - acceptance + draft * acceptance)
@@ -66,7 +70,7 @@ def test_optimal_beats_every_fixed_length_and_predicts_its_own_rate() -> None:
     trace, optimal = stream.trace(2000, 15, seed=1), stream.optimal(BUNDLED, 16)
     run = replay("optimal", optimal, trace, BUNDLED, charge=False)
     assert run.speed == pytest.approx(optimal.rate, rel=0.02)
-    assert run.speed > 1.08 * best_fixed(trace, BUNDLED).speed
+    assert run.speed > 1.08 * fastest(fixed_speeds(trace, BUNDLED)).speed
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.name)
@@ -75,7 +79,7 @@ def test_cost_aware_is_near_the_optimal_policy(stream: Stream) -> None:
     optimal = replay("optimal", stream.optimal(BUNDLED, 16), trace, BUNDLED, charge=False)
     found = replay("cost-aware-ts", CostAwareTS(seed=0), trace, BUNDLED, charge=False)
     assert found.speed > 0.97 * optimal.speed
-    assert found.speed > 0.99 * best_fixed(trace, BUNDLED).speed
+    assert found.speed > 0.98 * fastest(fixed_speeds(trace, BUNDLED)).speed
 
 
 @pytest.mark.parametrize("stream", STREAMS[2:], ids=lambda stream: stream.name)
@@ -101,16 +105,33 @@ def test_regret_of_the_bandit_grows_ever_slower() -> None:
 
 def test_regret_adds_up() -> None:
     trace = STREAMS[0].trace(200, 2, seed=0)
-    run = best_fixed(trace, flat(0.1))
-    assert regret(run, run.speed)[-1] == pytest.approx(0, abs=1e-6) and len(regret(run, run.speed)) == 400
-    assert regret(run, 2 * run.speed)[-1] == pytest.approx(run.cost.sum() / 2)
+    off, best = fixed_speeds(trace, flat(0.1))[0], fastest(fixed_speeds(trace, flat(0.1)))
+    assert not regret(best, best).any() and len(regret(best, best)) == 400
+    lost = regret(off, best)
+    assert lost[-1] == pytest.approx(400 - best.cost.sum()) and lost[199] == pytest.approx(200 - best.cost[0])
+    outcome = best.rounds[0]
+    assert lost[0] == pytest.approx(1 - outcome[3] / outcome[1]), "a round's cost is spread over its tokens"
+
+
+def test_regret_against_the_optimal_policy_grows_ever_slower() -> None:
+    """Of those that learn what pays; the coins of beta-ts lose on and on."""
+    trace, costs = STREAMS[0].trace(500, 24, seed=3), COST_MODELS["70b"]
+    optimal = replay("optimal", STREAMS[0].optimal(costs, 16), trace, costs, charge=False)
+    lost = {}
+    for spec in ("ucb:discount=1", "cost-aware-ts", "beta-ts"):
+        runs = [replay(spec, make_controller(spec, seed), trace, costs, charge=False) for seed in range(3)]
+        curve = np.mean([regret(run, optimal) for run in runs], axis=0)
+        lost[spec] = (curve[1999], (curve[-1] - curve[5999]) / 3)
+    assert all(late < 0.7 * early for early, late in (lost["ucb:discount=1"], lost["cost-aware-ts"])), lost
+    assert lost["beta-ts"][1] > 0.8 * lost["beta-ts"][0], lost
 
 
 def test_reacts_to_drift() -> None:
     """Acceptance falls from .95 to .3 without a sign in the confidence: drafts get short within 60 rounds."""
     easy, hard = (Stream("s", (p,), 0.0).trace(400, 1, seed=4).requests[0] for p in (0.95, 0.3))
     blind = [
-        Request("s", np.full_like(r.probability, 0.8), np.full_like(r.margin, 1.4), r.entropy, r.accepted) for r in (easy, hard)
+        Request("s", np.full_like(r.logprob, np.log(0.8)), np.full_like(r.margin, 1.4), r.entropy, r.accepted)
+        for r in (easy, hard)
     ]
     run = replay("cost-aware-ts", CostAwareTS(seed=0), Trace((blind[0],) * 3 + (blind[1],), {}), flat(0.1), charge=False)
     before, after = (run.rounds[run.rounds[:, 0] == request, 2] for request in (2, 3))
@@ -119,7 +140,7 @@ def test_reacts_to_drift() -> None:
 
 def test_paired_bootstrap() -> None:
     trace = STREAMS[2].trace(200, 20, seed=5)
-    slow, fast = fixed_speeds(trace, flat(0.1))[0], best_fixed(trace, flat(0.1))
+    slow, fast = fixed_speeds(trace, flat(0.1))[0], fastest(fixed_speeds(trace, flat(0.1)))
     assert faster(slow, slow).low == faster(slow, slow).high == 1
     ratio = faster(fast, slow)
     assert ratio.low < ratio.value < ratio.high and ratio.value == pytest.approx(fast.speed)
@@ -131,39 +152,59 @@ def test_plain_decoding_costs_one_a_token_and_own_time_is_charged() -> None:
     trace = STREAMS[0].trace(50, 3, seed=6)
     off = fixed_speeds(trace, flat(0.1))[0]
     assert off.speed == 1 and off.tokens.sum() == 150
-    slow_machine = CostModel("flat", 0.1, ((1, 1.0),), 1e-5)
+    slow_machine = CostModel("flat", flat(0.1).calls, 1e-5)
     free, charged = (replay("c", CostAwareTS(), trace, slow_machine, charge=charge).cost.sum() for charge in (False, True))
     assert charged > free
 
 
 def test_every_controller_in_one_table() -> None:
     trace = Trace(STREAMS[2].trace(60, 4, 0, 12).requests + STREAMS[3].trace(60, 4, 1, 12).requests, {})
-    rows = compare(trace, STREAMS[2].trace(60, 4, 2, 12), COST_MODELS["13b"], seeds=1)
-    assert {"off", "beta-ts", "cost-aware-ts", "clairvoyant"} <= {row["controller"] for row in rows}
-    assert all(row["by_task"].keys() == {"correlated", "persistent"} for row in rows)
-    assert max(rows, key=lambda row: row["speedup"]["value"])["controller"] == "clairvoyant"
-    json.dumps(rows)
+    found = replays_of("13b", trace, STREAMS[2].trace(60, 4, 2, 12), COST_MODELS["13b"], seeds=1)
+    speeds = {row.controller: row.speedup.value for row in found.rows}
+    assert {"off", "best fixed in hindsight", "fixed, tuned", "beta-ts", "cost-aware-ts", "clairvoyant"} <= speeds.keys()
+    assert all(row.by_task.keys() == found.best_by_task.keys() == {"correlated", "persistent"} for row in found.rows)
+    assert max(speeds, key=speeds.__getitem__) == "clairvoyant" and found.row("clairvoyant").of_ceiling.value == 1
+    best = found.row("best fixed in hindsight")
+    assert best.over_best_fixed.value == 1 and best.spec.startswith("fixed:k=")
+    assert all(best.by_task[task].value <= 1 for task in best.by_task)
+    assert speeds["fixed, tuned"] <= speeds["best fixed in hindsight"]
 
 
 def test_cost_models() -> None:
-    model = CostModel("m", 0.2, ((1, 1.0), (4, 1.3), (8, 1.5)), 1e-3)
-    assert [model.verify_cost(n) for n in (1, 3, 4, 6, 12)] == pytest.approx([1, 1.2, 1.3, 1.4, 1.7])
-    assert model.table(3) == pytest.approx([1, 0.2 + 1.1, 0.4 + 1.2, 0.6 + 1.3])
-    assert layer_costs("7B", 32, 4, 1e-2).draft == pytest.approx(6 / 33)
-    for bad in (((2, 1.0),), ((1, 1.0), (1, 2.0)), ()):
-        with pytest.raises(EESDError, match="ascending node counts"):
-            CostModel("bad", 0.1, bad, 1e-3)
+    model = CostModel("m", Costs(0.3, 0.2, {1: 1.0, 4: 1.3, 8: 1.5}), 1e-3)
+    assert [model.calls.of_verify(n) for n in (1, 3, 4, 6, 12)] == pytest.approx([1, 1.2, 1.3, 1.4, 1.7])
+    assert model.table(3) == pytest.approx([1, 0.3 + 1.1, 0.5 + 1.2, 0.7 + 1.3])
+    assert layer_costs("7B", 32, 4, 1e-2).calls == Costs(pytest.approx(6 / 33), pytest.approx(6 / 33), {1: 1.0})
+    measured = CostModel.of_seconds("m", Costs(3e-4, 2e-4, {1: 1e-3, 4: 1.3e-3, 8: 1.5e-3}))
+    assert measured.table(9) == pytest.approx(model.table(9)) and measured.plain_seconds == 1e-3
+    assert CostModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+    for verify in ({2: 1.0}, {}):
+        with pytest.raises(EESDError, match="node counts from 1"):
+            CostModel("bad", Costs(0.1, 0.1, verify), 1e-3)
     with pytest.raises(EESDError, match="not above 0"):
-        CostModel("bad", 0.0, ((1, 1.0),), 1e-3)
+        CostModel("bad", Costs(0.1, 0.0, {1: 1.0}), 1e-3)
+
+
+def test_a_round_is_told_its_own_draft_seconds() -> None:
+    """The first step of a round costs more than a later one, and a controller learns so."""
+    outcomes = []
+
+    class Told(Fixed):
+        def observe(self, outcome: RoundOutcome) -> None:
+            outcomes.append(outcome)
+
+    replay("told", Told(3), STREAMS[0].trace(40, 1, seed=0), CostModel("m", Costs(0.3, 0.1, {1: 1.0}), 1e-3))
+    assert {o.drafted: o.draft_seconds for o in outcomes}[3] == pytest.approx(5e-4)
+    assert all(o.verify_seconds == pytest.approx(1e-3) for o in outcomes)
 
 
 def test_trace_file(tmp_path: Path) -> None:
-    trace = STREAMS[3].trace(30, 3, seed=7)
+    trace = replace(STREAMS[3].trace(30, 3, seed=7), costs=BUNDLED, prior=Prior(shift=0.5))
     trace.save(tmp_path / "trace.npz")
     again = load_trace(tmp_path / "trace.npz")
-    assert again.origin == trace.origin and again.tasks == trace.tasks
+    assert (again.origin, again.tasks, again.costs, again.prior) == (trace.origin, trace.tasks, trace.costs, trace.prior)
     for one, other in zip(trace.requests, again.requests, strict=True):
-        for name in ("probability", "margin", "entropy", "accepted"):
+        for name in ROWS:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     (tmp_path / "text.npz").write_text("no trace")
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
@@ -181,7 +222,7 @@ def llm(bundled: Path) -> LLM:  # noqa: F811
 def test_replay_is_what_a_session_does(bundled: Path, llm: LLM, sampling: Sampling) -> None:  # noqa: F811
     """The rounds of a replayed policy are those of a real session with it, one by one."""
     prompt = "class Stack:\n    def push(self, item):\n"
-    trace = Trace(tuple(record(llm, [("t", prompt)], sampling, new_tokens=40, depth=40)), {})
+    trace = Trace((record(llm, "t", prompt, sampling, new_tokens=40, depth=32),), {})
     assert trace.requests[0].tokens == 40
     for spec in ("fixed:k=3", "threshold:p=0.5", "calibration-ts"):
         rounds = replay(spec, make_controller(spec, seed=1), trace, BUNDLED).rounds
@@ -194,7 +235,7 @@ def test_replay_is_what_a_session_does(bundled: Path, llm: LLM, sampling: Sampli
 
 def test_rejection_sampling_cannot_be_traced(llm: LLM) -> None:
     with pytest.raises(EESDError, match="depends on what was drafted"):
-        next(record(llm, [("t", "x")], Sampling(temperature=1, method="rejection")))
+        record(llm, "t", "x", Sampling(temperature=1, method="rejection"))
 
 
 def test_margins_reach_the_controller(rig: Rig) -> None:

@@ -173,7 +173,7 @@ def test_sixteen_bits_run_in_their_own_type(narrow: Path, width: int, device: st
     """Drafting changes no token, or where it does, the two lie within the rounding of a 16-bit logit."""
     llm = torch_llm(narrow, device, Speculation("fixed:k=4", width, guard=False))
     dtype = getattr(torch, llm.manifest.dtype)
-    assert llm._verify.new_slab().data.dtype == dtype  # type: ignore[attr-defined]
+    assert llm.engines.verify.new_slab().data.dtype == dtype  # type: ignore[attr-defined]
     for prompt in PROMPTS:
         plain = llm.generate(prompt, max_new_tokens=100, draft=False, ignore_eos=True)
         drafted = llm.generate(prompt, max_new_tokens=100, ignore_eos=True)

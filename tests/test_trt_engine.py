@@ -63,7 +63,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 def contexts_of(llm: LLM) -> dict[str, list[fake.Context]]:
     """Those that were made for each graph."""
-    engines = [*llm._verify.programs, *llm._draft.programs]  # type: ignore[attr-defined, union-attr]
+    engines = [*llm.engines.verify.programs, *llm.engines.draft.programs]  # type: ignore[attr-defined, union-attr]
     return {program._graph.file: program._make_context.args[0].contexts for program in engines}
 
 
@@ -193,7 +193,7 @@ def test_embedded(staged: Callable[[int], Path], stages: int) -> None:
     expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(PROMPTS[1], max_new_tokens=60)
     assert llm.generate(PROMPTS[1], max_new_tokens=60).tokens == expected.tokens
     assert all(part.any() for part in host.slab), "the caches are in the memory given"
-    slab = llm._verify.new_slab()
+    slab = llm.engines.verify.new_slab()
     assert np.array_equal(slab.read(0)[0], host.slab[0][0, 0].numpy()) and slab.read(0)[0].any()
 
 

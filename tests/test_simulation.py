@@ -1,0 +1,213 @@
+"""eesd-bench simulate: traces recorded once and replayed by anyone, in one JSON that reports are made of."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result as Finished
+from command import assert_refused, listing, run, succeed
+
+from eesd.bench import simulation
+from eesd.bench.cli import main
+from eesd.bench.recording import Recording
+from eesd.bench.run import Bench, Options
+from eesd.bench.simulation import Simulation
+from eesd.bench.streams import STREAMS
+from eesd.bench.tasks import load_tasks
+from eesd.bench.traces import ROWS, Trace, load_trace
+from eesd.runtime.errors import EESDError
+
+FEW = ("-n", 16, "--depth", 6, "--per-task", 2, "--tuning-per-task", 1, "--threads", 1, "--backend", "ort")
+CONTROLLERS = [
+    "off",
+    "best fixed in hindsight",
+    "fixed, tuned",
+    "threshold, tuned",
+    "adaedl, tuned",
+    "ucb",
+    "beta-ts",
+    "calibration-ts",
+    "cost-aware-ts, posterior means",
+    "cost-aware-ts",
+    "clairvoyant",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_streams() -> object:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(simulation, "STREAM_TOKENS", 800)
+        monkeypatch.setattr(simulation, "STREAM_RUNS", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rows = [{"id": f"{t}-{i}", "task": t, "prompt": f"{t} {i}: 1, 2"} for t in ("count", "list") for i in range(3)]
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"prompts={path}"
+
+
+@pytest.fixture(scope="module")
+def recorded(engine: Path, prompts: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run with an engine."""
+    output = tmp_path_factory.mktemp("recorded") / "out"
+    finished = succeed(main, "simulate", "--engine-dir", engine, "--task", prompts, "--output", output, *FEW)
+    assert "| cost-aware-ts |" in finished.stdout
+    return output
+
+
+def replayed(recorded: Path, output: Path, *options: object) -> Finished:
+    pair = ("--trace", recorded / "trace.npz", "--tuning-trace", recorded / "tuning.npz")
+    return run(main, "simulate", *pair, "--output", output, *options)
+
+
+def test_everything_is_kept_and_reported(recorded: Path) -> None:
+    assert listing(recorded) == ["report", "report.md", "simulation.json", "trace.npz", "tuning.npz"]
+    found = Simulation.load(recorded / "simulation.json")
+    assert [replays.name for replays in found.replays] == ["measured", "70b"]
+    assert found.prompts == {"count": 2, "list": 2} and found.tuning_prompts == {"count": 1, "list": 1}
+    trace = load_trace(recorded / "trace.npz")
+    assert trace.costs and found.replays[0].costs.table(6) == pytest.approx(trace.costs.table(6), rel=1e-4)
+    for replays in found.replays:
+        assert [row.controller for row in replays.rows] == CONTROLLERS
+        assert all(row.by_task.keys() == {"count", "list"} for row in replays.rows)
+        assert all(curve.tokens[0] == 1 and curve.tokens[-1] == 4 * 16 for curve in replays.regret)
+    assert [replays.name for replays in found.streams] == [stream.name for stream in STREAMS]
+    for replays in found.streams:
+        assert replays.row("optimal").of_ceiling.value == 1
+        assert all(len(curve.tokens) == len(curve.regret) == 200 and curve.tokens[-1] == 800 for curve in replays.regret)
+    report = (recorded / "report.md").read_text()
+    pictures = [f"replay-1-regret-{name}.png" for name in ("70b", "measured", "streams")]
+    assert listing(recorded / "report") == pictures and all(f"(report/{name})" in report for name in pictures)
+    assert "4 prompts (count, list) x 16 new tokens, greedy" in report and "| persistent |" in report
+
+
+def test_replays_of_kept_traces_are_those_of_the_run_that_recorded(recorded: Path, tmp_path: Path) -> None:
+    """No engine, the same decisions; speeds but for the controllers' own time, which is measured anew."""
+    assert replayed(recorded, tmp_path / "out", "--no-plots").exit_code == 0
+    first, again = (Simulation.load(path / "simulation.json") for path in (recorded, tmp_path / "out"))
+    assert again.origin == first.origin and again.options == first.options and again.streams[0].costs == first.streams[0].costs
+    for one, other in zip(first.replays, again.replays, strict=True):
+        assert (one.costs, one.best_by_task) == (other.costs, other.best_by_task)
+        assert [(r.controller, r.spec, r.tokens_per_round) for r in one.rows] == [
+            (r.controller, r.spec, r.tokens_per_round) for r in other.rows
+        ]
+        for name in ("off", "best fixed in hindsight", "clairvoyant"):
+            assert one.row(name).speedup == other.row(name).speedup
+    assert listing(tmp_path / "out") == ["report.md", "simulation.json"]
+
+
+def test_traces_hold_half_precision(recorded: Path) -> None:
+    """Whatever the request may draft is there, and nothing more."""
+    for request in load_trace(recorded / "trace.npz").requests:
+        assert request.logprob.dtype == np.float16 and request.logprob.shape == (16, 6)
+        assert np.isnan(request.logprob[-1]).all() and not np.isnan(request.logprob[0]).any()
+        assert request.accepted[-1] == 0 and (request.accepted <= 6).all()
+
+
+def test_an_interrupted_recording_goes_on(engine: Path, prompts: str, recorded: Path, tmp_path: Path) -> None:
+    options = Options(
+        samplings=("greedy",),
+        widths=(1,),
+        max_new_tokens=16,
+        per_task=2,
+        tuning_per_task=1,
+        threads=1,
+        backend="ort",
+        tasks=(prompts,),
+    )
+    steps = Recording(Bench(engine, "ort", 1), load_tasks([prompts]), options, 6, tmp_path, keep=False).steps()
+    for _ in zip(range(3), steps, strict=False):  # both prompts to tune on, the first to report
+        pass
+    begun = load_trace(tmp_path / "trace.npz")
+    assert len(begun.requests) == 1
+    command = ("simulate", "--engine-dir", engine, "--task", prompts, "--output", tmp_path, "--no-plots", *FEW)
+    assert_refused(run(main, *command), "trace.npz", "--resume", "--overwrite")
+    assert_refused(run(main, *command, "--resume", "--seed", 1), "recorded with other options")
+    succeed(main, *command, "--resume")
+    whole, expected = load_trace(tmp_path / "trace.npz"), load_trace(recorded / "trace.npz")
+    assert whole.origin == expected.origin and whole.costs == begun.costs
+    for one, other in zip(whole.requests, expected.requests, strict=True):
+        assert one.task == other.task
+        np.testing.assert_array_equal(one.accepted, other.accepted)
+        for name in ROWS[:3]:
+            np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=2e-3, atol=1e-4)
+
+
+def test_coupled_sampling(engine: Path, prompts: str, tmp_path: Path) -> None:
+    """Every prompt has noise of its own."""
+    options = ("--sampling", "coupled", "--temperature", 0.9, "--no-plots", "--costs", "7b", *FEW)
+    finished = succeed(main, "simulate", "--engine-dir", engine, "--task", prompts, "--output", tmp_path / "out", *options)
+    assert "coupled at temperature 0.9" in finished.stdout
+    assert [replays.name for replays in Simulation.load(tmp_path / "out/simulation.json").replays] == ["7b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--costs", "nonesuch"], ["nonesuch", "measured, bundled"]),
+        (["--sampling", "rejection"], ["depends on what was drafted"]),
+        (["--sampling", "hot"], ["hot", "greedy"]),
+        (["--depth", "99"], ["99", "allows 1 to"]),
+        (["--depth", "0"], ["depth", "allows 1 to"]),
+        (["--task", "prompts=missing.jsonl"], ["missing.jsonl"]),
+        (["--task", "prompts=/dev/null"], ["no prompts"]),
+        (["--trace", "a.npz", "--tuning-trace", "b.npz"], ["Give --engine-dir"]),
+        (["-n", "0"], ["max_new_tokens"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_bad_recordings(engine: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
+    finished = run(main, "simulate", "--engine-dir", engine, "--output", tmp_path / "out", "--threads", 1, *options)
+    assert_refused(finished, *words)
+    assert not (tmp_path / "out/trace.npz").exists() and not (tmp_path / "out/simulation.json").exists()
+
+
+def test_bad_replays(recorded: Path, tmp_path: Path) -> None:
+    trace, tuning, output = recorded / "trace.npz", recorded / "tuning.npz", ("--output", tmp_path / "out")
+    assert_refused(run(main, "simulate", *output), "--engine-dir", "--tuning-trace")
+    assert_refused(run(main, "simulate", "--trace", trace, *output), "--engine-dir", "--tuning-trace")
+    for file, word in ((recorded / "report.md", "is not a trace"), (tmp_path / "none.npz", "no trace")):
+        assert_refused(run(main, "simulate", "--trace", file, "--tuning-trace", tuning, *output), word)
+    assert_refused(run(main, "simulate", "--trace", trace, "--tuning-trace", trace, *output), "same prompts")
+    other = replace(load_trace(tuning), origin=load_trace(tuning).origin | {"temperature": 0.1})
+    other.save(tmp_path / "other.npz")
+    assert_refused(run(main, "simulate", "--trace", trace, "--tuning-trace", tmp_path / "other.npz", *output), "different")
+    Trace(load_trace(trace).requests, load_trace(trace).origin).save(tmp_path / "no-costs.npz")
+    pair = ("--trace", tmp_path / "no-costs.npz", "--tuning-trace", tuning)
+    assert_refused(run(main, "simulate", *pair, *output), "no measured costs")
+    assert not (tmp_path / "out").exists()
+    assert_refused(replayed(recorded, recorded), "simulation.json", "--overwrite")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"schema": 99}, "schema 99"), ({"replays": [{}]}, "damaged"), ({"extra": 1}, "damaged"), ({"kind": "x"}, "not a simul")],
+    ids=["schema", "replays", "key", "kind"],
+)
+def test_damaged_simulations(recorded: Path, change: dict[str, object], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "simulation.json"
+    path.write_text(json.dumps(json.loads((recorded / "simulation.json").read_text()) | change))
+    with pytest.raises(EESDError, match=words):
+        Simulation.load(path)
+
+
+def test_simulations_are_read_as_they_were_written(recorded: Path, tmp_path: Path) -> None:
+    Simulation.load(recorded / "simulation.json").save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (recorded / "simulation.json").read_bytes()
+
+
+def test_a_report_can_be_made_again(recorded: Path, tmp_path: Path) -> None:
+    """Together with that of a measurement, the same bytes each time."""
+    measured = Path(__file__).parent / "bench_result.json"
+    for name in ("a", "b"):
+        succeed(main, "report", recorded / "simulation.json", measured, "--output", tmp_path / name / "results.md")
+    report = (tmp_path / "a/results.md").read_text()
+    assert report.index("## Speed") < report.index("## Replayed traces")
+    for file in ("results.md", *(f"results/replay-1-regret-{name}.png" for name in ("70b", "measured", "streams"))):
+        data = (tmp_path / "a" / file).read_bytes()
+        assert data == (tmp_path / "b" / file).read_bytes() and len(data) < 150_000
