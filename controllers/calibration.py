@@ -53,9 +53,20 @@ class Prior:
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> "Prior":
-        """From what :meth:`to_dict` gave; TypeError or ValueError for what cannot be."""
-        accept, following = (tuple(map(float, value[name])) for name in ("accept", "following"))
-        return Prior(accept, following, *(float(value[name]) for name in WIDTHS))
+        """From what :meth:`to_dict` gave, or JSON made of it; ValueError for what cannot be."""
+        if not isinstance(value, dict) or value.keys() != {"accept", "following", *WIDTHS}:
+            raise ValueError(f"its entries must be accept, following, {', '.join(WIDTHS)}")
+        lists = value["accept"], value["following"]
+        if not all(isinstance(weights, (list, tuple)) for weights in lists):
+            raise ValueError("accept and following must be lists")
+        widths = [value[name] for name in WIDTHS]
+        if not all(type(number) in (int, float) for number in (*lists[0], *lists[1], *widths)):
+            raise ValueError("weights and standard deviations must be numbers")
+        try:
+            accept, following, widths = (list(map(float, numbers)) for numbers in (*lists, widths))
+        except OverflowError:
+            raise ValueError("weights and standard deviations must be finite") from None
+        return Prior(tuple(accept), tuple(following), *widths)
 
 
 def sigmoid(z: float) -> float:

@@ -52,7 +52,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @click.option("--hidden", default=0.0, help="Weight: regression of the teacher's last hidden state.")
 @click.option("--unroll", default=1, help="Multi-step training: weigh positions by drafts of so many tokens.")
 @click.option("--unroll-decay", default=0.8)
-@click.option("--steps", default=4000)
+@click.option("--steps", default=4000, help="0: train nothing; evaluate and calibrate the --init-head.")
 @click.option("--batch", default=8, help="Rows of a pass on each process.")
 @click.option("--accumulate", default=1, help="Passes of a step.")
 @click.option("--length", default=256, help="Tokens of a row.")
@@ -87,12 +87,15 @@ def main(**options: Any) -> None:
         options["exit_layer"] = layers[0]
     run = make_run(options, progress)
     if layers:
+        if not run.training.steps:
+            raise EESDError("--search-exit-layer trains a head for each layer; give --steps of at least 1.")
         _search(run, layers, blocks)
         return
-    found = run.train(report if run.is_main else lambda _: None)
-    if run.is_main:
-        depths = " ".join(f"{value:.3f}" for value in found.by_depth)
-        click.echo(f"{run.output}: acceptance by depth {depths}, {found.tokens_per_round:.2f} tokens a round of 8 drafts")
+    if run.training.steps:
+        run.train(report if run.is_main else lambda _: None)
+    else:
+        run.adopt()
+    _evaluate(run)
 
 
 def _search(run: Run, layers: tuple[Any, ...], blocks: tuple[Any, ...]) -> None:
@@ -101,6 +104,21 @@ def _search(run: Run, layers: tuple[Any, ...], blocks: tuple[Any, ...]) -> None:
     candidates = search(run, layers, blocks, report if run.is_main else lambda _: None)
     if run.is_main:
         click.echo(table(candidates))
+
+
+def _evaluate(run: Run) -> None:
+    from eesd.distill.calibrate import table
+
+    acceptance, calibration = run.evaluate()
+    if not run.is_main:
+        return
+    depths = " ".join(f"{value:.3f}" for value in acceptance.by_depth)
+    click.echo(table(calibration))
+    if calibration.prior is None:
+        click.echo("The fitted prior is not clearly better: the default stays.")
+    else:
+        click.echo(f"The fitted prior is written; the spread of requests' offsets is {calibration.prior.request}.")
+    click.echo(f"{run.output}: acceptance by depth {depths}, {acceptance.tokens_per_round:.2f} tokens a round of 8 drafts")
 
 
 def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> tuple[Any, ...]:
