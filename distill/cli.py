@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eesd.runtime.errors import EESDError, one_line_errors
+from eesd.runtime.errors import EESDError, clean_up_on_sigterm, one_line_errors
 
 if TYPE_CHECKING:  # torch loads only after the options were read
     from eesd.distill.run import Run
@@ -77,7 +75,7 @@ def main(**options: Any) -> None:
         from eesd.distill.run import make_run
     except ImportError as error:
         raise EESDError(f"Distilling needs {error.name}; install it with: pip install 'eesd[distill]'.") from None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    clean_up_on_sigterm()
     layers = _numbers("--search-exit-layer", options.pop("search_exit_layer"), int)
     blocks = _numbers("--search-blocks", options.pop("search_blocks"), int)
     options["temperatures"] = _numbers("--temperatures", options["temperatures"], float)
