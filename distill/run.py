@@ -1,5 +1,6 @@
 """A run of ``eesd-distill``: its options checked, its parts put together."""
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -118,6 +119,18 @@ class Run:
         return {"base": self.preparation.base, "data": rows.digest(), "init_head": first, "processes": processes}
 
 
+def make_accelerator() -> Accelerator:
+    """For this process, among those that torchrun or ``accelerate launch`` started."""
+    no_device = not torch.accelerator.is_available()  # told so, accelerate lets processes share the work on CPUs, too
+    accelerator = Accelerator(cpu=no_device)
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not accelerator.is_fsdp2:
+        raise EESDError(
+            "FSDP was asked for, and accelerate would not use it or use its first version: give it several processes, "
+            "GPUs and FSDP_VERSION=2, or unset ACCELERATE_USE_FSDP."
+        )
+    return accelerator
+
+
 def make_run(options: dict[str, Any], bar: Bar) -> Run:
     """Check the command's options; nothing is loaded but the checkpoint's headers."""
     losses = Losses(
@@ -147,8 +160,7 @@ def make_run(options: dict[str, Any], bar: Bar) -> Run:
     check_exit(checkpoint.config, training.exit_layer, training.blocks)
     if training.length > checkpoint.config.max_positions:
         raise EESDError(f"--length {training.length} is more than the model's {checkpoint.config.max_positions} positions.")
-    no_device = not torch.accelerator.is_available()  # told so, accelerate lets processes share the work on CPUs, too
-    accelerator = Accelerator(cpu=no_device)
+    accelerator = make_accelerator()
     on_cpu = accelerator.device.type == "cpu"
     name = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
     every = Every(options["log_every"], options["eval_every"], options["save_every"])
