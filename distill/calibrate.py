@@ -162,8 +162,8 @@ def fit_prior(labelled: Sequence[dict[str, Request]]) -> Prior:
     default, weights = Prior(), []
     for score in SCORES:
         rows = [row for text in labelled for judged in text[score] for row in judged]
-        x = np.array([features for features, _ in rows]).reshape(-1, FEATURES)
-        fitted = fit_weights(x, np.array([right for _, right in rows], np.float64), getattr(default, score))
+        x, y = np.array([x for x, _ in rows]).reshape(-1, FEATURES), np.array([right for _, right in rows], np.float64)
+        fitted = fit_weights(x, y, getattr(default, score))
         weights.append(tuple(round(weight, 4) for weight in fitted))
     return replace(default, accept=weights[0], following=weights[1])
 

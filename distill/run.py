@@ -19,7 +19,7 @@ from eesd.distill.prepare import Bar, Data, Preparation
 from eesd.distill.trainer import Trainer
 from eesd.export.hub import find_model
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import WEIGHTS, ExitConfig, ExitHead, check_exit, save_config
+from eesd.model.exit_head import CONFIG, WEIGHTS, ExitConfig, ExitHead, check_exit, save_config
 from eesd.runtime.errors import EESDError
 from eesd.runtime.files import written_whole
 
@@ -90,15 +90,14 @@ class Run:
             trainer.run(self.every, report, advance)
 
     def adopt(self) -> None:
-        """Put the head that was given into the output directory as it is, less its calibration."""
+        """Put the head that was given into the output directory, as it is."""
         assert self.init_head is not None
-        config = replace(self.first_head(self.training).exit_config, calibration=None)
+        self.first_head(self.training)  # refuses one that cannot be what the options say
         self.output.mkdir(parents=True, exist_ok=True)
-        if self.is_main:
-            if not self.output.samefile(self.init_head):
-                with written_whole(self.output / WEIGHTS) as temporary:
-                    shutil.copyfile(self.init_head / WEIGHTS, temporary)
-            save_config(config, self.output)
+        if self.is_main and not self.output.samefile(self.init_head):
+            for name in (WEIGHTS, CONFIG):
+                with written_whole(self.output / name) as temporary:
+                    shutil.copyfile(self.init_head / name, temporary)
         self.accelerator.wait_for_everyone()
 
     def evaluate(self) -> tuple[Acceptance, Calibration]:

@@ -29,9 +29,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
 @click.option("--quantize", type=click.Choice(QUANTIZED), help="Store linear weights in 8 or 4 bits.")
 @click.option("--max-seq-len", type=click.IntRange(min=2), help=f"Slots of the KV cache (S).  [default: at most {SLOTS}]")
-@click.option(
-    "--max-tree-nodes", type=click.IntRange(1, 512), default=TREE_NODES, help="Drafted tokens that fit a round (M)."
-)
+@click.option("--max-tree-nodes", type=click.IntRange(1, 512), default=TREE_NODES, help="Drafted tokens that fit a round (M).")
 @click.option("--draft-top-k", type=click.IntRange(1, 64), default=TOP_K, help="Candidates that the draft reports (K).")
 @click.option("--stages", type=int, default=1, help="Devices to spread the verify graph over, by layers.")
 @click.option("--link-weights", is_flag=True, help="Use the checkpoint's own files by hard links instead of a copy.")

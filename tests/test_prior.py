@@ -16,6 +16,7 @@ from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.distill.acceptance import Drafts
 from eesd.distill.calibrate import SPREADS, best_spread, calibrate, fit_prior, fit_weights, forecasts, labels_of
 from eesd.distill.cli import main
+from eesd.export.inspect import main as inspect
 from eesd.export.manifest import load_manifest
 from eesd.runtime.llm import Speculation
 
@@ -125,6 +126,7 @@ def test_from_distillation_to_the_controller(learner: Path, calibrated: Path, tm
     assert prior.accept != Prior().accept
     plans = export_engine(learner, tmp_path / "plans", "--exit-head", calibrated)
     assert load_manifest(plans).calibration == prior
+    assert "a prior of this head" in succeed(inspect, plans).stdout
     controller = load(plans, speculation=Speculation("cost-aware-ts")).controller
     assert isinstance(controller, CostAwareTS)
     x = (1.0, 0.5, 2.0, 0.5, 0.0)
