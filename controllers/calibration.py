@@ -25,7 +25,7 @@ def features(step: DraftStep) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Prior:
-    """What is known before the first round. It may be learned offline from traces and travels as JSON.
+    """What is known before the first round. ``eesd-distill`` fits one to each head; it travels as JSON.
 
     ``accept`` and ``following`` are the weights [5] of :func:`features` in the log-odds that the drafted token is accepted, and
     that the next one will be if this one is. ``shift``, ``slope``, ``request`` are the standard deviations of a, s - 1, b;

@@ -16,8 +16,10 @@ from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.distill.acceptance import Drafts
 from eesd.distill.calibrate import SPREADS, best_spread, calibrate, fit_prior, fit_weights, forecasts, labels_of
 from eesd.distill.cli import main
+from eesd.export.engine_dir import stored_head
 from eesd.export.inspect import main as inspect
 from eesd.export.manifest import load_manifest
+from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.llm import Speculation
 
 TRUTH = Prior(accept=(1.0, 0.3, 0.6, -0.8, 0.5))
@@ -139,7 +141,7 @@ def test_a_head_gets_its_prior_afterwards(learner: Path, own_rows: Path, calibra
     old = shutil.copytree(calibrated, tmp_path / "old")
     wanted = json.loads((old / "exit_head.json").read_text())
     (old / "exit_head.json").write_text(json.dumps({name: value for name, value in wanted.items() if name != "calibration"}))
-    assert load_manifest(export_engine(learner, tmp_path / "plans", "--exit-head", old)).calibration is None
+    assert stored_head(Checkpoint(learner), old).config.calibration is None
     longer = ("--validation-prompts", 25, "--validation-tokens", 90, "--steps", 0)
     distill(learner, own_rows, tmp_path / "new", "--init-head", old, *longer)
     assert json.loads((tmp_path / "new" / "exit_head.json").read_text()) == wanted
