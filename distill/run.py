@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -106,6 +107,8 @@ class Run:
         device = self.accelerator.device
         head, lm_head = self.checkpoint.exit_head(self.output).to(device), self.checkpoint.lm_head().float().to(device)
         drafts = validation.drafts(head, self.checkpoint.config, lm_head)
+        if not all(np.isfinite(text.margin).all() for text in drafts):
+            raise EESDError(f"The head in {self.output} computes what is no number; its weights are damaged, train it again.")
         found = calibrate(drafts)
         if self.is_main:
             save_config(replace(head.exit_config, calibration=found.prior), self.output)

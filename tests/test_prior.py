@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from command import assert_refused, export_engine, run, succeed
 from distilling import SMALL, distill
+from safetensors.torch import load_file, save_file
 from scipy.optimize import minimize
 
 from eesd import load
@@ -157,6 +158,15 @@ def test_a_head_that_trains_on_loses_its_prior(learner: Path, own_rows: Path, ca
     short = ("--steps", 2, "--validation-prompts", 4, "--validation-tokens", 4)
     distill(learner, own_rows, tmp_path / "on", "--init-head", calibrated, *short)
     assert json.loads((tmp_path / "on" / "exit_head.json").read_text())["calibration"] is None
+
+
+def test_a_head_of_weights_that_are_no_numbers(learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path) -> None:
+    head = shutil.copytree(calibrated, tmp_path / "head")
+    tensors = load_file(head / "exit_head.safetensors")
+    save_file(tensors | {"norm.weight": tensors["norm.weight"] * float("nan")}, head / "exit_head.safetensors")
+    arguments = ("--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", head, *SMALL)
+    assert_refused(run(main, *arguments, "--steps", 0, "--init-head", head), "no number", str(head))
+    assert json.loads((head / "exit_head.json").read_text())["calibration"] is not None
 
 
 def test_nothing_to_calibrate(learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path) -> None:
