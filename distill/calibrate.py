@@ -21,6 +21,8 @@ FOLDS = 4
 SPREADS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.75)
 """Spreads of the requests' offsets that are tried. With wider ones an offset can fall so low that nothing is drafted, and so
 nothing is judged that would raise it again."""
+MATERIAL = 0.005
+"""A spread must lower the loss by this part of it; one that brought a little less cost speed when sampling (docs/distill.md)."""
 BINS = 10
 """Of equal width, for the calibration error."""
 
@@ -169,9 +171,9 @@ def fit_prior(labelled: Sequence[dict[str, Request]]) -> Prior:
 
 
 def best_spread(losses: Floats) -> float:
-    """The spread with the least loss, by losses [spreads, texts]; the default's if that is within a standard error of it."""
+    """The spread with the least loss, by losses [spreads, texts]; the default's unless the gain is clear and material."""
     usual, best = losses[SPREADS.index(Prior().request)], int(losses.sum(1).argmin())
-    return SPREADS[best] if _clear(usual - losses[best]) else Prior().request
+    return SPREADS[best] if _clear((1 - MATERIAL) * usual - losses[best]) else Prior().request
 
 
 def _clear(gains: Floats) -> bool:

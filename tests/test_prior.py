@@ -97,7 +97,9 @@ def test_a_spread_that_is_hardly_better_is_not_taken() -> None:
     losses = np.full((len(SPREADS), 20), 10.0)
     losses[0, ::2], losses[0, 1::2] = 9.0, 10.9
     assert best_spread(losses) == Prior().request
-    losses[0] = 9.9
+    losses[0] = 9.97
+    assert best_spread(losses) == Prior().request
+    losses[0] = 9.8
     assert best_spread(losses) == SPREADS[0]
 
 
