@@ -22,7 +22,7 @@ SPREADS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.75)
 """Spreads of the requests' offsets that are tried. With wider ones an offset can fall so low that nothing is drafted, and so
 nothing is judged that would raise it again."""
 MATERIAL = 0.005
-"""A spread must lower the loss by this part of it; one that brought a little less cost speed when sampling (docs/distill.md)."""
+"""A spread must lower the loss by this part of it; one that brought less cost speed when sampling (docs/distill.md)."""
 BINS = 10
 """Of equal width, for the calibration error."""
 
