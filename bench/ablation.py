@@ -12,10 +12,10 @@ from eesd.bench.results import read_json
 from eesd.bench.run import CANDIDATES, Bench
 from eesd.bench.tasks import Prompt
 from eesd.export.manifest import NAME as MANIFEST
+from eesd.export.manifest import SLOTS
 from eesd.runtime.errors import EESDError
 
 EXIT_HEAD = "exit_head.json"
-SLOTS, TREE_NODES, TOP_K = 4096, 32, 8
 
 
 class Part(NamedTuple):
@@ -81,7 +81,7 @@ def _export(part: Part, parts: Sequence[Part], model: str, dtype: str, output: P
         raise EESDError(f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'.") from None
     checkpoint = Checkpoint(find_model(model))
     head = stored_head(checkpoint, part.directory) if part.directory else untrained_head(checkpoint, _exit_layer(parts))
-    options = ExportOptions(dtype, min(checkpoint.config.max_positions, SLOTS), TREE_NODES, TOP_K)
+    options = ExportOptions(dtype, min(checkpoint.config.max_positions, SLOTS))
     export(checkpoint, head, options, output, lambda _: None, lambda *_: None, lambda *_: None)
 
 

@@ -25,7 +25,7 @@ def features(step: DraftStep) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Prior:
-    """What is known before the first round. It may be learned offline from traces and travels as JSON.
+    """What is known before the first round. ``eesd-distill`` fits one to each head; it travels as JSON.
 
     ``accept`` and ``following`` are the weights [5] of :func:`features` in the log-odds that the drafted token is accepted, and
     that the next one will be if this one is. ``shift``, ``slope``, ``request`` are the standard deviations of a, s - 1, b;
@@ -53,9 +53,20 @@ class Prior:
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> "Prior":
-        """From what :meth:`to_dict` gave; TypeError or ValueError for what cannot be."""
-        accept, following = (tuple(map(float, value[name])) for name in ("accept", "following"))
-        return Prior(accept, following, *(float(value[name]) for name in WIDTHS))
+        """From what :meth:`to_dict` gave, or JSON made of it; ValueError for what cannot be."""
+        if not isinstance(value, dict) or value.keys() != {"accept", "following", *WIDTHS}:
+            raise ValueError(f"its entries must be accept, following, {', '.join(WIDTHS)}")
+        lists = value["accept"], value["following"]
+        if not all(isinstance(weights, (list, tuple)) for weights in lists):
+            raise ValueError("accept and following must be lists")
+        widths = [value[name] for name in WIDTHS]
+        if not all(type(number) in (int, float) for number in (*lists[0], *lists[1], *widths)):
+            raise ValueError("weights and standard deviations must be numbers")
+        try:
+            accept, following, widths = (list(map(float, numbers)) for numbers in (*lists, widths))
+        except OverflowError:
+            raise ValueError("weights and standard deviations must be finite") from None
+        return Prior(tuple(accept), tuple(following), *widths)
 
 
 def sigmoid(z: float) -> float:

@@ -2,12 +2,14 @@
 
 For given tokens, drafting computes what a parallel pass computes (see ``reach`` in ``losses.py``), and a greedy draft is
 accepted where the head's likeliest token is the next token of the model's greedy text. So one bit for each position says all:
-rounds of any length are replayed from them, and the counts are those of the runtime's statistics.
+rounds of any length are replayed from them, and the counts are those of the runtime's statistics. Up to the first rejection,
+what a round's drafts show of themselves is what the same pass shows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,21 +49,50 @@ class Acceptance:
         return self.tokens / self.rounds if self.rounds else 0.0
 
 
+class Round(NamedTuple):
+    """A round whose first draft is token ``start`` of the text: how many it drafts and how many of them are accepted."""
+
+    start: int
+    drafted: int
+    accepted: int
+
+    @property
+    def judged(self) -> int:
+        """The accepted drafts and the first rejected one."""
+        return min(self.drafted, self.accepted + 1)
+
+
+def rounds_over(bits: NDArray[np.bool_], depth: int) -> Iterator[Round]:
+    """Rounds of ``depth`` drafts over a text of which bit i says that the head gets token i right; never of the last."""
+    at = 0
+    while at < len(bits):
+        drafted = min(depth, len(bits) - at - 1)
+        right = next((i for i in range(drafted) if not bits[at + i]), drafted)
+        yield Round(at, drafted, right)
+        at += right + 1
+
+
 def replay(texts: Sequence[NDArray[np.bool_]], depth: int) -> Acceptance:
-    """Rounds of ``depth`` drafts over texts of which bit i says that the head gets token i right; the last is never drafted."""
+    """The counts of rounds of ``depth`` drafts over all texts."""
     offered, accepted = [0] * depth, [0] * depth
     rounds = 0
     for bits in texts:
-        at = 0
-        while at < len(bits):
-            drafted = min(depth, len(bits) - at - 1)
-            right = next((i for i in range(drafted) if not bits[at + i]), drafted)
-            for level in range(min(drafted, right + 1)):
+        for found in rounds_over(bits, depth):
+            for level in range(found.judged):
                 offered[level] += 1
-                accepted[level] += level < right
+                accepted[level] += level < found.accepted
             rounds += 1
-            at += right + 1
     return Acceptance(tuple(offered), tuple(accepted), rounds, sum(map(len, texts)))
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The head's greedy draft for each token of a text [T]: whether it is that token, its probability, and its margin (nats)
+    over the second likeliest."""
+
+    right: NDArray[np.bool_]
+    probability: NDArray[np.float32]
+    margin: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -100,19 +131,31 @@ class Validation:
         return cls(state["tokens"], state["starts"], state["ends"], hidden)
 
     @torch.no_grad()
-    def bits(self, head: ExitHead, config: ModelConfig, lm_head: Tensor, batch: int = 16) -> list[NDArray[np.bool_]]:
-        """For each prompt, which tokens of its continuation the head would have drafted, in float32."""
+    def drafts(self, head: ExitHead, config: ModelConfig, lm_head: Tensor, batch: int = 16) -> list[Drafts]:
+        """For each prompt, what the head would draft for each token of its continuation, in float32."""
         device = lm_head.device
         table = (lm_head if head.lm_head is None else head.lm_head.weight).float()
-        guesses = []
+        found = []
         for hidden in torch.split(self.hidden[head.exit_config.layer], batch):
             inputs, caches = whole_text(config, len(hidden), hidden.shape[1], len(head.blocks), torch.float32, device)
             features, _ = head.features(hidden.to(device).float(), inputs, caches)
             chunks = torch.split(features.flatten(0, 1), max(1, CHUNK // len(table)))
-            guesses.append(torch.cat([linear(chunk, table).argmax(-1) for chunk in chunks]).view(hidden.shape[:2]).cpu())
-        right = (torch.cat(guesses)[:, :-1] == self.tokens[:, 1:]).numpy()
-        spans = zip(right, self.starts.tolist(), self.ends.tolist(), strict=True)
-        return [row[start - 1 : end - 1] for row, start, end in spans]
+            parts = [_likeliest(linear(chunk, table)) for chunk in chunks]
+            found.append([torch.cat(part).view(hidden.shape[:2]).cpu() for part in zip(*parts, strict=True)])
+        tokens, probability, margin = (torch.cat(part)[:, :-1] for part in zip(*found, strict=True))
+        arrays = ((tokens == self.tokens[:, 1:]).numpy(), probability.numpy(), margin.numpy())
+        spans = [slice(start - 1, end - 1) for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True)]
+        return [Drafts(*(array[row, span] for array in arrays)) for row, span in enumerate(spans)]
+
+    def bits(self, head: ExitHead, config: ModelConfig, lm_head: Tensor) -> list[NDArray[np.bool_]]:
+        """For each prompt, which tokens of its continuation the head would have drafted."""
+        return [drafts.right for drafts in self.drafts(head, config, lm_head)]
 
     def acceptance(self, head: ExitHead, config: ModelConfig, lm_head: Tensor, depth: int = DEPTHS) -> Acceptance:
         return replay(self.bits(head, config, lm_head), depth)
+
+
+def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits [n, V]: the likeliest token, its probability, and by how much it leads; each [n]."""
+    (first, second), ids = (part.T for part in logits.topk(2))
+    return ids[0], (first - logits.logsumexp(-1)).exp(), first - second

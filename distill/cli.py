@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eesd.runtime.errors import EESDError, one_line_errors
+from eesd.runtime.errors import EESDError, clean_up_on_sigterm, one_line_errors
 
 if TYPE_CHECKING:  # torch loads only after the options were read
     from eesd.distill.run import Run
@@ -52,7 +50,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @click.option("--hidden", default=0.0, help="Weight: regression of the teacher's last hidden state.")
 @click.option("--unroll", default=1, help="Multi-step training: weigh positions by drafts of so many tokens.")
 @click.option("--unroll-decay", default=0.8)
-@click.option("--steps", default=4000)
+@click.option("--steps", default=4000, help="0: train nothing; evaluate and calibrate the --init-head.")
 @click.option("--batch", default=8, help="Rows of a pass on each process.")
 @click.option("--accumulate", default=1, help="Passes of a step.")
 @click.option("--length", default=256, help="Tokens of a row.")
@@ -77,7 +75,7 @@ def main(**options: Any) -> None:
         from eesd.distill.run import make_run
     except ImportError as error:
         raise EESDError(f"Distilling needs {error.name}; install it with: pip install 'eesd[distill]'.") from None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    clean_up_on_sigterm()
     layers = _numbers("--search-exit-layer", options.pop("search_exit_layer"), int)
     blocks = _numbers("--search-blocks", options.pop("search_blocks"), int)
     options["temperatures"] = _numbers("--temperatures", options["temperatures"], float)
@@ -87,12 +85,15 @@ def main(**options: Any) -> None:
         options["exit_layer"] = layers[0]
     run = make_run(options, progress)
     if layers:
+        if not run.training.steps:
+            raise EESDError("--search-exit-layer trains a head for each layer; give --steps of at least 1.")
         _search(run, layers, blocks)
         return
-    found = run.train(report if run.is_main else lambda _: None)
-    if run.is_main:
-        depths = " ".join(f"{value:.3f}" for value in found.by_depth)
-        click.echo(f"{run.output}: acceptance by depth {depths}, {found.tokens_per_round:.2f} tokens a round of 8 drafts")
+    if run.training.steps:
+        run.train(report if run.is_main else lambda _: None)
+    else:
+        run.adopt()
+    _evaluate(run)
 
 
 def _search(run: Run, layers: tuple[Any, ...], blocks: tuple[Any, ...]) -> None:
@@ -101,6 +102,21 @@ def _search(run: Run, layers: tuple[Any, ...], blocks: tuple[Any, ...]) -> None:
     candidates = search(run, layers, blocks, report if run.is_main else lambda _: None)
     if run.is_main:
         click.echo(table(candidates))
+
+
+def _evaluate(run: Run) -> None:
+    from eesd.distill.calibrate import table
+
+    acceptance, calibration = run.evaluate()
+    if not run.is_main:
+        return
+    depths = " ".join(f"{value:.3f}" for value in acceptance.by_depth)
+    click.echo(table(calibration))
+    if calibration.prior is None:
+        click.echo("The fitted prior is not clearly better: the default stays.")
+    else:
+        click.echo(f"The fitted prior is written; the spread of requests' offsets is {calibration.prior.request}.")
+    click.echo(f"{run.output}: acceptance by depth {depths}, {acceptance.tokens_per_round:.2f} tokens a round of 8 drafts")
 
 
 def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> tuple[Any, ...]:

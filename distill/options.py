@@ -43,7 +43,8 @@ class Training:
     """One run, up to the data: with the same options it gives the same losses, resumed or not.
 
     ``batch`` rows of ``length`` tokens make a forward pass on each process, ``accumulate`` passes a step. ``mix_share`` is the
-    part of the rows that come from the mixed-in text. ``warmup`` and ``cooldown`` are parts of ``steps``.
+    part of the rows that come from the mixed-in text. ``warmup`` and ``cooldown`` are parts of ``steps``; 0 steps
+    train nothing.
     """
 
     exit_layer: int
@@ -65,9 +66,9 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "top_k"):
-            if getattr(self, name) < 1:
-                raise EESDError(f"--{name.replace('_', '-')} must be at least 1; {getattr(self, name)} was given.")
+        for name, least in (("steps", 0), ("batch", 1), ("accumulate", 1), ("top_k", 1)):
+            if getattr(self, name) < least:
+                raise EESDError(f"--{name.replace('_', '-')} must be at least {least}; {getattr(self, name)} was given.")
         if self.length < 2:
             raise EESDError(f"--length must be at least 2; {self.length} was given.")
         if not 0 <= self.mix_share < 1:

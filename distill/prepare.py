@@ -51,8 +51,6 @@ class Data:
     validation_tokens: int = 128
 
     def __post_init__(self) -> None:
-        if bool(self.files) == bool(self.prompts):
-            raise EESDError("Give either --data FILE (rows to train on) or --self-generate FILE (prompts for the model).")
         if self.prompt_tokens < 1 or self.validation_prompts < 1 or self.validation_tokens < 2:
             raise EESDError("--prompt-tokens and --validation-prompts must be at least 1, --validation-tokens at least 2.")
 

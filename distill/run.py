@@ -1,23 +1,28 @@
 """A run of ``eesd-distill``: its options checked, its parts put together."""
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
-from eesd.distill.acceptance import Acceptance
-from eesd.distill.data import Rows
+from eesd.distill.acceptance import DEPTHS, Acceptance, Validation, replay
+from eesd.distill.calibrate import Calibration, calibrate
+from eesd.distill.data import Rows, cut
 from eesd.distill.options import Every, Losses, Training
 from eesd.distill.prepare import Bar, Data, Preparation
 from eesd.distill.trainer import Trainer
 from eesd.export.hub import find_model
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import ExitConfig, ExitHead, check_exit
+from eesd.model.exit_head import CONFIG, WEIGHTS, ExitConfig, ExitHead, check_exit, save_config
 from eesd.runtime.errors import EESDError
+from eesd.runtime.files import written_whole
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -48,7 +53,14 @@ class Run:
 
     @cached_property
     def all_rows(self) -> Rows:
+        """To train on; none where nothing is trained and validation has prompts of its own."""
+        if not self.training.steps and self.data.validation:
+            return cut((), self.training.length)
         return self.preparation.rows(self.data)
+
+    def validation_and_rows(self, layers: Sequence[int]) -> tuple[Validation, Rows]:
+        """What to validate on, and the rows that are left to train on."""
+        return self.preparation.validation(self.data, self.all_rows, layers, self.offline or self.output)
 
     def first_head(self, training: Training) -> ExitHead:
         """The head before training: a stored one, or made from the model's last layers."""
@@ -56,7 +68,7 @@ class Run:
         if self.init_head is None:
             return self.checkpoint.initial_head(wanted)
         head = self.checkpoint.exit_head(self.init_head)
-        if replace(head.exit_config, trained=True) != wanted:
+        if replace(head.exit_config, trained=True, calibration=None) != wanted:
             raise EESDError(
                 f"The head in {self.init_head} has exit layer {head.exit_config.layer} and {head.exit_config.blocks} blocks; "
                 "give the same --exit-layer, --blocks and LM head option to start from it."
@@ -64,25 +76,61 @@ class Run:
         head.exit_config = wanted
         return head
 
-    def train(self, report: Report) -> Acceptance:
-        """Train one head; what it accepts at the end."""
+    def train(self, report: Report) -> None:
+        """Train one head."""
         self.output.mkdir(parents=True, exist_ok=True)
         layers = [self.training.exit_layer]
         head = self.first_head(self.training)
-        validation, rows = self.preparation.validation(self.data, self.all_rows, layers, self.offline or self.output)
+        validation, rows = self.validation_and_rows(layers)
         source = self.preparation.source(rows, layers, self.offline)
         trainer = Trainer(
             self.accelerator, head, self.checkpoint.config, self.checkpoint.lm_head().float(), self.training, rows, source,
             validation, self.output, self.identity(rows), self.compiled,
         )  # fmt: skip
         with self.bar("training", self.training.steps) as advance:
-            return trainer.run(self.every, report, advance)
+            trainer.run(self.every, report, advance)
+
+    def adopt(self) -> None:
+        """Put the head that was given into the output directory, as it is."""
+        assert self.init_head is not None
+        self.first_head(self.training)  # refuses one that cannot be what the options say
+        self.output.mkdir(parents=True, exist_ok=True)
+        if self.is_main and not self.output.samefile(self.init_head):
+            for name in (WEIGHTS, CONFIG):
+                with written_whole(self.output / name) as temporary:
+                    shutil.copyfile(self.init_head / name, temporary)
+        self.accelerator.wait_for_everyone()
+
+    def evaluate(self) -> tuple[Acceptance, Calibration]:
+        """What the head in the output directory accepts, and its calibration, which is written there."""
+        validation, _ = self.validation_and_rows([self.training.exit_layer])
+        device = self.accelerator.device
+        head, lm_head = self.checkpoint.exit_head(self.output).to(device), self.checkpoint.lm_head().float().to(device)
+        drafts = validation.drafts(head, self.checkpoint.config, lm_head)
+        if not all(np.isfinite(text.margin).all() for text in drafts):
+            raise EESDError(f"The head in {self.output} computes what is no number; its weights are damaged, train it again.")
+        found = calibrate(drafts)
+        if self.is_main:
+            save_config(replace(head.exit_config, calibration=found.prior), self.output)
+        return replay([text.right for text in drafts], DEPTHS), found
 
     def identity(self, rows: Rows) -> dict[str, Any]:
         """What must be the same for a run to go on, beside its training options."""
         first = str(self.init_head.resolve()) if self.init_head else ""
         processes = self.accelerator.num_processes
         return {"base": self.preparation.base, "data": rows.digest(), "init_head": first, "processes": processes}
+
+
+def make_accelerator() -> Accelerator:
+    """For this process, among those that torchrun or ``accelerate launch`` started."""
+    no_device = not torch.accelerator.is_available()  # told so, accelerate lets processes share the work on CPUs, too
+    accelerator = Accelerator(cpu=no_device)
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not accelerator.is_fsdp2:
+        raise EESDError(
+            "FSDP was asked for, and accelerate would not use it or use its first version: give it several processes, "
+            "GPUs and FSDP_VERSION=2, or unset ACCELERATE_USE_FSDP."
+        )
+    return accelerator
 
 
 def make_run(options: dict[str, Any], bar: Bar) -> Run:
@@ -102,6 +150,11 @@ def make_run(options: dict[str, Any], bar: Bar) -> Run:
         own_text=options["own_text"] or output / "own-text",
         **{name: options[name] for name in shared - {"files", "prompts", "mixed", "own_text"}},
     )
+    if not training.steps and options["init_head"] is None:
+        raise EESDError("--steps 0 trains nothing; give the head to calibrate with --init-head DIR.")
+    given = bool(data.files) + bool(data.prompts)
+    if given > 1 or (not given and (training.steps or not data.validation)):
+        raise EESDError("Give either --data FILE (rows to train on) or --self-generate FILE (prompts for the model).")
     for path in (*data.files, *data.prompts, *data.mixed, *data.validation):
         if not path.is_file():
             raise EESDError(f"{path} is no file; give files of text, JSON lines or token arrays.")
@@ -109,8 +162,7 @@ def make_run(options: dict[str, Any], bar: Bar) -> Run:
     check_exit(checkpoint.config, training.exit_layer, training.blocks)
     if training.length > checkpoint.config.max_positions:
         raise EESDError(f"--length {training.length} is more than the model's {checkpoint.config.max_positions} positions.")
-    no_device = not torch.accelerator.is_available()  # told so, accelerate lets processes share the work on CPUs, too
-    accelerator = Accelerator(cpu=no_device)
+    accelerator = make_accelerator()
     on_cpu = accelerator.device.type == "cpu"
     name = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
     every = Every(options["log_every"], options["eval_every"], options["save_every"])

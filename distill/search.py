@@ -71,7 +71,7 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report:
         for blocks in block_counts:
             check_exit(config, layer, blocks)
     run.output.mkdir(parents=True, exist_ok=True)
-    validation, rows = run.preparation.validation(run.data, run.all_rows, layers, run.offline or run.output)
+    validation, rows = run.validation_and_rows(layers)
     source = run.preparation.source(rows, layers, run.offline)
     lm_head, costs, found = run.checkpoint.lm_head().float(), Costs.of(config), []
     for layer in layers:

@@ -2,8 +2,6 @@
 
 import resource
 import shutil
-import signal
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,7 @@ from eesd.export.manifest import FLAVOURS, NAME, PREFILL_CHUNK, GraphInfo, Manif
 from eesd.export.memory import build_memory
 from eesd.runtime.backends import open_engines
 from eesd.runtime.doctor import available_memory, compute_capability
-from eesd.runtime.errors import EESDError, one_line_errors
+from eesd.runtime.errors import EESDError, clean_up_on_sigterm, one_line_errors
 
 if TYPE_CHECKING:  # onnx loads only after the options were checked
     from eesd.export.plans import BuildOptions
@@ -48,7 +46,7 @@ def main(
         from eesd.export import plans
     except ImportError as error:
         raise EESDError(f"Building needs {error.name}; install it with: pip install 'eesd[tensorrt-rtx]'.") from None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or a shortened model would be left behind
+    clean_up_on_sigterm()  # or a shortened model would be left behind
     manifest = load_manifest(directory)
     plans.check_precision(manifest)
     if precision not in (None, manifest.dtype):

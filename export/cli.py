@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +9,9 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from eesd.export.manifest import QUANTIZED
+from eesd.export.manifest import QUANTIZED, SLOTS, TOP_K, TREE_NODES
 from eesd.runtime.doctor import available_memory
-from eesd.runtime.errors import EESDError, one_line_errors
+from eesd.runtime.errors import EESDError, clean_up_on_sigterm, one_line_errors
 
 if TYPE_CHECKING:  # torch loads only after the options were checked
     from eesd.export.engine_dir import Head
@@ -30,9 +28,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plans"), help="Engine directory to write.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
 @click.option("--quantize", type=click.Choice(QUANTIZED), help="Store linear weights in 8 or 4 bits.")
-@click.option("--max-seq-len", type=click.IntRange(min=2), help="Slots of the KV cache (S).  [default: at most 4096]")
-@click.option("--max-tree-nodes", type=click.IntRange(1, 512), default=32, help="Drafted tokens that fit one round (M).")
-@click.option("--draft-top-k", type=click.IntRange(1, 64), default=8, help="Candidates that the draft reports (K).")
+@click.option("--max-seq-len", type=click.IntRange(min=2), help=f"Slots of the KV cache (S).  [default: at most {SLOTS}]")
+@click.option("--max-tree-nodes", type=click.IntRange(1, 512), default=TREE_NODES, help="Drafted tokens that fit a round (M).")
+@click.option("--draft-top-k", type=click.IntRange(1, 64), default=TOP_K, help="Candidates that the draft reports (K).")
 @click.option("--stages", type=int, default=1, help="Devices to spread the verify graph over, by layers.")
 @click.option("--link-weights", is_flag=True, help="Use the checkpoint's own files by hard links instead of a copy.")
 @click.option("--check/--no-check", default=None, help="Compare with the torch module.  [default: if memory allows]")
@@ -62,13 +60,13 @@ def main(
         from eesd.model.checkpoint import Checkpoint
     except ImportError as error:
         raise EESDError(f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'.") from None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or whoever stops an export would leave half a model behind
+    clean_up_on_sigterm()  # or whoever stops an export would leave half a model behind
 
     check_output(output)
     checkpoint = Checkpoint(find_model(model))
     config = checkpoint.config
     head = _choose_head(checkpoint, exit_layer, exit_head)
-    slots = max_seq_len or min(config.max_positions, 4096)
+    slots = max_seq_len or min(config.max_positions, SLOTS)
     if slots > config.max_positions:
         raise EESDError(f"--max-seq-len {slots} is more than the model's {config.max_positions} positions.")
     if quantize is not None and link_weights:

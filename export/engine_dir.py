@@ -181,6 +181,7 @@ def _manifest(
         linked=links,
         tools=_tools(),
         plans={},
+        calibration=exit_config.calibration,
     )
 
 

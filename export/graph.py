@@ -19,7 +19,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, IdentityElimina
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eesd.export.manifest import GraphInfo, Quantization, TensorInfo
+from eesd.export.manifest import TOP_K, TREE_NODES, GraphInfo, Quantization, TensorInfo
 from eesd.model.config import ModelConfig
 from eesd.model.decoder import KV, Decoder, Inputs, rotary_tables
 from eesd.model.exit_head import ExitConfig, ExitHead
@@ -43,8 +43,8 @@ class ExportOptions:
 
     dtype: str
     max_seq_len: int
-    max_tree_nodes: int
-    draft_top_k: int
+    max_tree_nodes: int = TREE_NODES
+    draft_top_k: int = TOP_K
     stages: int = 1
     link_weights: bool = False
     quantize: str | None = None

@@ -85,6 +85,7 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
             f"{manifest.num_kv_heads} KV heads of {manifest.head_dim}, vocabulary {manifest.vocab_size}"
         ),
         "exit head": f"after layer {manifest.exit_layer}, {manifest.exit_blocks} block(s){trained}",
+        "confidence": "a prior of this head" if manifest.calibration else "the default prior",
         "element type": manifest.dtype,
         "linear weights": _linear_weights(manifest),
         "KV cache": (

@@ -34,6 +34,8 @@ SIZES = (
     "exit_layer",
     "exit_blocks",
 )
+SLOTS, TREE_NODES, TOP_K = 4096, 32, 8
+"""What an export takes for :data:`LIMITS` unless told otherwise; at most the model's positions."""
 LIMITS = ("max_seq_len", "max_tree_nodes", "draft_top_k")
 
 

@@ -5,13 +5,14 @@ E decoder blocks, a norm, and the base model's LM head (or a trained copy of it)
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from eesd.controllers.calibration import Prior
 from eesd.model.config import ModelConfig, read_json
 from eesd.model.decoder import KV, Block, Decoder, Inputs, RMSNorm
 from eesd.runtime.errors import EESDError
@@ -26,6 +27,7 @@ class ExitConfig:
 
     ``layer`` is N, the number of base layers before it; ``blocks`` is E; ``own_lm_head`` says whether it has an LM head of its
     own; ``base`` is the fingerprint of the base model; ``trained`` is false for a head that was only initialised.
+    ``calibration`` is what is known of its confidence, None: nothing yet.
     """
 
     layer: int
@@ -33,6 +35,7 @@ class ExitConfig:
     own_lm_head: bool = False
     base: str = ""
     trained: bool = False
+    calibration: Prior | None = None
 
 
 class ExitHead(nn.Module):
@@ -114,8 +117,13 @@ def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -
     state = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
     with written_whole(directory / WEIGHTS) as temporary:
         save_file(state, temporary)
+    save_config(head.exit_config, directory)
+
+
+def save_config(config: ExitConfig, directory: Path) -> None:
+    """Write the JSON alone, beside the weights that it describes."""
     with written_whole(directory / CONFIG) as temporary:
-        temporary.write_text(json.dumps(asdict(head.exit_config), indent=2) + "\n")
+        temporary.write_text(json.dumps(asdict(config), indent=2) + "\n")
 
 
 def read_exit_config(directory: Path, base: str) -> ExitConfig:
@@ -124,7 +132,7 @@ def read_exit_config(directory: Path, base: str) -> ExitConfig:
         raise EESDError(f"{directory / CONFIG} is missing; give the directory of a trained exit head.")
     raw = read_json(directory / CONFIG)
     try:
-        config = ExitConfig(**raw)
+        config = ExitConfig(**raw | {"calibration": None})
         if not isinstance(config.base, str) or not all(isinstance(n, int) for n in (config.layer, config.blocks)):
             raise TypeError
     except TypeError:
@@ -134,4 +142,11 @@ def read_exit_config(directory: Path, base: str) -> ExitConfig:
             f"The exit head in {directory} was trained on another base model "
             f"(fingerprint {config.base[:12]}, this model is {base[:12]}); train one for this model."
         )
-    return config
+    calibration = raw.get("calibration")
+    try:
+        return replace(config, calibration=None if calibration is None else Prior.from_dict(calibration))
+    except ValueError as error:
+        raise EESDError(
+            f"The calibration in {directory / CONFIG} is damaged ({error}); "
+            "delete this entry, and make it again with eesd-distill --steps 0."
+        ) from None

@@ -24,6 +24,8 @@ from eesd.distill.teacher import Teacher
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.llm import Speculation
 
+SHARDED = str(Path(__file__).with_name("sharded.py"))
+
 
 @pytest.fixture(scope="session")
 def trained(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -162,10 +164,14 @@ def test_figures_for_tensorboard(trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_with_their_rows(learner: Path, own_rows: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [("-m", "eesd.distill.cli"), (SHARDED,)], ids=["copies", "fsdp"])
+def test_two_processes_train_as_one_with_their_rows(
+    learner: Path, own_rows: Path, tmp_path: Path, how: tuple[str, ...]
+) -> None:
     """Two processes with batches of two rows, stopped and resumed, against one process that passes over the same rows."""
-    arguments = ["--model", learner, "--exit-layer", 1, "--data", own_rows, *SMALL, "--batch", 2, "--steps", 8]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "eesd.distill.cli"]
+    arguments = ["--model", learner, "--exit-layer", 1, "--data", own_rows, *SMALL]
+    arguments += ["--batch", 2, "--accumulate", 2, "--steps", 8]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *how]
     command += [*map(str, arguments), "-o", str(tmp_path / "two"), "--offline", str(tmp_path / "cache")]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert first.stdout is not None
@@ -178,5 +184,5 @@ def test_two_processes_train_as_one_with_their_rows(learner: Path, own_rows: Pat
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     assert done.stdout.count("step      8  loss") == 1 and "step      5  loss" not in done.stdout
-    distill(learner, own_rows, tmp_path / "one", "--batch", 2, "--accumulate", 2, "--steps", 8)
+    distill(learner, own_rows, tmp_path / "one", "--batch", 2, "--accumulate", 4, "--steps", 8)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)

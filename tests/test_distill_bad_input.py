@@ -77,6 +77,11 @@ def test_options_that_cannot_be(start: tuple[object, ...], options: tuple[object
     assert_refused(run(main, *start, *options), *words)
 
 
+def test_sharding_that_would_not_happen(start: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert_refused(run(main, *start), "FSDP was asked for", "GPUs", "unset ACCELERATE_USE_FSDP")
+
+
 def test_too_few_rows_to_validate(start: tuple[object, ...], tmp_path: Path) -> None:
     np.save(tmp_path / "few.npy", np.full((3, LENGTH + 1), 5))
     assert_refused(run(main, *without(start, "--data"), "--data", tmp_path / "few.npy"), "only 3 rows", "--validation")

@@ -132,7 +132,7 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
         lambda: Losses(ce=0, kl=0),
         lambda: Losses(temperature=0),
         lambda: Losses(unroll=0),
-        lambda: Training(1, steps=0),
+        lambda: Training(1, steps=-1),
         lambda: Training(1, mix_share=1),
         lambda: Training(1, lr=0),
     ],

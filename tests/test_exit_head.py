@@ -11,6 +11,7 @@ import torch
 from families import FAMILIES, build, randomise
 from safetensors.torch import load_file, save_file
 
+from eesd.controllers.calibration import Prior
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import ExitConfig, ExitHead
@@ -137,6 +138,12 @@ def test_truncated_weights(damaged: tuple[Checkpoint, Path], keep: int) -> None:
         ({"base": 7}, "not an exit head's configuration"),
         ({"unknown": 1}, "not an exit head's configuration"),
         ({"base": "0" * 64}, "another base model"),
+        ({"calibration": {}}, "calibration in"),
+        ({"calibration": Prior().to_dict() | {"accept": [1.0]}}, "must have 5 weights"),
+        ({"calibration": Prior().to_dict() | {"accept": "12345"}}, "must be lists"),
+        ({"calibration": Prior().to_dict() | {"shift": True}}, "must be numbers"),
+        ({"calibration": Prior().to_dict() | {"following": [10**400] * 5}}, "must be finite"),
+        ({"calibration": Prior().to_dict() | {"request": -1.0}}, "0 or above"),
     ],
 )
 def test_damaged_config(damaged: tuple[Checkpoint, Path], changes: dict[str, Any], words: str) -> None:
