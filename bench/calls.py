@@ -13,13 +13,17 @@ LEVELS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 """Depths of the synthetic rounds of a sweep."""
 SWEEPS = 3
 """Times that each is run."""
+STEPS = 6
+"""Draft steps that are told apart, each cheaper than the one before it: the weights come back into the caches."""
+PLAIN = 12
+"""Passes over one node in a row, as plain decoding makes them; the first half only drives the draft's traces out."""
 
 
 class RoundCosts(NamedTuple):
-    """Seconds of a round's first draft step, of a later one, and of verify by node count; one node is plain decoding's."""
+    """Seconds of a round's draft steps (the last stands for all behind it), and of verify by node count; one node is plain
+    decoding's."""
 
-    first_draft: float
-    next_draft: float
+    draft: list[float]
     verify: list[list[float]]
 
 
@@ -34,24 +38,24 @@ def sweep(draft: Binding, verify: Binding, slot: int, width: int, most_nodes: in
     """Rounds of every depth at ``slot``, as a session runs them: draft step by draft step, then one verify pass.
 
     In use draft and verify alternate, and each finds its weights evicted by the other; so do they here. ``tokens`` (at least as
-    many as nodes) are drafted. Plain decoding's cost, one node after a pass of one node, comes first.
+    many as nodes) are drafted. Plain decoding, one node after a pass of one node, comes first.
     """
-    first: list[float] = []
-    later: list[float] = []
+    steps: dict[int, list[float]] = {}
     costs: dict[int, list[float]] = {}
     for _ in range(SWEEPS):
-        verify.forward(tokens[:1], [slot], slot)
-        costs.setdefault(1, []).append(timed(lambda: verify.forward(tokens[:1], [slot], slot)))
+        plain = [timed(lambda: verify.forward(tokens[:1], [slot], slot)) for _ in range(PLAIN)]
+        costs.setdefault(1, []).extend(plain[PLAIN // 2 :])
         for levels in LEVELS:
             if 1 + levels * width > most_nodes:
                 break
             tree, frontier = TokenTree(tokens[0]), [0]
             for level in range(levels):
-                (later if level else first).append(timed(_drafting(draft, tree, frontier, slot)))
+                seconds = timed(_drafting(draft, tree, frontier, slot))
+                steps.setdefault(min(level, STEPS - 1), []).append(seconds)
                 frontier = [tree.add(tokens[len(tree)], frontier[i % len(frontier)], 0.0) for i in range(width)]
             costs.setdefault(len(tree), []).append(timed(_verifying(verify, tree, slot)))
-    medians = [[nodes, statistics.median(seconds)] for nodes, seconds in costs.items()]
-    return RoundCosts(statistics.median(first), statistics.median(later or first), medians)
+    verifying = [[nodes, statistics.median(seconds)] for nodes, seconds in costs.items()]
+    return RoundCosts([statistics.median(seconds) for seconds in steps.values()], verifying)
 
 
 def _drafting(draft: Binding, tree: TokenTree, frontier: list[int], slot: int) -> Callable[[], Outputs]:

@@ -16,13 +16,13 @@ from eesd.runtime.errors import EESDError
 
 @dataclass(frozen=True)
 class Costs:
-    """What single calls cost, in any unit: a round's first draft step, a later one, and verify by node count.
+    """What single calls cost, in any unit: a round's draft steps, and verify by node count.
 
-    The first step finds its weights evicted by the verify pass before it, the later ones do not.
+    ``draft`` are the first steps, the last of them stands for all behind it: the first finds its weights evicted by the verify
+    pass before it, and it takes some steps until they are all back.
     """
 
-    first_draft: float
-    next_draft: float
+    draft: tuple[float, ...]
     verify: Mapping[int, float]
 
     def of_verify(self, nodes: int) -> float:
@@ -36,7 +36,7 @@ class Costs:
 
     def of_draft(self, steps: int) -> float:
         """All draft steps of a round."""
-        return self.first_draft + (steps - 1) * self.next_draft if steps else 0.0
+        return sum(self.draft[:steps]) + max(steps - len(self.draft), 0) * self.draft[-1]
 
     def of_round(self, steps: int, nodes: int) -> float:
         """A round of so many draft steps that drafted so many nodes."""
@@ -45,7 +45,7 @@ class Costs:
     def scaled(self, factor: float) -> "Costs":
         """In another unit."""
         verify = {nodes: cost * factor for nodes, cost in self.verify.items()}
-        return Costs(self.first_draft * factor, self.next_draft * factor, verify)
+        return Costs(tuple(cost * factor for cost in self.draft), verify)
 
 
 def costs_of(sweeps: Iterable[Sweep]) -> dict[tuple[str, int], Costs]:
@@ -60,8 +60,7 @@ def costs_of(sweeps: Iterable[Sweep]) -> dict[tuple[str, int], Costs]:
             for nodes, seconds in sweep.verify:
                 verify.setdefault(int(nodes), []).append(seconds)
         found[key] = Costs(
-            statistics.median(sweep.first_draft for sweep in group),
-            statistics.median(sweep.next_draft for sweep in group),
+            tuple(map(statistics.median, zip(*(sweep.draft for sweep in group), strict=False))),
             {nodes: statistics.median(seconds) for nodes, seconds in sorted(verify.items())},
         )
     return found
@@ -82,7 +81,7 @@ class CostModel:
         calls = self.calls
         if min(calls.verify, default=0) != 1:
             raise EESDError(f"The verify costs of {self.name} must be given for node counts from 1.")
-        if not min(calls.first_draft, calls.next_draft, self.plain_seconds, *calls.verify.values()) > 0:
+        if not calls.draft or not min(*calls.draft, self.plain_seconds, *calls.verify.values()) > 0:
             raise EESDError(f"A cost of {self.name} is not above 0.")
 
     @classmethod
@@ -100,8 +99,7 @@ class CostModel:
         calls = self.calls
         return {
             "name": self.name,
-            "first_draft": calls.first_draft,
-            "next_draft": calls.next_draft,
+            "draft": list(calls.draft),
             "verify": [[nodes, cost] for nodes, cost in calls.verify.items()],
             "plain_seconds": self.plain_seconds,
         }
@@ -110,7 +108,7 @@ class CostModel:
     def from_dict(cls, value: dict[str, Any]) -> Self:
         """From what :meth:`to_dict` gave; KeyError, TypeError or ValueError for anything else."""
         verify = {int(nodes): float(cost) for nodes, cost in value["verify"]}
-        return cls(value["name"], Costs(value["first_draft"], value["next_draft"], verify), value["plain_seconds"])
+        return cls(value["name"], Costs(tuple(map(float, value["draft"])), verify), value["plain_seconds"])
 
 
 def layer_costs(
@@ -121,12 +119,12 @@ def layer_costs(
     The verify pass costs the same for all node counts: at batch 1 a GPU is bound by reading the weights.
     """
     draft = (exit_layer + exit_blocks + head) / (layers + head)
-    return CostModel(name, Costs(draft, draft, {1: 1.0}), plain_seconds)
+    return CostModel(name, Costs((draft,), {1: 1.0}), plain_seconds)
 
 
 BUNDLED = CostModel(
     "bundled, 2 CPU cores",
-    Costs(0.26, 0.09, {1: 1.0, 2: 1.19, 3: 1.25, 4: 1.30, 5: 1.35, 6: 1.39, 8: 1.54, 12: 1.66, 16: 1.84, 24: 2.12, 32: 2.47}),
+    Costs((0.26, 0.09), {1: 1.0, 2: 1.19, 3: 1.25, 4: 1.30, 5: 1.35, 6: 1.39, 8: 1.54, 12: 1.66, 16: 1.84, 24: 2.12, 32: 2.47}),
     3.1e-3,
 )
 """The bundled model, float32, ONNX Runtime, measured on two cores."""

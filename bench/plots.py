@@ -149,7 +149,7 @@ def costs(curves: Mapping[str, Costs], path: Path) -> None:
         axis.plot(
             nodes, [curve.verify[n] / plain for n in nodes], marker=MARKERS[number], color=colour, label=f"verify, {name}"
         )
-        step = curve.next_draft / plain
+        step = curve.draft[-1] / plain
         axis.axhline(step, color=colour, linestyle=":", label=f"a draft step, {name}")
     axis.set_xlabel("nodes of the pass")
     axis.set_ylabel("time, in plain steps")

@@ -37,9 +37,9 @@ def _setting(simulation: Simulation) -> list[str]:
 
 def _costs(replays: Replays) -> str:
     calls, plain = replays.costs.calls, replays.costs.plain_seconds
-    draft = f"{calls.next_draft:.2f}"
-    if abs(calls.first_draft - calls.next_draft) > 0.005:
-        draft = f"{calls.first_draft:.2f} (a round's first) or {draft} (a later one)"
+    draft = ", ".join(f"{cost:.2f}" for cost in calls.draft)
+    if len(calls.draft) > 1:
+        draft += " (first to last of a round)"
     verify = ", ".join(f"{calls.of_verify(nodes):.2f} over {nodes}" for nodes in (2, 4, 8, 16))
     return f"A plain step takes {plain * 1e3:.1f} ms; in plain steps a draft step costs {draft}, a verify pass {verify} nodes."
 

@@ -206,13 +206,12 @@ def _call_costs(result: Result, pictures: Pictures, name: str) -> list[str]:
     if not curves:
         return []
     lines = ["### What a call costs", "", *pictures.show(f"{name}-costs", "Cost of a verify pass", plots.costs, curves)]
-    lines += ["| drafts | plain step | first draft | later draft | verify by nodes, in plain steps |", "|---|---|---|---|---|"]
+    lines += ["| drafts | plain step | draft step by step | verify by nodes, in plain steps |", "|---|---|---|---|"]
     for label, costs in curves.items():
         plain = costs.verify[1]
         verify = ", ".join(f"{nodes}: {seconds / plain:.2f}" for nodes, seconds in costs.verify.items() if nodes > 1)
-        lines.append(
-            f"| {label} | {plain * 1e3:.2f} ms | {costs.first_draft / plain:.2f} | {costs.next_draft / plain:.2f} | {verify} |"
-        )
+        draft = ", ".join(f"{seconds / plain:.2f}" for seconds in costs.draft)
+        lines.append(f"| {label} | {plain * 1e3:.2f} ms | {draft} | {verify} |")
     plain_runs = [r for r in result.runs if _is_plain(result.configurations[r.configuration], engine)]
     tokens = {prompt["id"]: prompt["tokens"] for prompt in result.prompts}
     speed = sum(tokens[r.prompt] - 1 for r in plain_runs) / max(sum(r.prefill_seconds for r in plain_runs), 1e-9)

@@ -67,14 +67,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Seconds of single calls amid one prompt's text, for trees of one width: a round's first draft step, a later one, and
-    verify by node count (``verify`` [[nodes, seconds], ...])."""
+    """Seconds of single calls amid one prompt's text, for trees of one width: a round's draft steps, first to last (the last
+    stands for all behind it), and verify by node count (``verify`` [[nodes, seconds], ...])."""
 
     engine: str
     prompt: str
     width: int
-    first_draft: float
-    next_draft: float
+    draft: list[float]
     verify: list[list[float]]
 
 
