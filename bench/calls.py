@@ -1,5 +1,6 @@
 """What single calls cost: the draft step, verify by node count, and our code around the raw session's call."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,19 +12,16 @@ from eesd.runtime.tree import TokenTree
 
 LEVELS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 """Depths of the synthetic rounds of a sweep."""
-SWEEPS = 3
-"""Times that each is run."""
-STEPS = 6
-"""Draft steps that are told apart, each cheaper than the one before it: the weights come back into the caches."""
+OFTEN, SELDOM = 4, 1
+"""Rounds of each depth up to 8, and of deeper ones: about the mixture that is met in use."""
 PLAIN = 12
-"""Passes over one node in a row, as plain decoding makes them; the first half only drives the draft's traces out."""
+"""Passes over one node in a row, as plain decoding makes them; the first half only drives out what drafting left behind."""
 
 
-class RoundCosts(NamedTuple):
-    """Seconds of a round's draft steps (the last stands for all behind it), and of verify by node count; one node is plain
-    decoding's."""
+class Swept(NamedTuple):
+    """Seconds of a round's drafts by steps, and of its verify pass by node count; one node is plain decoding's."""
 
-    draft: list[float]
+    draft: list[list[float]]
     verify: list[list[float]]
 
 
@@ -34,28 +32,34 @@ def timed(call: Callable[[], Outputs]) -> float:
     return time.perf_counter() - started
 
 
-def sweep(draft: Binding, verify: Binding, slot: int, width: int, most_nodes: int, tokens: Sequence[int]) -> RoundCosts:
+def sweep(draft: Binding, verify: Binding, slot: int, width: int, most_nodes: int, tokens: Sequence[int]) -> Swept:
     """Rounds of every depth at ``slot``, as a session runs them: draft step by draft step, then one verify pass.
 
-    In use draft and verify alternate, and each finds its weights evicted by the other; so do they here. ``tokens`` (at least as
-    many as nodes) are drafted. Plain decoding, one node after a pass of one node, comes first.
+    In use draft and verify alternate, rounds are long and short, and what a call finds in the caches depends on those before
+    it; so do they here, in a random order that is always the same. ``tokens`` (at least as many as nodes) are drafted.
     """
-    steps: dict[int, list[float]] = {}
-    costs: dict[int, list[float]] = {}
-    for _ in range(SWEEPS):
-        plain = [timed(lambda: verify.forward(tokens[:1], [slot], slot)) for _ in range(PLAIN)]
-        costs.setdefault(1, []).extend(plain[PLAIN // 2 :])
-        for levels in LEVELS:
-            if 1 + levels * width > most_nodes:
-                break
-            tree, frontier = TokenTree(tokens[0]), [0]
-            for level in range(levels):
-                seconds = timed(_drafting(draft, tree, frontier, slot))
-                steps.setdefault(min(level, STEPS - 1), []).append(seconds)
-                frontier = [tree.add(tokens[len(tree)], frontier[i % len(frontier)], 0.0) for i in range(width)]
-            costs.setdefault(len(tree), []).append(timed(_verifying(verify, tree, slot)))
-    verifying = [[nodes, statistics.median(seconds)] for nodes, seconds in costs.items()]
-    return RoundCosts([statistics.median(seconds) for seconds in steps.values()], verifying)
+    plain = [timed(lambda: verify.forward(tokens[:1], [slot], slot)) for _ in range(PLAIN)]
+    depths = [depth for depth in LEVELS if 1 + depth * width <= most_nodes]
+    order = [depth for depth in depths for _ in range(OFTEN if depth <= 8 else SELDOM)]
+    random.Random(0).shuffle(order)
+    seconds: dict[int, list[tuple[float, float]]] = {depth: [] for depth in depths}
+    for depth in order:
+        seconds[depth].append(_round(draft, verify, slot, width, depth, tokens))
+    found = Swept([], [[1, statistics.median(plain[PLAIN // 2 :])]])
+    for depth in depths:
+        drafting, verifying = zip(*seconds[depth], strict=True)
+        found.draft.append([depth, statistics.median(drafting)])
+        found.verify.append([1 + depth * width, statistics.median(verifying)])
+    return found
+
+
+def _round(draft: Binding, verify: Binding, slot: int, width: int, levels: int, tokens: Sequence[int]) -> tuple[float, float]:
+    """Seconds of all draft steps, and of the verify pass."""
+    tree, frontier, seconds = TokenTree(tokens[0]), [0], 0.0
+    for _ in range(levels):
+        seconds += timed(_drafting(draft, tree, frontier, slot))
+        frontier = [tree.add(tokens[len(tree)], frontier[i % len(frontier)], 0.0) for i in range(width)]
+    return seconds, timed(_verifying(verify, tree, slot))
 
 
 def _drafting(draft: Binding, tree: TokenTree, frontier: list[int], slot: int) -> Callable[[], Outputs]:

@@ -16,27 +16,21 @@ from eesd.runtime.errors import EESDError
 
 @dataclass(frozen=True)
 class Costs:
-    """What single calls cost, in any unit: a round's draft steps, and verify by node count.
+    """What a round's calls cost, in any unit: its drafts by steps, its verify pass by nodes.
 
-    ``draft`` are the first steps, the last of them stands for all behind it: the first finds its weights evicted by the verify
-    pass before it, and it takes some steps until they are all back.
+    The first draft step finds its weights evicted by the verify pass before it, those behind it less and less.
     """
 
-    draft: tuple[float, ...]
+    draft: Mapping[int, float]
     verify: Mapping[int, float]
 
     def of_verify(self, nodes: int) -> float:
-        """v(n), linear between the node counts that are known and beyond the last two."""
-        counts = sorted(self.verify)
-        if nodes <= counts[-1] or len(counts) == 1:
-            return float(np.interp(nodes, counts, [self.verify[count] for count in counts]))
-        before, last = counts[-2:]
-        slope = (self.verify[last] - self.verify[before]) / (last - before)
-        return self.verify[last] + slope * (nodes - last)
+        """v(n): a pass over ``nodes`` nodes."""
+        return _on_curve(self.verify, nodes)
 
     def of_draft(self, steps: int) -> float:
-        """All draft steps of a round."""
-        return sum(self.draft[:steps]) + max(steps - len(self.draft), 0) * self.draft[-1]
+        """d(k): all draft steps of a round. Of one count alone others are in proportion."""
+        return _on_curve({0: 0.0, **self.draft}, steps)
 
     def of_round(self, steps: int, nodes: int) -> float:
         """A round of so many draft steps that drafted so many nodes."""
@@ -44,8 +38,17 @@ class Costs:
 
     def scaled(self, factor: float) -> "Costs":
         """In another unit."""
-        verify = {nodes: cost * factor for nodes, cost in self.verify.items()}
-        return Costs(tuple(cost * factor for cost in self.draft), verify)
+        draft, verify = ({count: cost * factor for count, cost in part.items()} for part in (self.draft, self.verify))
+        return Costs(draft, verify)
+
+
+def _on_curve(curve: Mapping[int, float], count: int) -> float:
+    """Linear between the counts that are known and beyond the last two."""
+    counts = sorted(curve)
+    if count <= counts[-1] or len(counts) == 1:
+        return float(np.interp(count, counts, [curve[known] for known in counts]))
+    before, last = counts[-2:]
+    return curve[last] + (curve[last] - curve[before]) / (last - before) * (count - last)
 
 
 def costs_of(sweeps: Iterable[Sweep]) -> dict[tuple[str, int], Costs]:
@@ -53,17 +56,18 @@ def costs_of(sweeps: Iterable[Sweep]) -> dict[tuple[str, int], Costs]:
     groups: dict[tuple[str, int], list[Sweep]] = {}
     for sweep in sweeps:
         groups.setdefault((sweep.engine, sweep.width), []).append(sweep)
-    found = {}
-    for key, group in groups.items():
-        verify: dict[int, list[float]] = {}
-        for sweep in group:
-            for nodes, seconds in sweep.verify:
-                verify.setdefault(int(nodes), []).append(seconds)
-        found[key] = Costs(
-            tuple(map(statistics.median, zip(*(sweep.draft for sweep in group), strict=False))),
-            {nodes: statistics.median(seconds) for nodes, seconds in sorted(verify.items())},
-        )
-    return found
+    return {
+        key: Costs(_medians(sweep.draft for sweep in group), _medians(sweep.verify for sweep in group))
+        for key, group in groups.items()
+    }
+
+
+def _medians(curves: Iterable[list[list[float]]]) -> dict[int, float]:
+    """By count, over all curves that have it."""
+    found: dict[int, list[float]] = {}
+    for count, seconds in (point for curve in curves for point in curve):
+        found.setdefault(int(count), []).append(seconds)
+    return {count: statistics.median(found[count]) for count in sorted(found)}
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class CostModel:
         calls = self.calls
         if min(calls.verify, default=0) != 1:
             raise EESDError(f"The verify costs of {self.name} must be given for node counts from 1.")
-        if not calls.draft or not min(*calls.draft, self.plain_seconds, *calls.verify.values()) > 0:
+        if not calls.draft or not min(*calls.draft.values(), self.plain_seconds, *calls.verify.values()) > 0:
             raise EESDError(f"A cost of {self.name} is not above 0.")
 
     @classmethod
@@ -99,7 +103,7 @@ class CostModel:
         calls = self.calls
         return {
             "name": self.name,
-            "draft": list(calls.draft),
+            "draft": [[steps, cost] for steps, cost in calls.draft.items()],
             "verify": [[nodes, cost] for nodes, cost in calls.verify.items()],
             "plain_seconds": self.plain_seconds,
         }
@@ -107,8 +111,8 @@ class CostModel:
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Self:
         """From what :meth:`to_dict` gave; KeyError, TypeError or ValueError for anything else."""
-        verify = {int(nodes): float(cost) for nodes, cost in value["verify"]}
-        return cls(value["name"], Costs(tuple(map(float, value["draft"])), verify), value["plain_seconds"])
+        draft, verify = ({int(count): float(cost) for count, cost in value[name]} for name in ("draft", "verify"))
+        return cls(value["name"], Costs(draft, verify), value["plain_seconds"])
 
 
 def layer_costs(
@@ -119,12 +123,15 @@ def layer_costs(
     The verify pass costs the same for all node counts: at batch 1 a GPU is bound by reading the weights.
     """
     draft = (exit_layer + exit_blocks + head) / (layers + head)
-    return CostModel(name, Costs((draft,), {1: 1.0}), plain_seconds)
+    return CostModel(name, Costs({1: draft}, {1: 1.0}), plain_seconds)
 
 
 BUNDLED = CostModel(
     "bundled, 2 CPU cores",
-    Costs((0.26, 0.09), {1: 1.0, 2: 1.19, 3: 1.25, 4: 1.30, 5: 1.35, 6: 1.39, 8: 1.54, 12: 1.66, 16: 1.84, 24: 2.12, 32: 2.47}),
+    Costs(
+        {1: 0.26, 2: 0.42, 3: 0.55, 4: 0.67, 5: 0.78, 6: 0.88, 8: 1.06},
+        {1: 1.0, 2: 1.19, 3: 1.25, 4: 1.30, 5: 1.35, 6: 1.39, 8: 1.54, 12: 1.66, 16: 1.84, 24: 2.12, 32: 2.47},
+    ),
     3.1e-3,
 )
 """The bundled model, float32, ONNX Runtime, measured on two cores."""

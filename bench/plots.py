@@ -140,7 +140,7 @@ def acceptance(lines: Mapping[str, Sequence[Sequence[int]]], path: Path) -> None
 
 @_styled
 def costs(curves: Mapping[str, Costs], path: Path) -> None:
-    """Verify by node count and the draft steps, in plain steps."""
+    """A verify pass by its nodes and drafts by their steps, in plain steps."""
     figure, (axis,) = _figure(5.2, 3.2)
     for number, (name, curve) in enumerate(curves.items()):
         plain = curve.verify[1]
@@ -149,9 +149,9 @@ def costs(curves: Mapping[str, Costs], path: Path) -> None:
         axis.plot(
             nodes, [curve.verify[n] / plain for n in nodes], marker=MARKERS[number], color=colour, label=f"verify, {name}"
         )
-        step = curve.draft[-1] / plain
-        axis.axhline(step, color=colour, linestyle=":", label=f"a draft step, {name}")
-    axis.set_xlabel("nodes of the pass")
+        steps = [count for count in curve.draft if count <= max(nodes)]
+        axis.plot(steps, [curve.draft[n] / plain for n in steps], color=colour, linestyle=":", label=f"draft steps, {name}")
+    axis.set_xlabel("nodes of the pass, or draft steps")
     axis.set_ylabel("time, in plain steps")
     axis.set_ylim(bottom=0)
     axis.legend(loc="upper left")
@@ -166,12 +166,12 @@ def predicted(summaries: Sequence[Summary], path: Path) -> None:
     for summary in summaries:
         if summary.predicted is not None:
             groups.setdefault(summary.configuration.sampling, []).append(summary)
-    values = [v for group in groups.values() for s in group for v in (s.speedup.median, s.predicted or 0.0)]
+    values = [v for group in groups.values() for s in group for v in (s.speedup_total, s.predicted or 0.0)]
     low, high = min(values) * 0.93, max(values) * 1.07
     axis.fill_between([low, high], [low * 0.95, high * 0.95], [low * 1.05, high * 1.05], color=INK, alpha=0.15, linewidth=0)
     axis.plot([low, high], [low, high], color=INK, linewidth=1, linestyle="--")
     for number, (name, group) in enumerate(groups.items()):
-        measured, expected = [s.speedup.median for s in group], [s.predicted for s in group]
+        measured, expected = [s.speedup_total for s in group], [s.predicted for s in group]
         axis.plot(measured, expected, MARKERS[number], color=COLOURS[number], label=name, alpha=0.9, linestyle="none")
     axis.set_xlim(low, high)
     axis.set_ylim(low, high)

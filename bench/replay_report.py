@@ -37,11 +37,9 @@ def _setting(simulation: Simulation) -> list[str]:
 
 def _costs(replays: Replays) -> str:
     calls, plain = replays.costs.calls, replays.costs.plain_seconds
-    draft = ", ".join(f"{cost:.2f}" for cost in calls.draft)
-    if len(calls.draft) > 1:
-        draft += " (first to last of a round)"
+    draft = ", ".join(f"{calls.of_draft(steps):.2f} for {steps}" for steps in (1, 2, 4, 8))
     verify = ", ".join(f"{calls.of_verify(nodes):.2f} over {nodes}" for nodes in (2, 4, 8, 16))
-    return f"A plain step takes {plain * 1e3:.1f} ms; in plain steps a draft step costs {draft}, a verify pass {verify} nodes."
+    return f"A plain step takes {plain * 1e3:.1f} ms; in plain steps draft steps cost {draft}, a verify pass {verify} nodes."
 
 
 def _table(replays: Replays) -> list[str]:

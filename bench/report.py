@@ -117,9 +117,9 @@ def _ablation(result: Result, summaries: Sequence[Summary], pictures: Pictures, 
 
 def _speed_table(summaries: Sequence[Summary], result: Result) -> list[str]:
     lines = [
-        "| controller | drafts | speed-up (95 %) | against best fixed | predicted | tokens/s | acceptance | tokens a round "
-        "| draft steps | host | equal |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| controller | drafts | speed-up (95 %) | against best fixed | in total | predicted | tokens/s | acceptance "
+        "| tokens a round | draft steps | host | equal |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     return [*lines, *(_speed_row(s, result) for s in summaries), ""]
 
@@ -127,7 +127,7 @@ def _speed_table(summaries: Sequence[Summary], result: Result) -> list[str]:
 def _speed_row(s: Summary, result: Result) -> str:
     return (
         f"| {_controller(s, result)} | {_shape(s.configuration)} | {_interval(s.speedup)} "
-        f"| {_interval(s.against_fixed) if s.against_fixed else ''} | {_predicted(s)} "
+        f"| {_interval(s.against_fixed) if s.against_fixed else ''} | {s.speedup_total:.2f}x | {_predicted(s)} "
         f"| {s.plain_tokens_per_second:.0f} to {s.tokens_per_second:.0f} | {s.overall_acceptance:.2f} "
         f"| {s.tokens_per_round:.2f} | {s.steps_per_round:.2f} | {s.host_share:.1%} | {_equal(s)} |"
     )
@@ -184,15 +184,16 @@ def _tuned(result: Result) -> list[str]:
 
 def _prediction(summaries: Sequence[Summary], pictures: Pictures, name: str) -> list[str]:
     """How far the predicted speed-ups lie from the measured ones."""
-    differences = [s.predicted / s.speedup.median - 1 for s in summaries if s.predicted]
+    differences = [s.predicted / s.speedup_total - 1 for s in summaries if s.predicted]
     if not differences:
         return []
     worst, within = max(differences, key=abs), sum(abs(d) <= 0.05 for d in differences)
     return [
         "### Predicted against measured",
         "",
-        "Predicted: each round's draft steps and verify pass at their median cost as single calls, measured after every "
-        f"prompt, and the host's time as it was. {within} of {len(differences)} configurations agree within 5 %; the largest "
+        "Predicted: each round's draft steps and verify pass at their median cost in rounds without a host, measured after "
+        "every prompt, and the host's time as it was; all prompts together. "
+        f"{within} of {len(differences)} configurations agree within 5 %; the largest "
         f"difference is {worst:+.1%}.",
         "",
         *pictures.show(f"{name}-predicted", "Predicted against measured speed-up", plots.predicted, summaries),
@@ -206,11 +207,14 @@ def _call_costs(result: Result, pictures: Pictures, name: str) -> list[str]:
     if not curves:
         return []
     lines = ["### What a call costs", "", *pictures.show(f"{name}-costs", "Cost of a verify pass", plots.costs, curves)]
-    lines += ["| drafts | plain step | draft step by step | verify by nodes, in plain steps |", "|---|---|---|---|"]
+    lines += [
+        "| drafts | plain step | draft by steps, in plain steps | verify by nodes, in plain steps |",
+        "|---|---|---|---|",
+    ]
     for label, costs in curves.items():
         plain = costs.verify[1]
         verify = ", ".join(f"{nodes}: {seconds / plain:.2f}" for nodes, seconds in costs.verify.items() if nodes > 1)
-        draft = ", ".join(f"{seconds / plain:.2f}" for seconds in costs.draft)
+        draft = ", ".join(f"{steps}: {seconds / plain:.2f}" for steps, seconds in costs.draft.items())
         lines.append(f"| {label} | {plain * 1e3:.2f} ms | {draft} | {verify} |")
     plain_runs = [r for r in result.runs if _is_plain(result.configurations[r.configuration], engine)]
     tokens = {prompt["id"]: prompt["tokens"] for prompt in result.prompts}
@@ -270,7 +274,7 @@ def _interval(interval: Interval) -> str:
 def _predicted(summary: Summary) -> str:
     if summary.predicted is None:
         return ""
-    return f"{summary.predicted:.2f}x ({summary.predicted / summary.speedup.median - 1:+.1%})"
+    return f"{summary.predicted:.2f}x ({summary.predicted / summary.speedup_total - 1:+.1%})"
 
 
 def _equal(summary: Summary) -> str:

@@ -67,13 +67,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Seconds of single calls amid one prompt's text, for trees of one width: a round's draft steps, first to last (the last
-    stands for all behind it), and verify by node count (``verify`` [[nodes, seconds], ...])."""
+    """Seconds amid one prompt's text, for trees of one width: of a round's drafts by steps (``draft`` [[steps, seconds], ...])
+    and of its verify pass by nodes (``verify`` [[nodes, seconds], ...])."""
 
     engine: str
     prompt: str
     width: int
-    draft: list[float]
+    draft: list[list[float]]
     verify: list[list[float]]
 
 

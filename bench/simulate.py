@@ -67,7 +67,7 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
             drafted = draft_length(controller, steps[position], room)
             own += clock() - started
             accepted = min(drafted, accepted_at[position])
-            outcome = RoundOutcome(drafted, accepted, *seconds[drafted], drafted, drafted)
+            outcome = RoundOutcome(drafted, accepted, *seconds[drafted], drafted, drafted, accepted)
             started = clock()
             controller.observe(outcome)
             own += clock() - started

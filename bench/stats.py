@@ -42,8 +42,9 @@ def predicted_seconds(run: Run, costs: Costs) -> float:
 class Summary:
     """One configuration over all prompts, against plain decoding of the same prompts.
 
-    ``speedup`` and ``predicted`` are ratios of decode seconds, ``against_fixed`` the speed relative to ``reference``, the fixed
-    draft length of the same sampling and width, where there is one.
+    ``speedup`` is the median ratio of decode seconds, ``speedup_total`` (and ``predicted``, what it should be) that of the sums
+    over all prompts, ``against_fixed`` the speed relative to ``reference``, the fixed draft length of the same sampling and
+    width, where there is one.
     """
 
     configuration: Configuration
@@ -128,12 +129,11 @@ def _summary(
 def _predicted(
     configuration: Configuration, runs: Sequence[Run], plains: Sequence[Run], costs: Mapping[tuple[str, int], Costs]
 ) -> float | None:
-    """The median over prompts of the predicted speed-up, None where the costs were not measured."""
+    """Predicted seconds of plain decoding over those of drafting, all prompts together; None where costs were not measured."""
     own = costs.get((configuration.engine, configuration.width))
     if own is None:
         return None
-    pairs = zip(plains, runs, strict=True)
-    return statistics.median(predicted_seconds(plain, own) / predicted_seconds(run, own) for plain, run in pairs)
+    return sum(predicted_seconds(run, own) for run in plains) / sum(predicted_seconds(run, own) for run in runs)
 
 
 def acceptance_by_depth(runs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:

@@ -27,6 +27,8 @@ class RoundOutcome(NamedTuple):
     ``drafted`` is the depth that was verified (0: plain decoding) and ``accepted`` how much of it was right. ``draft_seconds``
     is all the time until the draft was complete, the controller's own included; ``verify_seconds`` that of the verify pass over
     ``nodes`` drafted nodes and the root. ``steps`` counts the draft's calls: more than ``drafted`` where levels were left out.
+    ``followed`` is how far what was right had been drafted on: less than ``accepted`` where a second choice came true, behind
+    which nothing was drafted.
     """
 
     drafted: int
@@ -35,6 +37,7 @@ class RoundOutcome(NamedTuple):
     verify_seconds: float
     nodes: int
     steps: int
+    followed: int
 
 
 class Controller(Protocol):

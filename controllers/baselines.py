@@ -4,7 +4,7 @@ from math import log, sqrt
 from typing import Any
 
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
-from eesd.controllers.costs import CostCurve, Lengths
+from eesd.controllers.costs import Lengths, RoundCosts
 
 
 class Fixed(Controller):
@@ -70,7 +70,7 @@ class AdaEDL(Controller):
     def observe(self, outcome: RoundOutcome) -> None:
         if not outcome.drafted:
             return
-        self.acceptance = 0.5 * self.acceptance + 0.5 * outcome.accepted / outcome.drafted
+        self.acceptance = 0.5 * self.acceptance + 0.5 * outcome.followed / outcome.drafted
         moved = self.threshold + (self.step if self.acceptance <= self.target else -self.step)
         self.threshold = min(max(0.9 * self.threshold + 0.1 * moved, 0.0), 1.0)
 
@@ -97,7 +97,7 @@ class UCB(Controller):
         if not 0 < discount <= 1:
             raise ValueError("discount must be above 0 and at most 1")
         self.optimism = optimism
-        self.lengths, self.curve = Lengths(longest, discount), CostCurve()
+        self.lengths, self.costs = Lengths(longest, discount), RoundCosts()
         self.rounds = 0
         self.arm = longest
 
@@ -109,24 +109,24 @@ class UCB(Controller):
 
     def observe(self, outcome: RoundOutcome) -> None:
         drafted, longest = outcome.drafted, len(self.lengths.judged)
-        self.curve.add(outcome.steps, outcome.draft_seconds, outcome.nodes, outcome.verify_seconds)
-        self.lengths.add(drafted, outcome.accepted)
+        self.costs.add(outcome.steps, outcome.draft_seconds, outcome.nodes, outcome.verify_seconds)
+        self.lengths.add(drafted, outcome.followed)
         self.rounds += 1
-        if not self.curve.known:
+        if not self.costs.known:
             self.arm = max(self.arm // 2, 0 if self.arm == 1 else 1)  # two lengths at least, to know what one costs
             return
         if self.rounds < 16 or self.rounds % 8 == 0:
             width = max(outcome.nodes // max(drafted, 1), 1)
-            self.curve.fit(longest, longest * width)
-            rates = self.lengths.rates(self.curve, width, self.optimism * log(self.rounds + 1) ** 0.5)
+            self.costs.fit(longest, longest * width)
+            rates = self.lengths.rates(self.costs, width, self.optimism * log(self.rounds + 1) ** 0.5)
             self.arm = max(range(len(rates)), key=rates.__getitem__)
 
     def state(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("optimism", "rounds", "arm")}
-        return own | {"discount": self.lengths.discount, "lengths": self.lengths.state(), "curve": self.curve.state()}
+        return own | {"discount": self.lengths.discount, "lengths": self.lengths.state(), "costs": self.costs.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.optimism, self.rounds, self.arm = float(state["optimism"]), int(state["rounds"]), int(state["arm"])
         self.lengths.discount = float(state["discount"])
         self.lengths.restore(state["lengths"])
-        self.curve.restore(state["curve"])
+        self.costs.restore(state["costs"])

@@ -32,8 +32,8 @@ class BetaTS(Controller):
         return bool(self._random.random() < theta)
 
     def observe(self, outcome: RoundOutcome) -> None:
-        self.accepted = self.accepted * self.discount + outcome.accepted
-        self.rejected = self.rejected * self.discount + (outcome.accepted < outcome.drafted)
+        self.accepted = self.accepted * self.discount + outcome.followed
+        self.rejected = self.rejected * self.discount + (outcome.followed < outcome.drafted)
 
     def state(self) -> dict[str, Any]:
         return {

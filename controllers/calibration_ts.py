@@ -36,8 +36,8 @@ class CalibrationTS(Controller):
         return bool(self._random.random() < sigmoid(shift + slope * score))
 
     def observe(self, outcome: RoundOutcome) -> None:
-        for depth, score in enumerate(self._scores[: min(outcome.accepted + 1, outcome.drafted)], start=1):
-            self.accept.learn(score, depth <= outcome.accepted)
+        for depth, score in enumerate(self._scores[: min(outcome.followed + 1, outcome.drafted)], start=1):
+            self.accept.learn(score, depth <= outcome.followed)
         self.accept.advance()
         self._scores.clear()
 

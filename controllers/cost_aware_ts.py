@@ -6,7 +6,7 @@ import numpy as np
 
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.controllers.calibration import Calibrator, Prior, features, sigmoid
-from eesd.controllers.costs import CostCurve, Lengths
+from eesd.controllers.costs import Lengths, RoundCosts
 
 FIRST_LENGTHS = (4, 0, 2, 8, 1, 5, 3, 8)
 """The first rounds measure what lengths cost, and give deep positions labels."""
@@ -42,7 +42,7 @@ class CostAwareTS(Controller):
         self.discount, self.draws = discount, draws
         prior = prior or Prior()
         self.accept, self.following = Calibrator(prior.accept, prior), Calibrator(prior.following, prior)
-        self.curve = CostCurve()
+        self.costs = RoundCosts()
         self.lengths = Lengths(LONGEST, discount=0.995)
         self._rate = [0.0, 0.0]
         """Tokens and seconds of the rule's rounds, discounted."""
@@ -91,7 +91,7 @@ class CostAwareTS(Controller):
 
     def _worth(self, depth: int, nodes: int, m: float) -> bool:
         """Whether some number of further levels, as wide as before, brings more tokens than its seconds bring elsewhere."""
-        draft, verify, width = self.curve.draft_seconds, self.curve.verify_seconds, nodes // depth
+        draft, verify, width = self.costs.draft.seconds, self.costs.verify.seconds, nodes // depth
         reach, tokens, before = self._survival, 0.0, draft(depth) + verify(nodes)
         for ahead in range(1, HORIZON + 1):
             reach *= m
@@ -101,39 +101,39 @@ class CostAwareTS(Controller):
         return False
 
     def observe(self, outcome: RoundOutcome) -> None:
-        drafted, accepted = outcome.drafted, outcome.accepted
-        self.curve.add(outcome.steps, outcome.draft_seconds, outcome.nodes, outcome.verify_seconds)
-        for depth, (own, following) in enumerate(self._scores[: accepted + 1], start=1):
+        drafted, right = outcome.drafted, outcome.followed
+        self.costs.add(outcome.steps, outcome.draft_seconds, outcome.nodes, outcome.verify_seconds)
+        for depth, (own, following) in enumerate(self._scores[: right + 1], start=1):
             if depth <= drafted:
-                self.accept.learn(own, depth <= accepted)
-            if depth <= accepted and depth < drafted:
-                self.following.learn(following, depth < accepted)
+                self.accept.learn(own, depth <= right)
+            if depth <= right and depth < drafted:
+                self.following.learn(following, depth < right)
         self.accept.advance()
         self.following.advance()
         if self._fixed is not None and drafted:
-            self.lengths.add(drafted, accepted)
+            self.lengths.add(drafted, right)
         elif self._fixed is None:
             tokens, seconds = self._rate
             spent = outcome.draft_seconds + outcome.verify_seconds
-            self._rate = [tokens * self.discount + accepted + 1, seconds * self.discount + spent]
+            self._rate = [tokens * self.discount + outcome.accepted + 1, seconds * self.discount + spent]
             self._lambda = self._rate[0] / max(self._rate[1], 1e-9)
         self._rounds += 1
         self._rest_left = max(self._rest_left - 1, 0)
         due = self._rounds % REFIT_EVERY == 0 if self._lambda else self._rounds >= len(FIRST_LENGTHS)
-        if due and self.curve.known:
+        if due and self.costs.known:
             self._compare(max(outcome.nodes // max(drafted, 1), 1))
         self._begin_round()
 
     def _compare(self, width: int) -> None:
         """Fit the costs; take the best fixed length for a while if it is clearly better than the rule."""
-        self.curve.fit(LONGEST, LONGEST * width)
-        rates = self.lengths.rates(self.curve, width)
+        self.costs.fit(LONGEST, LONGEST * width)
+        rates = self.lengths.rates(self.costs, width)
         best = max(range(len(rates)), key=rates.__getitem__)
         self._best_length = best
         if not self._lambda:  # the rule begins as if it had been as good for a few rounds
             self._rate = [
-                rates[best] * FIRST_ROUNDS_WEIGH * self.curve.verify_seconds(0),
-                FIRST_ROUNDS_WEIGH * self.curve.verify_seconds(0),
+                rates[best] * FIRST_ROUNDS_WEIGH * self.costs.verify.seconds(0),
+                FIRST_ROUNDS_WEIGH * self.costs.verify.seconds(0),
             ]
             self._lambda = rates[best]
         elif not self._rest_left:
@@ -150,7 +150,7 @@ class CostAwareTS(Controller):
             "draws": self.draws,
             "accept": self.accept.state(),
             "following": self.following.state(),
-            "curve": self.curve.state(),
+            "costs": self.costs.state(),
             "lengths": self.lengths.state(),
             "rate": list(self._rate),
             "lambda": self._lambda,
@@ -163,7 +163,7 @@ class CostAwareTS(Controller):
         self.discount, self.draws = float(state["discount"]), int(state["draws"])
         self.accept.restore(state["accept"])
         self.following.restore(state["following"])
-        self.curve.restore(state["curve"])
+        self.costs.restore(state["costs"])
         self.lengths.restore(state["lengths"])
         self._rate = [float(value) for value in state["rate"]]
         self._lambda, self._rounds = float(state["lambda"]), int(state["rounds"])

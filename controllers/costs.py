@@ -27,10 +27,11 @@ class Cost:
 
 class Curve:
     """Seconds by a count: each count's own samples, leaning on a line through all counts where they are few, and never falling
-    as the count grows."""
+    as the count grows. ``from_zero`` says that nothing costs nothing; of one count alone others then are in proportion."""
 
-    def __init__(self) -> None:
+    def __init__(self, from_zero: bool = False) -> None:
         self.samples: dict[int, Cost] = {}
+        self._from_zero = from_zero
         self._table: list[float] = []
 
     def add(self, count: int, seconds: float) -> None:
@@ -39,6 +40,8 @@ class Curve:
     def fit(self, longest: int) -> None:
         """Compute the table for 0 to ``longest`` anew from the samples."""
         points = [(count, min(cost.count, MEMORY), cost.seconds) for count, cost in sorted(self.samples.items())]
+        if self._from_zero and len(points) == 1:
+            points.insert(0, (0, points[0][1], 0.0))
         total = sum(w for _, w, _ in points)
         x0 = sum(w * n for n, w, _ in points) / total
         y0 = sum(w * y for _, w, y in points) / total
@@ -47,6 +50,8 @@ class Curve:
         own = {n: (w, y - y0 - slope * (n - x0)) for n, w, y in points}
         residuals = _between({n: w * r / (w + STIFFNESS) for n, (w, r) in own.items()}, longest)
         self._table = _rising([max(y0 + slope * (n - x0) + residuals[n], 1e-9) for n in range(longest + 1)])
+        if self._from_zero:
+            self._table[0] = 0.0
 
     def seconds(self, count: int) -> float:
         """Of the fitted table; beyond its end as it rises on the whole."""
@@ -64,15 +69,15 @@ class Curve:
         self._table = [float(value) for value in state["table"]]
 
 
-class CostCurve:
-    """Seconds of drafts by steps, and of a verify pass by drafted nodes.
+class RoundCosts:
+    """Seconds of a round's drafts by steps, and of its verify pass by drafted nodes.
 
-    Drafts are a curve as well: where a device changes from one engine to the other, the first step costs more than those
+    Drafts are a curve, too: where a device changes from one engine to the other, the first step costs more than those
     behind it (on a CPU three times as much), and going on costs only what the next one does.
     """
 
     def __init__(self) -> None:
-        self.draft, self.verify = Curve(), Curve()
+        self.draft, self.verify = Curve(from_zero=True), Curve()
 
     def add(self, steps: int, draft_seconds: float, nodes: int, verify_seconds: float) -> None:
         if steps:
@@ -88,16 +93,6 @@ class CostCurve:
         """Compute both tables anew, to so many draft steps and nodes."""
         self.draft.fit(steps)
         self.verify.fit(nodes)
-
-    def draft_seconds(self, steps: int) -> float:
-        samples = self.draft.samples
-        if len(samples) == 1:
-            [(only, cost)] = samples.items()
-            return cost.seconds * steps / only
-        return self.draft.seconds(steps) if steps else 0.0
-
-    def verify_seconds(self, nodes: int) -> float:
-        return self.verify.seconds(nodes)
 
     def state(self) -> dict[str, Any]:
         return {"draft": self.draft.state(), "verify": self.verify.state()}
@@ -149,18 +144,18 @@ class Lengths:
             self.judged[depth] = self.judged[depth] * self.discount + (depth < reached)
             self.accepted[depth] = self.accepted[depth] * self.discount + (depth < min(reached, accepted))
 
-    def rates(self, curve: CostCurve, width: int = 1, optimism: float = 0.0) -> list[float]:
+    def rates(self, costs: RoundCosts, width: int = 1, optimism: float = 0.0) -> list[float]:
         """Tokens per second of every fixed length 0, 1, ...: (1 + sum of S_j) / (k draft + verify(k)).
 
         S_j is the product of the acceptances at depths 1 to j, posterior means under Beta(1, 0): 1 where nothing is known; each
         raised by ``optimism`` standard errors. A level has ``width`` nodes.
         """
-        survival, tokens, rates = 1.0, 1.0, [1 / curve.verify_seconds(0)]
+        survival, tokens, rates = 1.0, 1.0, [1 / costs.verify.seconds(0)]
         for depth, (judged, right) in enumerate(zip(self.judged, self.accepted, strict=True)):
             raised = (right + 1) / (judged + 1) + optimism * 0.5 / (judged + 1) ** 0.5
             survival *= min(raised, 1.0)
             tokens += survival
-            rates.append(tokens / (curve.draft_seconds(depth + 1) + curve.verify_seconds((depth + 1) * width)))
+            rates.append(tokens / (costs.draft.seconds(depth + 1) + costs.verify.seconds((depth + 1) * width)))
         return rates
 
     def state(self) -> dict[str, Any]:

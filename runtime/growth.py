@@ -1,8 +1,8 @@
 """The token tree of one round while it is drafted, level by level; and what of it goes to the verifier."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import exp, log
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,15 +17,13 @@ CHOICES = 4
 """Children of a node to choose from. Of the bundled model's greedy tokens 82 % are the first of them, 94 % among four."""
 
 
-@dataclass(slots=True)
-class Choice:
-    """A child that was proposed: its path's score, and its node in the drafted tree if it was drafted on."""
+class Choice(NamedTuple):
+    """A child that was proposed, with its path's score."""
 
     score: float
-    parent: int
     depth: int
+    parent: int
     proposal: Proposal
-    node: int | None = None
 
 
 class Growth:
@@ -41,19 +39,28 @@ class Growth:
         self.steps = 0
         self._chooser, self._width, self._budget = chooser, width, budget
         self._families: dict[int, tuple[float, list[Choice]]] = {}
+        """Of each node that has children: its first one's calibration score, and all of them."""
+        self._nodes: dict[tuple[int, int], int] = {}
+        """The node of the drafted tree by parent and token, of the children that were drafted on."""
 
     def add_level(self, outputs: Outputs, most: int, first_row: int = 0) -> None:
         """Children of the frontier, whose draft results begin at ``first_row``: the ``most`` or ``width`` best paths stay."""
-        tree, choices = self.tree, list[Choice]()
+        self.steps += 1
+        tree, width = self.tree, self._width
+        if width == 1 and self._budget is None:
+            [node] = self.frontier
+            proposals = self._chooser.propose(tree, node, outputs, first_row, 1)
+            self.frontier = [tree.add(p.token, node, p.logprob, p.score, p.margin) for p in proposals]
+            return
+        choices: list[Choice] = []
         for row, node in enumerate(self.frontier, start=first_row):
             choices += self._choices(node, outputs, row)
-        choices.sort(key=lambda choice: -choice.score)
+        choices.sort(key=_best_first)
         self.frontier = []
-        for choice in choices[: min(most, self._width)]:
-            p = choice.proposal
-            choice.node = tree.add(p.token, choice.parent, p.logprob, p.score, p.margin)
-            self.frontier.append(choice.node)
-        self.steps += 1
+        for score, _, parent, p in choices[: min(most, width)]:
+            node = tree.add(p.token, parent, p.logprob, score - tree.scores[parent], p.margin)
+            self._nodes[parent, p.token] = node
+            self.frontier.append(node)
 
     def _choices(self, node: int, outputs: Outputs, row: int) -> list[Choice]:
         tree, budget = self.tree, self._budget
@@ -61,12 +68,12 @@ class Growth:
         width = self._width if budget is None else max(self._width, CHOICES)
         proposals = self._chooser.propose(tree, node, outputs, row, width)
         if budget is None or not proposals:
-            return [Choice(score + p.score, node, depth, p) for p in proposals]
+            return [Choice(score + p.score, depth, node, p) for p in proposals]
         first = proposals[0]
         step = DraftStep(depth, exp(first.logprob), exp(tree.logprobs[node] + first.logprob), None, first.margin, len(tree))
         z, chances = budget.chances(step, [p.score for p in proposals])
-        ranked = [p._replace(score=log(max(chance, 1e-12))) for p, chance in zip(proposals, chances, strict=True)]
-        choices = [Choice(score + p.score, node, depth, p) for p in ranked]
+        pairs = zip(proposals, chances, strict=True)
+        choices = [Choice(score + log(max(chance, 1e-12)), depth, node, p) for p, chance in pairs]
         self._families[node] = z, choices
         return choices
 
@@ -89,15 +96,25 @@ class Growth:
         if self._budget is None or not self._families:
             return self.tree
         choices = [choice for _, family in self._families.values() for choice in family]
-        choices.sort(key=lambda choice: (-choice.score, choice.depth))
+        choices.sort(key=_best_first)
         size = self._budget.size([exp(choice.score) for choice in choices[:most]])
         tree, places = TokenTree(self.tree.tokens[0]), {0: 0}
-        for choice in sorted(choices[:size], key=lambda choice: choice.depth):
-            p = choice.proposal
-            place = tree.add(p.token, places[choice.parent], p.logprob, p.score, p.margin)
-            if choice.node is not None:
-                places[choice.node] = place
+        for _, _, parent, p in sorted(choices[:size], key=_by_depth):
+            place = tree.add(p.token, places[parent], p.logprob, p.score, p.margin)
+            if (parent, p.token) in self._nodes:
+                places[self._nodes[parent, p.token]] = place
         return tree
+
+    def followed(self, tokens: Sequence[int]) -> int:
+        """How many of the accepted ``tokens`` were drafted on; without a budget all."""
+        if self._budget is None:
+            return len(tokens)
+        node = 0
+        for count, token in enumerate(tokens):
+            if (node, token) not in self._nodes:
+                return count
+            node = self._nodes[node, token]
+        return len(tokens)
 
     def judged(self, tokens: Sequence[int]) -> list[tuple[float, int | None]]:
         """What a budget learns when ``tokens`` came true behind the root: of each family on the way its first choice's score,
@@ -110,8 +127,17 @@ class Growth:
             z, family = self._families[node]
             right = next((i for i, choice in enumerate(family) if choice.proposal.token == token), None)
             found.append((z, right))
-            node = None if right is None else family[right].node
+            node = self._nodes.get((node, token))
         return found
+
+
+def _best_first(choice: Choice) -> tuple[float, int]:
+    """Parents come before their children, also where both are equally likely."""
+    return -choice.score, choice.depth
+
+
+def _by_depth(choice: Choice) -> int:
+    return choice.depth
 
 
 def entropy_of(logits: Logits) -> float:

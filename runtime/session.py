@@ -7,7 +7,8 @@ next round's root and rides in the next verify pass, so nothing is ever run twic
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from eesd.controllers import Controller, DraftStep, RoundOutcome
@@ -127,7 +128,15 @@ class Session:
             self._slab.compact(len(self.tokens), [len(self.tokens) - 1 + node for node in path])
         drafted = [tree.tokens[node] for node in path]
         result = self._cut([*drafted, token], len(path))
-        outcome = RoundOutcome(tree.depths[-1], len(path), until_drafted, verify_seconds, len(tree) - 1, growth.steps)
+        outcome = RoundOutcome(
+            tree.depths[-1],
+            len(path),
+            until_drafted,
+            verify_seconds,
+            len(tree) - 1,
+            growth.steps,
+            growth.followed(drafted),
+        )
         if drafter is not None:
             drafter.controller.observe(outcome)
         if budget is not None and growth.steps:
@@ -247,8 +256,8 @@ class Session:
 
     def _accounted(self, outcome: RoundOutcome, result: Round, draft_seconds: float, seconds: float, drafting: bool) -> Stats:
         """The statistics with this round in them; the guard is told of it."""
-        old = self.stats
-        stats = replace(old, offered_at_depth=[*old.offered_at_depth], accepted_at_depth=[*old.accepted_at_depth])
+        stats = copy(self.stats)
+        stats.offered_at_depth, stats.accepted_at_depth = stats.offered_at_depth.copy(), stats.accepted_at_depth.copy()
         stats.rounds += 1
         stats.new_tokens += len(result.tokens)
         stats.draft_seconds += draft_seconds

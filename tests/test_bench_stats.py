@@ -34,7 +34,7 @@ def test_bootstrap_of_equal_values() -> None:
 
 
 def test_costs_of_a_round() -> None:
-    costs = Costs((0.2, 0.1), {1: 1.0, 2: 1.1, 4: 1.5})
+    costs = Costs({1: 0.2, 2: 0.3}, {1: 1.0, 2: 1.1, 4: 1.5})
     assert costs.of_round(0, 0) == 1.0
     assert costs.of_round(1, 1) == pytest.approx(0.2 + 1.1)
     assert costs.of_round(2, 2) == pytest.approx(0.3 + 1.3)  # v(3) lies between v(2) and v(4)
@@ -43,8 +43,8 @@ def test_costs_of_a_round() -> None:
 
 
 def test_costs_are_medians_of_the_sweeps() -> None:
-    sweeps = [Sweep("m", str(i), 1, [0.1 * i, 0.2], [[1, 1.0 * i], [2, 2.0]]) for i in (1, 2, 9)]
-    assert costs_of(sweeps) == {("m", 1): Costs((0.2, 0.2), {1: 2.0, 2: 2.0})}
+    sweeps = [Sweep("m", str(i), 1, [[1, 0.1 * i], [2, 0.5]], [[1, 1.0 * i], [2, 2.0]]) for i in (1, 2, 9)]
+    assert costs_of(sweeps) == {("m", 1): Costs({1: 0.2, 2: 0.5}, {1: 2.0, 2: 2.0})}
 
 
 def test_acceptance_by_depth() -> None:

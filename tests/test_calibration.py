@@ -14,7 +14,7 @@ from eesd.controllers.beta_ts import BetaTS
 from eesd.controllers.calibration import Calibrator, Prior, features
 from eesd.controllers.calibration_ts import CalibrationTS
 from eesd.controllers.cost_aware_ts import FIRST_LENGTHS, CostAwareTS
-from eesd.controllers.costs import Cost, CostCurve, Lengths
+from eesd.controllers.costs import Cost, Lengths, RoundCosts
 from eesd.runtime.errors import EESDError
 from eesd.runtime.llm import Speculation, load
 
@@ -24,7 +24,7 @@ def step(depth: int, probability: float = 0.6, margin: float = 1.0) -> DraftStep
 
 
 def outcome(drafted: int, accepted: int, draft: float = 0.1, verify: float = 1.0) -> RoundOutcome:
-    return RoundOutcome(drafted, accepted, drafted * draft, verify, drafted, drafted)
+    return RoundOutcome(drafted, accepted, drafted * draft, verify, drafted, drafted, accepted)
 
 
 def grid_posterior(labels: list[tuple[float, bool]], prior: Prior) -> tuple[float, float]:
@@ -161,31 +161,31 @@ def test_cost_ignores_stalls_and_follows_change() -> None:
 
 
 def test_cost_curve_never_falls_and_knows_what_it_saw() -> None:
-    curve, random = CostCurve(), np.random.default_rng(0)
+    curve, random = RoundCosts(), np.random.default_rng(0)
     true = {0: 1.0, 1: 1.19, 2: 1.25, 4: 1.35, 8: 1.58}
     for _ in range(60):
         for nodes, seconds in true.items():
             draft = (0.26 + 0.09 * (nodes - 1)) * float(random.normal(1, 0.02))
             curve.add(nodes, draft, nodes, seconds * float(random.normal(1, 0.02)))
     curve.fit(16, 16)
-    table = [curve.verify_seconds(n) for n in range(20)]
+    table = [curve.verify.seconds(n) for n in range(20)]
     assert table == sorted(table)
     assert [table[n] for n in true] == pytest.approx(list(true.values()), rel=0.03)
-    assert 1.25 < table[3] < 1.35 and curve.draft_seconds(0) == 0
-    assert [curve.draft_seconds(n) for n in (1, 3, 6, 12)] == pytest.approx([0.26, 0.44, 0.71, 1.25], rel=0.03)
+    assert 1.25 < table[3] < 1.35 and curve.draft.seconds(0) == 0
+    assert [curve.draft.seconds(n) for n in (1, 3, 6, 12)] == pytest.approx([0.26, 0.44, 0.71, 1.25], rel=0.03)
     assert json.loads(json.dumps(curve.state())) == curve.state()
 
 
 def test_one_length_of_drafts_is_known_by_its_step() -> None:
-    curve = CostCurve()
+    curve = RoundCosts()
     curve.add(4, 0.8, 4, 1.0)
     curve.fit(8, 8)
-    assert [curve.draft_seconds(n) for n in range(3)] == pytest.approx([0, 0.2, 0.4])
+    assert [curve.draft.seconds(n) for n in range(3)] == pytest.approx([0, 0.2, 0.4])
 
 
 def test_lengths_know_every_shorter_length() -> None:
     """S_j from rounds of all lengths: the product-limit estimate, posterior mean under Beta(1, 0)."""
-    lengths, curve = Lengths(4, discount=1), CostCurve()
+    lengths, curve = Lengths(4, discount=1), RoundCosts()
     for drafted, accepted in [(4, 4), (4, 1), (2, 2), (3, 0), (1, 1)]:
         lengths.add(drafted, accepted)
     assert lengths.judged == [5, 3, 1, 1] and lengths.accepted == [4, 2, 1, 1]

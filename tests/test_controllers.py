@@ -42,7 +42,7 @@ def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
             more = controller.keep_drafting(DraftStep(depth, probability, path, 4 * entropy, 5 * margin, depth))
             decisions.append(more)
         accepted = int(random.integers(0, depth + 1))
-        controller.observe(RoundOutcome(depth, accepted, 0.01 * depth, 0.02 + 0.001 * depth, depth, depth))
+        controller.observe(RoundOutcome(depth, accepted, 0.01 * depth, 0.02 + 0.001 * depth, depth, depth, accepted))
     return decisions
 
 
@@ -86,7 +86,7 @@ def step(depth: int, probability: float = 0.5, margin: float = 1.0, entropy: flo
 
 def outcome(drafted: int, accepted: int, draft_seconds: float = 0.1, verify_seconds: float = 1.0) -> RoundOutcome:
     """Of a chain whose steps cost ``draft_seconds`` each."""
-    return RoundOutcome(drafted, accepted, drafted * draft_seconds, verify_seconds, drafted, drafted)
+    return RoundOutcome(drafted, accepted, drafted * draft_seconds, verify_seconds, drafted, drafted, accepted)
 
 
 def test_fixed_drafts_k_tokens() -> None:

@@ -32,7 +32,7 @@ CEILING = {0.6: [2.33, 2.17, 1.92, 1.72], 0.7: [2.99, 2.70, 2.27, 1.96], 0.8: [4
 
 
 def flat(draft: float) -> CostModel:
-    return CostModel("flat", Costs((draft,), {1: 1.0}), 3e-3)
+    return CostModel("flat", Costs({1: draft}, {1: 1.0}), 3e-3)
 
 
 @pytest.mark.parametrize("acceptance", GOLDEN)
@@ -171,18 +171,18 @@ def test_every_controller_in_one_table() -> None:
 
 
 def test_cost_models() -> None:
-    model = CostModel("m", Costs((0.3, 0.2), {1: 1.0, 4: 1.3, 8: 1.5}), 1e-3)
+    model = CostModel("m", Costs({1: 0.3, 2: 0.5}, {1: 1.0, 4: 1.3, 8: 1.5}), 1e-3)
     assert [model.calls.of_verify(n) for n in (1, 3, 4, 6, 12)] == pytest.approx([1, 1.2, 1.3, 1.4, 1.7])
     assert model.table(3) == pytest.approx([1, 0.3 + 1.1, 0.5 + 1.2, 0.7 + 1.3])
-    assert layer_costs("7B", 32, 4, 1e-2).calls == Costs((pytest.approx(6 / 33),), {1: 1.0})
-    measured = CostModel.of_seconds("m", Costs((3e-4, 2e-4), {1: 1e-3, 4: 1.3e-3, 8: 1.5e-3}))
+    assert layer_costs("7B", 32, 4, 1e-2).calls == Costs({1: pytest.approx(6 / 33)}, {1: 1.0})
+    measured = CostModel.of_seconds("m", Costs({1: 3e-4, 2: 5e-4}, {1: 1e-3, 4: 1.3e-3, 8: 1.5e-3}))
     assert measured.table(9) == pytest.approx(model.table(9)) and measured.plain_seconds == 1e-3
     assert CostModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
     for verify in ({2: 1.0}, {}):
         with pytest.raises(EESDError, match="node counts from 1"):
-            CostModel("bad", Costs((0.1, 0.1), verify), 1e-3)
+            CostModel("bad", Costs({1: 0.1}, verify), 1e-3)
     with pytest.raises(EESDError, match="not above 0"):
-        CostModel("bad", Costs((0.1, 0.0), {1: 1.0}), 1e-3)
+        CostModel("bad", Costs({1: 0.1, 2: 0.0}, {1: 1.0}), 1e-3)
 
 
 def test_a_round_is_told_its_own_draft_seconds() -> None:
@@ -193,7 +193,7 @@ def test_a_round_is_told_its_own_draft_seconds() -> None:
         def observe(self, outcome: RoundOutcome) -> None:
             outcomes.append(outcome)
 
-    replay("told", Told(3), STREAMS[0].trace(40, 1, seed=0), CostModel("m", Costs((0.3, 0.1), {1: 1.0}), 1e-3))
+    replay("told", Told(3), STREAMS[0].trace(40, 1, seed=0), CostModel("m", Costs({1: 0.3, 2: 0.4}, {1: 1.0}), 1e-3))
     assert {o.drafted: o.draft_seconds for o in outcomes}[3] == pytest.approx(5e-4)
     assert all(o.verify_seconds == pytest.approx(1e-3) for o in outcomes)
 
@@ -225,7 +225,7 @@ def test_replay_is_what_a_session_does(bundled: Path, llm: LLM, sampling: Sampli
     trace = Trace((record(llm, "t", prompt, sampling, new_tokens=40, depth=32),), {})
     assert trace.requests[0].tokens == 40
     for spec in ("fixed:k=3", "threshold:p=0.5", "calibration-ts"):
-        rounds = replay(spec, make_controller(spec, seed=1), trace, BUNDLED).rounds
+        rounds = replay(spec, make_controller(spec, 1, llm.manifest.calibration), trace, BUNDLED).rounds
         with load(bundled, speculation=Speculation(spec, guard=False, seed=1), threads=1).session(
             prompt, sampling, max_new_tokens=40, ignore_eos=True
         ) as session:

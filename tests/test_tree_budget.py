@@ -10,6 +10,7 @@ from rig import Rig, finish
 from test_lossless import PROMPTS, SAMPLINGS
 
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
+from eesd.controllers.baselines import Fixed
 from eesd.controllers.calibration import features, sigmoid
 from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, TreeBudget
 from eesd.runtime.llm import Speculation, load
@@ -24,7 +25,7 @@ def step(margin: float = 1.0) -> DraftStep:
 
 
 def outcome(drafted: int, accepted: int, nodes: int) -> RoundOutcome:
-    return RoundOutcome(drafted, accepted, DRAFT * drafted, PLAIN + NODE * nodes, nodes, drafted)
+    return RoundOutcome(drafted, accepted, DRAFT * drafted, PLAIN + NODE * nodes, nodes, drafted, accepted)
 
 
 def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudget:
@@ -83,6 +84,28 @@ def test_a_chain_gets_second_choices(rig: Rig) -> None:
     few, many = sorted(rounds.values())
     assert few < many and rounds[None] == many
     assert found[None].drafted == found[None].draft_steps
+
+
+class Listener(Fixed):
+    """Drafts three tokens and keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(k=3)
+        self.told: list[RoundOutcome] = []
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.told.append(outcome)
+
+
+@pytest.mark.parametrize("budget", [None, TreeBudget()], ids=["all", "budget"])
+def test_second_choices_were_not_drafted_on(rig: Rig, budget: TreeBudget | None) -> None:
+    listener = Listener()
+    session = rig.session(PROMPTS[2], SAMPLINGS["T0.7"], listener, budget=budget, new_tokens=80)
+    finish(session)
+    assert sum(outcome.accepted for outcome in listener.told) == session.stats.accepted
+    ahead = [outcome.accepted - outcome.followed for outcome in listener.told]
+    assert set(ahead) == ({0, 1} if budget else {0}), "behind a second choice nothing was drafted"
+    assert all(outcome.steps >= outcome.drafted >= outcome.accepted for outcome in listener.told)
 
 
 def test_api(rig: Rig) -> None:
