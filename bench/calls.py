@@ -14,7 +14,7 @@ LEVELS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 """Depths of the synthetic rounds of a sweep."""
 OFTEN, SELDOM = 4, 1
 """Rounds of each depth up to 8, and of deeper ones: about the mixture that is met in use."""
-PLAIN = 12
+PLAIN = 6
 """Passes over one node in a row, as plain decoding makes them; the first half only drives out what drafting left behind."""
 
 
@@ -38,19 +38,23 @@ def sweep(draft: Binding, verify: Binding, slot: int, width: int, most_nodes: in
     In use draft and verify alternate, rounds are long and short, and what a call finds in the caches depends on those before
     it; so do they here, in a random order that is always the same. ``tokens`` (at least as many as nodes) are drafted.
     """
-    plain = [timed(lambda: verify.forward(tokens[:1], [slot], slot)) for _ in range(PLAIN)]
-    depths = [depth for depth in LEVELS if 1 + depth * width <= most_nodes]
+    depths = [depth for depth in (0, *LEVELS) if 1 + depth * width <= most_nodes]
     order = [depth for depth in depths for _ in range(OFTEN if depth <= 8 else SELDOM)]
     random.Random(0).shuffle(order)
-    seconds: dict[int, list[tuple[float, float]]] = {depth: [] for depth in depths}
+    drafting: dict[int, list[float]] = {depth: [] for depth in depths}
+    verifying: dict[int, list[float]] = {depth: [] for depth in depths}
     for depth in order:
-        seconds[depth].append(_round(draft, verify, slot, width, depth, tokens))
-    found = Swept([], [[1, statistics.median(plain[PLAIN // 2 :])]])
-    for depth in depths:
-        drafting, verifying = zip(*seconds[depth], strict=True)
-        found.draft.append([depth, statistics.median(drafting)])
-        found.verify.append([1 + depth * width, statistics.median(verifying)])
-    return found
+        if depth:
+            draft_seconds, verify_seconds = _round(draft, verify, slot, width, depth, tokens)
+            drafting[depth].append(draft_seconds)
+            verifying[depth].append(verify_seconds)
+        else:
+            passes = [timed(lambda: verify.forward(tokens[:1], [slot], slot)) for _ in range(PLAIN)]
+            verifying[0] += passes[PLAIN // 2 :]
+    return Swept(
+        [[depth, statistics.median(drafting[depth])] for depth in depths if depth],
+        [[1 + depth * width, statistics.median(verifying[depth])] for depth in depths],
+    )
 
 
 def _round(draft: Binding, verify: Binding, slot: int, width: int, levels: int, tokens: Sequence[int]) -> tuple[float, float]:

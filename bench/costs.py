@@ -52,22 +52,27 @@ def _on_curve(curve: Mapping[int, float], count: int) -> float:
 
 
 def costs_of(sweeps: Iterable[Sweep]) -> dict[tuple[str, int], Costs]:
-    """Median seconds by engine and tree width."""
+    """Mean seconds by engine and tree width."""
     groups: dict[tuple[str, int], list[Sweep]] = {}
     for sweep in sweeps:
         groups.setdefault((sweep.engine, sweep.width), []).append(sweep)
     return {
-        key: Costs(_medians(sweep.draft for sweep in group), _medians(sweep.verify for sweep in group))
+        key: Costs(_means(sweep.draft for sweep in group), _means(sweep.verify for sweep in group))
         for key, group in groups.items()
     }
 
 
-def _medians(curves: Iterable[list[list[float]]]) -> dict[int, float]:
-    """By count, over all curves that have it."""
+def _means(curves: Iterable[list[list[float]]]) -> dict[int, float]:
+    """By count, over all curves that have it: what runs take are sums, so means, but without the tenth at either end."""
     found: dict[int, list[float]] = {}
     for count, seconds in (point for curve in curves for point in curve):
         found.setdefault(int(count), []).append(seconds)
-    return {count: statistics.median(found[count]) for count in sorted(found)}
+    return {count: _trimmed_mean(found[count]) for count in sorted(found)}
+
+
+def _trimmed_mean(values: list[float]) -> float:
+    left_out = len(values) // 10
+    return statistics.fmean(sorted(values)[left_out : len(values) - left_out])
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,11 @@ def test_costs_of_a_round() -> None:
     assert predicted_seconds(RUN, costs) == pytest.approx(1.0 + 3 * 1.6 + 0.2)
 
 
-def test_costs_are_medians_of_the_sweeps() -> None:
+def test_costs_are_means_of_the_sweeps() -> None:
     sweeps = [Sweep("m", str(i), 1, [[1, 0.1 * i], [2, 0.5]], [[1, 1.0 * i], [2, 2.0]]) for i in (1, 2, 9)]
-    assert costs_of(sweeps) == {("m", 1): Costs({1: 0.2, 2: 0.5}, {1: 2.0, 2: 2.0})}
+    assert costs_of(sweeps)["m", 1] == Costs({1: pytest.approx(0.4), 2: 0.5}, {1: 4.0, 2: 2.0})
+    stalled = [*sweeps * 3, replace(sweeps[0], verify=[[1, 1000.0]]), replace(sweeps[0], verify=[[1, 0.0]])]
+    assert costs_of(stalled)["m", 1].verify[1] == 4.0, "a tenth at either end does not count"
 
 
 def test_acceptance_by_depth() -> None:
