@@ -1,21 +1,46 @@
-"""What single calls cost: the draft step, verify by node count, and our code around the raw session's call."""
+"""What a round's calls cost, by draft steps and by nodes; and our code around the raw session's call."""
 
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from eesd.runtime.engine import Binding, Outputs
+from eesd.controllers.base import Controller, DraftStep, RoundOutcome
+from eesd.runtime.backends import Engines
 from eesd.runtime.ort_engine import OrtBinding
-from eesd.runtime.tree import TokenTree
+from eesd.runtime.session import Session
 
-LEVELS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
-"""Depths of the synthetic rounds of a sweep."""
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 OFTEN, SELDOM = 4, 1
-"""Rounds of each depth up to 8, and of deeper ones: about the mixture that is met in use."""
+"""Rounds of each length up to 8, and of longer ones: about the mixture that is met in use."""
 PLAIN = 6
-"""Passes over one node in a row, as plain decoding makes them; the first half only drives out what drafting left behind."""
+"""Rounds without drafts in a row, as plain decoding makes them; the first half only drives out what drafting left behind."""
+
+
+class Scattered(Controller):
+    """Drafts all lengths in a random order that is always the same, 0 included; 0 and 1 come first, where room is short."""
+
+    def __init__(self, longest: int) -> None:
+        lengths = [length for length in (0, *LENGTHS) if length <= longest]
+        order = [length for length in lengths for _ in range(OFTEN if length <= 8 else SELDOM)]
+        random.Random(0).shuffle(order)
+        self.left = [length for length in (0, 1, *order) for _ in range(1 if length else PLAIN)]
+
+    def length_ahead(self) -> int | None:
+        return None if self.left[0] else 0
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        return step.depth < self.left[0]
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        del self.left[0]
+
+    def state(self) -> dict[str, Any]:
+        return {"left": list(self.left)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.left = [int(length) for length in state["left"]]
 
 
 class Swept(NamedTuple):
@@ -25,69 +50,41 @@ class Swept(NamedTuple):
     verify: list[list[float]]
 
 
-def timed(call: Callable[[], Outputs]) -> float:
-    """Seconds of a call. What it leaves on a device, such as logits that nobody asks for, is not fetched; nor is it in use."""
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+def sweep(session: Session, controller: Scattered) -> Swept:
+    """Medians over the rounds of a session that drafts with this controller, until its lengths or its room are used up.
 
-
-def sweep(draft: Binding, verify: Binding, slot: int, width: int, most_nodes: int, tokens: Sequence[int]) -> Swept:
-    """Rounds of every depth at ``slot``, as a session runs them: draft step by draft step, then one verify pass.
-
-    In use draft and verify alternate, rounds are long and short, and what a call finds in the caches depends on those before
-    it; so do they here, in a random order that is always the same. ``tokens`` (at least as many as nodes) are drafted.
+    What a call costs depends on what those before it and the host's code left in the caches, so it is measured where it is
+    made, and amid others of all sizes.
     """
-    depths = [depth for depth in (0, *LEVELS) if 1 + depth * width <= most_nodes]
-    order = [depth for depth in depths for _ in range(OFTEN if depth <= 8 else SELDOM)]
-    random.Random(0).shuffle(order)
-    drafting: dict[int, list[float]] = {depth: [] for depth in depths}
-    verifying: dict[int, list[float]] = {depth: [] for depth in depths}
-    for depth in order:
-        if depth:
-            draft_seconds, verify_seconds = _round(draft, verify, slot, width, depth, tokens)
-            drafting[depth].append(draft_seconds)
-            verifying[depth].append(verify_seconds)
-        else:
-            passes = [timed(lambda: verify.forward(tokens[:1], [slot], slot)) for _ in range(PLAIN)]
-            verifying[0] += passes[PLAIN // 2 :]
-    return Swept(
-        [[depth, statistics.median(drafting[depth])] for depth in depths if depth],
-        [[1 + depth * width, statistics.median(verifying[depth])] for depth in depths],
-    )
+    drafting: dict[int, list[float]] = {}
+    verifying: dict[int, list[float]] = {}
+    plain = 0
+    while controller.left and session.finish_reason is None:
+        before = session.stats
+        session.step()
+        after = session.stats
+        steps, nodes = after.draft_steps - before.draft_steps, after.drafted - before.drafted
+        plain = 0 if steps else plain + 1
+        if steps:
+            drafting.setdefault(steps, []).append(after.draft_seconds - before.draft_seconds)
+        if steps or plain > PLAIN // 2:
+            verifying.setdefault(1 + nodes, []).append(after.verify_seconds - before.verify_seconds)
+    return Swept(_medians(drafting), _medians(verifying))
 
 
-def _round(draft: Binding, verify: Binding, slot: int, width: int, levels: int, tokens: Sequence[int]) -> tuple[float, float]:
-    """Seconds of all draft steps, and of the verify pass."""
-    tree, frontier, seconds = TokenTree(tokens[0]), [0], 0.0
-    for _ in range(levels):
-        seconds += timed(_drafting(draft, tree, frontier, slot))
-        frontier = [tree.add(tokens[len(tree)], frontier[i % len(frontier)], 0.0) for i in range(width)]
-    return seconds, timed(_verifying(verify, tree, slot))
+def _medians(samples: dict[int, list[float]]) -> list[list[float]]:
+    return [[count, statistics.median(samples[count])] for count in sorted(samples)]
 
 
-def _drafting(draft: Binding, tree: TokenTree, frontier: list[int], slot: int) -> Callable[[], Outputs]:
-    tokens, begin = [tree.tokens[node] for node in frontier], slot + frontier[0]
-    if tree.is_chain:
-        return lambda: draft.forward(tokens, [begin], begin)
-    positions = [slot + tree.depths[node] for node in frontier]
-    return lambda: draft.forward(tokens, positions, begin, slot, tree.visible(frontier[0]))
-
-
-def _verifying(verify: Binding, tree: TokenTree, slot: int) -> Callable[[], Outputs]:
-    if tree.is_chain:
-        return lambda: verify.forward(tree.tokens, range(slot, slot + len(tree)), slot)
-    positions = [slot + depth for depth in tree.depths]
-    return lambda: verify.forward(tree.tokens, positions, slot, slot, tree.visible())
-
-
-def call_overhead(draft: Binding, slot: int, repeats: int = 200) -> float | None:
+def call_overhead(engines: Engines, repeats: int = 200) -> float | None:
     """Median seconds that our code adds to a draft step over the raw session's call; None where a backend has no such call."""
+    assert engines.draft is not None
+    draft = engines.draft.bind(engines.verify.new_slab())
     if not isinstance(draft, OrtBinding):
         return None
-    draft.forward([1], [slot], slot)
+    draft.forward([1], [0], 0)
     calls: dict[str, Callable[[], Any]] = {
-        "own": lambda: draft.forward([1], [slot], slot),
+        "own": lambda: draft.forward([1], [0], 0),
         "raw": lambda: draft.run_again(1),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}

@@ -191,7 +191,7 @@ def _prediction(summaries: Sequence[Summary], pictures: Pictures, name: str) -> 
     return [
         "### Predicted against measured",
         "",
-        "Predicted: each round's draft steps and verify pass at their mean cost in rounds without a host, measured after "
+        "Predicted: each round's draft steps and verify pass at their mean cost in rounds of all lengths, measured after "
         "every prompt, and the host's time as it was; all prompts together. "
         f"{within} of {len(differences)} configurations agree within 5 %; the largest "
         f"difference is {worst:+.1%}.",

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from eesd.bench.calls import LEVELS, call_overhead, sweep
+from eesd.bench.calls import Scattered, call_overhead, sweep
 from eesd.bench.results import Configuration, Result, Run, Sweep, Tuning
 from eesd.bench.stats import acceptance_by_depth
 from eesd.bench.tasks import Prompt
@@ -111,11 +111,6 @@ class Bench:
     def __init__(self, directory: Path, backend: str, threads: int | None) -> None:
         self.llm = load(directory, backend, threads=threads)
         self.manifest = self.llm.manifest
-        verify, draft = self.llm.engines
-        assert draft is not None
-        self.slab = verify.new_slab()
-        """For calls by themselves; the LLM has its own."""
-        self.verify, self.draft = verify.bind(self.slab), draft.bind(self.slab)
 
     def facts(self) -> dict[str, Any]:
         """What identifies the engine directory and describes its model."""
@@ -157,7 +152,7 @@ class Bench:
     def generate(self, tokens: list[int], sampling: Sampling, drafting: Drafting | None, new_tokens: int) -> Generated:
         """One prompt, past any EOS, so that every configuration has the same to do."""
         if drafting is not None:
-            self.llm.speculation, self.llm.controller, self.llm.guard, self.llm.budget = drafting
+            self._draft_with(drafting)
         rounds: Counter[tuple[int, int]] = Counter()
         drafts = drafting is not None
         with self.llm.session(tokens, sampling, max_new_tokens=new_tokens, draft=drafts, ignore_eos=True) as session:
@@ -180,16 +175,18 @@ class Bench:
         self.sweeps(engine, prompt, options)
 
     def sweeps(self, engine: str, prompt: Encoded, options: Options) -> list[Sweep]:
-        """The cost of calls in the middle of this prompt's text, for each tree width."""
-        slot = len(prompt.tokens) + options.max_new_tokens // 2
-        nodes = min(self.manifest.max_tree_nodes + 1, self.manifest.max_seq_len - slot)
-        tokens = (prompt.tokens * (nodes // len(prompt.tokens) + 1))[: nodes + 1]
-        self.slab.reset()
-        self.slab.reserve(slot + nodes)
-        widths = (width for width in options.widths if 1 + LEVELS[0] * width <= nodes)
-        return [
-            Sweep(engine, prompt.id, width, *sweep(self.draft, self.verify, slot, width, nodes, tokens)) for width in widths
-        ]
+        """The cost of calls behind this prompt's text, for each tree width."""
+        found = []
+        for width in options.widths:
+            controller = Scattered(self.manifest.max_tree_nodes // width)
+            self._draft_with(Drafting(Speculation(tree_width=width, guard=False), controller, None, None))
+            room = self.manifest.max_seq_len - len(prompt.tokens)
+            with self.llm.session(prompt.tokens, max_new_tokens=room, ignore_eos=True) as session:
+                found.append(Sweep(engine, prompt.id, width, *sweep(session, controller)))
+        return found
+
+    def _draft_with(self, drafting: Drafting) -> None:
+        self.llm.speculation, self.llm.controller, self.llm.guard, self.llm.budget = drafting
 
 
 def tune(bench: Bench, engine: str, prompts: Sequence[Encoded], options: Options, result: Result) -> Iterator[None]:
@@ -242,7 +239,7 @@ def measure(
     result: Result,
 ) -> Iterator[None]:
     """Run every prompt that ``result`` lacks in every configuration; yields when a prompt is complete."""
-    overhead = call_overhead(bench.draft, slot=0)
+    overhead = call_overhead(bench.llm.engines)
     if overhead is not None:
         result.call_overhead[engine] = overhead
     drafting = {configuration: bench.drafting(configuration, options) for configuration in configurations}
