@@ -170,6 +170,14 @@ def ablation(model: str | None, heads: tuple[str, ...], dtype: str, **given: Any
         ablate(campaign, parts, model, dtype, prompts)
 
 
+def _refuse_given(without: str, what: str, names: Iterable[str]) -> None:
+    """Raise :class:`EESDError` for options on the command line that would have no effect."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        if option.name in names and context.get_parameter_source(option.name) != ParameterSource.DEFAULT:
+            raise EESDError(f"{option.opts[-1]} is for {what}, which {without} leaves out; leave the option out, too.")
+
+
 @main.command(context_settings=HELP)
 @click.option("--engine-dir", type=click.Path(path_type=Path), help="Directory made by eesd-export, to record traces with.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Replay this recorded trace instead; with --tuning-trace.")
@@ -187,6 +195,8 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
     find_costs(costs, None)
     if (trace is None) != (tuning_trace is None) or (trace is None) == (engine_dir is None):
         raise EESDError("Give --engine-dir to record traces, or both --trace and --tuning-trace to replay recorded ones.")
+    if engine_dir is None:
+        _refuse_given("--trace", "recording", (*given, "depth"))
     options = Options(samplings=(given.pop("sampling"),), widths=(1,), **given)
     result = output / "simulation.json"
     written = [result] if engine_dir is None else [result, output / TRACE, output / TUNING]

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ TRACE, TUNING = "trace.npz", "tuning.npz"
 
 def measure_costs(bench: Bench, prompts: Sequence[Encoded], options: Options) -> CostModel:
     """Costs of a chain's calls amid the texts of these prompts, as rounds make them."""
-    chains = replace(options, widths=(1,))
-    sweeps = [sweep for prompt in prompts for sweep in bench.sweeps("", prompt, chains)]
+    sweeps = [sweep for prompt in prompts for sweep in bench.sweeps("", prompt, options)]
     manifest = bench.manifest
     return CostModel.of_seconds(f"{manifest.model}, {manifest.dtype}, as measured", costs_of(sweeps)["", 1])
 
@@ -40,6 +38,8 @@ class Recording:
         for path, encoded in zip((output / TUNING, output / TRACE), groups, strict=True):
             origin = _origin(bench, encoded, options, depth)
             self._parts.append((path, encoded, origin, _kept(path, origin) if keep and path.exists() else None))
+            if not keep:
+                path.unlink(missing_ok=True)  # of a measurement before, which an interrupted one must not be mixed with
         output.mkdir(parents=True, exist_ok=True)
 
     def steps(self) -> Iterator[None]:
@@ -62,7 +62,8 @@ def _origin(bench: Bench, prompts: Sequence[Encoded], options: Options, depth: i
     names = ("samplings", "temperature", "seed", "max_new_tokens", "backend", "threads")
     said = {name: value for name, value in options.to_dict().items() if name in names}
     digest = hashlib.sha256(json.dumps([prompt.tokens for prompt in prompts]).encode()).hexdigest()
-    return bench.facts() | said | {"depth": depth, "prompts": digest}
+    prior = bench.manifest.calibration
+    return bench.facts() | said | {"depth": depth, "prompts": digest, "prior": prior.to_dict() if prior else None}
 
 
 def _kept(path: Path, origin: dict[str, Any]) -> Trace:

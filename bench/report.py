@@ -1,6 +1,7 @@
 """Results as Markdown with plots: every sentence and figure comes from the JSON, so a report can be made again."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def _ablation(result: Result, summaries: Sequence[Summary], pictures: Pictures, 
     if longest is not None:
         for s in summaries:
             c = s.configuration
-            if c.controller == longest.controller and c.width == 1 and c.sampling == longest.sampling:
+            if c == replace(longest, engine=c.engine, width=1, budget=False):
                 judged[c.engine] = s.acceptance
         lines += ["", *_acceptance(judged, f"chains, {longest.sampling}, `{longest.controller}`", pictures, name)]
     return [*lines, ""]
@@ -191,7 +192,7 @@ def _prediction(summaries: Sequence[Summary], pictures: Pictures, name: str) -> 
     return [
         "### Predicted against measured",
         "",
-        "Predicted: each round's draft steps and verify pass at their mean cost in rounds of all lengths, measured after "
+        "Predicted: each round's draft steps and verify pass at what they cost in rounds of all lengths, measured after "
         "every prompt, and the host's time as it was; all prompts together. "
         f"{within} of {len(differences)} configurations agree within 5 %; the largest "
         f"difference is {worst:+.1%}.",
@@ -203,7 +204,9 @@ def _prediction(summaries: Sequence[Summary], pictures: Pictures, name: str) -> 
 def _call_costs(result: Result, pictures: Pictures, name: str) -> list[str]:
     """The cost curves, prefill and the host's part, for the last engine."""
     engine = list(result.engines)[-1]
-    curves = {_drafts(width): costs for (of, width), costs in costs_of(result.sweeps).items() if of == engine}
+    curves = {
+        _drafts(width): costs for (of, width), costs in costs_of(result.sweeps).items() if of == engine and 1 in costs.verify
+    }
     if not curves:
         return []
     lines = ["### What a call costs", "", *pictures.show(f"{name}-costs", "Cost of a verify pass", plots.costs, curves)]

@@ -12,7 +12,7 @@ from eesd.runtime import doctor
 from eesd.runtime.errors import EESDError
 from eesd.runtime.files import written_whole
 
-SCHEMA = 1
+SCHEMA = 2
 LIBRARIES = ("eesd", "numpy", "onnxruntime", "torch", "tokenizers")
 
 

@@ -109,7 +109,7 @@ def mean_of(runs: Sequence[Replay]) -> Replay:
 
 def fixed_speeds(trace: Trace, costs: CostModel) -> list[Replay]:
     """Every fixed length from 0 (plain decoding) up, uncharged: the arms that adaptive controllers are compared with."""
-    return [replay(f"fixed:k={k}" if k else "off", Ahead(k), trace, costs, charge=False) for k in range(trace.depth + 1)]
+    return [replay(f"fixed:k={k}" if k else OFF, Ahead(k), trace, costs, charge=False) for k in range(trace.depth + 1)]
 
 
 class Ahead(Fixed):
@@ -194,7 +194,7 @@ def compare(trace: Trace, tuning: Trace, costs: CostModel, seeds: int = 5) -> Co
         runs[label] = replay_spec(tuned(specs, tuning, costs), trace, costs)
     for label, spec in ONLINE.items():
         runs[label] = replay_spec(spec, trace, costs, seeds, trace.prior)
-    runs[CLAIRVOYANT] = replay("clairvoyant", Clairvoyant(), trace, costs)
+    runs[CLAIRVOYANT] = replay(CLAIRVOYANT, Clairvoyant(), trace, costs)
     best = {
         task: max(hindsight, key=lambda run: run.tokens[mask].sum() / run.cost[mask].sum())
         for task, mask in masks_of(trace).items()

@@ -60,8 +60,6 @@ class Summary:
     tokens_per_round: float
     steps_per_round: float
     host_share: float
-    host_per_round: float
-    guard_rests: int
     equal: int
     prompts: int
     worst_gap: float | None
@@ -118,8 +116,6 @@ def _summary(
         tokens_per_round=sum(run.new_tokens for run in runs) / rounds,
         steps_per_round=sum(run.draft_steps for run in runs) / rounds,
         host_share=sum(run.host_seconds for run in runs) / sum(run.decode_seconds for run in runs),
-        host_per_round=sum(run.host_seconds for run in runs) / rounds,
-        guard_rests=sum(run.guard_rests for run in runs),
         equal=sum(run.equal is True for run in runs),
         prompts=len(runs),
         worst_gap=max(gaps, default=None),

@@ -11,6 +11,7 @@ Chains go on behind the first wrong token, since a policy may, too.
 """
 
 import json
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from math import log
@@ -122,7 +123,7 @@ def load_trace(path: Path) -> Trace:
         return Trace(requests, meta["origin"], costs, Prior.from_dict(meta["prior"]) if meta["prior"] else None)
     except FileNotFoundError:
         raise EESDError(f"There is no trace {path}; record one first.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, BadZipFile):
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, zlib.error):
         raise EESDError(f"{path} is not a trace; record one first.") from None
 
 

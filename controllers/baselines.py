@@ -100,33 +100,37 @@ class UCB(Controller):
         self.lengths, self.costs = Lengths(longest, discount), RoundCosts()
         self.rounds = 0
         self.arm = longest
+        self.width = 1
+        """Nodes of a level."""
 
     def length_ahead(self) -> int:
         return self.arm
 
     def keep_drafting(self, step: DraftStep) -> bool:
+        self.width = step.nodes // step.depth
         return step.depth < self.arm
 
     def observe(self, outcome: RoundOutcome) -> None:
         drafted, longest = outcome.drafted, len(self.lengths.judged)
         self.costs.add(outcome.steps, outcome.draft_seconds, outcome.nodes, outcome.verify_seconds)
-        self.lengths.add(drafted, outcome.followed)
+        if drafted == outcome.steps:  # a budget leaves levels out by what was drafted
+            self.lengths.add(drafted, outcome.followed)
         self.rounds += 1
         if not self.costs.known:
             self.arm = max(self.arm // 2, 0 if self.arm == 1 else 1)  # two lengths at least, to know what one costs
             return
         if self.rounds < 16 or self.rounds % 8 == 0:
-            width = max(outcome.nodes // max(drafted, 1), 1)
-            self.costs.fit(longest, longest * width)
-            rates = self.lengths.rates(self.costs, width, self.optimism * log(self.rounds + 1) ** 0.5)
+            self.costs.fit(longest, longest * self.width)
+            rates = self.lengths.rates(self.costs, self.width, self.optimism * log(self.rounds + 1) ** 0.5)
             self.arm = max(range(len(rates)), key=rates.__getitem__)
 
     def state(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("optimism", "rounds", "arm")}
+        own = {name: getattr(self, name) for name in ("optimism", "rounds", "arm", "width")}
         return own | {"discount": self.lengths.discount, "lengths": self.lengths.state(), "costs": self.costs.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.optimism, self.rounds, self.arm = float(state["optimism"]), int(state["rounds"]), int(state["arm"])
+        self.optimism, self.rounds = float(state["optimism"]), int(state["rounds"])
+        self.arm, self.width = int(state["arm"]), int(state["width"])
         self.lengths.discount = float(state["discount"])
         self.lengths.restore(state["lengths"])
         self.costs.restore(state["costs"])

@@ -48,6 +48,8 @@ class CostAwareTS(Controller):
         """Tokens and seconds of the rule's rounds, discounted."""
         self._lambda = 0.0
         self._rounds = self._rest_left = self._best_length = 0
+        self._width = 1
+        """Nodes of a level that are drafted on."""
         self._next_rest = FIRST_REST
         self._random = np.random.Generator(np.random.PCG64(seed))
         self._drawn = (0.0, 1.0, 0.0, 1.0)
@@ -80,6 +82,7 @@ class CostAwareTS(Controller):
             self._survival = 1.0
             normal = self._random.standard_normal(4).tolist() if self.draws else [0.0] * 4
             self._drawn = (*self.accept.draw(normal[:2]), *self.following.draw(normal[2:]))
+        self._width = step.nodes // step.depth
         x = features(step)
         own, following = self.accept.score(x), self.following.score(x)
         self._scores.append((own, following))
@@ -87,16 +90,16 @@ class CostAwareTS(Controller):
             return step.depth < self._fixed
         shift, slope, next_shift, next_slope = self._drawn
         self._survival *= sigmoid(shift + slope * own)
-        return self._worth(step.depth, step.nodes, sigmoid(next_shift + next_slope * following))
+        return self._worth(step.depth, sigmoid(next_shift + next_slope * following))
 
-    def _worth(self, depth: int, nodes: int, m: float) -> bool:
+    def _worth(self, depth: int, m: float) -> bool:
         """Whether some number of further levels, as wide as before, brings more tokens than its seconds bring elsewhere."""
-        draft, verify, width = self.costs.draft.seconds, self.costs.verify.seconds, nodes // depth
-        reach, tokens, before = self._survival, 0.0, draft(depth) + verify(nodes)
+        draft, verify, width = self.costs.draft.seconds, self.costs.verify.seconds, self._width
+        reach, tokens, before = self._survival, 0.0, draft(depth) + verify(depth * width)
         for ahead in range(1, HORIZON + 1):
             reach *= m
             tokens += reach
-            if tokens >= self._lambda * (draft(depth + ahead) + verify(nodes + ahead * width) - before):
+            if tokens >= self._lambda * (draft(depth + ahead) + verify((depth + ahead) * width) - before):
                 return True
         return False
 
@@ -110,7 +113,7 @@ class CostAwareTS(Controller):
                 self.following.learn(following, depth < right)
         self.accept.advance()
         self.following.advance()
-        if self._fixed is not None and drafted:
+        if self._fixed is not None and drafted == outcome.steps > 0:  # a budget leaves levels out by what was drafted
             self.lengths.add(drafted, right)
         elif self._fixed is None:
             tokens, seconds = self._rate
@@ -121,13 +124,13 @@ class CostAwareTS(Controller):
         self._rest_left = max(self._rest_left - 1, 0)
         due = self._rounds % REFIT_EVERY == 0 if self._lambda else self._rounds >= len(FIRST_LENGTHS)
         if due and self.costs.known:
-            self._compare(max(outcome.nodes // max(drafted, 1), 1))
+            self._compare()
         self._begin_round()
 
-    def _compare(self, width: int) -> None:
+    def _compare(self) -> None:
         """Fit the costs; take the best fixed length for a while if it is clearly better than the rule."""
-        self.costs.fit(LONGEST, LONGEST * width)
-        rates = self.lengths.rates(self.costs, width)
+        self.costs.fit(LONGEST, LONGEST * self._width)
+        rates = self.lengths.rates(self.costs, self._width)
         best = max(range(len(rates)), key=rates.__getitem__)
         self._best_length = best
         if not self._lambda:  # the rule begins as if it had been as good for a few rounds
@@ -156,6 +159,7 @@ class CostAwareTS(Controller):
             "lambda": self._lambda,
             "rounds": self._rounds,
             "rest": [self._rest_left, self._next_rest, self._best_length],
+            "width": self._width,
             "random": self._random.bit_generator.state,
         }
 
@@ -168,5 +172,6 @@ class CostAwareTS(Controller):
         self._rate = [float(value) for value in state["rate"]]
         self._lambda, self._rounds = float(state["lambda"]), int(state["rounds"])
         self._rest_left, self._next_rest, self._best_length = map(int, state["rest"])
+        self._width = int(state["width"])
         self._random.bit_generator.state = state["random"]
         self._begin_round()

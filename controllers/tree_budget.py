@@ -45,14 +45,14 @@ class TreeBudget:
 
     def chances(self, step: DraftStep, scores: Sequence[float]) -> tuple[float, list[float]]:
         """The first choice's calibration score, to be told to :meth:`observe`, and the chance of each choice behind a node that
-        is right, best first. ``step`` is what the draft shows of the first; ``scores`` (log-probabilities, with their noise if
-        there is any) are of all."""
+        is right, in their order: no other is likelier than the first. ``step`` is what the draft shows of the first;
+        ``scores`` (log-probabilities, with their noise if there is any) are of all."""
         z = self.accept.score(features(step))
         shift, slope = self.accept.draw((0.0, 0.0))
         first = min(sigmoid(shift + slope * z), CERTAIN)
         weights = [exp(SHARPNESS * (score - scores[1])) for score in scores[1:]]
         rest = (1 - first) * self.covered / (self.covered + self.missed) / sum(weights) if weights else 0.0
-        return z, [first, *(rest * weight for weight in weights)]
+        return z, [first, *(min(rest * weight, first) for weight in weights)]
 
     def size(self, values: Sequence[float]) -> int:
         """How many of the nodes with these values, largest first, to verify; at least one."""
@@ -68,14 +68,19 @@ class TreeBudget:
         return best
 
     def observe(self, judged: Sequence[tuple[float, int | None]], outcome: RoundOutcome) -> None:
-        """Learn from a round: for each family of choices that was judged its first one's score, and which came true."""
+        """Learn from a round, also from one without drafts. ``judged`` are, of each family of choices of which one could have
+        come true, the first one's score and which did."""
+        self.verify.add(outcome.nodes, outcome.verify_seconds)
+        if not outcome.steps:
+            return
         for z, choice in judged:
             self.accept.learn(z, choice == 0)
             if choice != 0:
                 self.covered = COVERED[0] + (self.covered - COVERED[0]) * self.discount + (choice is not None)
                 self.missed = COVERED[1] + (self.missed - COVERED[1]) * self.discount + (choice is None)
         self.accept.advance()
-        self.verify.add(outcome.nodes, outcome.verify_seconds)
+        if self.rounds == len(FIRST_SIZES):  # those rounds were not as one chooses, and slow where sizes were new
+            self._rate = [0.0, 0.0]
         spent = max(outcome.draft_seconds + outcome.verify_seconds, 1e-9)
         self._rate = [self._rate[0] * self.discount + outcome.accepted + 1, self._rate[1] * self.discount + spent]
         self.rounds += 1

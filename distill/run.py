@@ -93,7 +93,9 @@ class Run:
     def adopt(self) -> None:
         """Put the head that was given into the output directory, as it is."""
         assert self.init_head is not None
-        self.first_head(self.training)  # refuses one that cannot be what the options say
+        head = self.first_head(self.training)  # refuses one that cannot be what the options say
+        if not all(value.isfinite().all() for value in head.state_dict().values()):
+            raise EESDError(f"The head in {self.init_head} has weights that are no numbers; train it again.")
         self.output.mkdir(parents=True, exist_ok=True)
         if self.is_main and not self.output.samefile(self.init_head):
             for name in (WEIGHTS, CONFIG):

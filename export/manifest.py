@@ -313,8 +313,6 @@ def _typed(kind: Any, value: Any) -> Any:
         if value.keys() != hints.keys():
             raise ValueError(kind)
         return kind(**{name: _typed(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
-    if origin is UnionType and type(value) is dict:
-        return _typed(arguments[0], value)
     if origin is tuple and type(value) is list:
         return tuple(_typed(arguments[0], item) for item in value)
     if origin is dict and type(value) is dict:

@@ -142,7 +142,8 @@ class Greedy(_Deterministic):
 
     def propose(self, tree: TokenTree, node: int, outputs: Outputs, row: int, width: int) -> list[Proposal]:
         ids, logprobs = outputs.topk_ids, outputs.topk_logprobs
-        if self.follows_draft and ids is not None and logprobs is not None and width <= ids.shape[1]:
+        if self.follows_draft and ids is not None and logprobs is not None:
+            width = min(width, ids.shape[1])  # all that there is of a chain that was drafted ahead
             tokens, top = ids[row].tolist(), logprobs[row].tolist()
             ahead = [top[1] if len(top) > 1 else log(max(1 - exp(top[0]), 1e-9)), *[top[0]] * (width - 1)]
             return [Proposal(tokens[i], top[i], top[i], top[i] - ahead[i]) for i in range(width)]

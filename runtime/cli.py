@@ -35,7 +35,7 @@ HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 @click.option("--sampling", "method", type=click.Choice(METHODS), default="coupled", help="How drafts are verified.")
 @click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on at EOS (for measuring).")
-@click.option("--controller", default="beta-ts", help=f"One of {', '.join(CONTROLLERS)}, with options as fixed:k=4.")
+@click.option("--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4.")
 @click.option("--tree-width", type=int, default=1, help="Nodes of a level of the token tree; 1 drafts a chain.")
 @click.option("--tree-budget", is_flag=True, help="Verify what is worth it of all that the draft proposes.")
 @click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not even loaded.")

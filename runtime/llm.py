@@ -28,7 +28,7 @@ class Speculation:
     (1: a chain), whether the guard rests drafting when it does not pay, and whether a :class:`TreeBudget` chooses what is
     verified of all that the draft proposes: a chain then gets second choices, a tree loses what is not worth its place."""
 
-    controller: str = "beta-ts"
+    controller: str = "cost-aware-ts"
     tree_width: int = 1
     guard: bool = True
     seed: int = 0

@@ -139,7 +139,7 @@ class Session:
         )
         if drafter is not None:
             drafter.controller.observe(outcome)
-        if budget is not None and growth.steps:
+        if budget is not None:
             budget.observe(growth.judged([*drafted, token]), outcome)
         stats = self._accounted(outcome, result, draft_seconds, time.perf_counter() - begun, drafter is not None)
         # The commit: one statement behind everything that may raise. No signal is handled within it.

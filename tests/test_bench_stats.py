@@ -116,11 +116,19 @@ def test_a_report_can_be_made_again(tmp_path: Path) -> None:
     assert pictures == [f"run-1-{name}.png" for name in names]
     report = (tmp_path / "a/results.md").read_text()
     assert all(f"(results/{name})" in report for name in pictures)
-    assert "All " in report
+    assert "drafting runs gave the tokens of plain decoding." in report
     for file in ("results.md", *(f"results/{name}" for name in pictures)):
         data = (tmp_path / "a" / file).read_bytes()
         assert data == (tmp_path / "b" / file).read_bytes()
         assert data.startswith(b"\x89PNG") == file.endswith(".png") and len(data) < 60_000
+
+
+def test_docs_show_the_results_that_are_kept(tmp_path: Path) -> None:
+    root, names = Path(__file__).parent.parent, ("run", "ablation", "replay-greedy", "replay-coupled")
+    results = [root / "bench/results" / f"{name}.json" for name in names]
+    succeed(main, "report", *results, "--output", tmp_path / "results.md")
+    assert (tmp_path / "results.md").read_text() == (root / "docs/results.md").read_text(), "make docs/results.md again"
+    assert listing(tmp_path / "results") == listing(root / "docs/results")
 
 
 def test_bad_reports(tmp_path: Path) -> None:

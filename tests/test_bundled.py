@@ -15,9 +15,10 @@ EXAMPLE = Path(__file__).parent.parent / "examples/pycode"
 SAMPLINGS = [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.0, top_p=0.95, seed=4)]
 SPECULATIONS = [
     Speculation(controller, width, guard=False)
-    for controller in ("fixed:k=4", "threshold:p=0.5", "beta-ts")
+    for controller in ("fixed:k=4", "threshold:p=0.5", "cost-aware-ts")
     for width in (1, 3)
 ]
+SPECULATIONS += [Speculation("cost-aware-ts", width, guard=False, tree_budget=True) for width in (1, 2)]
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ SAMPLINGS = {
     "T1-top-p-top-k": Sampling(temperature=1.0, top_p=0.8, top_k=12, seed=3),
     "T1-min-p-penalty": Sampling(temperature=1.0, min_p=0.1, repetition_penalty=1.2, seed=4),
 }
-CONTROLLERS = ["fixed:k=4", "fixed:k=1", "threshold:p=0.3", "beta-ts", "beta-ts:alpha=1,beta=2,discount=0.9", "random"]
+CONTROLLERS = ["fixed:k=4", "fixed:k=1", "threshold:p=0.3", "beta-ts", "cost-aware-ts", "random"]
 
 
 def controller(spec: str) -> Controller:

@@ -171,6 +171,12 @@ def test_bad_replays(recorded: Path, tmp_path: Path) -> None:
     trace, tuning, output = recorded / "trace.npz", recorded / "tuning.npz", ("--output", tmp_path / "out")
     assert_refused(run(main, "simulate", *output), "--engine-dir", "--tuning-trace")
     assert_refused(run(main, "simulate", "--trace", trace, *output), "--engine-dir", "--tuning-trace")
+    both = ("--trace", trace, "--tuning-trace", tuning)
+    assert_refused(run(main, "simulate", *both, "--depth", 4, *output), "--depth", "--trace")
+    (tmp_path / "empty.npz").touch()
+    assert_refused(
+        run(main, "simulate", "--trace", tmp_path / "empty.npz", "--tuning-trace", tuning, *output), "is not a trace"
+    )
     for file, word in ((recorded / "report.md", "is not a trace"), (tmp_path / "none.npz", "no trace")):
         assert_refused(run(main, "simulate", "--trace", file, "--tuning-trace", tuning, *output), word)
     assert_refused(run(main, "simulate", "--trace", trace, "--tuning-trace", trace, *output), "same prompts")

@@ -9,6 +9,7 @@ from checks import check_interrupted_anywhere
 from rig import RandomStop, Rig, Workspace, Wrapped, finish, generated
 
 from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
+from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.engine import Outputs
 from eesd.runtime.sampling import Sampling
 from eesd.runtime.session import Session
@@ -72,6 +73,25 @@ def test_failing_engine(rig: Rig, width: int, place: str, error: type[BaseExcept
         session = rig.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS, workspace=workspace)
         assert finish_despite(session, error) == 1
         assert session.tokens[len(PROMPT) :] == expected
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=2)], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("place", ["draft-after", "verify-before", "verify-after"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_budget_learns_nothing_from_a_failing_round(rig: Rig, width: int, place: str, sampling: Sampling) -> None:
+    expected = generated(rig.session(PROMPT, sampling, new_tokens=NEW_TOKENS))
+    for at in (1, 3, 5):
+        workspace, budget, failed = broken(rig.workspace(), place, Failure(at, KeyboardInterrupt)), TreeBudget(), False
+        controller = make_controller("fixed:k=3")
+        session = rig.session(PROMPT, sampling, controller, width, new_tokens=NEW_TOKENS, workspace=workspace, budget=budget)
+        while session.finish_reason is None:
+            before = budget.state()
+            try:
+                session.step()
+            except KeyboardInterrupt:
+                failed = True
+                assert budget.state() == before
+        assert failed and session.tokens[len(PROMPT) :] == expected
 
 
 def test_failing_prefill(rig: Rig) -> None:

@@ -13,6 +13,9 @@ from eesd.controllers import DraftStep, RoundOutcome, make_controller
 from eesd.controllers.baselines import Fixed
 from eesd.controllers.calibration import features, sigmoid
 from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, TreeBudget
+from eesd.runtime.choosing import make_chooser
+from eesd.runtime.engine import Outputs
+from eesd.runtime.growth import Growth
 from eesd.runtime.llm import Speculation, load
 from eesd.runtime.sampling import Sampling
 
@@ -74,6 +77,26 @@ def test_what_is_kept_are_the_best_of_the_proposed_paths(rig: Rig, width: int) -
         assert min(proposed[path] for path in paths) >= max((proposed[p] for p in proposed.keys() - paths), default=-np.inf)
 
 
+def test_a_chain_is_drafted_as_without_a_budget(rig: Rig) -> None:
+    """Behind first choices, as a device that drafts it ahead does without asking."""
+    for prompt in PROMPTS:
+        alone, budgeted = (drafted(rig, prompt, make_controller("fixed:k=6"), 1, budget) for budget in (None, TreeBudget()))
+        assert budgeted.tree.tokens == alone.tree.tokens
+
+
+def test_choices_of_a_chain_that_has_no_logits() -> None:
+    """No more than the draft engine tells of its likeliest tokens."""
+
+    def no_logits() -> Any:
+        raise AssertionError("a chain that was drafted ahead has no logits")
+
+    outputs = Outputs(no_logits, np.array([[5, 3]]), np.array([[-0.5, -1.5]], np.float32))
+    growth = Growth(7, make_chooser(Sampling(), vocab_size=10), 1, taught(TreeBudget()))
+    growth.add_level(outputs, 1)
+    assert growth.tree.tokens == [7, 5]
+    assert set(growth.kept(8).tokens[1:]) <= {5, 3}
+
+
 def test_a_chain_gets_second_choices(rig: Rig) -> None:
     """Drafting as many tokens, the rounds are fewer, since second choices come true."""
     rounds, found = {}, {}
@@ -125,6 +148,9 @@ def test_chances() -> None:
     assert sum(others) == pytest.approx((1 - first) * COVERED[0] / sum(COVERED))
     assert others[0] / others[1] == pytest.approx(np.exp(1.25 * 0.5))
     assert budget.chances(step(), [-0.5])[1] == [first]
+    unsure = DraftStep(depth=1, probability=0.1, path_probability=0.1, entropy=None, margin=0.0, nodes=1)
+    _, (first, *others) = budget.chances(unsure, [-2.0, -2.0, -9.0])
+    assert first < 0.5 and max(others) == first, "no other is likelier than the first"
 
 
 def test_learns_how_often_other_choices_cover() -> None:
@@ -140,7 +166,8 @@ def test_learns_how_often_other_choices_cover() -> None:
 
 def test_size_is_the_best_of_all() -> None:
     budget = taught(TreeBudget(discount=1))
-    rate, random = budget._rate[0] / budget._rate[1], np.random.default_rng(1)
+    tokens, seconds = budget.state()["rate"]
+    rate, random = tokens / seconds, np.random.default_rng(1)
     sizes = set()
     for _ in range(200):
         values = sorted((random.random(12) ** 4).tolist(), reverse=True)
@@ -165,6 +192,9 @@ def test_state_survives_json() -> None:
     state: dict[str, Any] = json.loads(json.dumps(one.state()))
     other = TreeBudget(discount=0.5)
     other.restore(state)
+    assert other.state() == one.state()
+    for budget in (one, other):
+        taught(budget, rounds=20)
     assert other.state() == one.state()
     values = [0.9, 0.5, 0.3, 0.1, 0.05]
     assert other.size(values) == one.size(values) and other.chances(step(), [0, -1]) == one.chances(step(), [0, -1])

@@ -101,7 +101,7 @@ def speculate(service: Service, directory: Path) -> LLM:
         slab=[service.memory(len(stage.caches), *sizes, dtype=dtype) for stage in manifest.verify],
         scratch=service.memory(max(scratch, 1), dtype=torch.uint8),
     )
-    return embed(directory, host, Speculation("beta-ts"))
+    return embed(directory, host, Speculation())
 
 
 @click.command()

@@ -3,6 +3,7 @@
 python average_heads.py --model work/base work/head-1 work/head-2 --output work/head
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -22,8 +23,10 @@ def main(heads: tuple[Path, ...], model: Path, output: Path) -> None:
     """Average the weights of HEADS, which must be of one shape."""
     checkpoint = Checkpoint(model)
     loaded = [checkpoint.exit_head(directory) for directory in heads]
-    if any(head.exit_config != loaded[0].exit_config for head in loaded):
+    kinds = {replace(head.exit_config, calibration=None) for head in loaded}  # the mean's confidence is none of theirs
+    if len(kinds) > 1:
         raise EESDError("The heads differ in their exit layer or shape; average heads of one kind.")
+    loaded[0].exit_config = kinds.pop()
     states = [head.state_dict() for head in loaded]
     mean = {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
     loaded[0].float().load_state_dict(mean)
