@@ -91,18 +91,24 @@ def _styled(draw: Any) -> Any:
 
 @_styled
 def dots(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str, path: Path) -> None:
-    """A panel for each title: (row, series, interval), a dot with its interval and its value, series side by side in a row."""
-    rows = list(dict.fromkeys(row for values in panels.values() for row, _, _ in values))
-    series = list(dict.fromkeys(name for values in panels.values() for _, name, _ in values))
-    figure, axes = _figure(1.6 + 2.4 * len(panels), 0.9 + (0.14 + 0.2 * len(series)) * len(rows), len(panels))
-    intervals = [interval for values in panels.values() for _, _, interval in values]
+    """A panel for each title: (row, series, interval), a dot with its interval and its value, series below each other in a row."""
+    found = [value for values in panels.values() for value in values]
+    series = list(dict.fromkeys(name for _, name, _ in found))
+    rows: dict[str, list[str]] = {}
+    for row, name, _ in found:
+        rows[row] = sorted({name, *rows.get(row, ())}, key=series.index)
+    places, height = {}, 0.0  # in inches from the top
+    for row, names in rows.items():
+        places |= {(row, name): height + 0.2 * number for number, name in enumerate(names)}
+        height += 0.2 * len(names) + 0.14
+    figure, axes = _figure(0.075 * max(map(len, rows)) + 2.6 * len(panels), 0.9 + height, len(panels))
+    intervals = [interval for _, _, interval in found]
     left, right = min(0.95, *(i.low for i in intervals)), max(1.0, *(i.high for i in intervals))
     margin = 0.04 * (right - left)
     for axis, (title, values) in zip(axes, panels.items(), strict=True):
         axis.axvline(1, color=INK, linewidth=1, linestyle="--")
         for row, name, interval in values:
-            number = series.index(name)
-            place = rows.index(row) + (number - (len(series) - 1) / 2) * 0.36
+            number, place = series.index(name), places[row, name]
             colour = COLOURS[number]
             axis.plot([interval.low, interval.high], [place, place], color=colour)
             axis.plot(interval.median, place, MARKERS[number], color=colour, label=name)
@@ -111,9 +117,9 @@ def dots(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str,
         axis.set_title(title)
         axis.set_xlim(left - margin, right + 6 * margin)  # with room for the values
         axis.grid(False, axis="y")
-        axis.set_yticks(range(len(rows)), rows)
+        axis.set_yticks([places[row, names[0]] + 0.1 * (len(names) - 1) for row, names in rows.items()], rows)
         axis.tick_params(axis="y", length=0)
-    axes[0].set_ylim(len(rows) - 0.4, -0.6)
+    axes[0].set_ylim(height - 0.1, -0.16)
     figure.supxlabel(xlabel, fontsize=9.5, color=INK)
     if len(series) > 1:
         handles, labels = axes[0].get_legend_handles_labels()

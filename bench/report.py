@@ -96,8 +96,10 @@ def _ablation(result: Result, summaries: Sequence[Summary], pictures: Pictures, 
     others = [s for s in summaries if s.configuration.engine == last and not _is_fixed(s.configuration)]
     rows += [(f"{last}, {_shape(s.configuration)}, {_controller(s, result)}", s) for s in others]
     panels: dict[str, list[tuple[str, str, Interval]]] = {}
-    for label, s in rows:
-        panels.setdefault(s.configuration.sampling, []).append((label, _shape(s.configuration), s.speedup))
+    for _, s in rows:
+        c = s.configuration
+        part = f"{c.engine}, {'fixed in hindsight' if _is_fixed(c) else _kind(s, result)}"
+        panels.setdefault(c.sampling, []).append((part, _shape(c), s.speedup))
     lines = pictures.show(f"{name}-parts", "What each part contributes", plots.dots, panels, AXIS)
     lines += ["| part | sampling | speed-up (95 %) | tokens a round | acceptance | equal |", "|---|---|---|---|---|---|"]
     for label, s in rows:
