@@ -91,13 +91,14 @@ def _styled(draw: Any) -> Any:
 
 @_styled
 def dots(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str, path: Path) -> None:
-    """A panel for each title: (row, series, interval), a dot with its interval and its value, series below each other in a row."""
+    """A panel for each title: (row, series, interval), a dot with its interval and value, a row's series below each other."""
     found = [value for values in panels.values() for value in values]
     series = list(dict.fromkeys(name for _, name, _ in found))
     rows: dict[str, list[str]] = {}
     for row, name, _ in found:
         rows[row] = sorted({name, *rows.get(row, ())}, key=series.index)
-    places, height = {}, 0.0  # in inches from the top
+    places: dict[tuple[str, str], float] = {}
+    height = 0.0  # in inches, as places are
     for row, names in rows.items():
         places |= {(row, name): height + 0.2 * number for number, name in enumerate(names)}
         height += 0.2 * len(names) + 0.14
