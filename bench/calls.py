@@ -3,7 +3,7 @@
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
@@ -43,6 +43,29 @@ class Scattered(Controller):
         self.left = [int(length) for length in state["left"]]
 
 
+class RoundRun(NamedTuple):
+    """One round of a session: draft steps, drafted nodes, and the seconds of both engines."""
+
+    steps: int
+    nodes: int
+    draft_seconds: float
+    verify_seconds: float
+
+
+def rounds_of(session: Session) -> Iterator[RoundRun]:
+    """Run a session round by round to its end, or as far as they are asked for."""
+    while session.finish_reason is None:
+        before = session.stats
+        session.step()
+        after = session.stats
+        yield RoundRun(
+            after.draft_steps - before.draft_steps,
+            after.drafted - before.drafted,
+            after.draft_seconds - before.draft_seconds,
+            after.verify_seconds - before.verify_seconds,
+        )
+
+
 class Swept(NamedTuple):
     """Seconds of a round's drafts by steps, and of its verify pass by node count; one node is plain decoding's."""
 
@@ -59,16 +82,14 @@ def sweep(session: Session, controller: Scattered) -> Swept:
     drafting: dict[int, list[float]] = {}
     verifying: dict[int, list[float]] = {}
     plain = 0
-    while controller.left and session.finish_reason is None:
-        before = session.stats
-        session.step()
-        after = session.stats
-        steps, nodes = after.draft_steps - before.draft_steps, after.drafted - before.drafted
+    for steps, nodes, draft_seconds, verify_seconds in rounds_of(session):
         plain = 0 if steps else plain + 1
         if steps:
-            drafting.setdefault(steps, []).append(after.draft_seconds - before.draft_seconds)
+            drafting.setdefault(steps, []).append(draft_seconds)
         if steps or plain > PLAIN // 2:
-            verifying.setdefault(1 + nodes, []).append(after.verify_seconds - before.verify_seconds)
+            verifying.setdefault(1 + nodes, []).append(verify_seconds)
+        if not controller.left:
+            break
     return Swept(_medians(drafting), _medians(verifying))
 
 

@@ -1,7 +1,7 @@
 """A measurement that is kept on disk as it goes: begun, interrupted, resumed."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import click
@@ -12,6 +12,19 @@ from eesd.bench.tasks import Prompt, split
 from eesd.runtime.errors import EESDError
 
 NAME = "result.json"
+
+
+def check_new(*paths: Path) -> None:
+    """Raise :class:`EESDError` for the first of these files that is there."""
+    if path := next(filter(Path.exists, paths), None):
+        raise EESDError(f"{path} is there already; give --resume, --overwrite or another --output.")
+
+
+def follow(label: str, steps: Iterable[None], each: Callable[[], None] = lambda: None) -> None:
+    """Take all steps behind a progress bar, and do ``each`` after every one."""
+    with click.progressbar(steps, label=label, file=sys.stderr) as bar:
+        for _ in bar:
+            each()
 
 
 class Campaign:
@@ -31,8 +44,8 @@ class Campaign:
                 if getattr(found, what) != getattr(self.result, what):
                     raise EESDError(f"{self.path} was measured with another {what}, so it cannot be resumed; use --overwrite.")
             self.result = found
-        elif self.path.exists() and not overwrite:
-            raise EESDError(f"{self.path} is there already; give --resume, --overwrite or another --output.")
+        elif not overwrite:
+            check_new(self.path)
         output.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, bench: Bench, prompts: Sequence[Prompt], options: Options) -> None:
@@ -49,17 +62,15 @@ class Campaign:
         if all(result.done(name, prompt.id) for prompt in encoded):
             return
         bench.warm_up(name, encoded[0], chosen_configurations(name, options, ()), options)
-        self._follow(f"{name}: tuning", tune(bench, name, tuned_on, options, result))
+        follow(f"{name}: tuning", tune(bench, name, tuned_on, options, result), self._save)
         configurations = chosen_configurations(name, options, result.tunings)
-        self._follow(f"{name}: {len(encoded)} prompts", measure(bench, name, encoded, configurations, options, result))
+        steps = measure(bench, name, encoded, configurations, options, result)
+        follow(f"{name}: {len(encoded)} prompts", steps, self._save)
 
-    def _follow(self, label: str, steps: Iterator[None]) -> None:
-        """Save after every step."""
-        with click.progressbar(steps, label=label, file=sys.stderr) as bar:
-            for _ in bar:
-                self.result.save(self.path)
+    def _save(self) -> None:
+        self.result.save(self.path)
 
     def finish(self) -> None:
         """Note that nothing is missing."""
         self.result.complete = True
-        self.result.save(self.path)
+        self._save()

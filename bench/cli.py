@@ -1,6 +1,5 @@
 """``eesd-bench``: measure an engine directory, take its parts apart, replay controllers on traces of it, write reports."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from eesd.bench.ablation import ablate, parse_head
-from eesd.bench.campaign import Campaign
+from eesd.bench.campaign import Campaign, check_new, follow
 from eesd.bench.costs import COST_MODELS
 from eesd.bench.plots import check_plots
 from eesd.bench.recording import TRACE, TUNING, Recording, check_pair
@@ -122,13 +121,6 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
     click.echo(f"{path}, {report}", err=True)
 
 
-def follow(label: str, steps: Iterable[None]) -> None:
-    """Take all steps behind a progress bar."""
-    with click.progressbar(steps, label=label, file=sys.stderr) as bar:
-        for _ in bar:
-            pass
-
-
 @click.group(invoke_without_command=True, context_settings=HELP)
 @click.option("--engine-dir", type=click.Path(path_type=Path), help="Directory made by eesd-export.")
 @measuring(DEFAULT.controllers, DEFAULT.samplings)
@@ -200,8 +192,8 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
     options = Options(samplings=(given.pop("sampling"),), widths=(1,), **given)
     result = output / "simulation.json"
     written = [result] if engine_dir is None else [result, output / TRACE, output / TUNING]
-    if not (keep or overwrite) and (path := next(filter(Path.exists, written), None)):
-        raise EESDError(f"{path} is there already; give --resume, --overwrite or another --output.")
+    if not (keep or overwrite):
+        check_new(*written)
     if engine_dir is not None:
         check_sampling(options.sampling(options.samplings[0], 0))
         prompts = load_tasks(options.tasks)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from eesd.bench.calls import Scattered, call_overhead, sweep
+from eesd.bench.calls import Scattered, call_overhead, rounds_of, sweep
 from eesd.bench.results import Configuration, Result, Run, Sweep, Tuning
 from eesd.bench.stats import acceptance_by_depth
 from eesd.bench.tasks import Prompt
@@ -153,13 +153,9 @@ class Bench:
         """One prompt, past any EOS, so that every configuration has the same to do."""
         if drafting is not None:
             self._draft_with(drafting)
-        rounds: Counter[tuple[int, int]] = Counter()
         drafts = drafting is not None
         with self.llm.session(tokens, sampling, max_new_tokens=new_tokens, draft=drafts, ignore_eos=True) as session:
-            while session.finish_reason is None:
-                before = session.stats
-                session.step()
-                rounds[session.stats.draft_steps - before.draft_steps, session.stats.drafted - before.drafted] += 1
+            rounds = Counter((found.steps, found.nodes) for found in rounds_of(session))
             return Generated(session.tokens[len(tokens) :], session.stats, rounds)
 
     def warm_up(self, engine: str, prompt: Encoded, configurations: Sequence[Configuration], options: Options) -> None:

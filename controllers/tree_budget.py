@@ -1,7 +1,7 @@
 """How much of what was drafted is verified: the nodes that are worth their place in the pass (docs/controllers.md)."""
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, inf
 from typing import Any
 
 from eesd.controllers.base import DraftStep, RoundOutcome
@@ -59,11 +59,11 @@ class TreeBudget:
         if self.rounds < len(FIRST_SIZES) or len(self.verify.samples) < 2:
             return min(FIRST_SIZES[self.rounds % len(FIRST_SIZES)], len(values))
         rate, verify = self._rate[0] / self._rate[1], self.verify.seconds
-        best, most, gained = 1, -1.0, 0.0
+        best, most, gained = 1, -inf, 0.0
         for count, value in enumerate(values, start=1):
             gained += value
             worth = gained - rate * (verify(count) - verify(0))
-            if worth > most or count == 1:
+            if worth > most:
                 best, most = count, worth
         return best
 
