@@ -11,9 +11,9 @@ from eesd.bench.campaign import Campaign
 from eesd.bench.results import read_json
 from eesd.bench.run import CANDIDATES, Bench
 from eesd.bench.tasks import Prompt
-from eesd.export.manifest import NAME as MANIFEST
-from eesd.export.manifest import SLOTS
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
+from eesd.common.manifest import NAME as MANIFEST
+from eesd.common.manifest import SLOTS
 
 EXIT_HEAD = "exit_head.json"
 
@@ -75,8 +75,8 @@ def _export(part: Part, parts: Sequence[Part], model: str, dtype: str, output: P
     try:
         from eesd.export.engine_dir import export, stored_head, untrained_head
         from eesd.export.graph import ExportOptions
-        from eesd.export.hub import find_model
         from eesd.model.checkpoint import Checkpoint
+        from eesd.model.hub import find_model
     except ImportError as error:
         raise EESDError(f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'.") from None
     checkpoint = Checkpoint(find_model(model))

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
-from eesd.runtime.backends import Engines
-from eesd.runtime.ort_engine import OrtBinding
-from eesd.runtime.session import Session
+from eesd.runtime.decoding.session import Session
+from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.ort_cpu import OrtBinding
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 OFTEN, SELDOM = 4, 1
@@ -100,7 +100,7 @@ def _medians(samples: dict[int, list[float]]) -> list[list[float]]:
 def call_overhead(engines: Engines, repeats: int = 200) -> float | None:
     """Median seconds that our code adds to a draft step over the raw session's call; None where a backend has no such call."""
     assert engines.draft is not None
-    draft = engines.draft.bind(engines.verify.new_slab())
+    draft = engines.draft.bind(engines.verify.new_kv_cache())
     if not isinstance(draft, OrtBinding):
         return None
     draft.forward([1], [0], 0)

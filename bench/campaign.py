@@ -9,7 +9,7 @@ import click
 from eesd.bench.results import Result, describe_machine
 from eesd.bench.run import Bench, Options, chosen_configurations, measure, tune
 from eesd.bench.tasks import Prompt, split
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
 
 NAME = "result.json"
 

@@ -19,8 +19,9 @@ from eesd.bench.run import Bench, Options
 from eesd.bench.simulation import MEASURED, Simulation, find_costs, is_simulation, simulate_all
 from eesd.bench.tasks import LOADERS, load_tasks
 from eesd.bench.traces import check_sampling, load_trace
-from eesd.runtime.backends import BACKENDS
-from eesd.runtime.errors import EESDError, one_line_errors
+from eesd.common.cli import one_line_errors
+from eesd.common.errors import EESDError
+from eesd.runtime.engines.backends import BACKENDS
 
 F = TypeVar("F", bound=Callable[..., Any])
 

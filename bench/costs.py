@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from eesd.bench.results import Sweep
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
 
 
 @dataclass(frozen=True)

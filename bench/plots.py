@@ -6,8 +6,8 @@ from typing import Any
 
 from eesd.bench.costs import Costs
 from eesd.bench.stats import Interval, Summary
-from eesd.runtime.errors import EESDError
-from eesd.runtime.files import written_whole
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
 
 INK = "#7a828e"
 """For text and axes: legible on white and on black."""

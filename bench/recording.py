@@ -10,7 +10,7 @@ from eesd.bench.costs import CostModel, costs_of
 from eesd.bench.run import Bench, Encoded, Options
 from eesd.bench.tasks import Prompt, split
 from eesd.bench.traces import Trace, check_depth, load_trace, record
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
 
 TRACE, TUNING = "trace.npz", "tuning.npz"
 
@@ -53,7 +53,7 @@ class Recording:
                 sampling = options.sampling(options.samplings[0], prompt.number)
                 task, length = self._tasks[prompt.id], options.max_new_tokens
                 requests.append(record(bench.llm, task, prompt.tokens, sampling, length, self._depth))
-                Trace(tuple(requests), origin, costs, bench.manifest.calibration).save(path)
+                Trace(tuple(requests), origin, costs, bench.manifest.exit_head.calibration).save(path)
                 yield
 
 
@@ -62,7 +62,7 @@ def _origin(bench: Bench, prompts: Sequence[Encoded], options: Options, depth: i
     names = ("samplings", "temperature", "seed", "max_new_tokens", "backend", "threads")
     said = {name: value for name, value in options.to_dict().items() if name in names}
     digest = hashlib.sha256(json.dumps([prompt.tokens for prompt in prompts]).encode()).hexdigest()
-    prior = bench.manifest.calibration
+    prior = bench.manifest.exit_head.calibration
     return bench.facts() | said | {"depth": depth, "prompts": digest, "prior": prior.to_dict() if prior else None}
 
 

@@ -12,8 +12,8 @@ from eesd.bench.replay_report import replay_section
 from eesd.bench.results import Configuration, Result
 from eesd.bench.simulation import Simulation
 from eesd.bench.stats import Interval, Summary, references_of, summarize
-from eesd.runtime.errors import EESDError
-from eesd.runtime.files import written_whole
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
 
 AXIS = "speed-up over plain decoding, with its 95 % interval"
 DEEPEST = 8

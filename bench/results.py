@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
 from eesd.runtime import doctor
-from eesd.runtime.errors import EESDError
-from eesd.runtime.files import written_whole
 
 SCHEMA = 2
 LIBRARIES = ("eesd", "numpy", "onnxruntime", "torch", "tokenizers")

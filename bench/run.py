@@ -11,15 +11,15 @@ from eesd.bench.calls import Scattered, call_overhead, rounds_of, sweep
 from eesd.bench.results import Configuration, Result, Run, Sweep, Tuning
 from eesd.bench.stats import acceptance_by_depth
 from eesd.bench.tasks import Prompt
+from eesd.common.errors import EESDError
+from eesd.common.manifest import WEIGHTS
 from eesd.controllers import CONTROLLERS, Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
-from eesd.export.manifest import WEIGHTS
 from eesd.runtime.compare import first_divergence
-from eesd.runtime.errors import EESDError
-from eesd.runtime.guard import Guard
+from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.llm import LLM, Speculation, load
-from eesd.runtime.sampling import Sampling
-from eesd.runtime.stats import Stats
 
 T = TypeVar("T")
 
@@ -145,7 +145,9 @@ class Bench:
         if controller is None:
             return None
         speculation = Speculation(controller, width, options.guard, options.seed, budget)
-        made = LLM(self.llm.directory, self.manifest, self.llm.engines, speculation)  # makes no slab before its first session
+        made = LLM(
+            self.llm.directory, self.manifest, self.llm.engines, speculation
+        )  # makes no kv_cache before its first session
         assert made.controller is not None
         return Drafting(speculation, made.controller, made.guard, made.budget)
 

@@ -24,12 +24,13 @@ import click
 import numpy as np
 
 from eesd.bench.results import describe_machine
-from eesd.export.manifest import NAME, GraphInfo, Manifest, load_manifest
-from eesd.export.memory import graph_weights, plan_memory, size, slot_bytes
-from eesd.runtime.backends import BACKENDS, Engines, open_engines
-from eesd.runtime.engine import Binding
-from eesd.runtime.errors import EESDError, one_line_errors
-from eesd.runtime.files import written_whole
+from eesd.common.cli import one_line_errors
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+from eesd.common.manifest import NAME, GraphInfo, Manifest, load_manifest
+from eesd.export.memory import estimate_memory, graph_weights, size, slot_bytes
+from eesd.runtime.engines.backends import BACKENDS, Engines, open_engines
+from eesd.runtime.engines.base import Binding
 from eesd.runtime.llm import LLM, Speculation
 
 Shape = tuple[dict[str, int], int]
@@ -73,7 +74,7 @@ def write_checkpoint(directory: Path, shape: Shape) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "dtype": "float16"}
     (directory / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": 2} | shape[0]))
     header, end = {}, 0
-    shapes = expected_shapes(load_config(directory))
+    shapes = expected_shapes(load_config(directory).geometry)
     for name, sizes in shapes.items():
         start, end = end, end + 2 * prod(sizes)
         header[name] = {"dtype": "F16", "shape": sizes, "data_offsets": [start, end]}
@@ -141,7 +142,7 @@ def bandwidth(on_gpu: bool, repeats: int) -> float:
 def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int) -> int:
     """What a pass has to read at least: the weights, of the embedding table a row or so, and the cache of so many slots."""
     weights = graph_weights(manifest, graph)
-    if not (manifest.tied_embeddings and graph in (manifest.draft, manifest.verify[-1])):
+    if not (manifest.geometry.tied_embeddings and graph in (manifest.draft, manifest.verify[-1])):
         weights.pop("embeddings", None)
     weights.pop("rotary tables")
     return sum(weights.values()) + slots * slot_bytes(manifest, len(graph.caches))
@@ -150,9 +151,9 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int) -> int:
 def time_passes(manifest: Manifest, engines: Engines, repeats: int, per_second: float) -> dict[str, Any]:
     """Seconds of a draft step, of verify by node count, of the prefill; and the part of them that the bandwidth explains."""
     assert engines.draft is not None
-    slab = engines.verify.new_slab()
-    verify, draft = engines.verify.bind(slab), engines.draft.bind(slab)
-    slab.reserve(PROMPT + max(NODE_COUNTS))
+    kv_cache = engines.verify.new_kv_cache()
+    verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)
+    kv_cache.reserve(PROMPT + max(NODE_COUNTS))
     chunk = engines.verify.prefill_chunk
     prefill = median_seconds(lambda: _prefill(verify, chunk), max(repeats // 10, 2))
     floor = sum(bytes_of_pass(manifest, graph, PROMPT) for graph in manifest.verify) / per_second
@@ -215,13 +216,13 @@ def measure(directory: Path, backend: str, threads: int | None, repeats: int) ->
     result: dict[str, Any] = {"bandwidth": per_second, "machine": describe_machine()}
     result |= {"passes": time_passes(manifest, engines, repeats, per_second)}
     result |= {"round": time_rounds(directory, manifest, engines)}
-    plans = plan_memory(manifest, 1)
+    plans = estimate_memory(manifest, 1)
     weights = sum(plan.draft_weights + plan.verify_weights - plan.shared_weights for plan in plans)
     result["memory"] = {
         "taken": memory.taken(),
         "weights": weights,
-        "slab": sum(plan.kv_slab for plan in plans),
-        "slabs": SLABS,
+        "kv_cache": sum(plan.kv_cache for plan in plans),
+        "KV caches": SLABS,
     }
     if on_gpu and hasattr(engines.verify, "cuda_graphs"):
         for engine in engines:
@@ -246,8 +247,8 @@ def markdown(result: dict[str, Any]) -> str:
         lines += [f"| prefill {PROMPT} | {passes['prefill']['seconds'] * 1e3:.2f} | |", ""]
         times = ", ".join(f"{name} {parts[name] * 1e3:.3f} ms" for name in ("draft", "verify", "host"))
         lines += [f"A round of {parts['drafts']} drafts: {times}; the host is {parts['host_share']:.1%} of it."]
-    sizes = {name: size(result["memory"][name]) for name in ("taken", "weights", "slab")}
-    lines += ["", f"Memory taken: {sizes['taken']}; weights {sizes['weights']}, {SLABS} slabs of {sizes['slab']}."]
+    sizes = {name: size(result["memory"][name]) for name in ("taken", "weights", "kv_cache")}
+    lines += ["", f"Memory taken: {sizes['taken']}; weights {sizes['weights']}, {SLABS} KV caches of {sizes['kv_cache']}."]
     return "\n".join(lines)
 
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from eesd.bench.costs import CostModel
 from eesd.bench.traces import Trace
+from eesd.common.prior import CalibrationPrior
 from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
 from eesd.controllers.baselines import Fixed
-from eesd.controllers.calibration import Prior
 from eesd.controllers.oracles import Clairvoyant, Oracle
 
 Array = NDArray[np.float64]
@@ -95,7 +95,7 @@ def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) 
     return drafted
 
 
-def replay_spec(spec: str, trace: Trace, costs: CostModel, seeds: int = 1, prior: Prior | None = None) -> Replay:
+def replay_spec(spec: str, trace: Trace, costs: CostModel, seeds: int = 1, prior: CalibrationPrior | None = None) -> Replay:
     """A controller by its name, the mean of ``seeds`` seeds."""
     runs = [replay(spec, make_controller(spec, seed, prior), trace, costs) for seed in range(seeds)]
     return mean_of(runs)

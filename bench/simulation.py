@@ -29,9 +29,9 @@ from eesd.bench.simulate import (
 )
 from eesd.bench.streams import STREAMS, Stream
 from eesd.bench.traces import Trace
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
 from eesd.controllers import make_controller
-from eesd.runtime.errors import EESDError
-from eesd.runtime.files import written_whole
 
 KIND, SCHEMA = "simulation", 1
 MEASURED = "measured"

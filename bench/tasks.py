@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
 
 BUNDLED = Path(__file__).parent / "tasks.jsonl"
 TUNING_EVERY = 4

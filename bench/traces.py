@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.bench.costs import CostModel
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+from eesd.common.manifest import Manifest
+from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep
-from eesd.controllers.calibration import Prior
-from eesd.export.manifest import Manifest
-from eesd.runtime.errors import EESDError
-from eesd.runtime.files import written_whole
+from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Prompt
-from eesd.runtime.sampling import Sampling
 
 Features = NDArray[np.floating[Any]]
 FORMAT = 2
@@ -81,7 +81,7 @@ class Trace:
     requests: tuple[Request, ...]
     origin: dict[str, Any]
     costs: CostModel | None = None
-    prior: Prior | None = None
+    prior: CalibrationPrior | None = None
 
     @property
     def depth(self) -> int:
@@ -120,7 +120,7 @@ def load_trace(path: Path) -> Trace:
             parts = [np.split(file[name], ends) for name in ROWS]
         requests = tuple(Request(task, *rows) for task, *rows in zip(meta["tasks"], *parts, strict=True))
         costs = CostModel.from_dict(meta["costs"]) if meta["costs"] else None
-        return Trace(requests, meta["origin"], costs, Prior.from_dict(meta["prior"]) if meta["prior"] else None)
+        return Trace(requests, meta["origin"], costs, CalibrationPrior.from_dict(meta["prior"]) if meta["prior"] else None)
     except FileNotFoundError:
         raise EESDError(f"There is no trace {path}; record one first.") from None
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, zlib.error):
@@ -152,7 +152,7 @@ def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: 
     features = np.full((3, new_tokens, depth), np.nan, np.float16)
     chains: list[list[int]] = []
     with llm.session(prompt, sampling, max_new_tokens=new_tokens, draft=False, ignore_eos=True) as session:
-        draft = llm.engines.draft.bind(session.slab)
+        draft = llm.engines.draft.bind(session.kv_cache)
         while session.finish_reason is None:
             chain, steps = session.propose(draft, depth)
             rows = [(log(max(step.probability, 1e-300)), step.margin, step.entropy) for step in steps]

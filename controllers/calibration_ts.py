@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
-from eesd.controllers.calibration import Calibrator, Prior, features, sigmoid
+from eesd.controllers.calibration import Calibrator, features, sigmoid
 
 
 class CalibrationTS(Controller):
@@ -15,11 +16,11 @@ class CalibrationTS(Controller):
     ``confidence=0`` hides what the draft shows: one theta for all tokens, as ``beta-ts`` has.
     """
 
-    def __init__(self, confidence: int = 1, seed: int = 0, prior: Prior | None = None) -> None:
+    def __init__(self, confidence: int = 1, seed: int = 0, prior: CalibrationPrior | None = None) -> None:
         if confidence not in (0, 1):
             raise ValueError("confidence must be 0 or 1")
         self.confidence = confidence
-        prior = prior or Prior()
+        prior = prior or CalibrationPrior()
         self.accept = Calibrator(prior.accept, prior)
         self._scores: list[float] = []
         self._random = np.random.Generator(np.random.PCG64(seed))

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
-from eesd.controllers.calibration import Calibrator, Prior, features, sigmoid
+from eesd.controllers.calibration import Calibrator, features, sigmoid
 from eesd.controllers.costs import Lengths, RoundCosts
 
 FIRST_LENGTHS = (4, 0, 2, 8, 1, 5, 3, 8)
@@ -34,13 +35,13 @@ class CostAwareTS(Controller):
     and while one is clearly better than the rule, it is used.
     """
 
-    def __init__(self, discount: float = 0.998, draws: int = 1, seed: int = 0, prior: Prior | None = None) -> None:
+    def __init__(self, discount: float = 0.998, draws: int = 1, seed: int = 0, prior: CalibrationPrior | None = None) -> None:
         if not 0 < discount <= 1:
             raise ValueError("discount must be above 0 and at most 1")
         if draws not in (0, 1):
             raise ValueError("draws must be 0 or 1")
         self.discount, self.draws = discount, draws
-        prior = prior or Prior()
+        prior = prior or CalibrationPrior()
         self.accept, self.following = Calibrator(prior.accept, prior), Calibrator(prior.following, prior)
         self.costs = RoundCosts()
         self.lengths = Lengths(LONGEST, discount=0.995)

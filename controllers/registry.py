@@ -4,13 +4,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from eesd.common.errors import EESDError
+from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import Controller
 from eesd.controllers.baselines import UCB, AdaEDL, Fixed, Threshold
 from eesd.controllers.beta_ts import BetaTS
-from eesd.controllers.calibration import Prior
 from eesd.controllers.calibration_ts import CalibrationTS
 from eesd.controllers.cost_aware_ts import CostAwareTS
-from eesd.runtime.errors import EESDError
 
 CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "adaedl": AdaEDL,
@@ -23,7 +23,7 @@ CONTROLLERS: dict[str, Callable[..., Controller]] = {
 }
 
 
-def make_controller(spec: str, seed: int = 0, prior: Prior | None = None) -> Controller:
+def make_controller(spec: str, seed: int = 0, prior: CalibrationPrior | None = None) -> Controller:
     """A controller from ``name`` or ``name:key=value,...``; :class:`EESDError` names what is not known.
 
     ``prior`` is what those that calibrate know before the first round; without it they take the default.

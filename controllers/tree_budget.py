@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from math import exp, inf
 from typing import Any
 
+from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import DraftStep, RoundOutcome
-from eesd.controllers.calibration import Calibrator, Prior, features, sigmoid
+from eesd.controllers.calibration import Calibrator, features, sigmoid
 from eesd.controllers.costs import Curve
 
 FIRST_SIZES = (12, 4, 8, 2, 6, 1, 3, 10)
@@ -27,11 +28,11 @@ class TreeBudget:
     lambda is the rate reached of late, in tokens per second, v(n) is measured.
     """
 
-    def __init__(self, discount: float = 0.998, prior: Prior | None = None) -> None:
+    def __init__(self, discount: float = 0.998, prior: CalibrationPrior | None = None) -> None:
         if not 0 < discount <= 1:
             raise ValueError("discount must be above 0 and at most 1")
         self.discount = discount
-        prior = prior or Prior()
+        prior = prior or CalibrationPrior()
         self.accept = Calibrator(prior.accept, prior)
         self.covered, self.missed = COVERED
         self.verify = Curve()

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear
 
+from eesd.common.files import written_whole
+from eesd.common.geometry import Geometry
 from eesd.distill.generate import continue_prompts
 from eesd.distill.teacher import CHUNK, Teacher, whole_text
-from eesd.model.config import ModelConfig
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
-from eesd.runtime.files import written_whole
 
 DEPTHS = 8
 """Drafted tokens a round in validation."""
@@ -107,11 +107,17 @@ class Validation:
 
     @classmethod
     def make(
-        cls, decoder: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int, layers: Sequence[int], batch: int = 16
+        cls,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        layers: Sequence[int],
+        eos_token_ids: Sequence[int],
+        batch: int = 16,
     ) -> "Validation":
         """Continue the prompts greedily and note the hidden states, in the decoder's own precision."""
         greedy = torch.zeros(len(prompts))
-        tokens, ends = continue_prompts(decoder, prompts, new_tokens, greedy, torch.Generator())
+        tokens, ends = continue_prompts(decoder, prompts, new_tokens, greedy, torch.Generator(), eos_token_ids)
         weight = decoder.lm_head.weight
         precision = "bf16" if weight.dtype == torch.bfloat16 else "float32"
         teacher = Teacher(decoder, layers, 1, precision)
@@ -131,13 +137,13 @@ class Validation:
         return cls(state["tokens"], state["starts"], state["ends"], hidden)
 
     @torch.no_grad()
-    def drafts(self, head: ExitHead, config: ModelConfig, lm_head: Tensor, batch: int = 16) -> list[Drafts]:
+    def drafts(self, head: ExitHead, geometry: Geometry, lm_head: Tensor, batch: int = 16) -> list[Drafts]:
         """For each prompt, what the head would draft for each token of its continuation, in float32."""
         device = lm_head.device
         table = (lm_head if head.lm_head is None else head.lm_head.weight).float()
         found = []
         for hidden in torch.split(self.hidden[head.exit_config.layer], batch):
-            inputs, caches = whole_text(config, len(hidden), hidden.shape[1], len(head.blocks), torch.float32, device)
+            inputs, caches = whole_text(geometry, len(hidden), hidden.shape[1], len(head.blocks), torch.float32, device)
             features, _ = head.features(hidden.to(device).float(), inputs, caches)
             chunks = torch.split(features.flatten(0, 1), max(1, CHUNK // len(table)))
             parts = [_likeliest(linear(chunk, table)) for chunk in chunks]
@@ -147,12 +153,12 @@ class Validation:
         spans = [slice(start - 1, end - 1) for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True)]
         return [Drafts(*(array[row, span] for array in arrays)) for row, span in enumerate(spans)]
 
-    def bits(self, head: ExitHead, config: ModelConfig, lm_head: Tensor) -> list[NDArray[np.bool_]]:
+    def bits(self, head: ExitHead, geometry: Geometry, lm_head: Tensor) -> list[NDArray[np.bool_]]:
         """For each prompt, which tokens of its continuation the head would have drafted."""
-        return [drafts.right for drafts in self.drafts(head, config, lm_head)]
+        return [drafts.right for drafts in self.drafts(head, geometry, lm_head)]
 
-    def acceptance(self, head: ExitHead, config: ModelConfig, lm_head: Tensor, depth: int = DEPTHS) -> Acceptance:
-        return replay(self.bits(head, config, lm_head), depth)
+    def acceptance(self, head: ExitHead, geometry: Geometry, lm_head: Tensor, depth: int = DEPTHS) -> Acceptance:
+        return replay(self.bits(head, geometry, lm_head), depth)
 
 
 def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

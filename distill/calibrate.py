@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.common.prior import FEATURES, CalibrationPrior
 from eesd.controllers.base import DraftStep
-from eesd.controllers.calibration import FEATURES, Calibrator, Prior, features, sigmoid
+from eesd.controllers.calibration import Calibrator, features, sigmoid
 from eesd.distill.acceptance import DEPTHS, Drafts, rounds_over
 
 SCORES = ("accept", "following")
@@ -94,7 +95,7 @@ class Forecast(NamedTuple):
         return float(np.abs(gaps).sum() / max(len(self.p), 1))
 
 
-def forecasts(prior: Prior, score: str, requests: Sequence[Request], learning: bool = True) -> list[Forecast]:
+def forecasts(prior: CalibrationPrior, score: str, requests: Sequence[Request], learning: bool = True) -> list[Forecast]:
     """For each request, the chances that the controllers give its drafts, who go on learning from one request to the next;
     without ``learning``, those of the prior alone."""
     calibrator, found = Calibrator(getattr(prior, score), prior), []
@@ -130,7 +131,7 @@ class Calibration:
     """What was found on ``texts`` texts: the prior to begin with, None where the fitted one is no better than the default, and
     for each score the qualities of the default and of fitted priors, on texts that these were not fitted on."""
 
-    prior: Prior | None
+    prior: CalibrationPrior | None
     texts: int
     default: dict[str, Quality]
     fitted: dict[str, Quality]
@@ -151,17 +152,17 @@ def calibrate(texts: Sequence[Drafts]) -> Calibration:
         for number, spread in enumerate(SPREADS):
             losses[number, fold == part] = _losses(replace(prior, request=spread), held)
     priors = [replace(prior, request=best_spread(losses[:, fold != part])) for part, prior in enumerate(priors)]
-    default, usual = _measured([Prior()] * FOLDS, parts)
+    default, usual = _measured([CalibrationPrior()] * FOLDS, parts)
     fitted, reached = _measured(priors, parts)
     better = _clear(usual - reached)
     found = replace(fit_prior(labelled), request=best_spread(losses)) if better else None
     return Calibration(found, len(texts), default, fitted)
 
 
-def fit_prior(labelled: Sequence[dict[str, Request]]) -> Prior:
+def fit_prior(labelled: Sequence[dict[str, Request]]) -> CalibrationPrior:
     """The default prior with both scores' weights fitted to these texts. It is the centre of the fit, too: what the texts do
     not tell stays as it was."""
-    default, weights = Prior(), []
+    default, weights = CalibrationPrior(), []
     for score in SCORES:
         rows = [row for text in labelled for judged in text[score] for row in judged]
         x, y = np.array([x for x, _ in rows]).reshape(-1, FEATURES), np.array([right for _, right in rows], np.float64)
@@ -172,8 +173,8 @@ def fit_prior(labelled: Sequence[dict[str, Request]]) -> Prior:
 
 def best_spread(losses: Floats) -> float:
     """The spread with the least loss, by losses [spreads, texts]; the default's unless the gain is clear and material."""
-    usual, best = losses[SPREADS.index(Prior().request)], int(losses.sum(1).argmin())
-    return SPREADS[best] if _clear((1 - MATERIAL) * usual - losses[best]) else Prior().request
+    usual, best = losses[SPREADS.index(CalibrationPrior().request)], int(losses.sum(1).argmin())
+    return SPREADS[best] if _clear((1 - MATERIAL) * usual - losses[best]) else CalibrationPrior().request
 
 
 def _clear(gains: Floats) -> bool:
@@ -185,13 +186,15 @@ def _where(labelled: Sequence[dict[str, Request]], chosen: NDArray[np.bool_]) ->
     return [text for text, wanted in zip(labelled, chosen, strict=True) if wanted]
 
 
-def _losses(prior: Prior, texts: Sequence[dict[str, Request]]) -> Floats:
+def _losses(prior: CalibrationPrior, texts: Sequence[dict[str, Request]]) -> Floats:
     """Both scores' losses while learning, for each text, in nats."""
     found = [[f.losses.sum() for f in forecasts(prior, score, [text[score] for text in texts])] for score in SCORES]
     return np.asarray(np.sum(found, axis=0), np.float64)
 
 
-def _measured(priors: Sequence[Prior], parts: Sequence[list[dict[str, Request]]]) -> tuple[dict[str, Quality], Floats]:
+def _measured(
+    priors: Sequence[CalibrationPrior], parts: Sequence[list[dict[str, Request]]]
+) -> tuple[dict[str, Quality], Floats]:
     """Each score's quality with a prior for each part of the texts, and all losses together for each text, in nats."""
     qualities, losses = {}, []
     for score in SCORES:

@@ -11,13 +11,14 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eesd.runtime.errors import EESDError, clean_up_on_sigterm, one_line_errors
+from eesd.common.cli import clean_up_on_sigterm, one_line_errors
+from eesd.common.errors import EESDError
+from eesd.common.weights import DTYPES
 
 if TYPE_CHECKING:  # torch loads only after the options were read
     from eesd.distill.run import Run
 
 FILE = click.Path(path_type=Path)
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
 from eesd.runtime.text import TextCodec
 
 Tokens = NDArray[np.int32]

@@ -10,11 +10,12 @@ import torch
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+from eesd.common.manifest import MASKED
 from eesd.distill.data import taken
 from eesd.distill.options import difference
-from eesd.model.decoder import KV, MASKED, Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
-from eesd.runtime.errors import EESDError
-from eesd.runtime.files import written_whole
+from eesd.model.decoder import KV, Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
 
 GROWTH = 64
 """Attention sees as many slots as the text needs, rounded up to this."""
@@ -49,13 +50,18 @@ def _final(decoder: Decoder, ids: Tensor, inputs: Inputs, caches: list[KV]) -> T
 
 @torch.inference_mode()
 def continue_prompts(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], new_tokens: int, temperatures: Tensor, noise: torch.Generator
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    temperatures: Tensor,
+    noise: torch.Generator,
+    eos_token_ids: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Each prompt and its continuation as rows [B, longest + new_tokens], with their lengths [B].
 
     ``temperatures`` is [B]; 0 is greedy. A row ends with its first EOS.
     """
-    config, weight = decoder.config, decoder.lm_head.weight
+    geometry, weight = decoder.geometry, decoder.lm_head.weight
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     batch, longest = len(prompts), int(lengths.max())
     slots, every = longest + new_tokens, torch.arange(batch)
@@ -63,16 +69,18 @@ def continue_prompts(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
     with torch.device(weight.device):
-        caches = [(k.to(weight.dtype), v.to(weight.dtype)) for k, v in empty_caches(config, batch, slots, config.num_layers)]
-        inputs = causal_inputs(config, batch, longest, slots)
-        cos, sin = (table.to(weight.dtype) for table in rotary_tables(config, slots))
+        caches = [
+            (k.to(weight.dtype), v.to(weight.dtype)) for k, v in empty_caches(geometry, batch, slots, geometry.num_layers)
+        ]
+        inputs = causal_inputs(geometry, batch, longest, slots)
+        cos, sin = (table.to(weight.dtype) for table in rotary_tables(geometry, slots))
     inputs.cos, inputs.sin, inputs.attn_mask = cos, sin, inputs.attn_mask.to(weight.dtype)
     final = _final(decoder, tokens[:, :longest].to(weight.device), inputs, caches)[every, lengths - 1]
     ends, alive = lengths + new_tokens, torch.ones(batch, dtype=torch.bool)
     for step in range(new_tokens):
         at = lengths + step
         tokens[every, at] = torch.where(alive, _choose(decoder.lm_head(final).float().cpu(), temperatures, noise), 0)
-        ended = alive & torch.isin(tokens[every, at], torch.tensor(config.eos_token_ids, dtype=torch.int64))
+        ended = alive & torch.isin(tokens[every, at], torch.tensor(eos_token_ids, dtype=torch.int64))
         ends[ended], alive = at[ended] + 1, alive & ~ended
         if not alive.any() or step == new_tokens - 1:
             break
@@ -100,6 +108,7 @@ def self_generate(
     prompts: Sequence[Sequence[int]],
     generation: Generation,
     directory: Path,
+    eos_token_ids: Sequence[int],
     advance: Callable[[int], None],
     process: int = 0,
     processes: int = 1,
@@ -117,7 +126,7 @@ def self_generate(
             heat = torch.tensor([generation.temperatures[(start + i) % len(generation.temperatures)] for i in range(count)])
             noise = torch.Generator().manual_seed(generation.seed * 1_000_003 + number)
             new_tokens = generation.length + 1 - min(map(len, chosen))
-            tokens, lengths = continue_prompts(decoder, chosen, new_tokens, heat, noise)
+            tokens, lengths = continue_prompts(decoder, chosen, new_tokens, heat, noise, eos_token_ids)
             shard = {
                 "tokens": np.ascontiguousarray(tokens[:, : generation.length + 1].numpy().astype(np.int32)),
                 "lengths": lengths.clamp_max(generation.length + 1).numpy(),

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eesd.runtime.files import written_whole
+from eesd.common.files import written_whole
 
 
 class Metrics:

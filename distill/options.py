@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
 
 OPTIMIZERS = ("muon", "adamw")
 PRECISIONS = ("bf16", "float32")

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from eesd.common.errors import EESDError
 from eesd.distill.acceptance import Validation
 from eesd.distill.data import Rows, check_vocabulary, documents, encode_line, joined, json_lines, read_rows
 from eesd.distill.generate import Generation, self_generate
@@ -22,7 +23,6 @@ from eesd.distill.sources import Cache, Online, Source, cache_meta
 from eesd.distill.teacher import Teacher
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder
-from eesd.runtime.errors import EESDError
 from eesd.runtime.text import TextCodec
 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -84,7 +84,7 @@ class Preparation:
 
     def rows(self, data: Data) -> Rows:
         """All rows to train on; own text is generated first where it is missing."""
-        vocabulary, length = self.checkpoint.config.vocab_size, self.training.length
+        vocabulary, length = self.checkpoint.geometry.vocab_size, self.training.length
         files = data.files or self._generated(data)
         own = read_rows(files, self.codec, vocabulary, length)
         return joined(own, read_rows(data.mixed, self.codec, vocabulary, length) if data.mixed else None)
@@ -103,7 +103,8 @@ class Preparation:
         )
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         with self.bar("own text", data.own_rows) as advance:
-            self_generate(self.decoder, prompts, generation, data.own_text, advance, process, processes)
+            eos = self.checkpoint.config.eos_token_ids
+            self_generate(self.decoder, prompts, generation, data.own_text, eos, advance, process, processes)
         self.accelerator.wait_for_everyone()
         return tuple(sorted(data.own_text.glob("shard-*.safetensors")))
 
@@ -126,16 +127,16 @@ class Preparation:
         found = [prompt for prompt in found if prompt]
         if not found:
             raise EESDError(f"There are no prompts in {', '.join(map(str, paths))}; give JSON lines or longer texts.")
-        check_vocabulary(np.concatenate(found).astype(np.int32), self.checkpoint.config.vocab_size, str(paths[0]))
+        check_vocabulary(np.concatenate(found).astype(np.int32), self.checkpoint.geometry.vocab_size, str(paths[0]))
         chosen = rng.permutation(len(found))[:count] if len(found) > count else range(len(found))
         return [found[int(index)] for index in chosen]
 
     def source(self, rows: Rows, layers: Sequence[int], offline: Path | None) -> Source:
         """Batches of these rows: from the teacher, or from a cache that is filled first."""
-        training, config = self.training, self.checkpoint.config
+        training, geometry = self.training, self.checkpoint.geometry
         if offline is None:
             return Online(rows, self.teacher(layers), self.accelerator.device)
-        top_k = min(training.top_k, config.vocab_size)
+        top_k = min(training.top_k, geometry.vocab_size)
         meta = cache_meta(self.base, layers, top_k, training.precision, training.losses.hidden > 0)
         cache = Cache(offline, rows, meta)
         missing = cache.missing()
@@ -143,7 +144,7 @@ class Preparation:
             process, processes = self.accelerator.process_index, self.accelerator.num_processes
             with self.bar("teacher's targets", len(missing) // processes) as advance:
                 cache.fill(
-                    self.teacher(layers), self.accelerator.device, config.hidden_size, training.batch,
+                    self.teacher(layers), self.accelerator.device, geometry.hidden_size, training.batch,
                     lambda _: advance(1), process, processes,
                 )  # fmt: skip
         self.accelerator.wait_for_everyone()
@@ -166,7 +167,8 @@ class Preparation:
         path = directory / f"validation-{name}.safetensors"
         if self.accelerator.is_main_process and not path.exists():
             directory.mkdir(parents=True, exist_ok=True)
-            Validation.make(self.decoder, prompts, min(room, data.validation_tokens), layers).save(path)
+            new_tokens, eos = min(room, data.validation_tokens), self.checkpoint.config.eos_token_ids
+            Validation.make(self.decoder, prompts, new_tokens, layers, eos).save(path)
         self.accelerator.wait_for_everyone()
         return Validation.load(path), rows
 

@@ -12,17 +12,18 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+from eesd.common.geometry import ExitConfig
 from eesd.distill.acceptance import DEPTHS, Acceptance, Validation, replay
 from eesd.distill.calibrate import Calibration, calibrate
 from eesd.distill.data import Rows, cut
 from eesd.distill.options import Every, Losses, Training
 from eesd.distill.prepare import Bar, Data, Preparation
 from eesd.distill.trainer import Trainer
-from eesd.export.hub import find_model
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import CONFIG, WEIGHTS, ExitConfig, ExitHead, check_exit, save_config
-from eesd.runtime.errors import EESDError
-from eesd.runtime.files import written_whole
+from eesd.model.exit_head import CONFIG, WEIGHTS, ExitHead, check_exit, save_config
+from eesd.model.hub import find_model
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -84,7 +85,7 @@ class Run:
         validation, rows = self.validation_and_rows(layers)
         source = self.preparation.source(rows, layers, self.offline)
         trainer = Trainer(
-            self.accelerator, head, self.checkpoint.config, self.checkpoint.lm_head().float(), self.training, rows, source,
+            self.accelerator, head, self.checkpoint.geometry, self.checkpoint.lm_head().float(), self.training, rows, source,
             validation, self.output, self.identity(rows), self.compiled,
         )  # fmt: skip
         with self.bar("training", self.training.steps) as advance:
@@ -108,7 +109,7 @@ class Run:
         validation, _ = self.validation_and_rows([self.training.exit_layer])
         device = self.accelerator.device
         head, lm_head = self.checkpoint.exit_head(self.output).to(device), self.checkpoint.lm_head().float().to(device)
-        drafts = validation.drafts(head, self.checkpoint.config, lm_head)
+        drafts = validation.drafts(head, self.checkpoint.geometry, lm_head)
         if not all(np.isfinite(text.margin).all() for text in drafts):
             raise EESDError(f"The head in {self.output} computes what is no number; its weights are damaged, train it again.")
         found = calibrate(drafts)
@@ -161,7 +162,7 @@ def make_run(options: dict[str, Any], bar: Bar) -> Run:
         if not path.is_file():
             raise EESDError(f"{path} is no file; give files of text, JSON lines or token arrays.")
     checkpoint = Checkpoint(find_model(options["model"]))
-    check_exit(checkpoint.config, training.exit_layer, training.blocks)
+    check_exit(checkpoint.geometry, training.exit_layer, training.blocks)
     if training.length > checkpoint.config.max_positions:
         raise EESDError(f"--length {training.length} is more than the model's {checkpoint.config.max_positions} positions.")
     accelerator = make_accelerator()

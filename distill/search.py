@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from eesd.common.geometry import Geometry
 from eesd.distill.acceptance import DEPTHS, Acceptance, replay
 from eesd.distill.run import Report, Run
 from eesd.distill.trainer import Trainer
-from eesd.model.config import ModelConfig
 from eesd.model.exit_head import check_exit
 
 
@@ -24,11 +24,11 @@ class Costs:
     head: float
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "Costs":
+    def of(cls, geometry: Geometry) -> "Costs":
         """Counted from weights: an LM head costs as many layers as it has layers' worth of weights."""
-        embeddings = config.vocab_size * config.hidden_size
-        layers = config.parameters - embeddings * (1 if config.tied_embeddings else 2)
-        return cls(config.num_layers, embeddings / (layers / config.num_layers))
+        embeddings = geometry.vocab_size * geometry.hidden_size
+        layers = geometry.parameters - embeddings * (1 if geometry.tied_embeddings else 2)
+        return cls(geometry.num_layers, embeddings / (layers / geometry.num_layers))
 
     @property
     def plain(self) -> float:
@@ -66,14 +66,14 @@ def best_drafts(tokens_per_round: Callable[[int], float], costs: Costs, exit_lay
 
 def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report: Report) -> list[Candidate]:
     """Train a head for each exit layer and block count, all on the same rows in the same order, best predicted first."""
-    config = run.checkpoint.config
+    geometry = run.checkpoint.geometry
     for layer in layers:
         for blocks in block_counts:
-            check_exit(config, layer, blocks)
+            check_exit(geometry, layer, blocks)
     run.output.mkdir(parents=True, exist_ok=True)
     validation, rows = run.validation_and_rows(layers)
     source = run.preparation.source(rows, layers, run.offline)
-    lm_head, costs, found = run.checkpoint.lm_head().float(), Costs.of(config), []
+    lm_head, costs, found = run.checkpoint.lm_head().float(), Costs.of(geometry), []
     for layer in layers:
         for blocks in block_counts:
             training = replace(run.training, exit_layer=layer, blocks=blocks)
@@ -81,12 +81,12 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report:
             output.mkdir(exist_ok=True)
             head = run.first_head(training)
             trainer = Trainer(
-                run.accelerator, head, config, lm_head, training, rows, source, validation, output, run.identity(rows),
+                run.accelerator, head, geometry, lm_head, training, rows, source, validation, output, run.identity(rows),
                 run.compiled,
             )  # fmt: skip
             with run.bar(f"exit {layer}, {blocks} blocks", training.steps) as advance:
                 acceptance = trainer.run(run.every, _labelled(report, layer, blocks), advance)
-            bits = validation.bits(trainer.whole_head(), config, trainer.lm_head)
+            bits = validation.bits(trainer.whole_head(), geometry, trainer.lm_head)
             drafts, gain = best_drafts(lambda n, bits=bits: replay(bits, n).tokens_per_round, costs, layer, blocks)  # type: ignore[misc]
             found.append(Candidate(layer, blocks, acceptance, costs.draft(layer, blocks) / costs.plain, drafts, gain))
     return sorted(found, key=lambda candidate: -candidate.speed_up)

@@ -13,13 +13,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
 from eesd.distill.data import Rows
 from eesd.distill.generate import shard_name
 from eesd.distill.options import difference
 from eesd.distill.student import Batch
 from eesd.distill.teacher import Targets, element_type
-from eesd.runtime.errors import EESDError
-from eesd.runtime.files import written_whole
 
 SHARD_ROWS = 256
 

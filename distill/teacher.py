@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from eesd.model.config import ModelConfig
+from eesd.common.geometry import Geometry
 from eesd.model.decoder import KV, Decoder, Inputs, causal_inputs, empty_caches
 
 CHUNK = 1 << 25
@@ -40,12 +40,12 @@ def lowered(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def whole_text(
-    config: ModelConfig, batch: int, tokens: int, caches: int, dtype: torch.dtype, device: torch.device
+    geometry: Geometry, batch: int, tokens: int, caches: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Inputs, list[KV]]:
     """Inputs and ``caches`` empty caches for texts of ``tokens`` tokens seen whole, causally."""
     with torch.device(device):
-        inputs = causal_inputs(config, batch, tokens, tokens)
-        empty = [(k.to(dtype), v.to(dtype)) for k, v in empty_caches(config, batch, tokens, caches)]
+        inputs = causal_inputs(geometry, batch, tokens, tokens)
+        empty = [(k.to(dtype), v.to(dtype)) for k, v in empty_caches(geometry, batch, tokens, caches)]
     inputs.cos, inputs.sin, inputs.attn_mask = (t.to(dtype) for t in (inputs.cos, inputs.sin, inputs.attn_mask))
     return inputs, empty
 
@@ -59,12 +59,12 @@ class Teacher(nn.Module):
     def __init__(self, decoder: Decoder, layers: Sequence[int], top_k: int, precision: str, final: bool = False) -> None:
         super().__init__()
         self.decoder, self.layers, self.precision, self.final = decoder, tuple(layers), precision, final
-        self.top_k = min(top_k, decoder.config.vocab_size)
+        self.top_k = min(top_k, decoder.geometry.vocab_size)
 
     @torch.no_grad()  # not inference mode: its tensors could not take part in the student's backward pass
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
         backbone, dtype = self.decoder.model, element_type(self.precision)
-        inputs, (cache,) = whole_text(self.decoder.config, ids.shape[0], ids.shape[1], 1, dtype, ids.device)
+        inputs, (cache,) = whole_text(self.decoder.geometry, ids.shape[0], ids.shape[1], 1, dtype, ids.device)
         hidden = {}
         with lowered(self.precision, ids.device):
             x = backbone.embed_tokens(ids)
@@ -75,7 +75,7 @@ class Teacher(nn.Module):
             x = backbone.norm(x)
         rows = x.flatten(0, 1)
         # Outside the autocast: rounded logits would turn close calls of the teacher into wrong labels.
-        parts = [self._likeliest(part) for part in torch.split(rows, max(1, CHUNK // self.decoder.config.vocab_size))]
+        parts = [self._likeliest(part) for part in torch.split(rows, max(1, CHUNK // self.decoder.geometry.vocab_size))]
         top_ids, top_logprobs = (torch.cat(part).view(*ids.shape, -1) for part in zip(*parts, strict=True))
         return hidden, Targets(top_ids, top_logprobs, x.to(dtype) if self.final else None)
 

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from eesd.common.errors import EESDError
+from eesd.common.geometry import Geometry
 from eesd.distill.acceptance import Acceptance, Validation
 from eesd.distill.data import Rows, batch_rows
 from eesd.distill.losses import PARTS
@@ -31,9 +33,7 @@ from eesd.distill.sources import Source
 from eesd.distill.student import Student
 from eesd.distill.teacher import element_type, whole_text
 from eesd.model import exit_head
-from eesd.model.config import ModelConfig
 from eesd.model.exit_head import ExitHead
-from eesd.runtime.errors import EESDError
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """Whole tensors, on the first process only."""
@@ -47,7 +47,7 @@ class Trainer:
         self,
         accelerator: Accelerator,
         head: ExitHead,
-        config: ModelConfig,
+        geometry: Geometry,
         lm_head: Tensor,
         training: Training,
         rows: Rows,
@@ -58,7 +58,7 @@ class Trainer:
         compiled: bool = False,
     ) -> None:
         """``identity`` says, beside the options, what must be the same for a run to go on (model, data, first weights)."""
-        self.accelerator, self.config, self.training, self.rows = accelerator, config, training, rows
+        self.accelerator, self.geometry, self.training, self.rows = accelerator, geometry, training, rows
         self.source, self.validation, self.output, self.head = source, validation, output, head
         self.lm_head = lm_head.to(accelerator.device)
         self.identity = json.loads(json.dumps(training.as_json() | identity))
@@ -68,7 +68,7 @@ class Trainer:
         optimizers = make_optimizers(head, training)
         self.student, *self.optimizers = accelerator.prepare(student, *optimizers)
         dtype = element_type(training.precision)
-        self._text = whole_text(config, training.batch, training.length, len(head.blocks), dtype, accelerator.device)
+        self._text = whole_text(geometry, training.batch, training.length, len(head.blocks), dtype, accelerator.device)
         self.metrics = Metrics(output)
         self.step = 0
 
@@ -136,7 +136,7 @@ class Trainer:
 
     def _validate(self, report: Callable[[dict[str, Any]], None]) -> Acceptance:
         head = self.whole_head()
-        found = self.validation.acceptance(head, self.config, self.lm_head)
+        found = self.validation.acceptance(head, self.geometry, self.lm_head)
         figures = {"acceptance": found.by_depth, "tokens_per_round": found.tokens_per_round}
         report(self._note({"step": self.step, **figures}))
         return found
@@ -165,7 +165,7 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return self.head
         state = self._head_state()
-        head = ExitHead(self.config, self.head.exit_config).requires_grad_(False)
+        head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
         if state:
             head.load_state_dict(state)
         return head.to(self.accelerator.device)
@@ -187,7 +187,7 @@ class Trainer:
             for old in self.output.glob("checkpoint-*"):
                 if old != final:
                     shutil.rmtree(old)
-            head = ExitHead(self.config, self.head.exit_config).requires_grad_(False)
+            head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
             head.load_state_dict(head_state)
             exit_head.save(head, self.output)
             self.metrics.plot()

@@ -11,11 +11,12 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from eesd.export.manifest import FLAVOURS, NAME, PREFILL_CHUNK, GraphInfo, Manifest, PlanInfo, load_manifest, verify_files
+from eesd.common.cli import clean_up_on_sigterm, one_line_errors
+from eesd.common.errors import EESDError
+from eesd.common.manifest import FLAVOURS, NAME, PREFILL_CHUNK, GraphInfo, Manifest, PlanInfo, load_manifest, verify_files
 from eesd.export.memory import build_memory
-from eesd.runtime.backends import open_engines
 from eesd.runtime.doctor import available_memory, compute_capability
-from eesd.runtime.errors import EESDError, clean_up_on_sigterm, one_line_errors
+from eesd.runtime.engines.backends import open_engines
 
 if TYPE_CHECKING:  # onnx loads only after the options were checked
     from eesd.export.plans import BuildOptions
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # onnx loads only after the options were checked
 @click.option("--prefill-chunk", type=click.IntRange(min=1), help="Tokens of the prompt in a call at most.  [default: 128]")
 @click.option("--compute-capability", "capabilities", multiple=True, help="tensorrt-rtx: GPU to build for, such as 8.9.")
 @click.option("--force", is_flag=True, help="Build plans that are up to date, too.")
-@click.option("--layers", type=click.IntRange(min=1), help="Only try a model cut to so many layers; nothing is kept.")
+@click.option("--check", is_flag=True, help="Then compare what the plans compute with the graphs. Needs a GPU.")
 @one_line_errors
 def main(
     directory: Path,
@@ -39,14 +40,14 @@ def main(
     prefill_chunk: int | None,
     capabilities: tuple[str, ...],
     force: bool,
-    layers: int | None,
+    check: bool,
 ) -> None:
     """Build draft.plan and verify.plan from the graphs in DIRECTORY and record them in its manifest."""
     try:
         from eesd.export import plans
     except ImportError as error:
         raise EESDError(f"Building needs {error.name}; install it with: pip install 'eesd[tensorrt-rtx]'.") from None
-    clean_up_on_sigterm()  # or a shortened model would be left behind
+    clean_up_on_sigterm()  # or a partial plan would be left behind
     manifest = load_manifest(directory)
     plans.check_precision(manifest)
     if precision not in (None, manifest.dtype):
@@ -56,9 +57,6 @@ def main(
     chunk = prefill_chunk or min(PREFILL_CHUNK, manifest.max_seq_len)
     options = plans.BuildOptions(plans.find_flavour(target), batch, chunk, capabilities)
     plans.check_options(manifest, options)
-    if layers is not None:
-        _try_shortened(directory, manifest, options, layers)
-        return
     outdated = [g for g in manifest.graphs if force or not plans.up_to_date(directory, manifest, g, options)]
     if outdated or _touched(directory, manifest):
         verify_files(directory, manifest)
@@ -67,6 +65,8 @@ def main(
             manifest = _build_plan(directory, manifest, graph, options)
         else:
             click.echo(f"{manifest.plans[graph.file].file}: up to date")
+    if check:
+        _check(directory, manifest)
 
 
 def _touched(directory: Path, manifest: Manifest) -> bool:
@@ -94,31 +94,27 @@ def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: 
     return manifest
 
 
-def _try_shortened(directory: Path, manifest: Manifest, options: "BuildOptions", layers: int) -> None:
-    """Build plans of the model cut to ``layers`` layers and, where there is a GPU, compare what they compute."""
-    from eesd.export.shorten import shortened
+def _check(directory: Path, manifest: Manifest) -> None:
+    """Compare the plans with their graphs, and print the cosines. Without a GPU, or too little memory, say that it is not done."""
     from eesd.export.validate import LEAST_COSINE, memory_needed, validate
 
-    with shortened(directory, manifest, layers) as (short, cut):
-        for graph in cut.graphs:
-            cut = _build_plan(short, cut, graph, options)
-        needed = memory_needed(cut)
-        if compute_capability() is None:
-            _skip("there is no NVIDIA GPU here; run the same command on a machine that has one")
-            return
-        if needed > available_memory():
-            _skip(f"the reference takes about {needed / 1e9:.0f} GB of memory")
-            return
-        cosines = validate(open_engines(short, cut, "tensorrt", None, True), short, cut)
+    needed = memory_needed(manifest)
+    if compute_capability() is None:
+        _skip("there is no NVIDIA GPU here; run the same command on a machine that has one")
+        return
+    if needed > available_memory():
+        _skip(f"the reference takes about {needed / 1e9:.0f} GB of memory; try an export with --layers")
+        return
+    cosines = validate(open_engines(directory, manifest, "tensorrt", None, True), directory, manifest)
     least = LEAST_COSINE[manifest.dtype]
     for what, cosine in cosines.items():
-        click.echo(f"{what}: cosine {cosine:.6f} or better (wanted: {least})")
+        click.echo(f"{what}: cosine {cosine:.6f} or better (required: {least})")
     if min(cosines.values()) < least:
-        raise EESDError("The plans of the shortened model do not compute what its graphs do; please report this model.")
+        raise EESDError("The plans do not compute what their graphs do; please report this model.")
 
 
 def _skip(reason: str) -> None:
-    click.secho(f"The shortened plans were built, but not run: {reason}.", fg="yellow", err=True)
+    click.secho(f"The plans were not checked: {reason}.", fg="yellow", err=True)
 
 
 def check_room(directory: Path, graph: GraphInfo) -> int:

@@ -15,12 +15,12 @@ from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor, nn
 
+from eesd.common.manifest import MASKED, GraphInfo, Manifest
+from eesd.common.weights import stored_weight
 from eesd.export.engine_dir import Head, weight_sources
-from eesd.export.graph import DTYPES, EMBEDDINGS
-from eesd.export.manifest import GraphInfo, Manifest
 from eesd.export.memory import graph_weights
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.decoder import MASKED, Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
+from eesd.model.decoder import Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.quantize import dequantize, quantize
@@ -74,8 +74,8 @@ def check_engine(directory: Path, manifest: Manifest, checkpoint: Checkpoint, he
         "draft": Draft(decoder, exit_head, manifest.draft_top_k).eval(),
         "verify": Verify(decoder, exit_head).eval(),
     }
-    ids = torch.randint(0, manifest.vocab_size, (1, PROMPT + NODES))
-    inputs = _random_tree(checkpoint, DTYPES[manifest.dtype])
+    ids = torch.randint(0, manifest.geometry.vocab_size, (1, PROMPT + NODES))
+    inputs = _random_tree(checkpoint, getattr(torch, manifest.dtype))
     return {
         "draft": _compare(directory, [manifest.draft], programs["draft"], ids, inputs, checkpoint),
         "verify": _compare(directory, manifest.verify, programs["verify"], ids, inputs, checkpoint),
@@ -85,19 +85,19 @@ def check_engine(directory: Path, manifest: Manifest, checkpoint: Checkpoint, he
 @torch.no_grad()
 def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -> Drift:
     """Let the model write a text, at temperature 1 from one token on, and ask the quantized one about each place of it."""
-    config, places = checkpoint.config, min(TEXT, manifest.max_seq_len)
+    geometry, places = checkpoint.geometry, min(TEXT, manifest.max_seq_len)
     generator = torch.Generator().manual_seed(0)
     decoder, _ = _stored_modules(checkpoint, head, replace(manifest, quantization=None))
-    caches, ids, rows = empty_caches(config, 1, places, config.num_layers), [config.bos_token_id or 0], []
+    caches, ids, rows = empty_caches(geometry, 1, places, geometry.num_layers), [checkpoint.config.bos_token_id or 0], []
     for place in range(places):
-        logits, caches = decoder(torch.tensor([ids[-1:]]), causal_inputs(config, 1, 1, places, place), caches)
+        logits, caches = decoder(torch.tensor([ids[-1:]]), causal_inputs(geometry, 1, 1, places, place), caches)
         rows.append(logits[0, 0])
         ids.append(int(torch.multinomial(rows[-1].softmax(-1), 1, generator=generator)))
     exact = torch.stack(rows)
     del decoder  # or both would be in memory
     decoder, _ = _stored_modules(checkpoint, head, manifest)
-    caches = empty_caches(config, 1, places, config.num_layers)
-    found = decoder(torch.tensor([ids[:-1]]), causal_inputs(config, 1, places, places), caches)[0][0]
+    caches = empty_caches(geometry, 1, places, geometry.num_layers)
+    found = decoder(torch.tensor([ids[:-1]]), causal_inputs(geometry, 1, places, places), caches)[0][0]
     spread = exact.std(-1, correction=0).square().mean().sqrt()
     same = int((found.argmax(-1) == exact.argmax(-1)).sum())
     return Drift(float((found - exact).square().mean().sqrt() / spread), same, places)
@@ -107,22 +107,23 @@ def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest) -> t
     """The modules in float32, with the weights that the directory holds: rounded to its type, and quantized if they are."""
     sources = weight_sources(checkpoint, head, manifest.max_seq_len)
     with torch.device("meta"):
-        modules = Decoder(checkpoint.config), ExitHead(checkpoint.config, head.config)
+        modules = Decoder(checkpoint.geometry), ExitHead(checkpoint.geometry, head.config)
     for module, prefix in zip(modules, ("", "exit_head."), strict=True):
         names = [name for name, _ in module.named_parameters()]
         state = {name: _as_stored(prefix + name, sources[prefix + name].read(), manifest) for name in names}
         module.load_state_dict(state, strict=False, assign=True)
-    if checkpoint.config.tied_embeddings:
+    if checkpoint.geometry.tied_embeddings:
         modules[0].lm_head.weight = modules[0].model.embed_tokens.weight
     return modules
 
 
 def _as_stored(name: str, tensor: Tensor, manifest: Manifest) -> Tensor:
-    dtype, quantization = DTYPES[manifest.dtype], manifest.quantization
-    if quantization is None or tensor.dim() < 2 or name == EMBEDDINGS or tensor.shape[1] % quantization.block:
+    weight = stored_weight(name, tensor.shape, manifest.dtype, manifest.quantization)
+    dtype: torch.dtype = getattr(torch, manifest.dtype)
+    if weight.quantization is None:
         return tensor.to(dtype).float()
-    levels, scales = quantize(tensor, quantization.weights, dtype)
-    return dequantize(levels, scales.float(), quantization.weights).t()
+    levels, scales = quantize(tensor, weight.quantization.weights, dtype)
+    return dequantize(levels, scales.float(), weight.quantization.weights).t()
 
 
 def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype) -> Inputs:
@@ -135,7 +136,7 @@ def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype) -> Inputs:
         if parent >= 0:
             visible[node] |= visible[parent]
             positions[node] = positions[parent] + 1
-    cos, sin = (table.to(dtype).float() for table in rotary_tables(checkpoint.config, SLOTS))
+    cos, sin = (table.to(dtype).float() for table in rotary_tables(checkpoint.geometry, SLOTS))
     mask = torch.zeros(count, SLOTS).masked_fill(~visible, MASKED)
     return Inputs(cos, sin, positions[None], torch.zeros(1, dtype=torch.int64), mask[None, None])
 
@@ -146,7 +147,7 @@ def _compare(
 ) -> Difference:
     """The whole program against its graph, or against the chain of the graph's stages."""
     # Each side gets caches of its own: the module writes into those that it is given.
-    caches = empty_caches(checkpoint.config, 1, SLOTS, sum(len(info.caches) for info in stages))
+    caches = empty_caches(checkpoint.geometry, 1, SLOTS, sum(len(info.caches) for info in stages))
     shape = caches[0][0].shape
     expected = program(ids, inputs, caches)[0].numpy()
     feeds = {

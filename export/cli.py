@@ -9,16 +9,16 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from eesd.export.manifest import QUANTIZED, SLOTS, TOP_K, TREE_NODES
+from eesd.common.cli import clean_up_on_sigterm, one_line_errors
+from eesd.common.errors import EESDError
+from eesd.common.manifest import SLOTS, TOP_K, TREE_NODES
+from eesd.common.weights import BLOCK, DTYPES, QUANTIZED, is_linear
 from eesd.runtime.doctor import available_memory
-from eesd.runtime.errors import EESDError, clean_up_on_sigterm, one_line_errors
 
 if TYPE_CHECKING:  # torch loads only after the options were checked
+    from eesd.common.manifest import Manifest
     from eesd.export.engine_dir import Head
-    from eesd.export.manifest import Manifest
     from eesd.model.checkpoint import Checkpoint
-
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -28,6 +28,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plans"), help="Engine directory to write.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
 @click.option("--quantize", type=click.Choice(QUANTIZED), help="Store linear weights in 8 or 4 bits.")
+@click.option("--layers", type=click.IntRange(min=2), help="Export only so many base layers, for a first try.")
 @click.option("--max-seq-len", type=click.IntRange(min=2), help=f"Slots of the KV cache (S).  [default: at most {SLOTS}]")
 @click.option("--max-tree-nodes", type=click.IntRange(1, 512), default=TREE_NODES, help="Drafted tokens that fit a round (M).")
 @click.option("--draft-top-k", type=click.IntRange(1, 64), default=TOP_K, help="Candidates that the draft reports (K).")
@@ -42,6 +43,7 @@ def main(
     output: Path,
     dtype: str | None,
     quantize: str | None,
+    layers: int | None,
     max_seq_len: int | None,
     max_tree_nodes: int,
     draft_top_k: int,
@@ -53,17 +55,19 @@ def main(
     try:
         import onnxscript  # noqa: F401
 
+        from eesd.common.manifest import WEIGHTS
         from eesd.export.engine_dir import check_output, export
         from eesd.export.graph import ExportOptions
-        from eesd.export.hub import find_model
-        from eesd.export.manifest import WEIGHTS
         from eesd.model.checkpoint import Checkpoint
+        from eesd.model.hub import find_model
     except ImportError as error:
         raise EESDError(f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'.") from None
     clean_up_on_sigterm()  # or whoever stops an export would leave half a model behind
 
     check_output(output)
     checkpoint = Checkpoint(find_model(model))
+    if layers is not None:
+        checkpoint = checkpoint.first_layers(layers)
     config = checkpoint.config
     head = _choose_head(checkpoint, exit_layer, exit_head)
     slots = max_seq_len or min(config.max_positions, SLOTS)
@@ -75,7 +79,7 @@ def main(
         dtype or config.dtype,
         slots,
         max_tree_nodes,
-        min(draft_top_k, config.vocab_size),
+        min(draft_top_k, config.geometry.vocab_size),
         stages,
         link_weights,
         quantize,
@@ -98,7 +102,7 @@ def main(
             lambda directory, manifest: lines.extend(_check(directory, manifest, checkpoint, head, check)),
         )
     kinds = options.dtype if quantize is None else f"{options.dtype} with {quantize} weights"
-    click.echo(f"{output}: {config.architecture}, {kinds}, exit after layer {head.config.layer}, {slots} slots")
+    click.echo(f"{output}: {config.geometry.architecture}, {kinds}, exit after layer {head.config.layer}, {slots} slots")
     if kept:
         widths = " and ".join(map(str, kept))
         click.echo(f"weights with {widths} inputs stay {options.dtype}: no multiple of 32")
@@ -114,11 +118,7 @@ def main(
 
 def _unquantized(checkpoint: Checkpoint) -> list[int]:
     """The numbers of inputs whose linear weights cannot be quantized; refused when that is all of them."""
-    from eesd.export.graph import EMBEDDINGS
-    from eesd.model.quantize import BLOCK
-
-    linear = [tensor.shape for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2 and name != EMBEDDINGS]
-    widths = sorted({inputs for _, inputs in linear})
+    widths = sorted({tensor.shape[1] for name, tensor in checkpoint.tensors.items() if is_linear(name)})
     kept = [inputs for inputs in widths if inputs % BLOCK]
     if kept == widths:
         raise EESDError(

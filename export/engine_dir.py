@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 import eesd
+from eesd.common.errors import EESDError
+from eesd.common.geometry import ExitConfig
+from eesd.common.manifest import FORMAT_VERSION, NAME, WEIGHTS, FileInfo, LinkInfo, Manifest, sha256_of
 from eesd.export.graph import ExportOptions, Graph, to_proto, trace
 from eesd.export.links import link_files, linkable
-from eesd.export.manifest import FORMAT_VERSION, NAME, WEIGHTS, FileInfo, LinkInfo, Manifest, sha256_of
 from eesd.export.stages import split_layers
-from eesd.export.weights import Plan, Source, check_space, plan_weights, write_weights
+from eesd.export.weights import TensorSource, WeightLayout, check_space, layout_weights, write_weights
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint, exit_tensors
-from eesd.model.config import ModelConfig
 from eesd.model.decoder import rotary_tables
-from eesd.model.exit_head import ExitConfig
-from eesd.runtime.errors import EESDError
 
 REPLACED = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache")
 """Kinds of files that a directory may hold when an export takes its place: those of the last export and plans built of it."""
@@ -44,21 +43,21 @@ class Head:
     """The exit head of an export: its configuration and where each of its tensors comes from."""
 
     config: ExitConfig
-    sources: Mapping[str, Source]
+    sources: Mapping[str, TensorSource]
 
 
 def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
     """A trained head from its directory; refused if it was trained on another model."""
     config = exit_head.read_exit_config(directory, checkpoint.fingerprint())
-    exit_head.check_exit(checkpoint.config, config.layer, config.blocks)
-    return Head(config, exit_tensors(checkpoint.config, config, directory))
+    exit_head.check_exit(checkpoint.geometry, config.layer, config.blocks)
+    return Head(config, exit_tensors(checkpoint.geometry, config, directory))
 
 
 def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:
     """A head that reuses the model's last layer and norm as they are."""
-    exit_head.check_exit(checkpoint.config, layer, 1)
+    exit_head.check_exit(checkpoint.geometry, layer, 1)
     config = ExitConfig(layer=layer, base=checkpoint.fingerprint())
-    names = exit_head.initial_names(checkpoint.config, config)
+    names = exit_head.initial_names(checkpoint.geometry, config)
     return Head(config, {name: checkpoint.tensors[base] for name, base in names.items()})
 
 
@@ -79,19 +78,19 @@ def export(
     splits = split_layers(checkpoint, head.config, options)
     sources = weight_sources(checkpoint, head, options.max_seq_len)
     linked = linkable(sources, options.dtype) if options.link_weights else {}
-    as_stored = frozenset(linked)
+    in_place = frozenset(linked)
     stage("tracing the draft graph")
-    graphs = {"draft": trace("draft", checkpoint.config, head.config, options, None, as_stored)}
+    graphs = {"draft": trace("draft", checkpoint.geometry, head.config, options, None, in_place)}
     for number, layers in enumerate(splits):
         name = f"verify_{number}" if len(splits) > 1 else "verify"
         stage(f"tracing the {name} graph")
-        graphs[name] = trace(name, checkpoint.config, head.config, options, layers, as_stored)
-    plan = plan_weights((graph.weights for graph in graphs.values()), options.dtype, linked)
-    check_space(_existing_parent(output), plan.size + 64_000_000)
+        graphs[name] = trace(name, checkpoint.geometry, head.config, options, layers, in_place)
+    layout = layout_weights((graph.weights for graph in graphs.values()), linked)
+    check_space(_existing_parent(output), layout.size + 64_000_000)
     stage("writing the weights")
     with _staging(output) as directory:
-        links = link_files(directory, (linked[name] for name in linked.keys() & plan.places.keys()))
-        files = _write_all(directory, checkpoint, sources, options, graphs, plan, progress)
+        links = link_files(directory, (linked[name] for name in linked.keys() & layout.locations.keys()))
+        files = _write_all(directory, checkpoint, sources, graphs, layout, progress)
         manifest = _manifest(checkpoint, head.config, options, graphs, files, links)
         (directory / NAME).write_text(manifest.to_json())
         stage("checking parity")
@@ -102,20 +101,15 @@ def export(
 def _write_all(
     directory: Path,
     checkpoint: Checkpoint,
-    sources: Mapping[str, Source],
-    options: ExportOptions,
+    sources: Mapping[str, TensorSource],
     graphs: Mapping[str, Graph],
-    plan: Plan,
+    layout: WeightLayout,
     progress: Callable[[str, int, int], None],
 ) -> dict[str, FileInfo]:
-    total = sum(plan.places[weight.name].length for weight in plan.weights)
-    files = {
-        WEIGHTS: write_weights(
-            directory / WEIGHTS, plan, sources, options.dtype, lambda name, size: progress(name, size, total)
-        )
-    }
+    total = sum(weight.nbytes for weight in layout.weights)
+    files = {WEIGHTS: write_weights(directory / WEIGHTS, layout, sources, lambda name, size: progress(name, size, total))}
     for graph in graphs.values():
-        onnx.save(to_proto(graph, plan.places), directory / graph.info.file)
+        onnx.save(to_proto(graph, layout.locations), directory / graph.info.file)
         files[graph.info.file] = _file_info(directory / graph.info.file)
     for name in TEXT_FILES:
         if (checkpoint.directory / name).exists():
@@ -124,12 +118,12 @@ def _write_all(
     return files
 
 
-def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, Source]:
+def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, TensorSource]:
     """Where every weight of the graphs comes from, by its name in the graphs."""
-    sources: dict[str, Source] = dict(checkpoint.tensors)
+    sources: dict[str, TensorSource] = dict(checkpoint.tensors)
     sources |= {f"exit_head.{name}": source for name, source in head.sources.items()}
-    sources["cos"] = Computed(lambda: rotary_tables(checkpoint.config, slots)[0])
-    sources["sin"] = Computed(lambda: rotary_tables(checkpoint.config, slots)[1])
+    sources["cos"] = Computed(lambda: rotary_tables(checkpoint.geometry, slots)[0])
+    sources["sin"] = Computed(lambda: rotary_tables(checkpoint.geometry, slots)[1])
     return sources
 
 
@@ -145,43 +139,24 @@ def _manifest(
     files: dict[str, FileInfo],
     links: dict[str, LinkInfo],
 ) -> Manifest:
-    config: ModelConfig = checkpoint.config
     return Manifest(
         format_version=FORMAT_VERSION,
         model=checkpoint.directory.resolve().name,
-        architecture=config.architecture,
-        base_fingerprint=exit_config.base,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        tied_embeddings=config.tied_embeddings,
-        qkv_bias=config.qkv_bias,
-        output_bias=config.output_bias,
-        mlp_bias=config.mlp_bias,
-        qk_norm=config.qk_norm,
-        exit_layer=exit_config.layer,
-        exit_blocks=exit_config.blocks,
-        exit_own_lm_head=exit_config.own_lm_head,
-        exit_trained=exit_config.trained,
+        geometry=checkpoint.geometry,
+        exit_head=exit_config,
         dtype=options.dtype,
         quantization=options.quantization,
         max_seq_len=options.max_seq_len,
         max_tree_nodes=options.max_tree_nodes,
         draft_top_k=options.draft_top_k,
-        bos_token_id=config.bos_token_id,
-        eos_token_ids=config.eos_token_ids,
+        bos_token_id=checkpoint.config.bos_token_id,
+        eos_token_ids=checkpoint.config.eos_token_ids,
         draft=graphs["draft"].info,
         verify=tuple(graph.info for name, graph in graphs.items() if name != "draft"),
         files=files,
         linked=links,
         tools=_tools(),
         plans={},
-        calibration=exit_config.calibration,
     )
 
 

@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import onnx
@@ -19,16 +19,14 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, IdentityElimina
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eesd.export.manifest import TOP_K, TREE_NODES, GraphInfo, Quantization, TensorInfo
-from eesd.model.config import ModelConfig
+from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.manifest import TOP_K, TREE_NODES, GraphInfo, TensorInfo
+from eesd.common.weights import BLOCK, EMBEDDINGS, LM_HEAD, SCALES, Quantization, StoredWeight, stored_weight
 from eesd.model.decoder import KV, Decoder, Inputs, rotary_tables
-from eesd.model.exit_head import ExitConfig, ExitHead
+from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify, draft_layers
-from eesd.model.quantize import BLOCK, SCALES
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 OPSET = 24
-EMBEDDINGS = "model.embed_tokens.weight"
 
 BATCH, TOKENS, SLOTS = 100_003, 100_019, 100_043
 SYMBOLS = {BATCH: "B", TOKENS: "n", SLOTS: "S"}
@@ -55,22 +53,11 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class WeightRef:
-    """A weight a graph wants: its name, whether it is stored transposed, the shape it is stored with, and what it is quantized
-    to, if it is. Then its scales are stored, too, as ``name`` + :data:`SCALES`."""
-
-    name: str
-    transposed: bool
-    shape: tuple[int, ...]
-    quantized: str | None = None
-
-
-@dataclass(frozen=True)
 class Graph:
     """A traced graph whose initializers are still empty, what it needs, and its description for the manifest."""
 
     model: ir.Model
-    weights: tuple[WeightRef, ...]
+    weights: tuple[StoredWeight, ...]
     info: GraphInfo
 
 
@@ -95,44 +82,46 @@ class _Program(nn.Module):
 
 def trace(
     name: str,
-    config: ModelConfig,
+    geometry: Geometry,
     exit_config: ExitConfig,
     options: ExportOptions,
     layers: range | None = None,
-    as_stored: frozenset[str] = frozenset(),
+    linked: frozenset[str] = frozenset(),
 ) -> Graph:
     """Trace ``"draft"``, ``"verify"``, or with its ``layers`` a stage of verify, to ONNX.
 
-    The weights ``as_stored`` keep the checkpoint's layout and, where they are linear, their Transpose in the graph. Needs
+    The weights ``linked`` keep the checkpoint's layout and, where they are linear, their Transpose in the graph. Needs
     memory for the graph only, whatever the model's size.
     """
-    dtype, layers = DTYPES[options.dtype], range(config.num_layers) if layers is None else layers
+    dtype, layers = getattr(torch, options.dtype), range(geometry.num_layers) if layers is None else layers
     with FakeTensorMode(), _default_dtype(dtype):
-        decoder, head = Decoder(config), ExitHead(config, exit_config)
+        decoder, head = Decoder(geometry), ExitHead(geometry, exit_config)
         if name == "draft":
             program: Draft | Verify = Draft(decoder, head, options.draft_top_k)
-            caches, outputs = draft_layers(head, config.num_layers), ["logits", "topk_ids", "topk_logprobs"]
+            caches, outputs = draft_layers(head, geometry.num_layers), ["logits", "topk_ids", "topk_logprobs"]
         else:
             program = Verify(decoder, head, layers)
-            exits = range(config.num_layers, config.num_layers + exit_config.blocks) if layers.start == 0 else ()
-            caches, outputs = [*layers, *exits], ["logits" if layers.stop == config.num_layers else "hidden_out"]
-        cos, sin = rotary_tables(config, options.max_seq_len)
+            exits = range(geometry.num_layers, geometry.num_layers + exit_config.blocks) if layers.start == 0 else ()
+            caches, outputs = [*layers, *exits], ["logits" if layers.stop == geometry.num_layers else "hidden_out"]
+        cos, sin = rotary_tables(geometry, options.max_seq_len)
         module = _Program(program, cos.to(dtype), sin.to(dtype)).eval()
-        model = _export(module, _example(config, len(caches), dtype, hidden=layers.start > 0))
+        model = _export(module, _example(geometry, len(caches), dtype, hidden=layers.start > 0))
     _name_dimensions(model.graph)
     _name_tensors(model, caches, "hidden" if layers.start > 0 else "input_ids", outputs)
-    weights = _make_lean(model, config.tied_embeddings, as_stored)
-    if options.quantize is not None:
-        weights = _quantize(model.graph, weights, options.quantize)
+    _make_lean(model)
+    weights = _name_weights(model.graph, geometry.tied_embeddings, options, linked)
+    _store_weights(model.graph, weights)
+    RemoveUnusedNodesPass()(model)
+    ClearMetadataAndDocStringPass()(model)
     model.graph.name = f"eesd_{name}"
     info = GraphInfo(f"{name}.onnx", tuple(caches), _describe(model.graph.inputs), _describe(model.graph.outputs))
     return Graph(model, weights, info)
 
 
-def _example(config: ModelConfig, caches: int, dtype: torch.dtype, hidden: bool) -> tuple[Any, ...]:
+def _example(geometry: Geometry, caches: int, dtype: torch.dtype, hidden: bool) -> tuple[Any, ...]:
     ids, positions = (torch.zeros(BATCH, TOKENS, dtype=torch.int64) for _ in range(2))
-    x = torch.zeros(BATCH, TOKENS, config.hidden_size, dtype=dtype) if hidden else ids
-    shape = (BATCH, config.num_kv_heads, SLOTS, config.head_dim)
+    x = torch.zeros(BATCH, TOKENS, geometry.hidden_size, dtype=dtype) if hidden else ids
+    shape = (BATCH, geometry.num_kv_heads, SLOTS, geometry.head_dim)
     kv = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(caches)]
     return x, positions, torch.zeros(BATCH, dtype=torch.int64), torch.zeros(BATCH, 1, TOKENS, SLOTS, dtype=dtype), kv
 
@@ -184,23 +173,10 @@ def _name_tensors(model: ir.Model, caches: list[int], first: str, outputs: list[
         value.name = name
 
 
-def _make_lean(model: ir.Model, tied_embeddings: bool, as_stored: frozenset[str]) -> tuple[WeightRef, ...]:
-    graph = model.graph
-    _constant_reshapes(graph)
+def _make_lean(model: ir.Model) -> None:
+    _constant_reshapes(model.graph)
     IdentityEliminationPass()(model)
-    _name_weights(graph, tied_embeddings, as_stored)
     RemoveUnusedNodesPass()(model)
-    ClearMetadataAndDocStringPass()(model)
-    constants = {name for name, value in graph.initializers.items() if value.meta.get("constant")}
-    weights = []
-    for name in list(graph.initializers):
-        value = graph.initializers[name]
-        if not value.uses():
-            del graph.initializers[name]
-        elif name not in constants:
-            assert value.shape is not None
-            weights.append(WeightRef(name, bool(value.meta.get("transposed")), tuple(value.shape.numpy())))
-    return tuple(weights)
 
 
 def _constant_reshapes(graph: ir.Graph) -> None:
@@ -224,49 +200,48 @@ def _constant_reshapes(graph: ir.Graph) -> None:
         node.attributes.pop("allowzero", None)
 
 
-def _name_weights(graph: ir.Graph, tied_embeddings: bool, as_stored: frozenset[str]) -> None:
-    """Give weights their checkpoint names and fold the Transpose of linear weights into how they are stored."""
+def _name_weights(
+    graph: ir.Graph, tied_embeddings: bool, options: ExportOptions, linked: frozenset[str]
+) -> tuple[StoredWeight, ...]:
+    """Give the initializers their checkpoint names and say how each is stored. Unused ones go."""
+    weights = []
     for old in list(graph.initializers):
         value = graph.initializers[old]
         if value.meta.get("constant"):
             continue
         del graph.initializers[old]
-        value.name = old.removeprefix("program.")
+        if not value.uses():
+            continue
+        name = old.removeprefix("program.")
         # A tied LM head is the embedding table; tracing may have kept either name.
-        if value.name == "lm_head.weight" and tied_embeddings:
-            value.name = EMBEDDINGS
+        value.name = EMBEDDINGS if name == LM_HEAD and tied_embeddings else name
+        assert value.shape is not None
         graph.initializers[value.name] = value
-        users = [user for user, _ in value.uses()]
-        if value.name not in as_stored | {EMBEDDINGS} and users and all(user.op_type == "Transpose" for user in users):
-            assert value.shape is not None
-            value.shape = ir.Shape(tuple(reversed(value.shape)))
-            value.meta["transposed"] = True
-            for user in users:
+        weights.append(
+            stored_weight(value.name, value.shape.numpy(), options.dtype, options.quantization, value.name in linked)
+        )
+    return tuple(weights)
+
+
+def _store_weights(graph: ir.Graph, weights: tuple[StoredWeight, ...]) -> None:
+    """Fold the Transpose of transposed weights; put a blockwise DequantizeLinear between quantized ones and their MatMul."""
+    for weight in weights:
+        value = graph.initializers[weight.name]
+        value.shape = ir.Shape(weight.stored_shape)
+        if weight.transposed:
+            for user, _ in list(value.uses()):
+                assert user.op_type == "Transpose", f"{weight.name} is used by {user.op_type}, not as a linear weight"
                 user.outputs[0].replace_all_uses_with(value)
                 graph.remove(user, safe=True)
-
-
-def _quantize(graph: ir.Graph, weights: tuple[WeightRef, ...], kind: str) -> tuple[WeightRef, ...]:
-    """Put a blockwise DequantizeLinear between linear weights and their MatMul, where blocks fit.
-
-    Linear weights are those that were transposed. A tied LM head is the embedding table and stays as it is.
-    """
-    refs = []
-    for weight in weights:
-        if not weight.transposed or weight.shape[0] % BLOCK:
-            refs.append(weight)
-            continue
-        (inputs, outputs), value = weight.shape, graph.initializers[weight.name]
-        scales = ir.val(weight.name + SCALES, dtype=value.dtype, shape=(inputs // BLOCK, outputs))
-        graph.initializers[weight.name + SCALES] = scales
-        uses = [(use.node, use.idx) for use in value.uses()]
-        wide = ir.node("DequantizeLinear", [value, scales], {"axis": 0, "block_size": BLOCK})
-        graph.insert_before(uses[0][0], wide)
-        for node, index in uses:
-            node.replace_input_with(index, wide.outputs[0])
-        value.dtype = ir.DataType[kind.upper()]
-        refs.append(replace(weight, quantized=kind))
-    return tuple(refs)
+        if weight.quantization is not None:
+            scales = ir.val(weight.name + SCALES, dtype=value.dtype, shape=weight.scales_shape)
+            graph.initializers[weight.name + SCALES] = scales
+            uses = [(use.node, use.idx) for use in value.uses()]
+            wide = ir.node("DequantizeLinear", [value, scales], {"axis": 0, "block_size": weight.quantization.block})
+            graph.insert_before(uses[0][0], wide)
+            for node, index in uses:
+                node.replace_input_with(index, wide.outputs[0])
+            value.dtype = ir.DataType[weight.quantization.weights.upper()]
 
 
 def _describe(values: Any) -> tuple[TensorInfo, ...]:

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from eesd.common.cli import one_line_errors
+from eesd.common.errors import EESDError
+from eesd.common.manifest import Manifest, check_plan, load_manifest, verify_files
 from eesd.export import memory
-from eesd.export.manifest import Manifest, check_plan, load_manifest, verify_files
-from eesd.runtime.errors import EESDError, one_line_errors
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -19,7 +20,7 @@ from eesd.runtime.errors import EESDError, one_line_errors
 @click.option("--verify", is_flag=True, help="Hash every file again and compare with the manifest.")
 @click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
 @click.option("--layers", is_flag=True, help="List the layers of the plans instead; needs the GPU that they are for.")
-@click.option("--plan-memory", is_flag=True, help="Show what running it takes instead, device by device.")
+@click.option("--memory", "memory_only", is_flag=True, help="Show what running it takes instead, device by device.")
 @click.option("--max-seq-len", type=click.IntRange(min=2), help="Plan for an export with so many slots.")
 @click.option("--batch", type=click.IntRange(min=1), help="Plan for so many sequences at once.  [default: 1]")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest, or the plan, as JSON.")
@@ -29,21 +30,21 @@ def main(
     verify: bool,
     tensors: bool,
     layers: bool,
-    plan_memory: bool,
+    memory_only: bool,
     max_seq_len: int | None,
     batch: int | None,
     as_json: bool,
 ) -> None:
     """Show what an engine directory holds; --verify also re-hashes its files."""
     manifest = load_manifest(directory)
-    if not plan_memory and (max_seq_len or batch):
-        raise EESDError("--max-seq-len and --batch change nothing but a memory plan; add --plan-memory.")
+    if not memory_only and (max_seq_len or batch):
+        raise EESDError("--max-seq-len and --batch change nothing but a memory plan; add --memory.")
     if layers and as_json:
         raise EESDError("--layers has no JSON form; leave out --json.")
     console = Console(markup=False, emoji=False)  # names may hold anything
     if layers:
         _layers(console, directory, manifest)
-    elif plan_memory:
+    elif memory_only:
         _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, as_json)
     elif as_json:
         click.echo(manifest.to_json(), nl=False)
@@ -68,7 +69,7 @@ def _memory(console: Console, manifest: Manifest, slots: int, batch: int, as_jso
     if slots <= manifest.max_tree_nodes:
         raise EESDError(f"--max-seq-len {slots} has no room for the {manifest.max_tree_nodes} nodes of a round; give more.")
     manifest = replace(manifest, max_seq_len=slots)
-    devices = memory.plan_memory(manifest, batch)
+    devices = memory.estimate_memory(manifest, batch)
     if as_json:
         click.echo(json.dumps({"slots": slots, "batch": batch, "devices": [device.to_dict() for device in devices]}))
     else:
@@ -77,15 +78,15 @@ def _memory(console: Console, manifest: Manifest, slots: int, batch: int, as_jso
 
 def _summary(directory: Path, manifest: Manifest) -> Table:
     slot = memory.slot_bytes(manifest, manifest.num_caches)
-    trained = "" if manifest.exit_trained else "  (untrained: train it with eesd-distill)"
+    trained = "" if manifest.exit_head.trained else "  (untrained: train it with eesd-distill)"
     rows = {
-        "model": f"{manifest.model} ({manifest.architecture})",
+        "model": f"{manifest.model} ({manifest.geometry.architecture})",
         "geometry": (
-            f"{manifest.num_layers} layers of {manifest.hidden_size}, {manifest.num_heads} heads and "
-            f"{manifest.num_kv_heads} KV heads of {manifest.head_dim}, vocabulary {manifest.vocab_size}"
+            f"{manifest.geometry.num_layers} layers of {manifest.geometry.hidden_size}, {manifest.geometry.num_heads} heads and "
+            f"{manifest.geometry.num_kv_heads} KV heads of {manifest.geometry.head_dim}, vocabulary {manifest.geometry.vocab_size}"
         ),
-        "exit head": f"after layer {manifest.exit_layer}, {manifest.exit_blocks} block(s){trained}",
-        "confidence": "a prior of this head" if manifest.calibration else "the default prior",
+        "exit head": f"after layer {manifest.exit_head.layer}, {manifest.exit_head.blocks} block(s){trained}",
+        "confidence": "a prior of this head" if manifest.exit_head.calibration else "the default prior",
         "element type": manifest.dtype,
         "linear weights": _linear_weights(manifest),
         "KV cache": (
@@ -140,7 +141,7 @@ def _plans(manifest: Manifest) -> Table:
 
 def _layers(console: Console, directory: Path, manifest: Manifest) -> None:
     """A table for each plan, and how many of its layers are attentions or cache updates by their names."""
-    from eesd.runtime.trt_plans import Plans
+    from eesd.runtime.engines.trt_plans import Plans
 
     plans = Plans(directory, manifest)
     for graph in manifest.graphs:

@@ -10,19 +10,20 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from eesd.export.graph import DTYPES
-from eesd.export.manifest import LinkInfo
-from eesd.export.weights import Source
+import torch
+
+from eesd.common.errors import EESDError
+from eesd.common.manifest import LinkInfo
+from eesd.export.weights import TensorSource
 from eesd.model.checkpoint import StoredTensor
-from eesd.runtime.errors import EESDError
 
 
-def linkable(sources: Mapping[str, Source], dtype: str) -> dict[str, StoredTensor]:
+def linkable(sources: Mapping[str, TensorSource], dtype: str) -> dict[str, StoredTensor]:
     """The weights that can be used where they lie: of the engine's type, and at a multiple of its width (torch maps no other).
 
     Raises :class:`EESDError` when none of the checkpoint's own can.
     """
-    wanted = DTYPES[dtype]
+    wanted: torch.dtype = getattr(torch, dtype)
     stored = {name: source for name, source in sources.items() if isinstance(source, StoredTensor)}
     found = {name: tensor for name, tensor in stored.items() if tensor.dtype == wanted and tensor.offset % wanted.itemsize == 0}
     if not found:

@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from eesd.export.manifest import BITS, PREFILL_CHUNK, GraphInfo, Manifest, linear_bytes
+from eesd.common.manifest import PREFILL_CHUNK, GraphInfo, Manifest
+from eesd.common.weights import BITS
 
 BUILD_FACTOR, BUILD_LEAST = 2.7, 600_000_000
 """Host memory of a build: so much for each byte of weights, besides so much for anything. Measured with TensorRT-RTX 1.7 on
@@ -27,7 +28,7 @@ class DeviceMemory:
     draft_weights: int
     verify_weights: int
     shared_weights: int
-    kv_slab: int
+    kv_cache: int
     round_buffers: int
     prefill_buffers: int
     build_host_memory: int
@@ -36,7 +37,7 @@ class DeviceMemory:
     def total(self) -> int:
         """Everything at once, shared weights once; of the two kinds of calls the larger."""
         weights = self.draft_weights + self.verify_weights - self.shared_weights
-        return weights + self.kv_slab + max(self.round_buffers, self.prefill_buffers)
+        return weights + self.kv_cache + max(self.round_buffers, self.prefill_buffers)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"total": self.total}
@@ -44,10 +45,10 @@ class DeviceMemory:
 
 def slot_bytes(manifest: Manifest, caches: int) -> int:
     """Keys and values of one token in so many caches."""
-    return 2 * caches * manifest.num_kv_heads * manifest.head_dim * BITS[manifest.dtype] // 8
+    return 2 * caches * manifest.geometry.num_kv_heads * manifest.geometry.head_dim * BITS[manifest.dtype] // 8
 
 
-def plan_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
+def estimate_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
     """One entry for each stage, for full caches of ``batch`` sequences."""
     devices = []
     for number, stage in enumerate(manifest.verify):
@@ -62,7 +63,7 @@ def plan_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
                 draft_weights=sum(draft.values()),
                 verify_weights=sum(verify.values()),
                 shared_weights=sum(verify[name] for name in verify.keys() & draft.keys()),
-                kv_slab=batch * manifest.max_seq_len * slot_bytes(manifest, len(stage.caches)),
+                kv_cache=batch * manifest.max_seq_len * slot_bytes(manifest, len(stage.caches)),
                 round_buffers=_buffers(manifest, batch * (manifest.max_tree_nodes + 1), logits=first or last),
                 prefill_buffers=_buffers(manifest, batch * PREFILL_CHUNK, logits=last),
                 build_host_memory=build_memory(max(sum(draft.values()), sum(verify.values()))),
@@ -77,57 +78,17 @@ def build_memory(weights: int) -> int:
 
 
 def graph_weights(manifest: Manifest, graph: GraphInfo) -> dict[str, int]:
-    """Bytes of the weights that a graph uses, by what they are; what two graphs share has the same name in both."""
-    exits = range(manifest.num_layers, manifest.num_caches)
-    is_draft, is_last = graph == manifest.draft, graph == manifest.verify[-1]
-    element = BITS[manifest.dtype] // 8
-    kv, rest = _block(manifest)
-    table = manifest.vocab_size * manifest.hidden_size * element
-    lm_head = _linear(manifest, manifest.hidden_size, manifest.vocab_size)
-    parts = {"rotary tables": manifest.max_seq_len * manifest.head_dim * element}
-    if graph.inputs[0].name == "input_ids":
-        parts["embeddings"] = table
-    for cache in graph.caches:
-        parts[f"keys and values {cache}"] = kv
-        if is_draft or cache != exits[-1]:  # verify takes no more of the last exit block than its keys and values
-            parts[f"block {cache}"] = rest
-    if is_draft:
-        parts["exit norm"] = manifest.hidden_size * element
-    elif is_last:
-        parts["norm"] = manifest.hidden_size * element
-    if is_draft and manifest.exit_own_lm_head:
-        parts["exit LM head"] = lm_head
-    elif (is_draft or is_last) and manifest.tied_embeddings:
-        parts["embeddings"] = table
-    elif is_draft or is_last:
-        parts["LM head"] = lm_head
-    return parts
-
-
-def _linear(manifest: Manifest, inputs: int, outputs: int) -> int:
-    return linear_bytes(inputs, outputs, manifest.dtype, manifest.quantization)
-
-
-def _block(manifest: Manifest) -> tuple[int, int]:
-    """Bytes of a block's weights: those that make its keys and values, and the others."""
-    hidden, inner, head = manifest.hidden_size, manifest.intermediate_size, manifest.head_dim
-    width, kv_width = manifest.num_heads * head, manifest.num_kv_heads * head
-    element = BITS[manifest.dtype] // 8
-    kv = (hidden + 2 * kv_width * manifest.qkv_bias + head * manifest.qk_norm) * element
-    rest = (hidden + width * manifest.qkv_bias + hidden * manifest.output_bias + head * manifest.qk_norm) * element
-    rest += (2 * inner + hidden) * manifest.mlp_bias * element
-    kv += 2 * _linear(manifest, hidden, kv_width)
-    rest += _linear(manifest, hidden, width) + _linear(manifest, width, hidden)
-    return kv, rest + 2 * _linear(manifest, hidden, inner) + _linear(manifest, inner, hidden)
+    """Bytes of the weights that a graph uses, by name. What two graphs share has the same name in both."""
+    return {name: weight.nbytes for name, weight in manifest.weights_of(graph).items()}
 
 
 def _buffers(manifest: Manifest, tokens: int, logits: bool) -> int:
     """Mask, hidden states in and out, and the widest moment between, as if no kernel fused attention (scores in float32)."""
-    element, hidden, slots = BITS[manifest.dtype] // 8, manifest.hidden_size, manifest.max_seq_len
-    heads = (manifest.num_heads + manifest.num_kv_heads) * manifest.head_dim
-    attention = (2 * hidden + 2 * heads) * element + 4 * manifest.num_heads * slots
-    mlp = (2 * hidden + 3 * manifest.intermediate_size) * element
-    head = (hidden + manifest.vocab_size) * element + 4 * manifest.vocab_size if logits else 0
+    element, hidden, slots = BITS[manifest.dtype] // 8, manifest.geometry.hidden_size, manifest.max_seq_len
+    heads = (manifest.geometry.num_heads + manifest.geometry.num_kv_heads) * manifest.geometry.head_dim
+    attention = (2 * hidden + 2 * heads) * element + 4 * manifest.geometry.num_heads * slots
+    mlp = (2 * hidden + 3 * manifest.geometry.intermediate_size) * element
+    head = (hidden + manifest.geometry.vocab_size) * element + 4 * manifest.geometry.vocab_size if logits else 0
     return tokens * ((slots + 2 * hidden) * element + max(attention, mlp, head))
 
 
@@ -140,7 +101,7 @@ def table(manifest: Manifest, devices: list[DeviceMemory], batch: int) -> Table:
         "weights of the draft": [size(device.draft_weights) for device in devices],
         "weights of verify": [size(device.verify_weights) for device in devices],
         "of these in both (once)": [size(-device.shared_weights) for device in devices],
-        f"KV slab, {slots}": [size(device.kv_slab) for device in devices],
+        f"KV cache, {slots}": [size(device.kv_cache) for device in devices],
         f"a round of {manifest.max_tree_nodes + 1} nodes": [size(device.round_buffers) for device in devices],
         f"or a prefill of {PREFILL_CHUNK} tokens": [size(device.prefill_buffers) for device in devices],
         "total": [size(device.total) for device in devices],

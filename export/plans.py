@@ -20,10 +20,10 @@ from typing import Any
 
 import onnx
 
-from eesd.export.manifest import FLAVOURS, NAME, WEIGHTS, FileInfo, GraphInfo, Manifest, PlanInfo
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+from eesd.common.manifest import FLAVOURS, NAME, WEIGHTS, FileInfo, GraphInfo, Manifest, PlanInfo
 from eesd.runtime.doctor import compute_capability
-from eesd.runtime.errors import EESDError
-from eesd.runtime.files import written_whole
 
 TIMING_CACHE = "timing.cache"
 PRECISIONS = ("float16", "bfloat16")

@@ -1,13 +1,13 @@
 """Where the verify graph is cut into stages, for models that do not fit one device."""
 
+from collections.abc import Iterable
 from itertools import pairwise
-from math import prod
 
-from eesd.export.graph import EMBEDDINGS, ExportOptions
-from eesd.export.manifest import BITS, linear_bytes
+from eesd.common.errors import EESDError
+from eesd.common.geometry import ExitConfig
+from eesd.common.weights import EMBEDDINGS, EXIT_HEAD, LM_HEAD, stored_weight
+from eesd.export.graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import ExitConfig
-from eesd.runtime.errors import EESDError
 
 
 def split_layers(checkpoint: Checkpoint, exit_config: ExitConfig, options: ExportOptions) -> list[range]:
@@ -15,7 +15,7 @@ def split_layers(checkpoint: Checkpoint, exit_config: ExitConfig, options: Expor
 
     The first stage has at least the N layers before the exit: its device also runs the draft, on the same caches.
     """
-    layers, before_exit, stages = checkpoint.config.num_layers, exit_config.layer, options.stages
+    layers, before_exit, stages = checkpoint.geometry.num_layers, exit_config.layer, options.stages
     most = layers - before_exit + 1
     if not 1 <= stages <= most:
         raise EESDError(
@@ -34,17 +34,15 @@ def split_layers(checkpoint: Checkpoint, exit_config: ExitConfig, options: Expor
 
 def _sizes(checkpoint: Checkpoint, exit_config: ExitConfig, options: ExportOptions) -> tuple[int, int, int]:
     """Bytes of one layer, and of what the first and the last device hold besides layers, as they will be stored."""
-    size = {name: _stored_bytes(name, tensor.shape, options) for name, tensor in checkpoint.tensors.items()}
+
+    def stored(name: str, shape: Iterable[int]) -> int:
+        return stored_weight(name, shape, options.dtype, options.quantization).nbytes
+
+    size = {name: stored(name, tensor.shape) for name, tensor in checkpoint.tensors.items()}
     layer = sum(nbytes for name, nbytes in size.items() if name.startswith("model.layers.0."))
     table = size[EMBEDDINGS]
-    lm_head = 0 if checkpoint.config.tied_embeddings else size["lm_head.weight"]
+    lm_head = 0 if checkpoint.geometry.tied_embeddings else size[LM_HEAD]
     # The draft's device needs an LM head too: the base model's, or the exit head's own of the same size.
-    own = _stored_bytes("exit_head.lm_head.weight", checkpoint.tensors[EMBEDDINGS].shape, options) * exit_config.own_lm_head
+    own = stored(EXIT_HEAD + LM_HEAD, checkpoint.tensors[EMBEDDINGS].shape) * exit_config.own_lm_head
     first = table + max(lm_head, own) + exit_config.blocks * layer
     return layer, first, lm_head or table
-
-
-def _stored_bytes(name: str, shape: tuple[int, ...], options: ExportOptions) -> int:
-    if len(shape) < 2 or name == EMBEDDINGS:
-        return prod(shape) * BITS[options.dtype] // 8
-    return linear_bytes(shape[1], shape[0], options.dtype, options.quantization)

@@ -1,8 +1,6 @@
-"""Engines of any backend against a reference: their own graphs in ONNX Runtime on the CPU, widened to float32.
+"""Engines of any backend against a reference: their own graphs in ONNX Runtime on the CPU, widened to float32."""
 
-Meant for a :func:`~eesd.export.shorten.shortened` model, whose reference fits the memory.
-"""
-
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.export.check import run_widened
-from eesd.export.manifest import GraphInfo, Manifest
 from eesd.export.memory import graph_weights
-from eesd.model.decoder import MASKED
-from eesd.runtime.backends import Engines
+from eesd.runtime.engines.backends import Engines
 
 TOKENS = 12
 """Of the random prompt; the draft then takes one more."""
@@ -38,41 +35,47 @@ def validate(engines: Engines, directory: Path, manifest: Manifest) -> dict[str,
     """
     assert engines.draft is not None
     count = min(TOKENS, manifest.max_seq_len - 1)
-    tokens: list[int] = np.random.default_rng(0).integers(manifest.vocab_size, size=count + 1).tolist()
-    slab = engines.verify.new_slab()
+    tokens: list[int] = np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=count + 1).tolist()
+    kv_cache = engines.verify.new_kv_cache()
     found: dict[str, float] = {}
-    caches = [np.zeros((2, 1, manifest.num_kv_heads, count + 1, manifest.head_dim), np.float32)] * manifest.num_caches
+    caches = [
+        np.zeros((2, 1, manifest.geometry.num_kv_heads, count + 1, manifest.geometry.head_dim), np.float32)
+    ] * manifest.num_caches
 
-    def compare(kind: str, engine: Any, graph: GraphInfo, first: int, stop: int) -> None:
-        logits = engine.bind(slab).forward(tokens[first:stop], range(first, stop), first).logits.copy()
-        wanted, written = _reference(directory / graph.file, graph, caches, tokens[first:stop], first)
-        found[f"{kind} logits"] = least_cosine(logits, wanted)
+    def compare(kind: str, engine: Any, stages: Sequence[GraphInfo], first: int, stop: int) -> None:
+        logits = engine.bind(kv_cache).forward(tokens[first:stop], range(first, stop), first).logits.copy()
+        expected, written = _reference(directory, stages, caches, tokens[first:stop], first)
+        found[f"{kind} logits"] = least_cosine(logits, expected)
         for part, name in enumerate(("keys", "values")):
-            pairs = [(slab.read(index)[part], cache[part]) for index, cache in written.items()]
+            pairs = [(kv_cache.read(index)[part], cache[part]) for index, cache in written.items()]
             found[f"{kind} {name}"] = min(least_cosine(*(_rows(x, first, stop) for x in pair)) for pair in pairs)
         for index, cache in written.items():
             caches[index] = cache
 
-    compare("verify", engines.verify, manifest.verify[0], 0, count)
-    compare("draft", engines.draft, manifest.draft, count, count + 1)
+    compare("verify", engines.verify, manifest.verify, 0, count)
+    compare("draft", engines.draft, [manifest.draft], count, count + 1)
     return found
 
 
 def _reference(
-    path: Path, graph: GraphInfo, caches: list[Array], tokens: list[int], slot: int
+    directory: Path, stages: Sequence[GraphInfo], caches: list[Array], tokens: list[int], slot: int
 ) -> tuple[Array, dict[int, Array]]:
     """Logits [n, V] of a chain of tokens from ``slot`` on, and the caches [2, B, KV, S, D] that the pass has written."""
     positions = np.arange(slot, slot + len(tokens))
     hidden = np.arange(caches[0].shape[3]) > positions[:, None]
     feeds: dict[str, NDArray[Any]] = {
-        "input_ids": np.array([tokens]),
         "position_ids": positions[None],
         "write_indices": np.array([slot]),
         "attn_mask": np.where(hidden, np.float32(MASKED), np.float32(0))[None, None],
     }
-    feeds |= {f"{part}_{i}": caches[i][n] for i in graph.caches for n, part in enumerate(("key", "value"))}
-    outputs = run_widened(path, feeds)
-    return outputs["logits"][0], {i: np.stack([outputs[f"{part}_{i}_out"] for part in ("key", "value")]) for i in graph.caches}
+    x: NDArray[Any] = np.array([tokens])
+    written: dict[int, Array] = {}
+    for graph in stages:
+        own = {f"{part}_{i}": caches[i][n] for i in graph.caches for n, part in enumerate(("key", "value"))}
+        outputs = run_widened(directory / graph.file, feeds | own | {graph.inputs[0].name: x})
+        x = outputs[graph.results[0].name]
+        written |= {i: np.stack([outputs[f"{part}_{i}_out"] for part in ("key", "value")]) for i in graph.caches}
+    return x[0], written
 
 
 def _rows(cache: Array, first: int, stop: int) -> Array:

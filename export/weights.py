@@ -5,31 +5,31 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from eesd.export.graph import DTYPES, WeightRef
-from eesd.export.manifest import BITS, WEIGHTS, FileInfo
+from eesd.common.errors import EESDError
+from eesd.common.manifest import WEIGHTS, FileInfo
+from eesd.common.weights import SCALES, StoredWeight
 from eesd.model.checkpoint import StoredTensor
-from eesd.model.quantize import BLOCK, SCALES, quantize
-from eesd.runtime.errors import EESDError
+from eesd.model.quantize import quantize
 
 ALIGNMENT = 4096
 """Tensors start at page borders, so that a backend may map them instead of reading them."""
 
 
-class Source(Protocol):
-    """Something that gives a tensor when asked, and not before."""
+class TensorSource(Protocol):
+    """Gives a tensor when asked, and does not hold it before."""
 
     def read(self) -> Tensor: ...
 
 
-class Place(NamedTuple):
-    """Where a weight lies: ``length`` bytes at ``offset`` of a file of the engine directory."""
+class TensorLocation(NamedTuple):
+    """Where a tensor lies: ``length`` bytes at ``offset`` of a file of the engine directory."""
 
     file: str
     offset: int
@@ -37,33 +37,34 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The weights to write, each once and in order; the places of all, of linked ones too; the bytes to write."""
+class WeightLayout:
+    """The weights to write, each once and in order; the location of every tensor, linked ones included; the bytes to write."""
 
-    weights: tuple[WeightRef, ...]
-    places: dict[str, Place]
+    weights: tuple[StoredWeight, ...]
+    locations: dict[str, TensorLocation]
     size: int
 
 
-def plan_weights(graphs: Iterable[tuple[WeightRef, ...]], dtype: str, linked: Mapping[str, StoredTensor] | None = None) -> Plan:
-    """Lay out the weights of several graphs; what more than one of them uses gets one place."""
-    places: dict[str, Place] = {}
-    order: list[WeightRef] = []
+def layout_weights(
+    graphs: Iterable[tuple[StoredWeight, ...]], linked: Mapping[str, StoredTensor] | None = None
+) -> WeightLayout:
+    """Lay out the weights of several graphs. A weight that several graphs use is stored once."""
+    locations: dict[str, TensorLocation] = {}
+    order: list[StoredWeight] = []
     end = 0
-    for weights in graphs:
-        for weight in weights:
-            if weight.name in places:
-                continue
-            if linked and weight.name in linked:
-                tensor = linked[weight.name]
-                places[weight.name] = Place(tensor.path.name, tensor.offset, tensor.nbytes)
-                continue
-            for name, length in _lengths(weight, DTYPES[dtype]):
-                offset = -(-end // ALIGNMENT) * ALIGNMENT
-                places[name] = Place(WEIGHTS, offset, length)
-                end = offset + length
-            order.append(weight)
-    return Plan(tuple(order), places, end)
+    for weight in chain.from_iterable(graphs):
+        if weight.name in locations:
+            continue
+        if linked and weight.name in linked:
+            tensor = linked[weight.name]
+            locations[weight.name] = TensorLocation(tensor.path.name, tensor.offset, tensor.nbytes)
+            continue
+        for name, length in weight.tensors.items():
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            locations[name] = TensorLocation(WEIGHTS, offset, length)
+            end = offset + length
+        order.append(weight)
+    return WeightLayout(tuple(order), locations, end)
 
 
 def check_space(directory: Path, needed: int) -> None:
@@ -77,15 +78,22 @@ def check_space(directory: Path, needed: int) -> None:
 
 
 def write_weights(
-    path: Path, plan: Plan, sources: Mapping[str, Source], dtype: str, progress: Callable[[str, int], None]
+    path: Path, layout: WeightLayout, sources: Mapping[str, TensorSource], progress: Callable[[str, int], None]
 ) -> FileInfo:
-    """Write the file and hash it on the way; ``progress`` is told each tensor's name and bytes. Memory: one tensor."""
+    """Write the file and hash it on the way. Memory: one tensor.
+
+    Args:
+        path: File to write.
+        layout: What to write, and where in the file.
+        sources: The tensors by the names of their weights.
+        progress: Called with the name and bytes of each tensor that was written.
+    """
     digest = hashlib.sha256()
     end = 0
     with path.open("wb") as file:
-        for weight in plan.weights:
-            for name, data in _stored(sources[weight.name].read(), weight, DTYPES[dtype]).items():
-                _, offset, length = plan.places[name]
+        for weight in layout.weights:
+            for name, data in _stored(sources[weight.name].read(), weight).items():
+                _, offset, length = layout.locations[name]
                 for piece in (bytes(offset - end), data):
                     file.write(piece)
                     digest.update(piece)
@@ -97,21 +105,13 @@ def write_weights(
     return FileInfo(end, digest.hexdigest())
 
 
-def _lengths(weight: WeightRef, dtype: torch.dtype) -> list[tuple[str, int]]:
-    """Name and bytes of everything that is stored for a weight."""
-    count = prod(weight.shape)
-    if weight.quantized is None:
-        return [(weight.name, count * dtype.itemsize)]
-    return [(weight.name, count * BITS[weight.quantized] // 8), (weight.name + SCALES, count // BLOCK * dtype.itemsize)]
-
-
-def _stored(tensor: Tensor, weight: WeightRef, dtype: torch.dtype) -> dict[str, memoryview]:
-    """The bytes of everything that is stored for a weight, by name."""
-    shape = tuple(reversed(weight.shape)) if weight.transposed else weight.shape
-    if tuple(tensor.shape) != shape:
-        raise EESDError(f"The tensor {weight.name} has shape {list(tensor.shape)}, the graph wants {list(shape)}.")
-    if weight.quantized is not None:
-        levels, scales = quantize(tensor, weight.quantized, dtype)
+def _stored(tensor: Tensor, weight: StoredWeight) -> dict[str, memoryview]:
+    """The bytes of each tensor that is stored for a weight, by name."""
+    dtype: torch.dtype = getattr(torch, weight.dtype)
+    if tuple(tensor.shape) != weight.shape:
+        raise EESDError(f"The tensor {weight.name} has shape {list(tensor.shape)}, the graph wants {list(weight.shape)}.")
+    if weight.quantization is not None:
+        levels, scales = quantize(tensor, weight.quantization.weights, dtype)
         return {weight.name: _bytes_of(levels), weight.name + SCALES: _bytes_of(scales)}
     if weight.transposed:
         tensor = tensor.t()

@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eesd.common.errors import EESDError
+from eesd.common.geometry import ExitConfig, Geometry
 from eesd.model import exit_head
-from eesd.model.config import ModelConfig, load_config, read_json
+from eesd.model.config import load_config, read_json
 from eesd.model.decoder import Decoder
-from eesd.model.exit_head import ExitConfig, ExitHead
-from eesd.runtime.errors import EESDError
+from eesd.model.exit_head import ExitHead
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 MAX_HEADER = 100_000_000
@@ -86,13 +88,15 @@ class Checkpoint:
             raise EESDError(f"{directory} is not a directory; give a Hugging Face model directory.")
         self.directory = directory
         self.config = load_config(directory)
+        self.geometry = self.config.geometry
         self.tensors: dict[str, StoredTensor] = {}
+        self._fingerprint = ""
         for path in _weight_files(directory):
             self.tensors.update(read_header(path))
         self._check_shapes()
 
     def _check_shapes(self) -> None:
-        for name, shape in expected_shapes(self.config).items():
+        for name, shape in expected_shapes(self.geometry).items():
             stored = self.tensors.get(name)
             if stored is None:
                 raise EESDError(f"The checkpoint {self.directory} has no tensor {name}; it is incomplete, fetch it again.")
@@ -102,23 +106,39 @@ class Checkpoint:
                     f"asks for {list(shape)}; weights and config are of different models."
                 )
 
+    def first_layers(self, count: int) -> "Checkpoint":
+        """The same checkpoint with only its first ``count`` layers, for a trial. Its fingerprint is still the whole model's."""
+        most = self.geometry.num_layers
+        if not 1 <= count <= most:
+            raise EESDError(f"--layers must be between 1 and {most} for this {most}-layer model; {count} was given.")
+        shorter = copy(self)
+        shorter._fingerprint = self.fingerprint()
+        shorter.geometry = replace(self.geometry, num_layers=count)
+        shorter.config = replace(self.config, geometry=shorter.geometry)
+        names = expected_shapes(shorter.geometry)
+        shorter.tensors = {name: tensor for name, tensor in self.tensors.items() if name in names}
+        return shorter
+
     def fingerprint(self) -> str:
         """SHA-256 over every tensor's name, shape, type and first kilobyte; the same however the model is sharded."""
+        if self._fingerprint:
+            return self._fingerprint
         digest = hashlib.sha256()
-        for name in sorted(expected_shapes(self.config)):
+        for name in sorted(expected_shapes(self.geometry)):
             stored = self.tensors[name]
             digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
             with stored.path.open("rb") as file:
                 file.seek(stored.offset)
                 digest.update(file.read(min(1024, stored.nbytes)))
-        return digest.hexdigest()
+        self._fingerprint = digest.hexdigest()
+        return self._fingerprint
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
         """The whole base model in memory, frozen."""
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)  # made in its type: in float32 first, a large model would not fit
         try:
-            model = Decoder(self.config).requires_grad_(False).eval()
+            model = Decoder(self.geometry).requires_grad_(False).eval()
         finally:
             torch.set_default_dtype(default)
         for name, parameter in model.named_parameters():
@@ -127,21 +147,21 @@ class Checkpoint:
 
     def initial_head(self, exit_config: ExitConfig) -> ExitHead:
         """A head that starts from the base model's last layers; only their tensors are read."""
-        exit_head.check_exit(self.config, exit_config.layer, exit_config.blocks)
-        head = ExitHead(self.config, exit_config)
-        names = exit_head.initial_names(self.config, exit_config)
+        exit_head.check_exit(self.geometry, exit_config.layer, exit_config.blocks)
+        head = ExitHead(self.geometry, exit_config)
+        names = exit_head.initial_names(self.geometry, exit_config)
         head.load_state_dict({name: self.tensors[base].read().float() for name, base in names.items()})
         return head
 
     def lm_head(self) -> Tensor:
         """The LM head's weight [V, hidden] in the stored type."""
-        return self.tensors["model.embed_tokens.weight" if self.config.tied_embeddings else "lm_head.weight"].read()
+        return self.tensors["model.embed_tokens.weight" if self.geometry.tied_embeddings else "lm_head.weight"].read()
 
     def exit_head(self, directory: Path) -> ExitHead:
         """A stored exit head for this model, float32."""
         exit_config = exit_head.read_exit_config(directory, self.fingerprint())
-        stored = exit_tensors(self.config, exit_config, directory)
-        head = ExitHead(self.config, exit_config)
+        stored = exit_tensors(self.geometry, exit_config, directory)
+        head = ExitHead(self.geometry, exit_config)
         head.load_state_dict({name: tensor.read().float() for name, tensor in stored.items()})
         return head.eval()
 
@@ -162,18 +182,18 @@ def _weight_files(directory: Path) -> Iterator[Path]:
         )
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(geometry: Geometry) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this geometry must have."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
+        return {name: tuple(p.shape) for name, p in Decoder(geometry).named_parameters()}
 
 
-def exit_tensors(config: ModelConfig, exit_config: ExitConfig, directory: Path) -> dict[str, StoredTensor]:
+def exit_tensors(geometry: Geometry, exit_config: ExitConfig, directory: Path) -> dict[str, StoredTensor]:
     """The tensors of a stored exit head, each checked against the head's geometry."""
-    exit_head.check_exit(config, exit_config.layer, exit_config.blocks)
+    exit_head.check_exit(geometry, exit_config.layer, exit_config.blocks)
     stored = read_header(directory / exit_head.WEIGHTS)
     with torch.device("meta"):
-        wanted = {name: tuple(p.shape) for name, p in ExitHead(config, exit_config).named_parameters()}
+        wanted = {name: tuple(p.shape) for name, p in ExitHead(geometry, exit_config).named_parameters()}
     for name, shape in wanted.items():
         if name not in stored or stored[name].shape != shape:
             raise EESDError(f"The exit head in {directory} has no tensor {name} of shape {list(shape)}; it is damaged.")

@@ -5,54 +5,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
+from eesd.common.geometry import Geometry, RopeScaling
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched: ``linear`` (factor alone) or ``llama3`` (all four)."""
-
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
-@dataclass(frozen=True)
 class ModelConfig:
-    """Geometry of a Llama-shaped decoder (Llama 2/3, CodeLlama, Mistral, Qwen2, Qwen2.5, Qwen3)."""
+    """What a model directory says: geometry, number of positions, element type, special tokens."""
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    geometry: Geometry
     max_positions: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    tied_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights of the base model (norms and biases left out)."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * layer + embeddings
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -97,7 +64,7 @@ def _from_raw(raw: dict[str, Any], architecture: str, eos: tuple[int, ...]) -> M
     qwen2 = architecture == "Qwen2ForCausalLM"
     bias = bool(raw.get("attention_bias", False))
     hidden = int(raw["hidden_size"])
-    return ModelConfig(
+    geometry = Geometry(
         architecture=architecture,
         vocab_size=int(raw["vocab_size"]),
         hidden_size=hidden,
@@ -106,15 +73,18 @@ def _from_raw(raw: dict[str, Any], architecture: str, eos: tuple[int, ...]) -> M
         num_heads=heads,
         num_kv_heads=int(raw.get("num_key_value_heads") or heads),
         head_dim=int(raw.get("head_dim") or hidden // heads),
-        max_positions=positions,
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=bias or qwen2,
         output_bias=bias and not qwen2,
         mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
+    return ModelConfig(
+        geometry=geometry,
+        max_positions=positions,
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=eos,

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from eesd.model.config import ModelConfig
-
-MASKED = -30000.0
-"""Added to the score of a slot that must not be seen: fits float16, and its softmax weight is exactly zero."""
+from eesd.common.geometry import Geometry
+from eesd.common.manifest import MASKED
 
 
 @dataclass
@@ -97,17 +95,17 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Tensor
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        hidden, width = config.hidden_size, config.num_heads * config.head_dim
-        kv_width = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(hidden, width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(hidden, kv_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(hidden, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(width, hidden, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.head_dim = geometry.head_dim
+        hidden, width = geometry.hidden_size, geometry.num_heads * geometry.head_dim
+        kv_width = geometry.num_kv_heads * geometry.head_dim
+        self.q_proj = nn.Linear(hidden, width, bias=geometry.qkv_bias)
+        self.k_proj = nn.Linear(hidden, kv_width, bias=geometry.qkv_bias)
+        self.v_proj = nn.Linear(hidden, kv_width, bias=geometry.qkv_bias)
+        self.o_proj = nn.Linear(width, hidden, bias=geometry.output_bias)
+        self.q_norm = RMSNorm(geometry.head_dim, geometry.rms_norm_eps) if geometry.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(geometry.head_dim, geometry.rms_norm_eps) if geometry.qk_norm else nn.Identity()
 
     def heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim)
@@ -129,11 +127,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(geometry.hidden_size, geometry.intermediate_size, bias=geometry.mlp_bias)
+        self.up_proj = nn.Linear(geometry.hidden_size, geometry.intermediate_size, bias=geometry.mlp_bias)
+        self.down_proj = nn.Linear(geometry.intermediate_size, geometry.hidden_size, bias=geometry.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         down: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -143,12 +141,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One decoder block: x [B, n, hidden] -> (x, the layer's caches with the new tokens in them)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
+        self.self_attn = Attention(geometry)
+        self.post_attention_layernorm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
+        self.mlp = MLP(geometry)
 
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         attended, cache = self.self_attn(self.input_layernorm(x), inputs, cache)
@@ -163,22 +161,22 @@ class Block(nn.Module):
 class Backbone(nn.Module):
     """Embeddings, blocks and final norm (``model.*`` in a checkpoint)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(geometry.vocab_size, geometry.hidden_size)
+        self.layers = nn.ModuleList(Block(geometry) for _ in range(geometry.num_layers))
+        self.norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
 
 
 class Decoder(nn.Module):
     """The frozen base model. ``forward`` gives logits [B, n, V] and the new caches, one :data:`KV` for each layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         super().__init__()
-        self.config = config
-        self.model = Backbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tied_embeddings:
+        self.geometry = geometry
+        self.model = Backbone(geometry)
+        self.lm_head = nn.Linear(geometry.hidden_size, geometry.vocab_size, bias=False)
+        if geometry.tied_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
@@ -190,11 +188,11 @@ class Decoder(nn.Module):
         return self.lm_head(self.model.norm(x)), written
 
 
-def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(geometry: Geometry, length: int) -> tuple[Tensor, Tensor]:
     """cos and sin [length, D/2] in float32, with ``linear`` or ``llama3`` scaling of the frequencies applied."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
+    exponents = torch.arange(0, geometry.head_dim, 2, dtype=torch.float32) / geometry.head_dim
+    frequencies = 1.0 / geometry.rope_theta**exponents
+    scaling = geometry.rope_scaling
     if scaling is not None:
         slowed = frequencies / scaling.factor
         if scaling.kind == "linear":
@@ -208,16 +206,16 @@ def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def causal_inputs(config: ModelConfig, batch: int, tokens: int, slots: int, start: int = 0) -> Inputs:
+def causal_inputs(geometry: Geometry, batch: int, tokens: int, slots: int, start: int = 0) -> Inputs:
     """Inputs for ``tokens`` consecutive tokens written at slot ``start`` of caches with ``slots`` slots (float32)."""
-    cos, sin = rotary_tables(config, slots)
+    cos, sin = rotary_tables(geometry, slots)
     position = torch.arange(start, start + tokens)
     hidden = torch.arange(slots)[None, :] > position[:, None]
     mask = torch.zeros(tokens, slots).masked_fill(hidden, MASKED)
     return Inputs(cos, sin, position.expand(batch, -1), torch.full((batch,), start), mask.expand(batch, 1, tokens, slots))
 
 
-def empty_caches(config: ModelConfig, batch: int, slots: int, layers: int) -> list[KV]:
+def empty_caches(geometry: Geometry, batch: int, slots: int, layers: int) -> list[KV]:
     """Zeroed caches for ``layers`` layers."""
-    shape = (batch, config.num_kv_heads, slots, config.head_dim)
+    shape = (batch, geometry.num_kv_heads, slots, geometry.head_dim)
     return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(layers)]

@@ -5,48 +5,32 @@ E decoder blocks, a norm, and the base model's LM head (or a trained copy of it)
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from eesd.controllers.calibration import Prior
-from eesd.model.config import ModelConfig, read_json
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.prior import CalibrationPrior
+from eesd.model.config import read_json
 from eesd.model.decoder import KV, Block, Decoder, Inputs, RMSNorm
-from eesd.runtime.errors import EESDError
-from eesd.runtime.files import written_whole
 
 WEIGHTS, CONFIG = "exit_head.safetensors", "exit_head.json"
-
-
-@dataclass(frozen=True)
-class ExitConfig:
-    """Where the head leaves the model and of what it is made.
-
-    ``layer`` is N, the number of base layers before it; ``blocks`` is E; ``own_lm_head`` says whether it has an LM head of its
-    own; ``base`` is the fingerprint of the base model; ``trained`` is false for a head that was only initialised.
-    ``calibration`` is what is known of its confidence, None: nothing yet.
-    """
-
-    layer: int
-    blocks: int = 1
-    own_lm_head: bool = False
-    base: str = ""
-    trained: bool = False
-    calibration: Prior | None = None
 
 
 class ExitHead(nn.Module):
     """Blocks, norm and LM head on the hidden state [B, n, hidden] after layer N; caches: one for each block."""
 
-    def __init__(self, config: ModelConfig, exit_config: ExitConfig) -> None:
+    def __init__(self, geometry: Geometry, exit_config: ExitConfig) -> None:
         super().__init__()
         self.exit_config = exit_config
-        self.blocks = nn.ModuleList(Block(config) for _ in range(exit_config.blocks))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if exit_config.own_lm_head else None
+        self.blocks = nn.ModuleList(Block(geometry) for _ in range(exit_config.blocks))
+        self.norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
+        self.lm_head = nn.Linear(geometry.hidden_size, geometry.vocab_size, bias=False) if exit_config.own_lm_head else None
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear) -> tuple[Tensor, list[KV]]:
         """Draft logits [B, n, V] (through ``lm_head`` unless the head has its own) and the written caches."""
@@ -77,26 +61,26 @@ class ExitHead(nn.Module):
         return [*written, last.write(x, inputs, caches[-1])]
 
 
-def check_exit(config: ModelConfig, layer: int, blocks: int) -> None:
+def check_exit(geometry: Geometry, layer: int, blocks: int) -> None:
     """Refuse an exit layer or a block count that the model cannot have."""
-    if not 1 <= layer < config.num_layers:
+    if not 1 <= layer < geometry.num_layers:
         raise EESDError(
-            f"The exit layer must be between 1 and {config.num_layers - 1} for this {config.num_layers}-layer model; "
+            f"The exit layer must be between 1 and {geometry.num_layers - 1} for this {geometry.num_layers}-layer model; "
             f"{layer} was given."
         )
-    if not 1 <= blocks <= config.num_layers:
-        raise EESDError(f"The exit head must have between 1 and {config.num_layers} blocks; {blocks} were given.")
+    if not 1 <= blocks <= geometry.num_layers:
+        raise EESDError(f"The exit head must have between 1 and {geometry.num_layers} blocks; {blocks} were given.")
 
 
-def initial_names(config: ModelConfig, exit_config: ExitConfig) -> dict[str, str]:
+def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, str]:
     """For each parameter of an untrained head, the base parameter that it starts from: the last E layers, norm, LM head."""
     names = {"norm.weight": "model.norm.weight"}
     if exit_config.own_lm_head:
-        names["lm_head.weight"] = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+        names["lm_head.weight"] = "model.embed_tokens.weight" if geometry.tied_embeddings else "lm_head.weight"
     with torch.device("meta"):
-        block = Block(config)
+        block = Block(geometry)
     for index in range(exit_config.blocks):
-        layer = config.num_layers - exit_config.blocks + index
+        layer = geometry.num_layers - exit_config.blocks + index
         for name in block.state_dict():
             names[f"blocks.{index}.{name}"] = f"model.layers.{layer}.{name}"
     return names
@@ -104,10 +88,10 @@ def initial_names(config: ModelConfig, exit_config: ExitConfig) -> dict[str, str
 
 def initialise(decoder: Decoder, exit_config: ExitConfig) -> ExitHead:
     """A head that starts from the base model's last layers, norm and (if it has its own) LM head."""
-    check_exit(decoder.config, exit_config.layer, exit_config.blocks)
-    head = ExitHead(decoder.config, exit_config)
+    check_exit(decoder.geometry, exit_config.layer, exit_config.blocks)
+    head = ExitHead(decoder.geometry, exit_config)
     base = decoder.state_dict()
-    head.load_state_dict({k: base[v] for k, v in initial_names(decoder.config, exit_config).items()})
+    head.load_state_dict({k: base[v] for k, v in initial_names(decoder.geometry, exit_config).items()})
     return head
 
 
@@ -144,7 +128,7 @@ def read_exit_config(directory: Path, base: str) -> ExitConfig:
         )
     calibration = raw.get("calibration")
     try:
-        return replace(config, calibration=None if calibration is None else Prior.from_dict(calibration))
+        return replace(config, calibration=None if calibration is None else CalibrationPrior.from_dict(calibration))
     except ValueError as error:
         raise EESDError(
             f"The calibration in {directory / CONFIG} is damaged ({error}); "

@@ -59,7 +59,7 @@ class Verify(nn.Module):
         self.model = decoder.model
         self.lm_head = decoder.lm_head
         self.exit_head = head
-        self.layers = range(decoder.config.num_layers) if layers is None else layers
+        self.layers = range(decoder.geometry.num_layers) if layers is None else layers
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
         exit_layer, count = self.exit_head.exit_config.layer, len(self.layers)

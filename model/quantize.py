@@ -8,12 +8,8 @@ moves no weight by more than half a scale.
 import torch
 from torch import Tensor
 
-from eesd.export.manifest import BITS
+from eesd.common.weights import BITS, BLOCK
 
-BLOCK = 32
-"""Inputs that share a scale: what both ONNX Runtime's and TensorRT's kernels take."""
-SCALES = ".scales"
-"""What the name of a quantized weight's scales ends with."""
 LEVELS = {"int8": 127, "int4": 7}
 """Most steps of a scale to either side of zero; -128 and -8 stay unused, so that the range is symmetric."""
 _PIECE = 1 << 21

@@ -1,1 +1,1 @@
-"""Engines, KV slab, token tree, sampling, the decode loop, and the text API. Needs no torch."""
+"""Engines, KV cache, token tree, sampling, the decode loop, and the text API. Needs no torch."""

@@ -8,14 +8,15 @@ from typing import Any, TextIO
 
 import click
 
+from eesd.common.cli import one_line_errors
+from eesd.common.errors import EESDError
 from eesd.controllers import CONTROLLERS
 from eesd.runtime import report
-from eesd.runtime.backends import BACKENDS
 from eesd.runtime.compare import compare
-from eesd.runtime.errors import EESDError, one_line_errors
+from eesd.runtime.decoding.sampling import METHODS, Sampling
+from eesd.runtime.decoding.stats import Stats
+from eesd.runtime.engines.backends import BACKENDS
 from eesd.runtime.llm import LLM, Prompt, Speculation, load
-from eesd.runtime.sampling import METHODS, Sampling
-from eesd.runtime.stats import Stats
 
 HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.llm import LLM, Completion, Prompt
-from eesd.runtime.sampling import Sampling
-from eesd.runtime.stats import Stats
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from eesd.runtime.backends import nvidia_driver, torch_sees_gpu
-from eesd.runtime.errors import one_line_errors
+from eesd.common.cli import one_line_errors
+from eesd.runtime.engines.backends import nvidia_driver, torch_sees_gpu
 
 PACKAGES = (
     ("eesd", ""),

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eesd.export.manifest import GraphInfo, Manifest, load_manifest
-from eesd.runtime.backends import Engines
-from eesd.runtime.device import Place
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
+from eesd.common.manifest import GraphInfo, Manifest, load_manifest
+from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.device import Place
+from eesd.runtime.engines.trt_engine import open_tensorrt
+from eesd.runtime.engines.trt_plans import computes
 from eesd.runtime.llm import LLM, Speculation
-from eesd.runtime.trt_engine import open_tensorrt
-from eesd.runtime.trt_plans import computes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Host:
     (``ExecutionContextAllocationStrategy.USER_MANAGED``); each node count asks for one. Everything is done in ``stream``, which
     must not be the default one (another library's is a ``torch.cuda.ExternalStream``).
 
-    ``slab`` is memory for the KV caches, [L+E, 2, 1, KV, S, D] in the engines' type (one tensor for each stage); ``scratch``
+    ``kv_cache`` is memory for the KV caches, [L+E, 2, 1, KV, S, D] in the engines' type (one tensor for each stage); ``scratch``
     bytes for contexts to work in, as many as the largest engine's ``device_memory_size_v2``. Memory that is not given comes
     from torch. While EESD's calls run, nobody else may use these.
     """
@@ -36,7 +36,7 @@ class Host:
     draft: Any
     make_context: Callable[[Any], Any]
     stream: torch.cuda.Stream
-    slab: Sequence[Tensor] = ()
+    kv_cache: Sequence[Tensor] = ()
     scratch: Tensor | None = None
 
 
@@ -55,7 +55,7 @@ def open_given(manifest: Manifest, host: Host, place: Place) -> Engines:
     """The engines of ``host``, all at one place."""
     places = [place] * len(manifest.verify)
     given = _Given(manifest, host)
-    return Engines(*open_tensorrt(manifest, given, host.draft is not None, places, host.slab, host.scratch))
+    return Engines(*open_tensorrt(manifest, given, host.draft is not None, places, host.kv_cache, host.scratch))
 
 
 class _Given:

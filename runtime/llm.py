@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 
+from eesd.common.errors import EESDError
+from eesd.common.manifest import Manifest, load_manifest, verify_files
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
-from eesd.export.manifest import Manifest, load_manifest, verify_files
-from eesd.runtime.backends import Engines, open_engines
-from eesd.runtime.engine import Binding, Slab
-from eesd.runtime.errors import EESDError
-from eesd.runtime.guard import Guard
-from eesd.runtime.sampling import Sampling
-from eesd.runtime.session import Drafter, Limits, Session
-from eesd.runtime.stats import Stats
+from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.session import Drafter, Limits, Session
+from eesd.runtime.decoding.stats import Stats
+from eesd.runtime.engines.backends import Engines, open_engines
+from eesd.runtime.engines.base import Binding, KVCache
 from eesd.runtime.text import Message, TextCodec, TextStream
 
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -58,9 +58,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class _Workspace:
-    """A slab and the engines bound to it; reused from request to request, so nothing is bound twice."""
+    """A kv_cache and the engines bound to it; reused from request to request, so nothing is bound twice."""
 
-    slab: Slab
+    kv_cache: KVCache
     verify: Binding
     draft: Binding | None
 
@@ -106,14 +106,14 @@ class LLM:
         self.guard: Guard | None = None
         self.budget: TreeBudget | None = None
         self.engines = engines
-        """Both engines, to bind to slabs of one's own."""
+        """Both engines, to bind to KV caches of one's own."""
         self._codec: TextCodec | None = None
         self._idle: list[_Workspace] = []
         if speculation is not None:
             self._check(speculation)
-            self.controller = make_controller(speculation.controller, speculation.seed, manifest.calibration)
+            self.controller = make_controller(speculation.controller, speculation.seed, manifest.exit_head.calibration)
             self.guard = Guard() if speculation.guard else None
-            self.budget = TreeBudget(prior=manifest.calibration) if speculation.tree_budget else None
+            self.budget = TreeBudget(prior=manifest.exit_head.calibration) if speculation.tree_budget else None
 
     def _check(self, speculation: Speculation) -> None:
         widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
@@ -149,7 +149,7 @@ class LLM:
     ) -> Iterator[Session]:
         """A :class:`Session` to drive round by round; its cache goes back to the LLM at the end of the ``with`` block."""
         workspace = self._idle.pop() if self._idle else self._new_workspace()
-        workspace.slab.reset()
+        workspace.kv_cache.reset()
         manifest = self.manifest
         limits = Limits(
             () if ignore_eos else manifest.eos_token_ids,
@@ -167,15 +167,21 @@ class LLM:
         try:
             tokens = self.encode(prompt)
             yield Session(
-                tokens, workspace.slab, workspace.verify, drafter, limits, sampling or Sampling(), manifest.vocab_size
+                tokens,
+                workspace.kv_cache,
+                workspace.verify,
+                drafter,
+                limits,
+                sampling or Sampling(),
+                manifest.geometry.vocab_size,
             )
         finally:
             self._idle.append(workspace)
 
     def _new_workspace(self) -> _Workspace:
         verify, draft = self.engines
-        slab = verify.new_slab()
-        return _Workspace(slab, verify.bind(slab), draft.bind(slab) if draft else None)
+        kv_cache = verify.new_kv_cache()
+        return _Workspace(kv_cache, verify.bind(kv_cache), draft.bind(kv_cache) if draft else None)
 
     def generate(
         self,

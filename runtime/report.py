@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from eesd.runtime.compare import Comparison
+from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.llm import LLM
-from eesd.runtime.stats import Stats
 
 
 def show_stats(stats: Stats, llm: LLM) -> None:
@@ -38,7 +38,7 @@ def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
         ]
     if stats.guard_rests:
         rows.append(("guard", f"drafting rested {stats.guard_rests} times: it was slower than plain decoding"))
-    if llm.speculation is not None and not llm.manifest.exit_trained:
+    if llm.speculation is not None and not llm.manifest.exit_head.trained:
         rows.append(("exit head", "untrained: acceptance is low until it is trained with eesd-distill"))
     return rows
 

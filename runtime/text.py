@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
 
 Message = Mapping[str, Any]
 HALF = "\ufffd"

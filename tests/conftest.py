@@ -5,14 +5,16 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-import distilling
 import pytest
-import tiny
-from command import add_tokenizer, export_engine
-from families import FAMILIES, build
-from rig import Rig
+from click.testing import CliRunner
+from support import distilling, tiny_models
+from support.bundled import EXAMPLE
+from support.command import add_tokenizer, export_engine
+from support.harness import Rig
+from support.tiny_checkpoints import FAMILIES, build
 
 from eesd.export import engine_dir
+from eesd.export.cli import main as export_main
 
 
 @pytest.fixture(scope="session")
@@ -38,30 +40,30 @@ def traced_once() -> Iterator[None]:
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     """Engines of a three-layer model with 97 tokens."""
     directory = tmp_path_factory.mktemp("main")
-    model = tiny.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
-    return Rig(tiny.export_tiny(model, directory / "plans", slots=384))
+    model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
+    return Rig(tiny_models.export_tiny(model, directory / "plans", slots=384))
 
 
 @pytest.fixture(scope="session")
 def rig_of_two_blocks(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     """Engines of a four-layer model whose exit head has two blocks."""
     directory = tmp_path_factory.mktemp("blocks")
-    model = tiny.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
-    return Rig(tiny.export_tiny(model, directory / "plans", slots=384, blocks=2))
+    model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
+    return Rig(tiny_models.export_tiny(model, directory / "plans", slots=384, blocks=2))
 
 
 @pytest.fixture(scope="session")
 def five(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     """Engines of a model with five tokens: few enough to enumerate every outcome."""
     directory = tmp_path_factory.mktemp("five")
-    model = tiny.build(directory / "model", 5, layers=3, damping=0.5, seed=0)
-    return Rig(tiny.export_tiny(model, directory / "plans", slots=64))
+    model = tiny_models.build(directory / "model", 5, layers=3, damping=0.5, seed=0)
+    return Rig(tiny_models.export_tiny(model, directory / "plans", slots=64))
 
 
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A three-layer model with a tokenizer of single characters and a chat template."""
-    model = tiny.build(tmp_path_factory.mktemp("text") / "model", 97, layers=3, damping=0.3, seed=0)
+    model = tiny_models.build(tmp_path_factory.mktemp("text") / "model", 97, layers=3, damping=0.3, seed=0)
     add_tokenizer(model)
     return model
 
@@ -92,3 +94,13 @@ def learner(to_learn: tuple[Path, Path]) -> Path:
 @pytest.fixture(scope="session")
 def own_rows(to_learn: tuple[Path, Path]) -> Path:
     return to_learn[1]
+
+
+@pytest.fixture(scope="session")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled checkpoint, exported as `make run` does."""
+    directory = tmp_path_factory.mktemp("bundled") / "plans"
+    options = ["--model", str(EXAMPLE / "model"), "--dtype", "float32", "--output", str(directory)]
+    result = CliRunner().invoke(export_main, options)
+    assert result.exit_code == 0, result.output
+    return directory

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result as Finished
-from command import assert_refused, listing, run, succeed
-from test_bundled import EXAMPLE, bundled  # noqa: F401 (a fixture)
+from support.bundled import EXAMPLE
+from support.command import assert_refused, listing, run, succeed
 
 from eesd.bench.campaign import Campaign
 from eesd.bench.cli import main
 from eesd.bench.results import Configuration, Result, Sweep
 from eesd.bench.run import Bench, Encoded, Options
 from eesd.bench.tasks import Prompt
+from eesd.common.geometry import ExitConfig
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import ExitConfig
 
 FEW = ("--per-task", 1, "--tuning-per-task", 1, "-n", 6, "--threads", 1)
 PROMPTS = [Prompt(f"{task}-{number}", task, f"{task} {number}: 1, 2, 3") for task in ("count", "list") for number in range(4)]
@@ -31,7 +31,7 @@ def own_prompts(path: Path) -> str:
     return f"prompts={path}"
 
 
-def test_the_bundled_model(bundled: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_bundled_model(bundled: Path, tmp_path: Path) -> None:
     """Every controller on chains and trees in every sampling: all equal, and every figure of the report is there."""
     output = tmp_path / "out"
     options = ("--controllers", "beta-ts fixed threshold:p=0.6", "--task", own_prompts(tmp_path / "prompts.jsonl"), *FEW)

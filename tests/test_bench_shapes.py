@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from command import listing, succeed
+from support.command import listing, succeed
 
 from eesd.bench.shapes import NODE_COUNTS, bytes_of_pass, main
-from eesd.export.manifest import load_manifest
+from eesd.common.manifest import load_manifest
 
 SCRIPT = Path(__file__).parent.parent / "bench/shapes.py"
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import assert_refused, listing, run, succeed
+from support.command import assert_refused, listing, run, succeed
 
 from eesd.bench.cli import main
 from eesd.bench.costs import Costs, costs_of
 from eesd.bench.results import Configuration, Result, Run, Sweep
 from eesd.bench.stats import acceptance_by_depth, bootstrap, predicted_seconds, references_of, summarize
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
 
-EXAMPLE = Path(__file__).parent / "bench_result.json"
+EXAMPLE = Path(__file__).parent / "data/bench_result.json"
 """A small result of the bundled model, as eesd-bench wrote it."""
 RUN = Run("a", 0, 10, [[0, 0, 1], [2, 2, 3]], 0.1, 0.3, 0.5, 0.2, [3, 2], [2, 1], 0, True)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eesd.bench.tasks import Prompt, load_task, load_tasks, split
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
 
 ROWS: dict[str, dict[str, Any]] = {
     "spec-bench": {

@@ -8,18 +8,18 @@ from typing import Any
 
 import onnx
 import pytest
-from command import assert_refused, export_engine, run, succeed
-from families import FAMILIES
-from synthetic import LLAMA_70B, write_checkpoint
+from support.command import assert_refused, export_engine, run, succeed
+from support.synthetic import LLAMA_70B, write_checkpoint
+from support.tiny_checkpoints import FAMILIES
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 pytest.importorskip("polygraphy", reason="building plans needs polygraphy")
 
+from eesd.common.errors import EESDError
+from eesd.common.manifest import load_manifest, sha256_of
 from eesd.export import build as build_cli
 from eesd.export import inspect, plans
 from eesd.export.build import main
-from eesd.export.manifest import load_manifest, sha256_of
-from eesd.runtime.errors import EESDError
 
 TYPES = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 
@@ -49,7 +49,7 @@ def test_every_family(family_dir: Callable[[str], Path], tmp_path: Path, name: s
     manifest = load_manifest(directory)
     draft, verify = (manifest.plans[graph.file] for graph in manifest.graphs)
     assert (draft.fused_attentions, draft.fused_cache_updates) == (2, 4)
-    assert (verify.fused_attentions, verify.fused_cache_updates) == (manifest.num_layers, 2 * manifest.num_caches)
+    assert (verify.fused_attentions, verify.fused_cache_updates) == (manifest.geometry.num_layers, 2 * manifest.num_caches)
 
 
 def test_stages(family_dir: Callable[[str], Path], tmp_path: Path) -> None:

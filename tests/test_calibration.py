@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
+from eesd.common.errors import EESDError
+from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
 from eesd.controllers.baselines import AdaEDL
 from eesd.controllers.beta_ts import BetaTS
-from eesd.controllers.calibration import Calibrator, Prior, features
+from eesd.controllers.calibration import Calibrator, features
 from eesd.controllers.calibration_ts import CalibrationTS
 from eesd.controllers.cost_aware_ts import FIRST_LENGTHS, CostAwareTS
 from eesd.controllers.costs import Cost, Lengths, RoundCosts
-from eesd.runtime.errors import EESDError
 from eesd.runtime.llm import Speculation, load
 
 
@@ -27,7 +28,7 @@ def outcome(drafted: int, accepted: int, draft: float = 0.1, verify: float = 1.0
     return RoundOutcome(drafted, accepted, drafted * draft, verify, drafted, drafted, accepted)
 
 
-def grid_posterior(labels: list[tuple[float, bool]], prior: Prior) -> tuple[float, float]:
+def grid_posterior(labels: list[tuple[float, bool]], prior: CalibrationPrior) -> tuple[float, float]:
     """Mean and standard deviation of the intercept a + b by brute force, the slope held at 1."""
     a = np.linspace(-6, 6, 2001)
     log_density = -(a**2) / 2 / (prior.shift**2 + prior.request**2)
@@ -40,7 +41,7 @@ def grid_posterior(labels: list[tuple[float, bool]], prior: Prior) -> tuple[floa
 
 
 def test_posterior_is_that_of_logistic_regression() -> None:
-    prior = Prior(slope=1e-6)
+    prior = CalibrationPrior(slope=1e-6)
     calibrator, random = Calibrator(prior.accept, prior), np.random.default_rng(0)
     labels = [(float(z), bool(random.random() < expit(z - 1))) for z in random.normal(1, 1.5, 200)]
     for z, accepted in labels:
@@ -52,7 +53,7 @@ def test_posterior_is_that_of_logistic_regression() -> None:
 
 
 def test_learns_shift_and_slope_over_many_requests() -> None:
-    prior = Prior(shift=1.0, slope=0.5, drift=0.0)
+    prior = CalibrationPrior(shift=1.0, slope=0.5, drift=0.0)
     calibrator, random = Calibrator(prior.accept, prior), np.random.default_rng(1)
     for _ in range(100):
         calibrator.begin_request()
@@ -63,7 +64,7 @@ def test_learns_shift_and_slope_over_many_requests() -> None:
 
 
 def test_a_request_has_its_own_offset_and_leaves_the_shared_part() -> None:
-    prior = Prior()
+    prior = CalibrationPrior()
     calibrator = Calibrator(prior.accept, prior)
     for _ in range(100):
         calibrator.learn(1.0, True)
@@ -77,7 +78,7 @@ def test_a_request_has_its_own_offset_and_leaves_the_shared_part() -> None:
 
 
 def test_draws_have_the_posterior_of_what_requests_share() -> None:
-    calibrator, random = Calibrator(Prior().accept, Prior()), np.random.default_rng(2)
+    calibrator, random = Calibrator(CalibrationPrior().accept, CalibrationPrior()), np.random.default_rng(2)
     for z in random.normal(1, 1.5, 60).tolist():
         calibrator.learn(z, bool(random.random() < expit(z)))
     drawn = np.array([calibrator.draw(random.standard_normal(2).tolist()) for _ in range(20000)])
@@ -90,7 +91,7 @@ def test_draws_have_the_posterior_of_what_requests_share() -> None:
 
 def test_without_confidence_it_is_beta_ts() -> None:
     """One logit-normal theta instead of a Beta one: the same labels count, and the decisions agree in frequency."""
-    prior = Prior(shift=1.5, request=0.0, drift=0.0)
+    prior = CalibrationPrior(shift=1.5, request=0.0, drift=0.0)
     calibrated, beta = CalibrationTS(confidence=0, seed=1, prior=prior), BetaTS(alpha=1, beta=1, discount=1, seed=2)
     random = np.random.default_rng(3)
     for _ in range(60):
@@ -134,11 +135,11 @@ def test_steps_of_a_cancelled_round_are_forgotten(name: str) -> None:
 
 
 def test_prior_goes_through_json_and_is_checked() -> None:
-    prior = Prior(shift=0.2)
-    assert Prior.from_dict(json.loads(json.dumps(prior.to_dict()))) == prior
+    prior = CalibrationPrior(shift=0.2)
+    assert CalibrationPrior.from_dict(json.loads(json.dumps(prior.to_dict()))) == prior
     for bad in ({"accept": [1.0]}, {"shift": -1.0}, {"request": float("nan")}, {"following": [float("inf")] * 5}):
         with pytest.raises(ValueError, match="must"):
-            Prior.from_dict(prior.to_dict() | bad)
+            CalibrationPrior.from_dict(prior.to_dict() | bad)
     started = make_controller("cost-aware-ts", prior=dataclasses.replace(prior, accept=(9.0,) * 5))
     assert isinstance(started, CostAwareTS) and started.accept.score((1, 1, 1, 1, 1)) == 45
 
@@ -271,10 +272,13 @@ def test_prior_comes_with_the_manifest(engine_copy: Path) -> None:
     """A directory with an entry ``calibration`` starts from it, one without from the default, a damaged one is named."""
     file = engine_copy / "manifest.json"
     manifest = json.loads(file.read_text())
-    for entry, expected in (({}, Prior()), ({"calibration": Prior(shift=0.5).to_dict()}, Prior(shift=0.5))):
+    for entry, expected in (
+        ({}, CalibrationPrior()),
+        ({"calibration": CalibrationPrior(shift=0.5).to_dict()}, CalibrationPrior(shift=0.5)),
+    ):
         file.write_text(json.dumps({name: value for name, value in manifest.items() if name != "calibration"} | entry))
         controller = load(engine_copy, speculation=Speculation("cost-aware-ts")).controller
         assert isinstance(controller, CostAwareTS) and controller.accept.covariance[0] == expected.shift**2
-    file.write_text(json.dumps(manifest | {"calibration": Prior().to_dict() | {"accept": [1.0]}}))
+    file.write_text(json.dumps(manifest | {"calibration": CalibrationPrior().to_dict() | {"accept": [1.0]}}))
     with pytest.raises(EESDError, match="damaged"):
         load(engine_copy)

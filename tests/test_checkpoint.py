@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.tiny_checkpoints import FAMILIES, build
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from eesd.common.errors import EESDError
 from eesd.model.checkpoint import Checkpoint, read_header
 from eesd.model.config import SUPPORTED, load_config
-from eesd.runtime.errors import EESDError
 
 FamilyDir = Callable[[str], Path]
 WEIGHTS = "model.safetensors"
@@ -106,7 +106,7 @@ def test_eos_ids(model_dir: Path, in_config: Any, in_generation_config: Any, exp
 def test_parameter_count(family_dir: FamilyDir, family: str) -> None:
     checkpoint = Checkpoint(family_dir(family))
     matrices = sum(p.numel() for p in checkpoint.decoder().parameters() if p.dim() == 2)
-    assert checkpoint.config.parameters == matrices
+    assert checkpoint.config.geometry.parameters == matrices
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from command import run, succeed
+from support.command import run, succeed
 
 import eesd
-from eesd.runtime import doctor, llm, ort_engine
+from eesd.runtime import doctor, llm
 from eesd.runtime.cli import main
+from eesd.runtime.engines import ort_cpu
 from eesd.runtime.llm import LLM, Completion, Piece, Speculation
 
 PROMPT = "for i in range"
@@ -107,14 +108,14 @@ def test_statistics_go_to_stderr(engine: Path, api: LLM) -> None:
 def test_no_draft(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text, and the draft engine is not even loaded."""
     loaded = []
-    original = ort_engine.OrtEngine
+    original = ort_cpu.OrtEngine
 
     def load(directory: Path, manifest: Any, stages: Any, threads: int) -> Any:
         loaded.extend(stage.file for stage in stages)
         return original(directory, manifest, stages, threads)
 
     drafting = text_of(engine, "-p", PROMPT, *SAMPLED)
-    monkeypatch.setattr(ort_engine, "OrtEngine", load)
+    monkeypatch.setattr(ort_cpu, "OrtEngine", load)
     assert text_of(engine, "-p", PROMPT, *SAMPLED, "--no-draft") == drafting
     assert loaded == ["verify.onnx"]
     [found] = objects(engine, "-p", PROMPT, "--no-draft")
@@ -201,7 +202,7 @@ def test_interrupt_while_loading(engine: Path, monkeypatch: pytest.MonkeyPatch) 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ort_engine, "OrtEngine", interrupted)
+    monkeypatch.setattr(ort_cpu, "OrtEngine", interrupted)
     result = run(main, "--engine-dir", engine, "-p", PROMPT)
     assert (result.exit_code, result.output) == (130, "\n")
 

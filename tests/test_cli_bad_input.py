@@ -1,38 +1,22 @@
 """``eesd-run`` on engines, options and prompts that it cannot use: one helpful line, exit code 2, never a traceback."""
 
-import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
-from command import assert_refused, run, succeed
+from support.command import assert_refused, run, succeed
+from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
 
 from eesd.runtime.cli import main
 
 PROMPT = ("-p", "hello", "-n", 3)
-Damage = Callable[[Path], object]
 
 
 def eesd_run(directory: Path, *options: object, stdin: str | bytes = "") -> Result:
     return run(main, "--engine-dir", directory, "--no-stats", *options, stdin=stdin)
-
-
-def edit_manifest(directory: Path, path: str, value: Any) -> None:
-    """Set the value at a path such as ``draft/caches/0``; ``...`` removes it."""
-    raw = json.loads((directory / "manifest.json").read_text())
-    *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
-    place = raw
-    for key in keys:
-        place = place[key]
-    if value is ...:
-        del place[last]
-    else:
-        place[last] = value
-    (directory / "manifest.json").write_text(json.dumps(raw))
 
 
 def manifest(text: str) -> Damage:
@@ -41,16 +25,6 @@ def manifest(text: str) -> Damage:
 
 def with_value(path: str, value: Any) -> Damage:
     return lambda directory: edit_manifest(directory, path, value)
-
-
-def garble(directory: Path) -> None:
-    path = directory / "verify.onnx"
-    path.write_bytes(b"\xff" * path.stat().st_size)
-
-
-def swap_graphs(directory: Path) -> None:
-    shutil.copyfile(directory / "verify.onnx", directory / "draft.onnx")
-    edit_manifest(directory, "files/draft.onnx/size", (directory / "draft.onnx").stat().st_size)
 
 
 def lose_tokenizer(directory: Path) -> None:
@@ -66,7 +40,7 @@ def lose_tokenizer(directory: Path) -> None:
         (manifest('{"format_version": 1, "files"'), ("manifest.json is not valid JSON",)),
         (manifest('{"name": "a web app"}'), ("manifest.json is not an EESD manifest",)),
         (manifest("[1, 2]"), ("manifest.json is not an EESD manifest",)),
-        (with_value("format_version", 99), ("format version 99", "reads version 2")),
+        (with_value("format_version", 99), ("format version 99", "reads version 3")),
         (lambda d: (d / "weights.bin").unlink(), ("weights.bin is missing",)),
         (lambda d: os.truncate(d / "weights.bin", 1000), ("weights.bin has 1000 bytes",)),
         (lambda d: (d / "draft.onnx").unlink(), ("draft.onnx is missing",)),
@@ -85,7 +59,8 @@ def test_bad_engine(engine_copy: Path, damage: Damage, words: tuple[str, ...]) -
 @pytest.mark.parametrize(
     "path",
     [
-        *("vocab_size", "num_layers", "head_dim", "exit_layer", "exit_blocks", "draft_top_k", "max_seq_len", "dtype"),
+        *("geometry", "geometry/vocab_size", "geometry/num_layers", "geometry/head_dim", "exit_head/layer", "exit_head/blocks"),
+        *("draft_top_k", "max_seq_len", "dtype"),
         *("draft", "draft/caches", "draft/caches/1", "draft/inputs/4", "draft/inputs/4/name", "draft/outputs/0/shape"),
         *(
             "verify/0/file",

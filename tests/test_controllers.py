@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from eesd.common.errors import EESDError
 from eesd.controllers import CONTROLLERS, Controller, DraftStep, RoundOutcome, make_controller
 from eesd.controllers.beta_ts import BetaTS
-from eesd.runtime.errors import EESDError
 
 SPECS = [
     "adaedl",

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command import export_engine, succeed
-from distilling import SMALL, distill, losses, metrics
+from support.command import export_engine, succeed
+from support.distilling import SMALL, distill, losses, metrics
 
 import eesd
 from eesd.distill.acceptance import Validation
@@ -24,7 +24,7 @@ from eesd.distill.teacher import Teacher
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.llm import Speculation
 
-SHARDED = str(Path(__file__).with_name("sharded.py"))
+SHARDED = str(Path(__file__).parent / "support/sharded.py")
 
 
 @pytest.fixture(scope="session")
@@ -120,9 +120,9 @@ def test_self_generation_goes_on_where_it_stopped(learner: Path, tmp_path: Path)
 def test_ragged_prompts_are_continued_as_alone(learner: Path) -> None:
     decoder = Checkpoint(learner).decoder()
     prompts = [[5, 6, 7], [10] * 70, [40, 41]]
-    together, ends = continue_prompts(decoder, prompts, 20, torch.zeros(3), torch.Generator())
+    together, ends = continue_prompts(decoder, prompts, 20, torch.zeros(3), torch.Generator(), (2,))
     for row, prompt in enumerate(prompts):
-        alone, end = continue_prompts(decoder, [prompt], 20, torch.zeros(1), torch.Generator())
+        alone, end = continue_prompts(decoder, [prompt], 20, torch.zeros(1), torch.Generator(), (2,))
         assert together[row, : ends[row]].tolist() == alone[0, : end[0]].tolist()
 
 
@@ -130,7 +130,7 @@ def test_sampled_continuations_follow_the_model(learner: Path) -> None:
     """2000 first tokens at temperature 1 against the model's distribution."""
     decoder = Checkpoint(learner).decoder()
     count = 2000
-    tokens, _ = continue_prompts(decoder, [[5, 6, 7]] * count, 1, torch.ones(count), torch.Generator().manual_seed(3))
+    tokens, _ = continue_prompts(decoder, [[5, 6, 7]] * count, 1, torch.ones(count), torch.Generator().manual_seed(3), (2,))
     _, targets = Teacher(decoder, [1], 97, "float32")(torch.tensor([[5, 6, 7]]))
     expected = torch.zeros(97).index_add(0, targets.top_ids[0, -1].long(), targets.top_logprobs[0, -1].float().exp())
     seen = torch.bincount(tokens[:, 3], minlength=97) / count

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import assert_one_line, assert_refused, run, succeed
-from distilling import LENGTH, SMALL
 from safetensors.numpy import save_file
+from support.command import assert_one_line, assert_refused, run, succeed
+from support.distilling import LENGTH, SMALL
 
 from eesd.distill import sources
 from eesd.distill.cli import main

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
+from eesd.common.errors import EESDError
 from eesd.distill import losses as module
 from eesd.distill.acceptance import replay
 from eesd.distill.losses import combined, head_losses, reach, regression
 from eesd.distill.options import Losses, Training, learning_rate
-from eesd.runtime.errors import EESDError
 
 TOKENS, WIDTH, VOCABULARY = 12, 8, 31
 PLAIN = Losses()

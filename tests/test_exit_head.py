@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, build, randomise
 from safetensors.torch import load_file, save_file
+from support.tiny_checkpoints import FAMILIES, build, randomise
 
-from eesd.controllers.calibration import Prior
+from eesd.common.errors import EESDError
+from eesd.common.geometry import ExitConfig
+from eesd.common.prior import CalibrationPrior
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import ExitConfig, ExitHead
-from eesd.runtime.errors import EESDError
+from eesd.model.exit_head import ExitHead
 
 FamilyDir = Callable[[str], Path]
 
@@ -139,11 +140,11 @@ def test_truncated_weights(damaged: tuple[Checkpoint, Path], keep: int) -> None:
         ({"unknown": 1}, "not an exit head's configuration"),
         ({"base": "0" * 64}, "another base model"),
         ({"calibration": {}}, "calibration in"),
-        ({"calibration": Prior().to_dict() | {"accept": [1.0]}}, "must have 5 weights"),
-        ({"calibration": Prior().to_dict() | {"accept": "12345"}}, "must be lists"),
-        ({"calibration": Prior().to_dict() | {"shift": True}}, "must be numbers"),
-        ({"calibration": Prior().to_dict() | {"following": [10**400] * 5}}, "must be finite"),
-        ({"calibration": Prior().to_dict() | {"request": -1.0}}, "0 or above"),
+        ({"calibration": CalibrationPrior().to_dict() | {"accept": [1.0]}}, "must have 5 weights"),
+        ({"calibration": CalibrationPrior().to_dict() | {"accept": "12345"}}, "must be lists"),
+        ({"calibration": CalibrationPrior().to_dict() | {"shift": True}}, "must be numbers"),
+        ({"calibration": CalibrationPrior().to_dict() | {"following": [10**400] * 5}}, "must be finite"),
+        ({"calibration": CalibrationPrior().to_dict() | {"request": -1.0}}, "0 or above"),
     ],
 )
 def test_damaged_config(damaged: tuple[Checkpoint, Path], changes: dict[str, Any], words: str) -> None:

@@ -8,21 +8,19 @@ from typing import Any
 
 import onnx
 import pytest
-import tiny
 import torch
-from command import export_engine, listing, run, succeed
-from families import randomise
-from onnx import ModelProto, TensorProto
+from onnx import TensorProto
+from support import tiny_models
+from support.command import export_engine, listing, run, succeed
+from support.engine_dirs import graph_of, places, trained_head
 from transformers import AutoModelForCausalLM
 
 import eesd
+from eesd.common.manifest import NAME, WEIGHTS, Manifest, load_manifest, sha256_of, verify_files
 from eesd.export.cli import main as export_main
 from eesd.export.graph import SYMBOLS
-from eesd.export.manifest import NAME, WEIGHTS, Manifest, load_manifest, sha256_of, verify_files
 from eesd.export.weights import ALIGNMENT
-from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import ExitConfig
 from eesd.runtime.llm import Speculation
 
 FamilyDir = Callable[[str], Path]
@@ -40,31 +38,6 @@ def exported(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) ->
         return export_engine(family_dir(name), tmp_path_factory.mktemp("exported") / name)
 
     return directory
-
-
-def trained_head(model: Path, directory: Path, blocks: int, own_lm_head: bool, layer: int = 1) -> Path:
-    """A random exit head for the model, as training would leave it."""
-    checkpoint = Checkpoint(model)
-    config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), trained=True)
-    head = exit_head.initialise(checkpoint.decoder(), config)
-    randomise(head, seed=1)
-    exit_head.save(head, directory)
-    return directory
-
-
-def graph_of(directory: Path, name: str) -> ModelProto:
-    return onnx.load(directory / name, load_external_data=False)
-
-
-def places(model: ModelProto) -> dict[str, tuple[int, int]]:
-    """(offset, length) of every weight that lies in the weight file."""
-    external = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
-    found = {}
-    for tensor in external:
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        assert entries["location"] == WEIGHTS
-        found[tensor.name] = (int(entries["offset"]), int(entries["length"]))
-    return found
 
 
 def assert_generates_as_transformers(directory: Path, model: Path) -> None:
@@ -85,12 +58,11 @@ def assert_generates_as_transformers(directory: Path, model: Path) -> None:
 def test_manifest(exported: Callable[[str], Path], family_dir: FamilyDir, family: str) -> None:
     directory, config = exported(family), Checkpoint(family_dir(family)).config
     manifest = load_manifest(directory)
-    for name in ("architecture", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "dtype"):
-        assert getattr(manifest, name) == getattr(config, name)
-    assert (manifest.exit_layer, manifest.exit_blocks, manifest.exit_trained) == (1, 1, False)
+    assert manifest.geometry == config.geometry and manifest.dtype == config.dtype
+    assert (manifest.exit_head.layer, manifest.exit_head.blocks, manifest.exit_head.trained) == (1, 1, False)
     assert (manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k) == (256, 32, 8)
     assert (manifest.bos_token_id, manifest.eos_token_ids) == (1, (2,))
-    assert manifest.base_fingerprint == Checkpoint(family_dir(family)).fingerprint()
+    assert manifest.exit_head.base == Checkpoint(family_dir(family)).fingerprint()
     assert listing(directory) == sorted([NAME, *manifest.files])
     assert {*GRAPHS, WEIGHTS} <= manifest.files.keys()
     verify_files(directory, manifest)
@@ -110,8 +82,8 @@ def test_manifest_describes_the_graphs(exported: Callable[[str], Path], family: 
             for value, tensor in zip(values, tensors, strict=True):
                 shape = tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
                 assert (shape, value.type.tensor_type.elem_type) == (tensor.shape, types[tensor.dtype])
-    assert manifest.draft.caches == (0, manifest.num_layers)
-    assert manifest.verify[0].caches == tuple(range(manifest.num_layers + 1))
+    assert manifest.draft.caches == (0, manifest.geometry.num_layers)
+    assert manifest.verify[0].caches == tuple(range(manifest.geometry.num_layers + 1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,7 +98,7 @@ def test_each_weight_is_stored_once(exported: Callable[[str], Path], family_dir:
 
     checkpoint = Checkpoint(family_dir(family))
     block = [t.nbytes for name, t in checkpoint.tensors.items() if "layers.0." in name or name == "model.norm.weight"]
-    tables = 2 * 256 * checkpoint.config.head_dim // 2 * 4
+    tables = 2 * 256 * checkpoint.config.geometry.head_dim // 2 * 4
     total = sum(t.nbytes for t in checkpoint.tensors.values()) + sum(block) + tables
     assert sum(length for _, length in stored) == total
     assert total <= (directory / WEIGHTS).stat().st_size < total + ALIGNMENT * len(stored)
@@ -193,7 +165,7 @@ def test_trained_heads(family_dir: FamilyDir, tmp_path: Path, blocks: int, own_l
     head = trained_head(model, tmp_path / "head", blocks, own_lm_head)
     directory = export_engine(model, tmp_path / "plans", "--exit-head", head, "--check")
     manifest = load_manifest(directory)
-    assert (manifest.exit_blocks, manifest.exit_trained) == (blocks, True)
+    assert (manifest.exit_head.blocks, manifest.exit_head.trained) == (blocks, True)
     assert manifest.draft.caches == (0, *range(3, 3 + blocks))
     assert ("exit_head.lm_head.weight" in places(graph_of(directory, "draft.onnx"))) == own_lm_head
     assert ("lm_head.weight" in places(graph_of(directory, "draft.onnx"))) != own_lm_head
@@ -201,13 +173,13 @@ def test_trained_heads(family_dir: FamilyDir, tmp_path: Path, blocks: int, own_l
 
 
 def test_head_in_the_model_directory(tmp_path: Path) -> None:
-    model = tiny.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
+    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     trained_head(model, model, blocks=1, own_lm_head=False, layer=2)
     for options in ([], ["--exit-layer", 2]):
         result = succeed(export_main, "--model", model, "-o", tmp_path / "plans", *options)
         assert "exit after layer 2" in result.stdout and "untrained" not in result.output.lower()
         manifest = load_manifest(tmp_path / "plans")
-        assert (manifest.exit_layer, manifest.exit_trained) == (2, True)
+        assert (manifest.exit_head.layer, manifest.exit_head.trained) == (2, True)
 
 
 def test_text_files_travel(text_model: Path, engine: Path) -> None:
@@ -222,7 +194,7 @@ def test_limits(text_model: Path, tmp_path: Path) -> None:
     manifest = load_manifest(directory)
     assert (manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k) == (40, 5, 3)
     assert [tensor.shape for tensor in manifest.draft.outputs[1:3]] == [("B", "n", 3)] * 2
-    assert places(graph_of(directory, "draft.onnx"))["cos"][1] == 40 * manifest.head_dim // 2 * 4
+    assert places(graph_of(directory, "draft.onnx"))["cos"][1] == 40 * manifest.geometry.head_dim // 2 * 4
     for width in (1, 3):
         llm = eesd.load(directory, speculation=Speculation("fixed:k=30", width, guard=False), threads=1)
         completion = llm.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
@@ -231,7 +203,7 @@ def test_limits(text_model: Path, tmp_path: Path) -> None:
 
 
 def test_candidates_are_at_most_the_vocabulary(tmp_path: Path) -> None:
-    model = tiny.build(tmp_path / "model", 5, layers=2, damping=0.5, seed=0)
+    model = tiny_models.build(tmp_path / "model", 5, layers=2, damping=0.5, seed=0)
     assert load_manifest(export_engine(model, tmp_path / "plans")).draft_top_k == 5
 
 

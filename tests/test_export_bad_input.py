@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from command import assert_one_line, assert_refused, contents, export_engine, listing, run, succeed
 from safetensors.torch import load_file, save_file
+from support.command import assert_one_line, assert_refused, contents, export_engine, listing, run, succeed
 
+from eesd.common.geometry import ExitConfig
 from eesd.export.cli import main as export_main
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import ExitConfig
 
 WEIGHTS = "model.safetensors"
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from click.testing import Result
-from command import assert_one_line, assert_refused, contents, listing, run
+from support.command import assert_one_line, assert_refused, contents, listing, run
 
 from eesd.export import check, engine_dir, weights
 from eesd.export.cli import main as export_main

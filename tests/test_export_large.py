@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from synthetic import LLAMA_70B, write_checkpoint
+from support.synthetic import LLAMA_70B, write_checkpoint
 
 from eesd.export.engine_dir import untrained_head, weight_sources
 from eesd.export.graph import ExportOptions, trace
-from eesd.export.weights import plan_weights
+from eesd.export.weights import layout_weights
 from eesd.model.checkpoint import Checkpoint
 
 GB, MB = 10**9, 10**6
@@ -23,7 +23,7 @@ import json, sys, time
 from pathlib import Path
 from eesd.export.engine_dir import untrained_head, weight_sources
 from eesd.export.graph import ExportOptions, to_proto, trace
-from eesd.export.weights import plan_weights, write_weights
+from eesd.export.weights import layout_weights, write_weights
 from eesd.model.checkpoint import Checkpoint
 
 def memory(field):
@@ -37,21 +37,21 @@ def forget_peak():
 checkpoint = Checkpoint(Path(sys.argv[1]))
 head = untrained_head(checkpoint, int(sys.argv[2]))
 options = ExportOptions(sys.argv[3], 4096, 32, 8, quantize=dict(enumerate(sys.argv)).get(5))
-graphs = [trace(kind, checkpoint.config, head.config, options) for kind in ("draft", "verify")]
-plan = plan_weights((graph.weights for graph in graphs), options.dtype)
+graphs = [trace(kind, checkpoint.geometry, head.config, options) for kind in ("draft", "verify")]
+layout = layout_weights((graph.weights for graph in graphs))
 """
 
 GRAPH_STAGE = """
-sizes = [len(to_proto(graph, plan.places).SerializeToString()) for graph in graphs]
+sizes = [len(to_proto(graph, layout.locations).SerializeToString()) for graph in graphs]
 nodes = [len(list(graph.model.graph)) for graph in graphs]
 seconds = time.process_time()
-print(json.dumps({"peak": memory("VmHWM"), "seconds": seconds, "sizes": sizes, "nodes": nodes, "weights": plan.size}))
+print(json.dumps({"peak": memory("VmHWM"), "seconds": seconds, "sizes": sizes, "nodes": nodes, "weights": layout.size}))
 """
 
 WEIGHT_STAGE = """
 before = forget_peak()
-info = write_weights(Path(sys.argv[4]), plan, weight_sources(checkpoint, head, 4096), options.dtype, lambda *_: None)
-print(json.dumps({"grown": memory("VmHWM") - before, "size": info.size, "tensors": len(plan.weights)}))
+info = write_weights(Path(sys.argv[4]), layout, weight_sources(checkpoint, head, 4096), lambda *_: None)
+print(json.dumps({"grown": memory("VmHWM") - before, "size": info.size, "tensors": len(layout.weights)}))
 """
 
 
@@ -123,13 +123,13 @@ def test_quantized_weights_stream(checkpoints: dict[int, Path], tmp_path: Path, 
 def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
     """Some weights of the file, read back, are those of the checkpoint."""
     head, options = untrained_head(checkpoint, 1), ExportOptions("float16", 4096, 32, 8)
-    graph = trace("verify", checkpoint.config, head.config, options)
-    plan = plan_weights([trace("draft", checkpoint.config, head.config, options).weights, graph.weights], "float16")
+    graph = trace("verify", checkpoint.geometry, head.config, options)
+    layout = layout_weights([trace("draft", checkpoint.geometry, head.config, options).weights, graph.weights])
     sources = weight_sources(checkpoint, head, 4096)
     with path.open("rb") as file:
-        for weight in (*plan.weights[:12:4], *plan.weights[-12::4], plan.weights[-1]):
-            _, offset, length = plan.places[weight.name]
+        for weight in (*layout.weights[:12:4], *layout.weights[-12::4], layout.weights[-1]):
+            _, offset, length = layout.locations[weight.name]
             file.seek(offset)
-            stored = torch.frombuffer(bytearray(file.read(length)), dtype=torch.float16).reshape(weight.shape)
+            stored = torch.frombuffer(bytearray(file.read(length)), dtype=torch.float16).reshape(weight.stored_shape)
             original = sources[weight.name].read().half()
             assert torch.equal(stored.t() if weight.transposed else stored, original), weight.name

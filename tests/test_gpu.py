@@ -7,20 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from command import succeed
+from support import tiny_models
+from support.command import succeed
 
 import eesd
+from eesd.common.manifest import FLAVOURS, load_manifest
 from eesd.export.build import main as build_main
 from eesd.export.inspect import main as inspect_main
-from eesd.export.manifest import FLAVOURS, load_manifest
-from eesd.runtime.backends import Engines, open_engines
 from eesd.runtime.compare import first_divergence
-from eesd.runtime.device_engine import DeviceEngine
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines.backends import Engines, open_engines
+from eesd.runtime.engines.device_engine import DeviceEngine
+from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import LLM, Speculation
-from eesd.runtime.sampling import Sampling
-from eesd.runtime.torch_engine import open_torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -34,8 +34,8 @@ GAP = 4 * torch.finfo(torch.float16).eps * 8
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Give a backend, get a float16 directory that it can open."""
     root = tmp_path_factory.mktemp("gpu")
-    model = tiny.build(root / "model", 97, layers=4, damping=0.3, seed=0, head_dim=32)
-    plain = tiny.export_tiny(model, root / "plans", slots=384, dtype="float16")
+    model = tiny_models.build(root / "model", 97, layers=4, damping=0.3, seed=0, head_dim=32)
+    plain = tiny_models.export_tiny(model, root / "plans", slots=384, dtype="float16")
 
     def directory(backend: str) -> Path:
         if backend == "ort" and "CUDAExecutionProvider" not in __import__("onnxruntime").get_available_providers():
@@ -65,12 +65,12 @@ def test_logits_and_caches_are_those_of_the_cpu(opened: Callable[[str], Path], b
     reference = Engines(*open_torch(directory, manifest, 1, True, "cpu"))
     found = []
     for engines in (reference, engines_of(backend, directory)):
-        slab = engines.verify.new_slab()
-        verify, draft = engines.verify.bind(slab), engines.draft.bind(slab)  # type: ignore[union-attr]
+        kv_cache = engines.verify.new_kv_cache()
+        verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)  # type: ignore[union-attr]
         tokens = [token % 97 for token in range(3, 40)]
         logits = [verify.forward(tokens, range(37), 0).logits.copy()]
         logits += [draft.forward([7], [37], 37).logits.copy(), verify.forward([7, 8, 9], [37, 38, 39], 37).logits.copy()]
-        found.append((logits, [slab.read(index)[part][..., :40, :] for index in range(5) for part in (0, 1)]))
+        found.append((logits, [kv_cache.read(index)[part][..., :40, :] for index in range(5) for part in (0, 1)]))
     for expected, actual in zip(*(logits + caches for logits, caches in found), strict=True):
         assert cosine(expected, actual) > 0.999 and expected.std() > 0
 

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rig import Rig, Wrapped, finish, generated
+from support.harness import Rig, Wrapped, finish, generated
 
 from eesd.controllers import make_controller
-from eesd.runtime.guard import FIRST_PROBES, LONGEST_REST, PROBE_EVERY, TRIAL, Guard
-from eesd.runtime.session import Session
+from eesd.runtime.decoding.guard import FIRST_PROBES, LONGEST_REST, PROBE_EVERY, TRIAL, Guard
+from eesd.runtime.decoding.session import Session
 
 
 def play(guard: Guard, rounds: int, drafting_seconds: float, plain_seconds: float, tokens: int = 2) -> list[bool]:
@@ -105,7 +105,7 @@ def timed_session(rig: Rig, monkeypatch: pytest.MonkeyPatch, draft_seconds: floa
         )
 
     workspace = rig.workspace()
-    timed = type(workspace)(workspace.slab, passing(1), passing(draft_seconds))
+    timed = type(workspace)(workspace.kv_cache, passing(1), passing(draft_seconds))
     return rig.session([5, 9, 3], None, make_controller("fixed:k=3"), new_tokens=200, guard=guard, workspace=timed)
 
 

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from command import assert_one_line, assert_refused, run, succeed
+from support.command import assert_one_line, assert_refused, run, succeed
 
 from eesd.export.inspect import main
 

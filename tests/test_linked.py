@@ -10,17 +10,16 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from command import assert_one_line, assert_refused, export_engine, listing, run, succeed
-from numpy.typing import NDArray
 from onnx.external_data_helper import ExternalDataInfo
-from synthetic import LLAMA_70B, write_checkpoint
+from support.command import assert_one_line, assert_refused, export_engine, listing, run, succeed
+from support.engine_dirs import logits
+from support.synthetic import LLAMA_70B, write_checkpoint
 
 import eesd
+from eesd.common.errors import EESDError
+from eesd.common.manifest import WEIGHTS, load_manifest, verify_files
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
-from eesd.export.manifest import WEIGHTS, load_manifest, verify_files
-from eesd.runtime.backends import open_engines
-from eesd.runtime.errors import EESDError
 from eesd.runtime.llm import Speculation
 
 FamilyDir = Callable[[str], Path]
@@ -49,16 +48,6 @@ def locations(directory: Path, graph: str = "verify.onnx") -> dict[str, str]:
     """The file of each weight."""
     tensors = onnx.load(directory / graph, load_external_data=False).graph.initializer
     return {tensor.name: ExternalDataInfo(tensor).location for tensor in tensors if tensor.external_data}
-
-
-def logits(directory: Path, backend: str) -> list[NDArray[np.float32]]:
-    """Of a prompt and a step of verify, and of a step of the draft."""
-    engines = open_engines(directory, load_manifest(directory), backend, 1, draft=True)
-    assert engines.draft is not None
-    slab = engines.verify.new_slab()
-    verify, draft = engines.verify.bind(slab), engines.draft.bind(slab)
-    calls = ((verify, PROMPT, 0), (verify, [7], len(PROMPT)), (draft, [9], len(PROMPT) + 1))
-    return [binding.forward(tokens, range(w, w + len(tokens)), w).logits.copy() for binding, tokens, w in calls]
 
 
 def shard(directory: Path) -> Path:

@@ -6,26 +6,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checks import cache_of, check_cache, check_same_tokens, check_tree_drafts, drafted_tree
-from rig import FIRST_SLOTS, RandomStop, RestUntil, Rig, finish, generated, recording_drafts
+from support.harness import FIRST_SLOTS, RandomStop, RestUntil, Rig, finish, generated, recording_drafts
+from support.lossless_checks import (
+    GREEDY,
+    PROMPTS,
+    SAMPLINGS,
+    cache_of,
+    check_cache,
+    check_same_tokens,
+    check_tree_drafts,
+    drafted_tree,
+)
 
 import eesd
+from eesd.common.errors import EESDError
 from eesd.controllers import Controller, DraftStep, make_controller
-from eesd.runtime.errors import EESDError
+from eesd.runtime.decoding.sampling import normalize
+from eesd.runtime.decoding.session import Session
 from eesd.runtime.llm import Speculation
-from eesd.runtime.sampling import Sampling, normalize
-from eesd.runtime.session import Session
 
-PROMPTS = [[5, 9, 3], [1], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12, 13, 14, 15, 16, 17, 18, 96, 0]]
-GREEDY = Sampling()
-SAMPLINGS = {
-    "greedy": GREEDY,
-    "greedy-penalty": Sampling(repetition_penalty=1.3),
-    "T0.7": Sampling(temperature=0.7, seed=1),
-    "T1": Sampling(temperature=1.0, seed=2),
-    "T1-top-p-top-k": Sampling(temperature=1.0, top_p=0.8, top_k=12, seed=3),
-    "T1-min-p-penalty": Sampling(temperature=1.0, min_p=0.1, repetition_penalty=1.2, seed=4),
-}
 CONTROLLERS = ["fixed:k=4", "fixed:k=1", "threshold:p=0.3", "beta-ts", "cost-aware-ts", "random"]
 
 
@@ -48,7 +47,7 @@ def test_same_tokens(rig: Rig, name: str, width: int, spec: str) -> None:
 @pytest.mark.parametrize("name", ["greedy", "T1"])
 def test_exit_head_of_two_blocks(rig_of_two_blocks: Rig, name: str, width: int) -> None:
     rig = rig_of_two_blocks
-    assert rig.manifest.exit_blocks == 2 and rig.manifest.num_caches == 6
+    assert rig.manifest.exit_head.blocks == 2 and rig.manifest.num_caches == 6
     stats = check_same_tokens(rig, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
     assert stats.accepted
     check_cache(rig, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
@@ -151,7 +150,7 @@ def test_cache_grows_on_the_way(rig: Rig, width: int) -> None:
     workspace = rig.workspace()
     session = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), width, new_tokens=150, workspace=workspace)
     assert generated(session) == generated(rig.session(PROMPTS[0], new_tokens=150))
-    assert workspace.slab.slots == 256 and workspace.slab.generation == 2  # 128 slots at a time
+    assert workspace.kv_cache.slots == 256 and workspace.kv_cache.generation == 2  # 128 slots at a time
     expected = cache_of(rig.fresh_prefill(session.tokens), session.tokens)
     np.testing.assert_allclose(cache_of(workspace, session.tokens), expected, rtol=0, atol=1e-4)
 
@@ -159,8 +158,8 @@ def test_cache_grows_on_the_way(rig: Rig, width: int) -> None:
 def test_a_short_text_does_not_pay_for_a_long_one_before_it(rig: Rig) -> None:
     workspace = rig.workspace()
     generated(rig.session(PROMPTS[0], new_tokens=150, workspace=workspace))
-    workspace.slab.reset()
-    assert workspace.slab.slots == FIRST_SLOTS
+    workspace.kv_cache.reset()
+    assert workspace.kv_cache.slots == FIRST_SLOTS
     again = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), new_tokens=150, workspace=workspace)
     assert generated(again) == generated(rig.session(PROMPTS[0], new_tokens=150))
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, LLAMA3_ORIGINAL, randomise
+from support.tiny_checkpoints import FAMILIES, LLAMA3_ORIGINAL, randomise
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from eesd.common.geometry import ExitConfig
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import KV, MASKED, Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
-from eesd.model.exit_head import ExitConfig, ExitHead, initialise
+from eesd.model.exit_head import ExitHead, initialise
 from eesd.model.graphs import Draft, Verify, draft_layers
 
 TOLERANCE = 1e-4

@@ -13,26 +13,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import (
+from support.harness import RandomStop, RestUntil, Rig, Wrapped
+from support.lossless_checks import (
     cache_of,
     check_cache,
-    check_chooser,
     check_interrupted_anywhere,
     check_joint,
     check_same_tokens,
+    check_sampler,
     check_tree_drafts,
 )
-from rig import RandomStop, RestUntil, Rig, Wrapped
 
 from eesd.controllers import make_controller
-from eesd.runtime import choosing, sampling
-from eesd.runtime.choosing import Coupled, Rejection
-from eesd.runtime.engine import Outputs
-from eesd.runtime.growth import Growth
-from eesd.runtime.sampling import Sampling
-from eesd.runtime.session import Drafter, Session
-from eesd.runtime.slab import KVSlab
-from eesd.runtime.tree import TokenTree
+from eesd.runtime.decoding import samplers, sampling
+from eesd.runtime.decoding.draft_tree import Growth
+from eesd.runtime.decoding.samplers import Coupled, Rejection
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.session import Drafter, Session
+from eesd.runtime.decoding.tree import TokenTree
+from eesd.runtime.engines.base import StepOutputs
+from eesd.runtime.engines.kv_cache import HostKVCache
 
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]
 GREEDY = Sampling()
@@ -83,7 +83,7 @@ def test_rejection(monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str, 
         mutate(monkeypatch, Rejection, name, old, new)
     for width in widths:
         with caught():
-            check_chooser(width, draws=6000)
+            check_sampler(width, draws=6000)
 
 
 def trimming(draft: Callable[..., float]) -> Callable[..., float]:
@@ -116,12 +116,12 @@ def test_trimming_counterexample() -> None:
     draws = 4000
     for seed in range(draws):
         for trim in zeros:
-            chooser, tree = Rejection(replace(REJECTION, seed=seed)), TokenTree(0)
-            chooser.begin([0])
-            (proposal,) = chooser.propose(tree, 0, Outputs(q, None, None), 0, 1)
+            sampler, tree = Rejection(replace(REJECTION, seed=seed)), TokenTree(0)
+            sampler.begin([0])
+            (proposal,) = sampler.propose(tree, 0, StepOutputs(q, None, None), 0, 1)
             if not (trim and proposal.token == 1):
                 tree.add(proposal.token, 0, proposal.logprob)
-            verdict = chooser.accept(tree, Outputs(p))
+            verdict = sampler.accept(tree, StepOutputs(p))
             zeros[trim] += (tree.tokens[1] if verdict.path else verdict.token) == 0
     assert zeros[False] / draws == pytest.approx(0.5, abs=0.025)
     assert zeros[True] / draws == pytest.approx(0.55, abs=0.025)
@@ -137,7 +137,7 @@ def filters_first(logits: sampling.Logits, options: Sampling) -> sampling.Vector
 def test_temperature_after_top_p(five: Rig, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     options = Sampling(temperature=0.6, top_p=0.7, method=method)
     check_joint(five, [3], options, RandomStop(seed=1), width=1)
-    monkeypatch.setattr(choosing, "warp", filters_first)
+    monkeypatch.setattr(samplers, "warp", filters_first)
     with caught():
         check_joint(five, [3], options, RandomStop(seed=1), width=1)
 
@@ -148,11 +148,11 @@ def test_temperature_after_top_p(five: Rig, monkeypatch: pytest.MonkeyPatch, met
     ("owner", "name", "old", "new"),
     [
         pytest.param(None, "", "", "", id="none"),
-        pytest.param(KVSlab, "compact", "part[..., sources, :]", "part[..., targets, :]", id="stale slot"),
+        pytest.param(HostKVCache, "compact", "part[..., sources, :]", "part[..., targets, :]", id="stale slot"),
         pytest.param(Session, "_run_verify", "for depth in tree.depths", "for depth in range(len(tree))", id="positions"),
         pytest.param(TokenTree, "visible", "seen[node] |= seen[parent]", "seen[node, :node] = True", id="mask"),
         pytest.param(
-            Session, "step", "self._slab.compact(len(self.tokens)", "self._slab.compact(len(self.tokens) - 1", id="root"
+            Session, "step", "self._kv_cache.compact(len(self.tokens)", "self._kv_cache.compact(len(self.tokens) - 1", id="root"
         ),
     ],
 )
@@ -192,21 +192,21 @@ def test_noise_that_forgets_the_depth(rig: Rig, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_penalty_that_forgets_the_draft(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, choosing._Base, "_penalized", "*drafted", "")
+    mutate(monkeypatch, samplers._Base, "_penalized", "*drafted", "")
     with caught():
         check_same_tokens(rig, PROMPT, Sampling(repetition_penalty=1.5), make_controller("fixed:k=4"), width=1)
 
 
 def test_stale_exit_cache(rig: Rig) -> None:
     """A verify pass that leaves the exit head's cache as it was: the tokens are right, the next drafts are not."""
-    workspace, exit_cache = rig.workspace(), rig.manifest.num_layers
+    workspace, exit_cache = rig.workspace(), rig.manifest.geometry.num_layers
     kept: list[Any] = []
 
     def before(_: Sequence[int], __: int) -> None:
-        kept[:] = [workspace.slab.data[exit_cache].copy()]
+        kept[:] = [workspace.kv_cache.data[exit_cache].copy()]
 
     def after(_: Sequence[int], __: int, ___: object) -> None:
-        workspace.slab.data[exit_cache] = kept[0]
+        workspace.kv_cache.data[exit_cache] = kept[0]
 
     stale = replace(workspace, verify=Wrapped(workspace.verify, before, after))
     session = rig.session(PROMPT, GREEDY, make_controller("fixed:k=4"), guard=RestUntil(8), workspace=stale)

@@ -5,21 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from command import assert_one_line
-
-BLOCK = """
-import sys
-
-class Blocker:
-    blocked = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub"}
-
-    def find_spec(self, name, path=None, target=None):
-        package = name.partition(".")[0]
-        if package in self.blocked:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=package)
-
-sys.meta_path.insert(0, Blocker())
-"""
+from support.command import assert_one_line
+from support.no_torch import BLOCK
 
 IMPORT = """
 import json
@@ -46,7 +33,7 @@ for command, arguments in (
     (eesd.runtime.cli.main, ["--engine-dir", directory, *options]),
     (eesd.runtime.cli.main, ["--engine-dir", directory, *options, "--compare", "--tree-width", "2", "--verify"]),
     (eesd.export.inspect.main, [directory, "--tensors", "--verify"]),
-    (eesd.export.inspect.main, [directory, "--plan-memory"]),
+    (eesd.export.inspect.main, [directory, "--memory"]),
     (eesd.runtime.doctor.main, ["--json"]),
 ):
     result = CliRunner().invoke(command, arguments)

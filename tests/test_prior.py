@@ -6,27 +6,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import assert_refused, export_engine, run, succeed
-from distilling import SMALL, distill
 from safetensors.torch import load_file, save_file
 from scipy.optimize import minimize
+from support.command import assert_refused, export_engine, run, succeed
+from support.distilling import SMALL, distill
 
 from eesd import load
-from eesd.controllers.calibration import Prior, sigmoid
+from eesd.common.manifest import load_manifest
+from eesd.common.prior import CalibrationPrior
+from eesd.controllers.calibration import sigmoid
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.distill.acceptance import Drafts
 from eesd.distill.calibrate import SPREADS, best_spread, calibrate, fit_prior, fit_weights, forecasts, labels_of
 from eesd.distill.cli import main
 from eesd.export.engine_dir import stored_head
 from eesd.export.inspect import main as inspect
-from eesd.export.manifest import load_manifest
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.llm import Speculation
 
-TRUTH = Prior(accept=(1.0, 0.3, 0.6, -0.8, 0.5))
+TRUTH = CalibrationPrior(accept=(1.0, 0.3, 0.6, -0.8, 0.5))
 
 
-def texts(count: int, tokens: int, offset: float, seed: int, truth: Prior = TRUTH) -> list[Drafts]:
+def texts(count: int, tokens: int, offset: float, seed: int, truth: CalibrationPrior = TRUTH) -> list[Drafts]:
     """Texts in which every draft is right with the chance that ``truth`` gives it at depth 2, shifted by each text's offset."""
     random, found = np.random.default_rng(seed), []
     for b in random.normal(0, offset, count):
@@ -82,7 +83,7 @@ def test_a_prior_is_fitted_where_it_forecasts_better() -> None:
 
 def test_what_forecasts_no_better_is_not_shipped() -> None:
     """Texts of the default's own truth: what is fitted on some of them is no better on the others."""
-    found = calibrate(texts(6, 40, offset=0.4, seed=3, truth=Prior()))
+    found = calibrate(texts(6, 40, offset=0.4, seed=3, truth=CalibrationPrior()))
     assert found.prior is None
     assert found.fitted["accept"].first_loss > found.default["accept"].first_loss
 
@@ -96,16 +97,16 @@ def test_the_spread_of_offsets_is_found(offset: float, least: float, most: float
 def test_a_spread_that_is_hardly_better_is_not_taken() -> None:
     losses = np.full((len(SPREADS), 20), 10.0)
     losses[0, ::2], losses[0, 1::2] = 9.0, 10.9
-    assert best_spread(losses) == Prior().request
+    assert best_spread(losses) == CalibrationPrior().request
     losses[0] = 9.97
-    assert best_spread(losses) == Prior().request
+    assert best_spread(losses) == CalibrationPrior().request
     losses[0] = 9.8
     assert best_spread(losses) == SPREADS[0]
 
 
 def test_forecasts_go_on_learning_from_text_to_text() -> None:
     labelled = [labels_of(text) for text in texts(30, 100, offset=0.0, seed=5)]
-    wrong = Prior(accept=(-3.0, 0.0, 0.5, 0.0, 0.0), shift=3.0)
+    wrong = CalibrationPrior(accept=(-3.0, 0.0, 0.5, 0.0, 0.0), shift=3.0)
     later = [f.losses.mean() for f in forecasts(wrong, "accept", [text["accept"] for text in labelled])]
     never = [f.losses.mean() for f in forecasts(wrong, "accept", [text["accept"] for text in labelled], learning=False)]
     assert np.mean(later[10:]) < 0.7 * np.mean(never[10:])
@@ -127,8 +128,8 @@ def calibrated(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathF
 
 def test_from_distillation_to_the_controller(learner: Path, calibrated: Path, tmp_path: Path) -> None:
     entry = json.loads((calibrated / "exit_head.json").read_text())["calibration"]
-    prior = Prior.from_dict(entry)
-    assert prior.accept != Prior().accept
+    prior = CalibrationPrior.from_dict(entry)
+    assert prior.accept != CalibrationPrior().accept
     plans = export_engine(learner, tmp_path / "plans", "--exit-head", calibrated)
     assert load_manifest(plans).calibration == prior
     assert "a prior of this head" in succeed(inspect, plans).stdout

@@ -10,24 +10,23 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from command import assert_refused, export_engine, listing, run, succeed
-from families import Family, build
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 from safetensors.numpy import load_file, save_file
-from test_bundled import EXAMPLE, assert_lossless, prompts
-from test_cli_bad_input import edit_manifest
-from test_export import graph_of, places, trained_head
-from test_memory import assert_weights
+from support.bundled import EXAMPLE, assert_lossless, prompts
+from support.command import assert_refused, export_engine, listing, run, succeed
+from support.engine_dirs import assert_weights, edit_manifest, graph_of, places, trained_head
+from support.tiny_checkpoints import Family, build
 
 import eesd
+from eesd.common.manifest import load_manifest
+from eesd.common.weights import BLOCK, SCALES
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
-from eesd.export.manifest import load_manifest
-from eesd.model.quantize import BLOCK, LEVELS, SCALES, dequantize, quantize
+from eesd.model.quantize import LEVELS, dequantize, quantize
 from eesd.runtime.cli import main as run_main
+from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import Speculation
-from eesd.runtime.sampling import Sampling
 
 KINDS = ("int8", "int4")
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
@@ -99,8 +98,8 @@ def test_graphs(exported: Export, family: str, kind: str) -> None:
         wide = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
         products = [node.input[1] for node in model.graph.node if node.op_type == "MatMul"]
         assert set(wide.values()) == quantized and wide.keys() <= set(products)
-        assert len(products) - len(wide) == manifest.tied_embeddings
-        assert ("lm_head.weight" in quantized) == (not manifest.tied_embeddings)
+        assert len(products) - len(wide) == manifest.geometry.tied_embeddings
+        assert ("lm_head.weight" in quantized) == (not manifest.geometry.tied_embeddings)
         assert not any(word in name for name in quantized for word in ("norm", "embed", "bias", "cos", "sin"))
         for name, place in places(model).items():
             assert stored.setdefault(name, place) == place

@@ -3,11 +3,11 @@
 from collections import Counter
 
 import pytest
-from checks import Joint, check_chooser, check_joint, exact_joint, g_test
-from rig import RandomStop, Rig
+from support.harness import RandomStop, Rig
+from support.lossless_checks import Joint, check_joint, check_sampler, exact_joint, g_test
 
 from eesd.controllers import Controller, make_controller
-from eesd.runtime.sampling import Sampling
+from eesd.runtime.decoding.sampling import Sampling
 
 PROMPT = [3]
 PLAIN = Sampling(temperature=1.0, method="rejection")
@@ -48,7 +48,7 @@ def test_coupled_follows_the_same_distribution(five: Rig, width: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_chooser_alone(width: int) -> None:
-    check_chooser(width)
+    check_sampler(width)
 
 
 def test_longer_prompt(five: Rig) -> None:

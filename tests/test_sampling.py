@@ -4,14 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import Vector, reference_probabilities
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import gumbel_r, kstest  # type: ignore[import-untyped]
+from support.lossless_checks import Vector, reference_probabilities
 
-from eesd.runtime.errors import EESDError
-from eesd.runtime.sampling import GumbelNoise, Sampling, penalize, philox, warp
+from eesd.common.errors import EESDError
+from eesd.runtime.decoding.sampling import GumbelNoise, Sampling, penalize, philox, warp
 
 OPTIONS = st.builds(
     Sampling,

@@ -6,22 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import Rig, finish
-from test_bundled import bundled  # noqa: F401 (a fixture)
+from support.harness import Rig, finish
 
 from eesd.bench.costs import BUNDLED, COST_MODELS, CostModel, Costs, layer_costs
 from eesd.bench.simulate import faster, fastest, fixed_speeds, regret, replay, replay_spec
 from eesd.bench.simulation import replays_of
 from eesd.bench.streams import STREAMS, Stream
 from eesd.bench.traces import ROWS, Request, Trace, load_trace, record
+from eesd.common.errors import EESDError
+from eesd.common.prior import CalibrationPrior
 from eesd.controllers import RoundOutcome, make_controller
 from eesd.controllers.baselines import Fixed
-from eesd.controllers.calibration import Prior
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.controllers.oracles import Clairvoyant, Optimal
-from eesd.runtime.errors import EESDError
+from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Speculation, load
-from eesd.runtime.sampling import Sampling
 
 GOLDEN = {  # acceptance: for c = .05, .1, .2, .3 the best length and its speed, flat verify (Leviathan et al. 2023)
     0.6: [(4, 1.92), (3, 1.67), (2, 1.40), (1, 1.23)],
@@ -199,7 +198,7 @@ def test_a_round_is_told_its_own_draft_seconds() -> None:
 
 
 def test_trace_file(tmp_path: Path) -> None:
-    trace = replace(STREAMS[3].trace(30, 3, seed=7), costs=BUNDLED, prior=Prior(shift=0.5))
+    trace = replace(STREAMS[3].trace(30, 3, seed=7), costs=BUNDLED, prior=CalibrationPrior(shift=0.5))
     trace.save(tmp_path / "trace.npz")
     again = load_trace(tmp_path / "trace.npz")
     assert (again.origin, again.tasks, again.costs, again.prior) == (trace.origin, trace.tasks, trace.costs, trace.prior)
@@ -214,18 +213,18 @@ def test_trace_file(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def llm(bundled: Path) -> LLM:  # noqa: F811
+def llm(bundled: Path) -> LLM:
     return load(bundled, speculation=Speculation("fixed:k=3", guard=False), threads=1)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=3)], ids=["greedy", "coupled"])
-def test_replay_is_what_a_session_does(bundled: Path, llm: LLM, sampling: Sampling) -> None:  # noqa: F811
+def test_replay_is_what_a_session_does(bundled: Path, llm: LLM, sampling: Sampling) -> None:
     """The rounds of a replayed policy are those of a real session with it, one by one."""
     prompt = "class Stack:\n    def push(self, item):\n"
     trace = Trace((record(llm, "t", prompt, sampling, new_tokens=40, depth=32),), {})
     assert trace.requests[0].tokens == 40
     for spec in ("fixed:k=3", "threshold:p=0.5", "calibration-ts"):
-        rounds = replay(spec, make_controller(spec, 1, llm.manifest.calibration), trace, BUNDLED).rounds
+        rounds = replay(spec, make_controller(spec, 1, llm.manifest.exit_head.calibration), trace, BUNDLED).rounds
         with load(bundled, speculation=Speculation(spec, guard=False, seed=1), threads=1).session(
             prompt, sampling, max_new_tokens=40, ignore_eos=True
         ) as session:

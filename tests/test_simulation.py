@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result as Finished
-from command import assert_refused, listing, run, succeed
+from support.command import assert_refused, listing, run, succeed
 
 from eesd.bench import simulation
 from eesd.bench.cli import main
@@ -17,7 +17,7 @@ from eesd.bench.simulation import Simulation
 from eesd.bench.streams import STREAMS
 from eesd.bench.tasks import load_tasks
 from eesd.bench.traces import ROWS, Trace, load_trace
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
 
 FEW = ("-n", 16, "--depth", 6, "--per-task", 2, "--tuning-per-task", 1, "--threads", 1, "--backend", "ort")
 CONTROLLERS = [
@@ -209,7 +209,7 @@ def test_simulations_are_read_as_they_were_written(recorded: Path, tmp_path: Pat
 
 def test_a_report_can_be_made_again(recorded: Path, tmp_path: Path) -> None:
     """Together with that of a measurement, the same bytes each time."""
-    measured = Path(__file__).parent / "bench_result.json"
+    measured = Path(__file__).parent / "data/bench_result.json"
     for name in ("a", "b"):
         succeed(main, "report", recorded / "simulation.json", measured, "--output", tmp_path / name / "results.md")
     report = (tmp_path / "a/results.md").read_text()

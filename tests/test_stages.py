@@ -10,26 +10,25 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import tiny
-from checks import cache_of, check_cache, check_same_tokens
-from command import assert_refused, contents, export_engine, listing, run, succeed
-from rig import Rig
-from test_cli_bad_input import edit_manifest
-from test_export import graph_of, places
+from support import tiny_models
+from support.command import assert_refused, contents, export_engine, listing, run, succeed
+from support.engine_dirs import edit_manifest, graph_of, places
+from support.harness import Rig
+from support.lossless_checks import cache_of, check_cache, check_same_tokens
 
 import eesd
+from eesd.common.geometry import ExitConfig
+from eesd.common.manifest import WEIGHTS, Manifest, load_manifest
 from eesd.controllers import make_controller
 from eesd.export.cli import main as export_main
 from eesd.export.engine_dir import untrained_head
 from eesd.export.graph import ExportOptions
 from eesd.export.inspect import main as inspect_main
-from eesd.export.manifest import WEIGHTS, Manifest, load_manifest
 from eesd.export.stages import split_layers
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import ExitConfig
 from eesd.runtime.cli import main as run_main
+from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import Speculation
-from eesd.runtime.sampling import Sampling
 
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
 LAYERS = {"llama-head-dim": 4, "llama-tied": 3, "qwen2": 3, "qwen3": 3}
@@ -62,7 +61,7 @@ def test_same_as_one_stage(exported: Export, family: str, stages: int, speculati
     with whole.session(PROMPT) as one, split.session(PROMPT) as other:
         np.testing.assert_allclose(one.peek(), other.peek(), rtol=0, atol=1e-5)
     for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
-        # 160 tokens: the slab grows on the way, and everything is bound anew
+        # 160 tokens: the kv_cache grows on the way, and everything is bound anew
         one_text, other_text = (llm.generate(PROMPT, sampling, max_new_tokens=160, ignore_eos=True) for llm in (whole, split))
         assert other_text.tokens == one_text.tokens
         assert other_text.stats.accepted == one_text.stats.accepted and len(one_text.tokens) == 160
@@ -81,9 +80,9 @@ def test_torch_runs_stages_in_one_piece(exported: Export) -> None:
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Rig]:
     """A four-layer model with an exit head of two blocks: in one piece, and in stages. The exit may lie on a border."""
     (layer, stages), directory = request.param, tmp_path_factory.mktemp("split")
-    model = tiny.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
+    model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
     whole, split = (
-        tiny.export_tiny(model, directory / str(n), slots=384, blocks=2, layer=layer, stages=n) for n in (1, stages)
+        tiny_models.export_tiny(model, directory / str(n), slots=384, blocks=2, layer=layer, stages=n) for n in (1, stages)
     )
     return Rig(whole), Rig(split)
 
@@ -148,7 +147,7 @@ def device_bytes(checkpoint: Checkpoint, counts: list[int]) -> list[int]:
     """What each device holds, by the names of the checkpoint's tensors; the draft's with the first, tied tables once."""
     size = {name: tensor.nbytes for name, tensor in checkpoint.tensors.items()}
     layer = sum(nbytes for name, nbytes in size.items() if ".layers.0." in name)
-    head = "model.embed_tokens.weight" if checkpoint.config.tied_embeddings else "lm_head.weight"
+    head = "model.embed_tokens.weight" if checkpoint.config.geometry.tied_embeddings else "lm_head.weight"
     total = [count * layer for count in counts]
     total[0] += layer + sum(size[name] for name in {"model.embed_tokens.weight", head})
     total[-1] += size[head]
@@ -159,7 +158,7 @@ def device_bytes(checkpoint: Checkpoint, counts: list[int]) -> list[int]:
 @pytest.mark.parametrize("tied", [True, False])
 def test_borders_balance_the_bytes(tmp_path: Path, tied: bool, layer: int) -> None:
     """Against every other split: none has less on its fullest device."""
-    model = tiny.build(tmp_path / "model", 900, layers=10, damping=1.0, seed=0, tied=tied)
+    model = tiny_models.build(tmp_path / "model", 900, layers=10, damping=1.0, seed=0, tied=tied)
     checkpoint = Checkpoint(model)
     for stages in range(2, 10 - layer + 2):
         chosen = split_sizes(checkpoint, layer, stages)

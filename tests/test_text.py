@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from eesd.runtime.errors import EESDError
+from eesd.common.errors import EESDError
 from eesd.runtime.text import HALF, TextCodec, TextStream
 
 CORPUS = [

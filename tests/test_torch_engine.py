@@ -16,32 +16,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from command import assert_one_line, assert_refused, run, succeed
 from onnxruntime import get_available_providers
-from rig import Rig
-from test_cli_bad_input import Damage, edit_manifest, garble, swap_graphs
-from test_no_torch import BLOCK
+from support import tiny_models
+from support.command import assert_one_line, assert_refused, run, succeed
+from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
+from support.harness import Rig
+from support.no_torch import BLOCK
 from torch import nn
 
 import eesd
-from eesd.export.manifest import WEIGHTS, load_manifest
+from eesd.common.errors import EESDError
+from eesd.common.manifest import WEIGHTS, load_manifest
 from eesd.model.graphs import Draft
 from eesd.runtime import doctor
-from eesd.runtime.backends import Engines
 from eesd.runtime.cli import main
 from eesd.runtime.compare import first_divergence
-from eesd.runtime.device import DeviceSlab, fitting_gpu, places_for
-from eesd.runtime.device_engine import DeviceEngine
-from eesd.runtime.engine import Engine, Outputs
-from eesd.runtime.errors import EESDError
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.tree import TokenTree
+from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.base import Engine, StepOutputs
+from eesd.runtime.engines.device import DeviceKVCache, device_streams, fitting_gpu
+from eesd.runtime.engines.device_engine import DeviceEngine
+from eesd.runtime.engines.ort_cpu import OrtEngine
+from eesd.runtime.engines.ort_gpu import open_ort_device
+from eesd.runtime.engines.torch_engine import TorchStageRunner, open_torch
 from eesd.runtime.llm import LLM, Speculation
-from eesd.runtime.ort_device import open_ort_device
-from eesd.runtime.ort_engine import OrtEngine
-from eesd.runtime.sampling import Sampling
-from eesd.runtime.torch_engine import TorchProgram, open_torch
-from eesd.runtime.tree import TokenTree
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 PROMPTS = [[5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12]]
@@ -66,7 +66,7 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
     @cache
     def directory(name: str) -> Path:
-        return tiny.export_tiny(family_dir(name), tmp_path_factory.mktemp(name) / "plans", slots=64, **GEOMETRIES[name])
+        return tiny_models.export_tiny(family_dir(name), tmp_path_factory.mktemp(name) / "plans", slots=64, **GEOMETRIES[name])
 
     return directory
 
@@ -75,8 +75,8 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Engines of a 16-bit type."""
     directory = tmp_path_factory.mktemp(request.param)
-    model = tiny.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
-    return tiny.export_tiny(model, directory / "plans", slots=384, dtype=request.param)
+    model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
+    return tiny_models.export_tiny(model, directory / "plans", slots=384, dtype=request.param)
 
 
 def torch_llm(directory: Path, device: str, speculation: Speculation | None) -> LLM:
@@ -90,10 +90,10 @@ def both(directory: Path) -> tuple[DeviceEngine, DeviceEngine]:
     return verify, draft
 
 
-def passes(verify: Engine, draft: Engine) -> list[Outputs]:
-    """A prompt, a drafted chain, the level of a tree, and the verification of a tree, over one slab that grows in between."""
-    slab = verify.new_slab()
-    verifier, drafter = verify.bind(slab), draft.bind(slab)
+def passes(verify: Engine, draft: Engine) -> list[StepOutputs]:
+    """A prompt, a drafted chain, the level of a tree, and the verification of a tree, over one kv_cache that grows in between."""
+    kv_cache = verify.new_kv_cache()
+    verifier, drafter = verify.bind(kv_cache), draft.bind(kv_cache)
     prompt = [token % 97 for token in range(3, 24)]
     found = [_kept(verifier.forward(prompt, range(21), 0))]
     found += [_kept(drafter.forward([7 + i], [21 + i], 21 + i)) for i in range(3)]
@@ -103,14 +103,14 @@ def passes(verify: Engine, draft: Engine) -> list[Outputs]:
     positions = [21 + depth for depth in tree.depths]
     found.append(_kept(drafter.forward(tree.tokens[1:3], positions[1:3], 22, 21, tree.visible()[1:3, :3])))
     found.append(_kept(verifier.forward(tree.tokens, positions, 21, 21, tree.visible())))
-    slab.compact(22, [23, 25])
+    kv_cache.compact(22, [23, 25])
     found.append(_kept(verifier.forward([40, 41], [24, 25], 24)))
     found.append(_kept(drafter.forward([42], [26], 26)))
     return found
 
 
-def _kept(outputs: Outputs) -> Outputs:
-    return Outputs(*map(copy, (outputs.logits, outputs.topk_ids, outputs.topk_logprobs)))
+def _kept(outputs: StepOutputs) -> StepOutputs:
+    return StepOutputs(*map(copy, (outputs.logits, outputs.topk_ids, outputs.topk_logprobs)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -134,7 +134,7 @@ def test_logits_are_those_of_onnx_runtime(exported: Callable[[str], Path], famil
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize(("controller", "width"), [("fixed:k=4", 1), ("threshold:p=0.3", 2), ("beta-ts", 3)])
 def test_same_tokens_as_onnx_runtime(rig: Rig, controller: str, width: int, name: str, device: str) -> None:
-    """Plain decoding there, drafting here; long enough for the slab to grow, and from its second sequence on to be reused."""
+    """Plain decoding there, drafting here; long enough for the kv_cache to grow, and from its second sequence on to be reused."""
     plain = eesd.load(rig.directory, "ort", speculation=None, threads=1)
     llm = torch_llm(rig.directory, device, Speculation(controller, width, guard=False))
     accepted = 0
@@ -151,10 +151,10 @@ def test_same_tokens_as_onnx_runtime(rig: Rig, controller: str, width: int, name
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["torch", "ort"])
 def test_stages_and_memory_of_the_device(tmp_path: Path, rig: Rig, backend: str, device: str) -> None:
-    """Three stages, each with a part of the slab, by either library over torch's memory."""
+    """Three stages, each with a part of the kv_cache, by either library over torch's memory."""
     if backend == "ort" and device == "cuda" and "CUDAExecutionProvider" not in get_available_providers():
         pytest.skip("needs onnxruntime-gpu")
-    directory = tiny.export_tiny(rig.directory.parent / "model", tmp_path / "plans", slots=384, stages=3)
+    directory = tiny_models.export_tiny(rig.directory.parent / "model", tmp_path / "plans", slots=384, stages=3)
     manifest, opened = load_manifest(directory), open_torch if backend == "torch" else open_ort_device
     engines = Engines(*opened(directory, manifest, 1, True, device))
     llm = LLM(directory, manifest, engines, Speculation("threshold:p=0.3", 2, guard=False))
@@ -162,9 +162,9 @@ def test_stages_and_memory_of_the_device(tmp_path: Path, rig: Rig, backend: str,
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["coupled"]):
         expected = plain.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True)
         assert llm.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True).tokens == expected.tokens
-    slab = engines.verify.new_slab()
-    assert isinstance(slab, DeviceSlab)
-    assert [part.shape[0] for part in slab.parts] == [len(stage.caches) for stage in manifest.verify]
+    kv_cache = engines.verify.new_kv_cache()
+    assert isinstance(kv_cache, DeviceKVCache)
+    assert [part.shape[0] for part in kv_cache.parts] == [len(stage.caches) for stage in manifest.verify]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -173,7 +173,7 @@ def test_sixteen_bits_run_in_their_own_type(narrow: Path, width: int, device: st
     """Drafting changes no token, or where it does, the two lie within the rounding of a 16-bit logit."""
     llm = torch_llm(narrow, device, Speculation("fixed:k=4", width, guard=False))
     dtype = getattr(torch, llm.manifest.dtype)
-    assert llm.engines.verify.new_slab().data.dtype == dtype  # type: ignore[attr-defined]
+    assert llm.engines.verify.new_kv_cache().data.dtype == dtype  # type: ignore[attr-defined]
     for prompt in PROMPTS:
         plain = llm.generate(prompt, max_new_tokens=100, draft=False, ignore_eos=True)
         drafted = llm.generate(prompt, max_new_tokens=100, ignore_eos=True)
@@ -203,7 +203,7 @@ def test_without_a_draft_its_weights_stay_in_the_file(exported: Callable[[str], 
 
 def module_of(engine: DeviceEngine) -> nn.Module:
     (program,) = engine.programs
-    assert isinstance(program, TorchProgram)
+    assert isinstance(program, TorchStageRunner)
     return program.module
 
 
@@ -216,8 +216,8 @@ def private_memory() -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_are_not_copied(tmp_path: Path, dtype: str) -> None:
-    model = tiny.build(tmp_path / "model", 400_000, layers=3, damping=0.3, seed=0)
-    directory = tiny.export_tiny(model, tmp_path / "plans", slots=64, dtype=dtype)
+    model = tiny_models.build(tmp_path / "model", 400_000, layers=3, damping=0.3, seed=0)
+    directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=64, dtype=dtype)
     size = (directory / WEIGHTS).stat().st_size
     assert size > 48e6
     before = private_memory()
@@ -229,33 +229,33 @@ def test_weights_are_not_copied(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_slab(rig: Rig, device: str) -> None:
     """It grows keeping what it holds, gathers accepted slots, and begins small again; on a GPU its memory stays where it is."""
-    slab = DeviceSlab(rig.manifest, places_for(1, device), grow=device == "cpu", slots=16)
-    assert slab.data.shape == (rig.manifest.num_caches, 2, 1, 2, 16 if device == "cpu" else 384, 8)
-    slab.data[..., :16, :] = torch.arange(16.0)[:, None]
-    place = slab.data.data_ptr()
-    slab.reserve(17)
-    assert slab.slots == (128 if device == "cpu" else 384)
-    assert (slab.data[..., :16, :] == torch.arange(16.0, device=device)[:, None]).all()
-    slab.compact(4, [5, 6, 9])
+    kv_cache = DeviceKVCache(rig.manifest, device_streams(1, device), grow=device == "cpu", slots=16)
+    assert kv_cache.data.shape == (rig.manifest.num_caches, 2, 1, 2, 16 if device == "cpu" else 384, 8)
+    kv_cache.data[..., :16, :] = torch.arange(16.0)[:, None]
+    place = kv_cache.data.data_ptr()
+    kv_cache.reserve(17)
+    assert kv_cache.slots == (128 if device == "cpu" else 384)
+    assert (kv_cache.data[..., :16, :] == torch.arange(16.0, device=device)[:, None]).all()
+    kv_cache.compact(4, [5, 6, 9])
     expected = torch.tensor([0, 1, 2, 3, 5, 6, 9, 7, 8], device=device)
-    assert (slab.data[..., :9, :] == expected[:, None]).all()
+    assert (kv_cache.data[..., :9, :] == expected[:, None]).all()
     with pytest.raises(EESDError, match="do not fit the cache of 384 slots"):
-        slab.reserve(385)
-    slab.reset()
-    assert slab.slots == (16 if device == "cpu" else 384)
-    assert (slab.data.data_ptr() == place) == (device == "cuda")
+        kv_cache.reserve(385)
+    kv_cache.reset()
+    assert kv_cache.slots == (16 if device == "cpu" else 384)
+    assert (kv_cache.data.data_ptr() == place) == (device == "cuda")
 
 
 def test_caches_are_the_slab(rig: Rig) -> None:
     """Both engines write there and nowhere else: no copy, and the draft's layers alone."""
     verify, draft = both(rig.directory)
-    slab = draft.new_slab()
-    draft.bind(slab).forward([5, 6], [0, 1], 0)
-    used = slab.data[..., :2, :].flatten(1).any(1)
+    kv_cache = draft.new_kv_cache()
+    draft.bind(kv_cache).forward([5, 6], [0, 1], 0)
+    used = kv_cache.data[..., :2, :].flatten(1).any(1)
     assert isinstance(module_of(draft), Draft)
-    assert used.nonzero().flatten().tolist() == [0, rig.manifest.num_layers] and not slab.data[..., 2:, :].any()
-    verify.bind(slab).forward([5, 6], [0, 1], 0)
-    assert slab.data[..., :2, :].flatten(1).any(1).all() and not slab.data[..., 2:, :].any()
+    assert used.nonzero().flatten().tolist() == [0, rig.manifest.geometry.num_layers] and not kv_cache.data[..., 2:, :].any()
+    verify.bind(kv_cache).forward([5, 6], [0, 1], 0)
+    assert kv_cache.data[..., :2, :].flatten(1).any(1).all() and not kv_cache.data[..., 2:, :].any()
 
 
 def test_logits_are_fetched_when_they_are_asked_for() -> None:
@@ -265,7 +265,7 @@ def test_logits_are_fetched_when_they_are_asked_for() -> None:
         fetched.append(1)
         return np.zeros((1, 5), np.float32)
 
-    outputs = Outputs(fetch, None, None)
+    outputs = StepOutputs(fetch, None, None)
     assert not fetched
     assert outputs.logits is outputs.logits and len(fetched) == 1
 

@@ -5,14 +5,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from checks import check_interrupted_anywhere
-from rig import RandomStop, Rig, Workspace, Wrapped, finish, generated
+from support.harness import RandomStop, Rig, Workspace, Wrapped, finish, generated
+from support.lossless_checks import check_interrupted_anywhere
 
 from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
 from eesd.controllers.tree_budget import TreeBudget
-from eesd.runtime.engine import Outputs
-from eesd.runtime.sampling import Sampling
-from eesd.runtime.session import Session
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.session import Session
+from eesd.runtime.engines.base import StepOutputs
 
 PROMPT = [5, 9, 3]
 SAMPLINGS = [Sampling(), Sampling(temperature=0.9, seed=7), Sampling(temperature=0.9, seed=7, method="rejection")]
@@ -196,7 +196,7 @@ def test_propose_says_what_a_round_would_draft_and_commits_nothing(rig: Rig) -> 
 
 def test_outputs_are_views_until_the_next_call(rig: Rig) -> None:
     """What the engine promises, and so what a wrapped one must copy if it keeps it."""
-    kept: list[Outputs] = []
+    kept: list[StepOutputs] = []
     workspace = rig.workspace()
     watched = replace(workspace, verify=Wrapped(workspace.verify, after=lambda _, __, outputs: kept.append(outputs)))
     session = rig.session(PROMPT, workspace=watched, new_tokens=2)

@@ -5,19 +5,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checks import check_cache, check_joint, check_same_tokens, drafted
-from rig import Rig, finish
-from test_lossless import PROMPTS, SAMPLINGS
+from support.harness import Rig, finish
+from support.lossless_checks import PROMPTS, SAMPLINGS, check_cache, check_joint, check_same_tokens, drafted
 
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
 from eesd.controllers.baselines import Fixed
 from eesd.controllers.calibration import features, sigmoid
 from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, TreeBudget
-from eesd.runtime.choosing import make_chooser
-from eesd.runtime.engine import Outputs
-from eesd.runtime.growth import Growth
+from eesd.runtime.decoding.draft_tree import Growth
+from eesd.runtime.decoding.samplers import make_sampler
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines.base import StepOutputs
 from eesd.runtime.llm import Speculation, load
-from eesd.runtime.sampling import Sampling
 
 DRAFT, PLAIN, NODE = 0.1, 1.0, 0.05
 """Seconds of a draft step, of verify over the root, and of each node more."""
@@ -90,8 +89,8 @@ def test_choices_of_a_chain_that_has_no_logits() -> None:
     def no_logits() -> Any:
         raise AssertionError("a chain that was drafted ahead has no logits")
 
-    outputs = Outputs(no_logits, np.array([[5, 3]]), np.array([[-0.5, -1.5]], np.float32))
-    growth = Growth(7, make_chooser(Sampling(), vocab_size=10), 1, taught(TreeBudget()))
+    outputs = StepOutputs(no_logits, np.array([[5, 3]]), np.array([[-0.5, -1.5]], np.float32))
+    growth = Growth(7, make_sampler(Sampling(), vocab_size=10), 1, taught(TreeBudget()))
     growth.add_level(outputs, 1)
     assert growth.tree.tokens == [7, 5]
     assert set(growth.kept(8).tokens[1:]) <= {5, 3}

@@ -8,26 +8,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fake_tensorrt as fake
 import numpy as np
 import pytest
-import tiny
 import torch
-from command import assert_refused, run, succeed
-from test_cli_bad_input import edit_manifest
+from support import fake_tensorrt as fake
+from support import tiny_models
+from support.command import assert_refused, run, succeed
+from support.engine_dirs import edit_manifest
 
 import eesd
+from eesd.common.errors import EESDError
+from eesd.common.manifest import FLAVOURS, load_manifest
 from eesd.export.build import main as build_main
 from eesd.export.inspect import main as inspect_main
-from eesd.export.manifest import FLAVOURS, load_manifest
-from eesd.runtime import trt_engine, trt_plans
-from eesd.runtime.backends import Engines
 from eesd.runtime.cli import main
-from eesd.runtime.device import Place
+from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.embed import Host, open_given
-from eesd.runtime.errors import EESDError
+from eesd.runtime.engines import trt_engine, trt_plans
+from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.device import Place
 from eesd.runtime.llm import LLM, Speculation
-from eesd.runtime.sampling import Sampling
 
 CPU = Place(torch.device("cpu"))
 PROMPTS = [[5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12], [token % 97 for token in range(3, 50)]]
@@ -42,19 +42,19 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trt_plans, "version", lambda _: fake.VERSION)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
     monkeypatch.setattr(trt_plans, "compute_capability", lambda: "9.0")
-    monkeypatch.setattr(trt_engine, "places_for", lambda stages: [CPU] * stages)
+    monkeypatch.setattr(trt_engine, "device_streams", lambda stages: [CPU] * stages)
 
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """Give a number of stages, get a four-layer model in so many. Not to be changed."""
     directory = tmp_path_factory.mktemp("stages")
-    model = tiny.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
+    model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
     made: dict[int, Path] = {}
 
     def export(stages: int) -> Path:
         if stages not in made:
-            made[stages] = tiny.export_tiny(model, directory / f"plans-{stages}", slots=96, stages=stages)
+            made[stages] = tiny_models.export_tiny(model, directory / f"plans-{stages}", slots=96, stages=stages)
             fake.write_plans(made[stages])
         return made[stages]
 
@@ -173,13 +173,13 @@ def given(directory: Path) -> Host:
         graph.file: runtime.deserialize_cuda_engine((directory / manifest.plans[graph.file].file).read_bytes())
         for graph in manifest.graphs
     }
-    sizes = 2, 1, manifest.num_kv_heads, manifest.max_seq_len, manifest.head_dim
+    sizes = 2, 1, manifest.geometry.num_kv_heads, manifest.max_seq_len, manifest.geometry.head_dim
     return Host(
         verify=[engines[stage.file] for stage in manifest.verify],
         draft=engines[manifest.draft.file],
         make_context=lambda engine: engine.create_execution_context(fake.Strategy.USER_MANAGED),
         stream=None,  # type: ignore[arg-type]  # there is none on the CPU
-        slab=[torch.zeros(len(stage.caches), *sizes) for stage in manifest.verify],
+        kv_cache=[torch.zeros(len(stage.caches), *sizes) for stage in manifest.verify],
         scratch=torch.zeros(5000, dtype=torch.uint8),
     )
 
@@ -192,9 +192,9 @@ def test_embedded(staged: Callable[[int], Path], stages: int) -> None:
     llm = LLM(directory, manifest, open_given(manifest, host, CPU), Speculation("beta-ts", guard=False))
     expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(PROMPTS[1], max_new_tokens=60)
     assert llm.generate(PROMPTS[1], max_new_tokens=60).tokens == expected.tokens
-    assert all(part.any() for part in host.slab), "the caches are in the memory given"
-    slab = llm.engines.verify.new_slab()
-    assert np.array_equal(slab.read(0)[0], host.slab[0][0, 0].numpy()) and slab.read(0)[0].any()
+    assert all(part.any() for part in host.kv_cache), "the caches are in the memory given"
+    kv_cache = llm.engines.verify.new_kv_cache()
+    assert np.array_equal(kv_cache.read(0)[0], host.kv_cache[0][0, 0].numpy()) and kv_cache.read(0)[0].any()
 
 
 def change(host: Host, **values: Any) -> Host:
@@ -212,8 +212,8 @@ def test_embedding_refuses_what_does_not_fit(staged: Callable[[int], Path]) -> N
         opened(verify=[*host.verify, *host.verify])
     with pytest.raises(EESDError, match=r"given for verify\.onnx has other inputs"):
         opened(verify=[host.draft])
-    with pytest.raises(EESDError, match=r"slab given is \[3\] of torch.float32 on cpu; .* \[5, 2, 1, 2, 96, 8\]"):
-        opened(slab=[torch.zeros(3)]).verify.new_slab()
+    with pytest.raises(EESDError, match=r"kv_cache given is \[3\] of torch.float32 on cpu; .* \[5, 2, 1, 2, 96, 8\]"):
+        opened(kv_cache=[torch.zeros(3)]).verify.new_kv_cache()
     with pytest.raises(EESDError, match="5 bytes of working memory are given, and these engines need 4096"):
         opened(scratch=torch.zeros(5, dtype=torch.uint8))
 
@@ -222,8 +222,8 @@ def test_embedding_refuses_what_does_not_fit(staged: Callable[[int], Path]) -> N
 def test_a_real_library_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real plan, which the real library refuses where CUDA is missing: one sentence out of all that it says."""
     pytest.importorskip("tensorrt_rtx")
-    model = tiny.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0, head_dim=32)
-    directory = tiny.export_tiny(model, tmp_path / "plans", slots=64, dtype="float16")
+    model = tiny_models.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0, head_dim=32)
+    directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=64, dtype="float16")
     succeed(build_main, directory, "--target", "tensorrt-rtx", "--prefill-chunk", 32)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
     monkeypatch.setattr(trt_plans, "compute_capability", lambda: "9.0")

@@ -15,9 +15,10 @@ from typing import Any
 import click
 import torch
 
-from eesd.export.manifest import FLAVOURS, Manifest, load_manifest
+from eesd.common.cli import one_line_errors
+from eesd.common.errors import EESDError
+from eesd.common.manifest import FLAVOURS, Manifest, load_manifest
 from eesd.runtime.embed import Host, embed
-from eesd.runtime.errors import EESDError, one_line_errors
 from eesd.runtime.llm import LLM, Speculation
 
 LOG = logging.getLogger("service")
@@ -91,14 +92,14 @@ def speculate(service: Service, directory: Path) -> LLM:
     """The one function that is about EESD."""
     manifest: Manifest = service.manifest
     dtype = getattr(torch, manifest.dtype)
-    sizes = 2, 1, manifest.num_kv_heads, manifest.max_seq_len, manifest.head_dim
+    sizes = 2, 1, manifest.geometry.num_kv_heads, manifest.max_seq_len, manifest.geometry.head_dim
     scratch = max(engine.device_memory_size_v2 for engine in service.engines.values())
     host = Host(
         verify=[service.engines[stage.file] for stage in manifest.verify],
         draft=service.engines[manifest.draft.file],
         make_context=service.make_context,
         stream=service.stream,
-        slab=[service.memory(len(stage.caches), *sizes, dtype=dtype) for stage in manifest.verify],
+        kv_cache=[service.memory(len(stage.caches), *sizes, dtype=dtype) for stage in manifest.verify],
         scratch=service.memory(max(scratch, 1), dtype=torch.uint8),
     )
     return embed(directory, host, Speculation())

@@ -9,9 +9,10 @@ from pathlib import Path
 import click
 import torch
 
+from eesd.common.cli import one_line_errors
+from eesd.common.errors import EESDError
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint
-from eesd.runtime.errors import EESDError, one_line_errors
 
 
 @click.command()

@@ -8,22 +8,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eesd.runtime.errors import EESDError as EESDError
+    from eesd.common.errors import EESDError as EESDError
+    from eesd.runtime.decoding.sampling import Sampling as Sampling
+    from eesd.runtime.decoding.session import Session as Session
     from eesd.runtime.llm import LLM as LLM
     from eesd.runtime.llm import Completion as Completion
     from eesd.runtime.llm import load as load
-    from eesd.runtime.sampling import Sampling as Sampling
-    from eesd.runtime.session import Session as Session
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "EESDError": "eesd.runtime.errors",
+    "EESDError": "eesd.common.errors",
     "LLM": "eesd.runtime.llm",
     "Completion": "eesd.runtime.llm",
     "load": "eesd.runtime.llm",
-    "Sampling": "eesd.runtime.sampling",
-    "Session": "eesd.runtime.session",
+    "Sampling": "eesd.runtime.decoding.sampling",
+    "Session": "eesd.runtime.decoding.session",
 }
 
 __all__ = ["LLM", "Completion", "EESDError", "Sampling", "Session", "__version__", "load"]

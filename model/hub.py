@@ -1,0 +1,56 @@
+"""From a name to a model directory: a local path, a Hugging Face id, or one of the short names below."""
+
+from pathlib import Path
+
+from eesd.common.errors import EESDError
+
+ALIASES = {
+    "llama-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-13b": "meta-llama/Llama-2-13b-hf",
+    "llama-70b": "meta-llama/Llama-2-70b-hf",
+    "llama-7b-chat": "meta-llama/Llama-2-7b-chat-hf",
+    "llama-13b-chat": "meta-llama/Llama-2-13b-chat-hf",
+    "llama-70b-chat": "meta-llama/Llama-2-70b-chat-hf",
+    "llama3-8b": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "llama3-70b": "meta-llama/Meta-Llama-3-70B-Instruct",
+    "llama3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama3.1-70b": "meta-llama/Llama-3.1-70B-Instruct",
+    "llama3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "llama3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "codellama-7b": "codellama/CodeLlama-7b-hf",
+    "codellama-13b": "codellama/CodeLlama-13b-hf",
+    "codellama-34b": "codellama/CodeLlama-34b-hf",
+    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen2.5-32b": "Qwen/Qwen2.5-32B-Instruct",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+}
+
+NEEDED = ["*.json", "*.safetensors", "*.jinja"]
+UNNEEDED = ["consolidated*", "original/*"]  # the same weights again, under the names of other tools
+
+
+def find_model(name: str) -> Path:
+    """The model's directory; downloads through huggingface_hub (its cache, its offline variables) only what is not local."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    repository = ALIASES.get(name, name)
+    if repository.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise EESDError(f"{name} is neither a directory nor a Hugging Face id nor a known short name ({', '.join(ALIASES)}).")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=NEEDED, ignore_patterns=UNNEEDED))
+    except GatedRepoError:
+        raise EESDError(f"{repository} is gated; accept its licence on its page and run `hf auth login`.") from None
+    except RepositoryNotFoundError:
+        raise EESDError(f"The hub has no model {repository} (or it is private: run `hf auth login`).") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
+        raise EESDError(
+            f"{repository} could not be downloaded and is not in the local cache; check the network, "
+            "or give a local model directory."
+        ) from None

@@ -1,0 +1,128 @@
+"""From logits to tokens: the request's sampling options, the distribution that they define, and reproducible noise."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.common.errors import EESDError
+
+Logits = NDArray[np.float32]
+Vector = NDArray[np.float64]
+
+METHODS = ("coupled", "rejection")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request chooses its tokens.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 are off. ``method`` says how
+    drafts are verified at temperature > 0: ``coupled`` (same seed, same text, with and without drafting) or ``rejection``
+    (same distribution). Raises :class:`EESDError` for values out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    method: str = "coupled"
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", self.temperature, 0 <= self.temperature < 100, "between 0 and 100"),
+            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", self.min_p, 0 <= self.min_p < 1, "at least 0 and below 1"),
+            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < 100, "above 0 and below 100"),
+            ("seed", self.seed, 0 <= self.seed < 2**63, "at least 0 and below 2^63"),
+        )
+        for name, value, good, wanted in checks:
+            if not (isfinite(value) and good):
+                raise EESDError(f"{name} is {value}; it must be {wanted}.")
+        if self.method not in METHODS:
+            raise EESDError(f"The sampling method {self.method!r} is not known; known are {', '.join(METHODS)}.")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def penalize(logits: Logits, penalty: float, seen: Iterable[int]) -> Logits:
+    """Logits [V] with those of the seen tokens divided (positive) or multiplied (negative) by the penalty (Keskar 2019)."""
+    if penalty == 1:
+        return logits
+    tokens = np.fromiter(set(seen), dtype=np.int64)
+    changed = logits.copy()
+    scores = changed[tokens]
+    changed[tokens] = np.where(scores > 0, scores / penalty, scores * penalty)
+    return changed
+
+
+def warp(logits: Logits, sampling: Sampling) -> Vector:
+    """Log-probabilities [V] after temperature, then top-k, top-p and min-p; -inf for what is cut off.
+
+    The order is that of ``transformers``: each filter works on what the ones before it left, renormalised.
+    """
+    scores = logits.astype(np.float64) / sampling.temperature
+    if 0 < sampling.top_k < len(scores):
+        kth = np.partition(scores, -sampling.top_k)[-sampling.top_k]
+        scores[scores < kth] = -np.inf
+    scores = normalize(scores)
+    if sampling.top_p < 1:
+        scores = normalize(np.where(_nucleus(scores, sampling.top_p), scores, -np.inf))
+    if sampling.min_p > 0:
+        scores = normalize(np.where(scores >= scores.max() + np.log(sampling.min_p), scores, -np.inf))
+    return scores
+
+
+def normalize(scores: Vector) -> Vector:
+    """Scores [V] as log-probabilities."""
+    peak = scores.max()
+    total: np.float64 = np.exp(scores - peak).sum()
+    logprobs: Vector = scores - (peak + np.log(total))
+    return logprobs
+
+
+def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.bool_]:
+    """The smallest set of likeliest tokens that holds at least ``top_p``, as a mask [V]."""
+    probabilities = np.exp(logprobs)
+    # Tokens this rare hold less than 1 - top_p all together, so the nucleus ends before them: no need to sort them.
+    candidates = np.flatnonzero(probabilities >= (1 - top_p) / len(probabilities))
+    order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    kept = np.zeros(len(logprobs), dtype=np.bool_)
+    kept[order[before < top_p]] = True
+    return kept
+
+
+def philox(seed: int, stream: int, index: int) -> np.random.Generator:
+    """A generator that depends on nothing but its three numbers (counter-based: no state to carry or to roll back)."""
+    return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, index, 0]))
+
+
+class GumbelNoise:
+    """The Gumbel noise of each position of one request: the same whoever asks, draft or verifier, and however often.
+
+    Made from Philox4x64-10's raw output, whose values are fixed by its paper (Salmon et al. 2011), not by a numpy version.
+    """
+
+    def __init__(self, seed: int, size: int) -> None:
+        self._seed = seed
+        self._size = size
+        self._kept: dict[int, Vector] = {}
+
+    def at(self, position: int) -> Vector:
+        """g [V] for the token at ``position`` of the sequence."""
+        noise = self._kept.get(position)
+        if noise is None:
+            if len(self._kept) >= 64:
+                self._kept.pop(next(iter(self._kept)))
+            bits = np.random.Philox(key=[self._seed, 0], counter=[0, 0, position, 0]).random_raw(self._size)
+            uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # 53 bits would round up to 1 at times
+            noise = self._kept[position] = -np.log(-np.log(uniform))
+        return noise

@@ -1,0 +1,1 @@
+"""Engines: one protocol, one KV cache, and a file or two for each backend."""

@@ -1,0 +1,1 @@
+"""Helpers shared by the tests: checkpoints, engines, commands, and the checks of losslessness."""

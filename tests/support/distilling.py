@@ -1,0 +1,43 @@
+"""``eesd-distill`` at the size of the tests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from click.testing import Result
+
+from eesd.distill.cli import main
+from eesd.distill.generate import continue_prompts
+from eesd.model.checkpoint import Checkpoint
+from support import tiny_models
+from support.command import add_tokenizer, succeed
+
+LENGTH = 24
+SMALL: tuple[object, ...] = ("--length", LENGTH, "--batch", 4, "--precision", "float32", "--top-k", 16, "--log-every", 1)
+SMALL += ("--eval-every", 100, "--save-every", 5, "--validation-prompts", 16, "--validation-tokens", 24, "--prompt-tokens", 6)
+
+
+def build(directory: Path) -> tuple[Path, Path]:
+    """A model whose untrained head is mostly wrong, and 256 rows that it wrote, greedily and not."""
+    model = tiny_models.build(directory / "model", 97, layers=3, damping=1.0, seed=0)
+    add_tokenizer(model)
+    prompts = torch.randint(3, 97, (256, 6), generator=torch.Generator().manual_seed(0)).tolist()
+    heat = torch.arange(256) % 2 * 0.7
+    tokens, _ = continue_prompts(Checkpoint(model).decoder(), prompts, LENGTH - 5, heat, torch.Generator().manual_seed(1), (2,))
+    np.save(directory / "own.npy", tokens.numpy().astype(np.uint16))
+    return model, directory / "own.npy"
+
+
+def distill(model: Path, rows: Path, output: Path, *options: object) -> Result:
+    return succeed(main, "--model", model, "--exit-layer", 1, "--data", rows, "-o", output, *SMALL, *options)
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(output: Path) -> dict[int, float]:
+    """The loss of each step."""
+    return {line["step"]: line["loss"] for line in metrics(output) if "loss" in line}

@@ -1,0 +1,94 @@
+"""Looking into engine directories, and damaging copies of them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto
+
+from eesd.common.geometry import ExitConfig
+from eesd.common.manifest import WEIGHTS, load_manifest
+from eesd.export import memory
+from eesd.model import exit_head
+from eesd.model.checkpoint import Checkpoint
+from eesd.runtime.engines.backends import open_engines
+from support.tiny_checkpoints import randomise
+
+Damage = Callable[[Path], object]
+PROMPT = [1, 17, 5, 40, 3, 88, 61]
+
+
+def trained_head(model: Path, directory: Path, blocks: int, own_lm_head: bool, layer: int = 1) -> Path:
+    """A random exit head for the model, as training would leave it."""
+    checkpoint = Checkpoint(model)
+    config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), trained=True)
+    head = exit_head.initialise(checkpoint.decoder(), config)
+    randomise(head, seed=1)
+    exit_head.save(head, directory)
+    return directory
+
+
+def graph_of(directory: Path, name: str) -> ModelProto:
+    return onnx.load(directory / name, load_external_data=False)
+
+
+def places(model: ModelProto) -> dict[str, tuple[int, int]]:
+    """(offset, length) of every weight that lies in the weight file."""
+    external = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+    found = {}
+    for tensor in external:
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        assert entries["location"] == WEIGHTS
+        found[tensor.name] = (int(entries["offset"]), int(entries["length"]))
+    return found
+
+
+def assert_weights(directory: Path) -> None:
+    """For each graph the plan's bytes are those that the graph takes from the weight file; the same for what is shared."""
+    manifest = load_manifest(directory)
+    stored = [places(graph_of(directory, graph.file)) for graph in manifest.graphs]
+    for graph, weights in zip(manifest.graphs, stored, strict=True):
+        assert sum(memory.graph_weights(manifest, graph).values()) == sum(length for _, length in weights.values())
+    first, *others = memory.estimate_memory(manifest, 1)
+    assert first.shared_weights == sum(stored[0][name][1] for name in stored[0].keys() & stored[1].keys())
+    assert first.shared_weights < first.draft_weights
+    assert not any(device.draft_weights or device.shared_weights for device in others)
+
+
+def logits(directory: Path, backend: str) -> list[NDArray[np.float32]]:
+    """Of a prompt and a step of verify, and of a step of the draft."""
+    engines = open_engines(directory, load_manifest(directory), backend, 1, draft=True)
+    assert engines.draft is not None
+    kv_cache = engines.verify.new_kv_cache()
+    verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)
+    calls = ((verify, PROMPT, 0), (verify, [7], len(PROMPT)), (draft, [9], len(PROMPT) + 1))
+    return [binding.forward(tokens, range(w, w + len(tokens)), w).logits.copy() for binding, tokens, w in calls]
+
+
+def edit_manifest(directory: Path, path: str, value: Any) -> None:
+    """Set the value at a path such as ``draft/caches/0``; ``...`` removes it."""
+    raw = json.loads((directory / "manifest.json").read_text())
+    *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
+    place = raw
+    for key in keys:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    (directory / "manifest.json").write_text(json.dumps(raw))
+
+
+def garble(directory: Path) -> None:
+    path = directory / "verify.onnx"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+def swap_graphs(directory: Path) -> None:
+    shutil.copyfile(directory / "verify.onnx", directory / "draft.onnx")
+    edit_manifest(directory, "files/draft.onnx/size", (directory / "draft.onnx").stat().st_size)

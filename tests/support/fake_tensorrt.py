@@ -1,0 +1,224 @@
+"""TensorRT's Python API over ONNX Runtime, for machines without a GPU: it runs a "plan" on addresses in host memory.
+
+It is stricter than the original where mistakes would go unnoticed there: shapes outside the profile, addresses that are not
+set, caches whose output is elsewhere than their input, contexts without working memory, and a context that changes its
+shapes after it ran are all refused.
+"""
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from eesd.common.manifest import NAME, Manifest, PlanInfo, load_manifest, sha256_of
+
+VERSION = "99.1"
+SCRATCH = {"draft.onnx": 300, "verify.onnx": 4096}
+
+
+def write_plans(directory: Path, flavour: str = "tensorrt", chunk: int = 16, capabilities: tuple[str, ...] = ()) -> Manifest:
+    """Plans for every graph of a directory, in its manifest too."""
+    manifest, plans = load_manifest(directory), {}
+    for graph in manifest.graphs:
+        profiles = ((1, 4, manifest.max_tree_nodes + 1), (1, chunk, chunk))
+        path = directory / Path(graph.file).with_suffix(".plan").name
+        path.write_text(json.dumps({"onnx": str(directory / graph.file), "profiles": profiles, "graph": graph.file}))
+        plans[graph.file] = PlanInfo(
+            path.name,
+            path.stat().st_size,
+            sha256_of(path),
+            flavour,
+            VERSION,
+            capabilities,
+            "",
+            1,
+            profiles,
+            len(graph.caches),
+            2 * len(graph.caches),
+        )
+    manifest = replace(manifest, plans=plans)
+    (directory / NAME).write_text(manifest.to_json())
+    return manifest
+
+
+class Strategy(Enum):
+    USER_MANAGED = 2
+
+
+class ILogger:
+    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
+
+    def __init__(self) -> None: ...
+
+    def log(self, severity: int, message: str) -> None: ...
+
+
+class Runtime:
+    def __init__(self, logger: ILogger) -> None:
+        self._logger = logger
+
+    def deserialize_cuda_engine(self, buffer: Any) -> "Engine | None":
+        try:
+            plan = json.loads(bytes(buffer))
+        except ValueError:
+            self._logger.log(ILogger.ERROR, "Magic tag does not match\nand more")
+            return None
+        self._logger.log(ILogger.INFO, "Loaded engine")
+        return Engine(plan["onnx"], plan["profiles"], plan["graph"])
+
+
+class Engine:
+    """An ``ICudaEngine``; ``contexts`` keeps all that were made of it."""
+
+    def __init__(self, path: str, profiles: list[list[int]], name: str) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.profiles = profiles
+        self.device_memory_size_v2 = SCRATCH.get(name, 1000)
+        self.inputs = {tensor.name: tensor for tensor in self.session.get_inputs()}
+        self.outputs = {tensor.name: tensor for tensor in self.session.get_outputs()}
+        self.names = [*self.inputs, *self.outputs]
+        self.num_io_tensors = len(self.names)
+        self.contexts: list[Context] = []
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.names[index]
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, int]]:
+        assert name == "position_ids"
+        return [(1, count) for count in self.profiles[profile]]
+
+    def create_execution_context(self, how: Any) -> "Context":
+        config = how if isinstance(how, RuntimeConfig) else None
+        assert (config.strategy if config else how) is Strategy.USER_MANAGED
+        self.contexts.append(Context(self, config))
+        return self.contexts[-1]
+
+    def create_runtime_config(self) -> "RuntimeConfig":
+        return RuntimeConfig()
+
+    def create_engine_inspector(self) -> Any:
+        """Of an engine built with detailed verbosity, whose layers the original gives as objects, and else as names."""
+        layers = [{"Name": "node_Attention_3", "LayerType": "attention"}, {"Name": "kv_cache_update 7"}, "gemm"]
+        return SimpleNamespace(get_engine_information=lambda _: json.dumps({"Layers": layers, "Bindings": []}))
+
+
+class Context:
+    """An ``IExecutionContext``."""
+
+    def __init__(self, engine: Engine, config: "RuntimeConfig | None") -> None:
+        self._engine, self._config = engine, config
+        self.profile: int | None = None
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.runs = 0
+        self._memory = 0
+
+    @property
+    def count(self) -> int:
+        return self.shapes["position_ids"][1]
+
+    def set_optimization_profile_async(self, index: int, _stream: int) -> bool:
+        self.profile = index
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        assert self.profile is not None and self.runs == 0
+        least, _, most = self._engine.profiles[self.profile]
+        if name == "position_ids" and not least <= shape[1] <= most:
+            return False
+        given = self._engine.inputs[name].shape
+        fits = len(given) == len(shape) and all(a == b for a, b in zip(given, shape, strict=True) if isinstance(a, int))
+        self.shapes[name] = shape
+        return fits
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return name in self._engine.names
+
+    def infer_shapes(self) -> list[str]:
+        return [name for name in self._engine.inputs if name not in self.shapes]
+
+    def set_device_memory(self, _address: int, size: int) -> None:
+        self._memory = size
+
+    def execute_async_v3(self, _stream: int) -> bool:
+        engine, io = self._engine, self._engine.session.io_binding()
+        if self._memory < engine.device_memory_size_v2 or self.addresses.keys() != set(engine.names):
+            return False
+        sizes = {"n": self.count, "B": 1, "S": self.shapes["attn_mask"][3]}
+        for name, tensor in engine.inputs.items():
+            io.bind_input(name, "cpu", 0, _type(tensor), self.shapes[name], self.addresses[name])
+        for name, tensor in engine.outputs.items():
+            cache = name.removesuffix("_out") if name.startswith(("key_", "value_")) else name
+            if self.addresses[name] != self.addresses[cache]:
+                return False
+            shape = [sizes.get(dim, dim) for dim in tensor.shape]
+            io.bind_output(name, "cpu", 0, _type(tensor), shape, self.addresses[name])
+        engine.session.run_with_iobinding(io)
+        self.runs += 1
+        if self._config is not None and self._config.cache is not None:
+            self._config.cache.kernels.add(f"{self.profile}:{self.count}")
+        return True
+
+
+def _type(tensor: Any) -> type:
+    return {"tensor(float)": np.float32, "tensor(int64)": np.int64}[tensor.type]
+
+
+class RuntimeCache:
+    """TensorRT-RTX's compiled kernels; those of another GPU are refused."""
+
+    gpu = "this GPU"
+
+    def __init__(self) -> None:
+        self.kernels: set[str] = set()
+        self.loaded = False
+
+    def deserialize(self, data: bytes) -> bool:
+        gpu, kernels = json.loads(data)
+        if gpu != self.gpu:
+            return False
+        self.kernels, self.loaded = set(kernels), True
+        return True
+
+    @contextmanager
+    def serialize(self) -> Any:
+        yield json.dumps([self.gpu, sorted(self.kernels)]).encode()
+
+
+class RuntimeConfig:
+    def __init__(self) -> None:
+        self.strategy: Strategy | None = None
+        self.cache: RuntimeCache | None = None
+        self.dynamic_shapes_kernel_specialization_strategy = ""
+
+    def set_execution_context_allocation_strategy(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    def create_runtime_cache(self) -> RuntimeCache:
+        return RuntimeCache()
+
+    def set_runtime_cache(self, cache: RuntimeCache) -> None:
+        assert self.dynamic_shapes_kernel_specialization_strategy == "eager"
+        self.cache = cache
+
+
+def module(flavour: str) -> ModuleType:
+    """The module of a flavour, as ``import`` would give it."""
+    made = ModuleType(flavour.replace("-", "_"))
+    made.__spec__ = SimpleNamespace(name=made.__name__)  # type: ignore[assignment]
+    made.ILogger, made.Runtime, made.ExecutionContextAllocationStrategy = ILogger, Runtime, Strategy  # type: ignore[attr-defined]
+    made.LayerInformationFormat = SimpleNamespace(JSON="json")  # type: ignore[attr-defined]
+    if flavour == "tensorrt-rtx":
+        made.IRuntimeCache = RuntimeCache  # type: ignore[attr-defined]
+        made.DynamicShapesKernelSpecializationStrategy = SimpleNamespace(EAGER="eager")  # type: ignore[attr-defined]
+    return made

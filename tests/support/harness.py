@@ -1,0 +1,153 @@
+"""Both engines of a directory, put together by hand, so that a test can wrap, break or time every part of a session."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.common.manifest import load_manifest
+from eesd.controllers import Controller, DraftStep
+from eesd.controllers.tree_budget import TreeBudget
+from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.session import Drafter, Limits, Round, Session
+from eesd.runtime.engines.base import Binding, StepOutputs
+from eesd.runtime.engines.kv_cache import HostKVCache
+from eesd.runtime.engines.ort_cpu import OrtEngine
+
+FIRST_SLOTS = 16
+"""So few that every generation outgrows them."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A kv_cache and the engines bound to it."""
+
+    kv_cache: HostKVCache
+    verify: Binding
+    draft: Binding
+
+
+class Rig:
+    """Sessions share one cache, one after another, as those of ``eesd.LLM`` do: what is stale in it must not show."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = load_manifest(directory)
+        self._verify = OrtEngine(directory, self.manifest, self.manifest.verify, threads=1)
+        self._draft = OrtEngine(directory, self.manifest, [self.manifest.draft], threads=1)
+        self._shared = self.workspace(self.manifest.max_seq_len)
+
+    def workspace(self, slots: int = FIRST_SLOTS) -> Workspace:
+        kv_cache = HostKVCache(self.manifest, slots)
+        return Workspace(kv_cache, self._verify.bind(kv_cache), self._draft.bind(kv_cache))
+
+    def session(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        controller: Controller | None = None,
+        width: int = 1,
+        *,
+        new_tokens: int = 40,
+        eos: tuple[int, ...] = (),
+        guard: Guard | None = None,
+        budget: TreeBudget | None = None,
+        workspace: Workspace | None = None,
+    ) -> Session:
+        """A session that drafts if there is a controller."""
+        parts, manifest = workspace or self._shared, self.manifest
+        limits = Limits(eos, new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
+        drafter = Drafter(parts.draft, controller, guard, width, budget) if controller else None
+        return Session(
+            prompt, parts.kv_cache, parts.verify, drafter, limits, sampling or Sampling(), manifest.geometry.vocab_size
+        )
+
+    def fresh_prefill(self, tokens: Sequence[int]) -> Workspace:
+        """A new cache with all but the last token in it."""
+        workspace = self.workspace()
+        self.session(tokens, workspace=workspace).prefill()
+        return workspace
+
+
+def finish(session: Session) -> list[Round]:
+    """Run to the end; the rounds that were run."""
+    rounds = []
+    while session.finish_reason is None:
+        rounds.append(session.step())
+    return rounds
+
+
+def generated(session: Session) -> list[int]:
+    """Run to the end; all new tokens."""
+    finish(session)
+    return session.tokens[session.stats.prompt_tokens :]
+
+
+class RandomStop(Controller):
+    """A controller that flips a coin after each step."""
+
+    def __init__(self, seed: int, chance: float = 0.5) -> None:
+        self._random = np.random.default_rng(seed)
+        self._chance = chance
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        return bool(self._random.random() < self._chance)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class RestUntil(Guard):
+    """A guard that lets nobody draft before ``round``."""
+
+    def __init__(self, round: int) -> None:
+        super().__init__()
+        self._left = round
+
+    def allows(self) -> bool:
+        return self._left <= 0
+
+    def record(self, drafting: bool, tokens: int, seconds: float) -> None:
+        self._left -= 1
+
+
+class Wrapped:
+    """A binding with something done before and after each of its calls."""
+
+    def __init__(
+        self,
+        inner: Binding,
+        before: Callable[[Sequence[int], int], None] = lambda tokens, slot: None,
+        after: Callable[[Sequence[int], int, StepOutputs], None] = lambda tokens, slot, outputs: None,
+    ) -> None:
+        self._inner, self._before, self._after = inner, before, after
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slot: int,
+        base: int = 0,
+        visible: NDArray[np.bool_] | None = None,
+    ) -> StepOutputs:
+        self._before(tokens, slot)
+        outputs = self._inner.forward(tokens, positions, slot, base, visible)
+        self._after(tokens, slot, outputs)
+        return outputs
+
+
+def recording_drafts(workspace: Workspace) -> tuple[Workspace, dict[int, NDArray[np.float32]]]:
+    """The workspace, and where its draft engine's logits for each slot will be noted."""
+    logits: dict[int, NDArray[np.float32]] = {}
+
+    def note(tokens: Sequence[int], slot: int, outputs: StepOutputs) -> None:
+        logits.update({slot + i: outputs.logits[i].copy() for i in range(len(tokens))})
+
+    return replace(workspace, draft=Wrapped(workspace.draft, after=note)), logits

@@ -1,0 +1,284 @@
+"""What 'lossless' means, as functions. The tests call them on the runtime, the mutation tests on a broken one.
+
+The expected distributions come from code of this file's own, plain and slow, that shares nothing with the runtime's.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import chi2  # type: ignore[import-untyped]
+
+from eesd.controllers import Controller, make_controller
+from eesd.controllers.tree_budget import TreeBudget
+from eesd.runtime.decoding.draft_tree import Growth
+from eesd.runtime.decoding.samplers import Rejection
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.session import Drafter, Session
+from eesd.runtime.decoding.stats import Stats
+from eesd.runtime.decoding.tree import TokenTree
+from eesd.runtime.engines.base import StepOutputs
+from support.harness import Rig, Workspace, finish, generated, recording_drafts
+
+Vector = NDArray[np.float64]
+Joint = Mapping[tuple[int, ...], float]
+
+PROMPTS = [[5, 9, 3], [1], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12, 13, 14, 15, 16, 17, 18, 96, 0]]
+
+GREEDY = Sampling()
+
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "greedy-penalty": Sampling(repetition_penalty=1.3),
+    "T0.7": Sampling(temperature=0.7, seed=1),
+    "T1": Sampling(temperature=1.0, seed=2),
+    "T1-top-p-top-k": Sampling(temperature=1.0, top_p=0.8, top_k=12, seed=3),
+    "T1-min-p-penalty": Sampling(temperature=1.0, min_p=0.1, repetition_penalty=1.2, seed=4),
+}
+
+LENGTH = 3
+"""New tokens whose joint distribution is enumerated."""
+P_VALUE = 1e-3
+TOLERANCE = 1e-4
+
+
+def reference_probabilities(logits: NDArray[np.float32], sampling: Sampling, seen: Iterable[int] = ()) -> Vector:
+    """Penalty, temperature, top-k, top-p, min-p, in this order, straight from their definitions (no ties assumed)."""
+    scores = logits.astype(np.float64)
+    for token in set(seen):
+        factor = sampling.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    scores /= sampling.temperature
+    weights = np.exp(scores - scores.max())
+    order = np.argsort(-weights)
+    if sampling.top_k:
+        weights[order[sampling.top_k :]] = 0
+    weights /= weights.sum()
+    before = 0.0
+    for token in order:
+        share, weights[token] = weights[token], weights[token] if before < sampling.top_p else 0
+        before += share
+    weights[weights < sampling.min_p * weights.max()] = 0
+    total: Vector = weights / weights.sum()
+    return total
+
+
+def g_test(counts: Mapping[tuple[int, ...], int], expected: Joint) -> float:
+    """p-value of the counts under the expected distribution; 0 if anything impossible was seen. Rare cells are pooled."""
+    draws = sum(counts.values())
+    if any(expected.get(outcome, 0) == 0 for outcome in counts):
+        return 0.0
+    cells: list[list[float]] = [[0.0, 0.0]]
+    for outcome, probability in sorted(expected.items(), key=lambda item: item[1]):
+        if cells[-1][1] >= 5:
+            cells.append([0.0, 0.0])
+        cells[-1][0] += counts.get(outcome, 0)
+        cells[-1][1] += probability * draws
+    statistic = 2 * sum(seen * np.log(seen / wanted) for seen, wanted in cells if seen)
+    return float(chi2.sf(statistic, len(cells) - 1))
+
+
+def exact_joint(rig: Rig, prompt: Sequence[int], sampling: Sampling) -> Joint:
+    """The probability of every continuation of LENGTH tokens, from the verifier run plainly over each prefix."""
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for outcome, probability in joint.items():
+            tokens = [*prompt, *outcome]
+            p = reference_probabilities(rig.session(tokens).peek(), sampling, tokens)
+            longer.update({(*outcome, int(token)): probability * p[token] for token in np.flatnonzero(p)})
+        joint = longer
+    return joint
+
+
+def check_joint(
+    rig: Rig,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    controller: Controller,
+    width: int,
+    draws: int = 4000,
+    budget: TreeBudget | None = None,
+) -> None:
+    """Sampled sequences are distributed as the verifier alone says, and drafting had its part in them."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = judged = 0
+    for seed in range(draws):
+        session = rig.session(prompt, replace(sampling, seed=seed), controller, width, new_tokens=LENGTH, budget=budget)
+        counts[tuple(generated(session))] += 1
+        accepted += session.stats.accepted
+        judged += sum(session.stats.offered_at_depth)
+    assert 0.1 * judged < accepted < 0.95 * judged, "acceptance and rejection must both occur"
+    p_value = g_test(counts, exact_joint(rig, prompt, sampling))
+    assert p_value > P_VALUE, f"the samples do not follow the verifier's distribution (p = {p_value:.1e})"
+
+
+class MadeUp:
+    """Distributions made up for every context of at most LENGTH - 1 tokens: the verifier's p and the draft's q."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        contexts = [context for n in range(LENGTH) for context in product(range(vocab_size), repeat=n)]
+        self.p = {context: random.dirichlet(np.ones(vocab_size)) for context in contexts}
+        self.q = {context: random.dirichlet(self.p[context] * 4 + 0.2) for context in contexts}
+        self.vocab_size = vocab_size
+
+    def joint(self) -> Joint:
+        outcomes = product(range(self.vocab_size), repeat=LENGTH)
+        return {o: float(np.prod([self.p[o[:n]][o[n]] for n in range(LENGTH)])) for o in outcomes}
+
+    def rows(self, table: Mapping[tuple[int, ...], Vector], tree: TokenTree, nodes: Iterable[int]) -> NDArray[np.float32]:
+        contexts = [tuple(tree.tokens[n] for n in tree.path(node)) for node in nodes]
+        return np.log(np.stack([table[context] for context in contexts]) + 1e-30).astype(np.float32)
+
+    def round(self, seed: int, width: int) -> list[int]:
+        """One round of the sampler alone, two levels deep: no engine, no session."""
+        sampler, tree = Rejection(Sampling(temperature=1.0, method="rejection", seed=seed)), TokenTree(0)
+        sampler.begin([0])
+        frontier = [0]
+        for _ in range(LENGTH - 1):
+            outputs = StepOutputs(self.rows(self.q, tree, frontier), None, None)
+            proposals = [
+                (node, p) for row, node in enumerate(frontier) for p in sampler.propose(tree, node, outputs, row, width)
+            ]
+            frontier = [tree.add(p.token, node, p.logprob) for node, p in proposals]
+        verdict = sampler.accept(tree, StepOutputs(self.rows(self.p, tree, range(len(tree)))))
+        return [*(tree.tokens[node] for node in verdict.path), verdict.token]
+
+
+def check_sampler(width: int, vocab_size: int = 4, draws: int = 12000) -> None:
+    """Rounds of rejection sampling, each completed to LENGTH tokens by p itself, follow p's joint distribution."""
+    made_up, random = MadeUp(vocab_size, seed=width), np.random.default_rng(0)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(draws):
+        tokens = tuple(made_up.round(seed, width))
+        while len(tokens) < LENGTH:
+            tokens = (*tokens, int(random.choice(vocab_size, p=made_up.p[tokens])))
+        counts[tokens] += 1
+    p_value = g_test(counts, made_up.joint())
+    assert p_value > P_VALUE, f"the sampler does not follow p (p = {p_value:.1e})"
+
+
+def check_same_tokens(
+    rig: Rig,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    controller: Controller,
+    width: int,
+    new_tokens: int = 40,
+    budget: TreeBudget | None = None,
+) -> Stats:
+    """Drafting changes nothing, while the cache grows under it; what the drafting run did."""
+    plain = rig.session(prompt, sampling, new_tokens=new_tokens)
+    workspace = rig.workspace()
+    drafting = rig.session(prompt, sampling, controller, width, new_tokens=new_tokens, workspace=workspace, budget=budget)
+    assert generated(drafting) == generated(plain), f"drafting changed the tokens ({sampling}, width {width})"
+    assert drafting.finish_reason == plain.finish_reason
+    return drafting.stats
+
+
+def cache_of(workspace: Workspace, tokens: Sequence[int]) -> NDArray[np.float32]:
+    return workspace.kv_cache.data[..., : len(tokens) - 1, :]
+
+
+def check_cache(
+    rig: Rig,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    controller: Controller,
+    width: int,
+    budget: TreeBudget | None = None,
+) -> None:
+    """After each round, all L + E caches hold what a prefill of the same tokens would have put there."""
+    workspace = rig.workspace()
+    session = rig.session(prompt, sampling, controller, width, new_tokens=24, workspace=workspace, budget=budget)
+    while session.finish_reason is None:
+        session.step()
+        expected = cache_of(rig.fresh_prefill(session.tokens), session.tokens)
+        np.testing.assert_allclose(cache_of(workspace, session.tokens), expected, rtol=0, atol=TOLERANCE)
+    assert session.stats.accepted
+
+
+def drafted(
+    rig: Rig,
+    prompt: Sequence[int],
+    controller: Controller,
+    width: int,
+    budget: TreeBudget | None = None,
+    workspace: Workspace | None = None,
+) -> Growth:
+    """What the first round drafts, greedily."""
+    parts = workspace or rig.workspace()
+    session = rig.session(prompt, controller=controller, width=width, workspace=parts, budget=budget)
+    session.prefill()
+    session._sampler.begin(session.tokens)
+    growth = Growth(prompt[-1], session._sampler, width, budget)
+    session._draft(growth, Drafter(parts.draft, controller, None, width, budget))
+    return growth
+
+
+def drafted_tree(
+    rig: Rig, prompt: Sequence[int], controller: Controller, width: int
+) -> tuple[TokenTree, dict[int, NDArray[np.float32]]]:
+    """The tree of the first round, and the draft's logits by node."""
+    workspace, logits = recording_drafts(rig.workspace())
+    growth = drafted(rig, prompt, controller, width, workspace=workspace)
+    return growth.tree, {slot - (len(prompt) - 1): row for slot, row in logits.items()}
+
+
+def check_tree_drafts(rig: Rig, prompt: Sequence[int], width: int) -> None:
+    """The draft's logits at every node of a tree are those after the node's path as a plain chain."""
+    tree, logits = drafted_tree(rig, prompt, make_controller("fixed:k=4"), width)
+    assert not tree.is_chain and len(logits) == 1 + 3 * width
+    for node, actual in logits.items():
+        tokens = [*prompt, *(tree.tokens[n] for n in tree.path(node))]
+        end = len(tokens) - 1
+        expected = rig.fresh_prefill(tokens).draft.forward(tokens[end:], [end], end).logits[0]
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
+
+
+def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
+    """Call ``step`` and interrupt it at the line-th line that session.py runs; whether it got so far."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != Session.step.__code__.co_filename:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(previous)
+    return False
+
+
+def check_interrupted_anywhere(make: Callable[[], Session], rounds: int) -> int:
+    """A step may be interrupted at every line: the session still counts its tokens right and ends with the same ones."""
+    expected, line = generated(make()), 1
+    while True:
+        session = make()
+        for _ in range(rounds):
+            session.step()
+        if not interrupt_at_line(session.step, line):
+            return line
+        counted = session.stats.prompt_tokens + session.stats.new_tokens
+        assert len(session.tokens) == counted, f"an interrupt at line {line} of the step miscounted the tokens"
+        finish(session)
+        assert session.tokens[session.stats.prompt_tokens :] == expected
+        line += 1

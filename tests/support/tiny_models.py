@@ -1,0 +1,72 @@
+"""Tiny seeded Llama models whose untrained draft agrees with them often, but not always, exported to real engines."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eesd.common.geometry import ExitConfig
+from eesd.export.engine_dir import export, stored_head, untrained_head
+from eesd.export.graph import ExportOptions
+from eesd.model import exit_head
+from eesd.model.checkpoint import Checkpoint
+from support.tiny_checkpoints import randomise
+
+EXIT_LAYER = 1
+
+
+def build(
+    directory: Path, vocab_size: int, layers: int, damping: float, seed: int, tied: bool = False, head_dim: int = 8
+) -> Path:
+    """Write a random Llama. The draft is layer 0 and a copy of the last layers, so what it misses are the ones between: they
+    speak ``damping`` times as loud as random ones would, which sets how often the draft is right."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=tied,
+        head_dim=head_dim,
+    )
+    model = LlamaForCausalLM(config)
+    randomise(model, seed)
+    layer = model.model.layers[EXIT_LAYER]
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight.mul_(damping)
+        layer.mlp.down_proj.weight.mul_(damping)
+    model.save_pretrained(directory)
+    return directory
+
+
+def export_tiny(
+    model: Path,
+    output: Path,
+    slots: int,
+    tree_nodes: int = 12,
+    top_k: int = 4,
+    blocks: int = 1,
+    layer: int = EXIT_LAYER,
+    stages: int = 1,
+    dtype: str = "float32",
+    own_lm_head: bool = False,
+) -> Path:
+    """Export with an exit head of ``blocks`` blocks that is a copy of the model's last layers; its own LM head, if it has
+    one, speaks twice as loud as the model's."""
+    checkpoint = Checkpoint(model)
+    if blocks == 1 and not own_lm_head:
+        head = untrained_head(checkpoint, layer)
+    else:
+        config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint())
+        made = exit_head.initialise(checkpoint.decoder(), config).requires_grad_(False)
+        if made.lm_head is not None:
+            made.lm_head.weight.mul_(2)
+        exit_head.save(made, output.parent / "head", torch.float32)
+        head = stored_head(checkpoint, output.parent / "head")
+    options = ExportOptions(dtype, slots, tree_nodes, top_k, stages)
+    export(checkpoint, head, options, output, lambda _: None, lambda *_: None, lambda *_: None)
+    return output
