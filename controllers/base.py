@@ -1,16 +1,23 @@
-"""What a controller sees and what it answers."""
+"""What a controller is told, and what it answers."""
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 
 class DraftStep(NamedTuple):
-    """One step of the draft, told right after it was made.
+    """One draft step, told right after it ran.
 
-    ``depth`` counts the tokens drafted this round on the deepest path (1 after the first step). ``probability`` is the draft's
-    own probability of the token just drafted (in a tree: of the best node of the new level), ``path_probability`` the
-    product along its path. ``entropy`` (nats) is of the distribution it came from, only where the controller asks for it.
-    ``margin`` (nats) is how far the token's score lies above that of the best other token: the log-odds of the two, with their
-    noise where sampling is coupled. ``nodes`` counts all drafted nodes; in a chain it equals ``depth``.
+    Attributes:
+        depth: Levels drafted in this round; 1 after the first step.
+        probability: The draft's probability of the token just drafted (tree: of the new level's best node).
+        path_probability: Product of the probabilities along that token's path.
+        entropy: Of the distribution that the token came from, in nats. None unless the controller has ``needs_entropy``.
+        margin: The token's score minus that of the best other token, in nats. With coupled sampling scores include the noise.
+        nodes: Nodes drafted in this round; equals ``depth`` for a chain.
     """
 
     depth: int
@@ -21,51 +28,107 @@ class DraftStep(NamedTuple):
     nodes: int
 
 
-class RoundOutcome(NamedTuple):
-    """What became of a round.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOutcome:
+    """One committed round.
 
-    ``drafted`` is the depth that was verified (0: plain decoding) and ``accepted`` how much of it was right. ``draft_seconds``
-    is all the time until the draft was complete, the controller's own included; ``verify_seconds`` that of the verify pass over
-    ``nodes`` drafted nodes and the root. ``steps`` counts the draft's calls: more than ``drafted`` where levels were left out.
-    ``followed`` is how far what was right had been drafted on: less than ``accepted`` where a second choice came true, behind
-    which nothing was drafted.
+    Attributes:
+        steps: Draft steps that ran; 0 in a round of plain decoding.
+        draft_seconds: Time until the draft was complete, the controller's own time included.
+        depth: Deepest level that was verified. Less than ``steps`` where a tree budget dropped levels.
+        nodes: Nodes that were verified, the root not counted.
+        verify_seconds: Time of the verify pass over these nodes and the root.
+        accepted: Draft tokens that were accepted.
+        num_expanded: Accepted tokens whose node the draft had expanded. Lower than ``accepted`` when an accepted token was a
+            candidate that was never expanded.
     """
 
-    drafted: int
-    accepted: int
-    draft_seconds: float
-    verify_seconds: float
-    nodes: int
     steps: int
-    followed: int
+    draft_seconds: float
+    depth: int
+    nodes: int
+    verify_seconds: float
+    accepted: int
+    num_expanded: int
 
 
-class Controller(Protocol):
-    """Decides after each draft step whether to draft another. What is defined here may be left as it is."""
+class Stateful:
+    """An object that learns, and can save what it learned as JSON values.
 
-    needs_entropy: bool = False
+    ``learned`` names the attributes to save: numbers, lists of numbers, random generators, and other ``Stateful`` objects.
+    """
+
+    learned: ClassVar[tuple[str, ...]] = ()
+
+    def state(self) -> dict[str, Any]:
+        """Everything learned, and the random state."""
+        return {name: _saved(getattr(self, name)) for name in self.learned}
+
+    def restore(self, state: Any) -> None:
+        """Continue from a :meth:`state`. Raises ValueError for anything else; the object is then of no use."""
+        if not isinstance(state, Mapping) or set(state) != set(self.learned):
+            raise ValueError(f"it must have the entries {', '.join(self.learned)}")
+        for name in self.learned:
+            setattr(self, name, _restored(getattr(self, name), state[name], name))
+
+
+def _saved(value: Any) -> Any:
+    if isinstance(value, Stateful):
+        return value.state()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return list(value) if isinstance(value, list) else value
+
+
+def _restored(current: Any, value: Any, name: str) -> Any:
+    """``value`` as the type of ``current``."""
+    if isinstance(current, Stateful):
+        current.restore(value)
+        return current
+    if isinstance(current, np.random.Generator):
+        try:
+            current.bit_generator.state = value
+        except (KeyError, TypeError, OverflowError) as error:
+            raise ValueError(f"{name} is no random state ({error})") from None
+        return current
+    if isinstance(current, list):
+        if not isinstance(value, list) or len(value) != len(current):
+            raise ValueError(f"{name} must be a list of {len(current)} numbers")
+        return [number(item, name) for item in value]
+    return type(current)(number(value, name))
+
+
+def number(value: Any, name: str) -> float:
+    """A finite JSON number; ValueError for anything else."""
+    if type(value) not in (int, float) or not isfinite(value):
+        raise ValueError(f"{name} must be a number")
+    return float(value)
+
+
+class Controller(Stateful):
+    """Decides after each draft step whether to run another. Subclasses override what they need.
+
+    For each round a session calls :meth:`begin_round` once, :meth:`keep_drafting` after each step, and, when the round is
+    committed, :meth:`observe`. A round that is cancelled is never observed: the next call is then :meth:`begin_round`.
+    """
+
+    needs_entropy: ClassVar[bool] = False
 
     def begin_request(self) -> None:
-        """Another request starts: what was learned of the text before may not hold for it."""
-        return
+        """Another request begins: what was learned about the previous text may not hold for it."""
 
-    def length_ahead(self) -> int | None:
-        """Asked once at the start of a round: how many tokens to draft if that is known already, so that no step has to wait
-        for an answer; 0 for a round without drafts. None: ask :meth:`keep_drafting` after each step."""
+    def begin_round(self, width: int) -> int | None:
+        """Begin a round whose tree has ``width`` nodes a level (1: a chain).
+
+        Returns:
+            The number of draft steps, if it is known already, so that no step has to wait for an answer; 0 for a round
+            without drafts. None: ask :meth:`keep_drafting` after each step.
+        """
         return None
 
     def keep_drafting(self, step: DraftStep) -> bool:
         """Whether to draft one more token (tree: one more level)."""
-        ...
+        raise NotImplementedError
 
     def observe(self, outcome: RoundOutcome) -> None:
-        """Learn from a verified round. A cancelled round is never told."""
-        return
-
-    def state(self) -> dict[str, Any]:
-        """Everything learned and the random state, as JSON values."""
-        ...
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a ``state()``."""
-        ...
+        """Learn from a committed round."""

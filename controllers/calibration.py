@@ -1,20 +1,20 @@
-"""The map from what the draft shows to the chance that the verifier agrees, learned while decoding (docs/controllers.md).
+"""The map from the draft's confidence to the chance of acceptance, learned while decoding (docs/controllers.md).
 
-A *score* z, fixed weights on a token's features, says offline what acceptance to expect: sigma(z). Online, a Gaussian posterior
-over (shift a, slope s, request offset b) recalibrates it: P(accepted) = sigma(a + s z + b). Shift and slope belong to the model
-and live on; b belongs to the request, starts at 0 +- its prior width with every request and wanders as the text does.
+A *score* z is a fixed weighted sum of a token's features. Offline it predicts the acceptance sigma(z). Online a Gaussian
+posterior over (shift a, slope s, request offset b) recalibrates it: P(accepted) = sigma(a + s z + b). Shift and slope belong to
+the model and persist. The offset belongs to the request: it starts at 0 with its prior width and drifts with the text.
 """
 
 from collections.abc import Sequence
 from math import exp, log, log1p
-from typing import Any
+from typing import ClassVar
 
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers.base import DraftStep
+from eesd.controllers.base import DraftStep, Stateful
 
 
 def features(step: DraftStep) -> tuple[float, ...]:
-    """1, log(1 + margin), log-odds of the token against all others, depth / 6, whether it is the round's first; all bounded."""
+    """1, log(1 + margin), log-odds of the token, depth / 6, and 1 for a round's first token; all bounded."""
     p, margin, depth = step.probability, step.margin, step.depth
     odds = log(p / (1 - p)) if 0.05 < p < 0.9996 else (-3.0 if p < 0.5 else 8.0)
     return (1.0, log1p(min(max(margin, 0.0), 12.0)), odds, min(depth, 6) / 6, 1.0 if depth == 1 else 0.0)
@@ -24,12 +24,14 @@ def sigmoid(z: float) -> float:
     return 1 / (1 + exp(-z)) if z > -500 else 0.0
 
 
-class Calibrator:
+class Calibrator(Stateful):
     """Posterior over (a, s, b) for one score: mean and covariance (aa, as, ab, ss, sb, bb).
 
-    Assumed-density filtering: each label is a logistic likelihood, and the posterior is replaced by the Gaussian of one Newton
-    step (online Laplace). Between rounds b wanders and a, s drift; no variance exceeds the prior's.
+    Assumed-density filtering: each label is a logistic likelihood; one Newton step (online Laplace) gives the next Gaussian.
+    Between rounds the variances of a, s and b grow, up to the prior's.
     """
+
+    learned: ClassVar = ("mean", "covariance")
 
     def __init__(self, weights: Sequence[float], prior: CalibrationPrior) -> None:
         self._weights = tuple(weights)
@@ -38,16 +40,18 @@ class Calibrator:
         self.covariance = [prior.shift**2, 0.0, 0.0, prior.slope**2, 0.0, prior.request**2]
 
     def score(self, x: Sequence[float]) -> float:
+        """z of a token with the features ``x`` [5]."""
         w = self._weights
         return w[0] * x[0] + w[1] * x[1] + w[2] * x[2] + w[3] * x[3] + w[4] * x[4]
 
     def begin_request(self) -> None:
-        """The offset of the request before is integrated out; the new one's is not known."""
+        """Integrate out the previous request's offset; the new one's is unknown."""
         c = self.covariance
         self.mean[2] = c[2] = c[4] = 0.0
         c[5] = self._prior.request**2
 
     def learn(self, z: float, accepted: bool) -> None:
+        """Update the posterior with one label."""
         a, s, b = self.mean
         aa, as_, ab, ss, sb, bb = self.covariance
         p = sigmoid(a + s * z + b)
@@ -66,7 +70,7 @@ class Calibrator:
         ]
 
     def advance(self) -> None:
-        """A round has passed."""
+        """Let a, s and b drift: one round has passed."""
         c, prior = self.covariance, self._prior
         drift = prior.drift**2
         c[0] = min(c[0] + drift, prior.shift**2)
@@ -74,9 +78,9 @@ class Calibrator:
         c[5] = min(c[5] + prior.wander**2, prior.request**2)
 
     def draw(self, normal: Sequence[float]) -> tuple[float, float]:
-        """(intercept a + b, slope s): a and s drawn from the posterior by two standard normal numbers, b its mean given them.
+        """Draw (intercept a + b, slope s) from the posterior with two standard normal numbers; b takes its mean given a and s.
 
-        What the model's own calibration teaches is used forever, so exploring it pays; b is soon gone and is not explored.
+        Exploring a and s pays because they persist. The offset b is gone with the request and is not explored.
         """
         aa, as_, ab, ss, sb, _ = self.covariance
         a, s, b = self.mean
@@ -87,10 +91,3 @@ class Calibrator:
         rest = max(ss - along * along, 0.0) ** 0.5
         with_s = (sb - along * with_a) / rest if rest else 0.0
         return a + b + (sd + with_a) * normal[0] + with_s * normal[1], s + along * normal[0] + rest * normal[1]
-
-    def state(self) -> dict[str, Any]:
-        return {"mean": list(self.mean), "covariance": list(self.covariance)}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.mean = [float(value) for value in state["mean"]]
-        self.covariance = [float(value) for value in state["covariance"]]

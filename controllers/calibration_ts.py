@@ -1,6 +1,6 @@
 """Thompson Sampling that calibrates the draft's own confidence (the paper's second controller; docs/controllers.md)."""
 
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
@@ -10,11 +10,13 @@ from eesd.controllers.calibration import Calibrator, features, sigmoid
 
 
 class CalibrationTS(Controller):
-    """As ``beta-ts``, with a theta of each token's own: theta = P(accepted | what the draft shows) under a draw of the
-    calibration from its posterior; drafts another token with probability theta.
+    """Like ``beta-ts``, with one theta for each token: P(accepted | the draft's confidence), under a calibration drawn from
+    its posterior. Draft another token with probability theta.
 
-    ``confidence=0`` hides what the draft shows: one theta for all tokens, as ``beta-ts`` has.
+    ``confidence=0`` hides the draft's confidence: one theta for all tokens, as in ``beta-ts``.
     """
+
+    learned: ClassVar = ("accept", "random")
 
     def __init__(self, confidence: int = 1, seed: int = 0, prior: CalibrationPrior | None = None) -> None:
         if confidence not in (0, 1):
@@ -22,31 +24,23 @@ class CalibrationTS(Controller):
         self.confidence = confidence
         prior = prior or CalibrationPrior()
         self.accept = Calibrator(prior.accept, prior)
+        self.random = np.random.Generator(np.random.PCG64(seed))
         self._scores: list[float] = []
-        self._random = np.random.Generator(np.random.PCG64(seed))
+        """Calibration scores of this round's tokens."""
 
     def begin_request(self) -> None:
         self.accept.begin_request()
 
+    def begin_round(self, width: int) -> None:
+        self._scores = []
+
     def keep_drafting(self, step: DraftStep) -> bool:
-        if step.depth == 1:
-            self._scores.clear()  # of a round that was cancelled
         score = self.accept.score(features(step)) if self.confidence else 0.0
         self._scores.append(score)
-        shift, slope = self.accept.draw(self._random.standard_normal(2).tolist())
-        return bool(self._random.random() < sigmoid(shift + slope * score))
+        shift, slope = self.accept.draw(self.random.standard_normal(2).tolist())
+        return bool(self.random.random() < sigmoid(shift + slope * score))
 
     def observe(self, outcome: RoundOutcome) -> None:
-        for depth, score in enumerate(self._scores[: min(outcome.followed + 1, outcome.drafted)], start=1):
-            self.accept.learn(score, depth <= outcome.followed)
+        for depth, score in enumerate(self._scores[: min(outcome.num_expanded + 1, outcome.depth)], start=1):
+            self.accept.learn(score, depth <= outcome.num_expanded)
         self.accept.advance()
-        self._scores.clear()
-
-    def state(self) -> dict[str, Any]:
-        return {"confidence": self.confidence, "accept": self.accept.state(), "random": self._random.bit_generator.state}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.confidence = int(state["confidence"])
-        self.accept.restore(state["accept"])
-        self._random.bit_generator.state = state["random"]
-        self._scores.clear()

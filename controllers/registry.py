@@ -24,9 +24,15 @@ CONTROLLERS: dict[str, Callable[..., Controller]] = {
 
 
 def make_controller(spec: str, seed: int = 0, prior: CalibrationPrior | None = None) -> Controller:
-    """A controller from ``name`` or ``name:key=value,...``; :class:`EESDError` names what is not known.
+    """Make a controller.
 
-    ``prior`` is what those that calibrate know before the first round; without it they take the default.
+    Args:
+        spec: ``name`` or ``name:key=value,...``.
+        seed: Of its random generator.
+        prior: Calibration prior of the exit head, for the controllers that calibrate. None: the default prior.
+
+    Raises:
+        EESDError: The name, an option or a value is not known.
     """
     name, _, rest = spec.partition(":")
     if name not in CONTROLLERS:

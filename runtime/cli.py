@@ -3,29 +3,33 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
+from rich.console import Console
+from rich.table import Table
 
-from eesd.common.cli import one_line_errors
+from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.controllers import CONTROLLERS
-from eesd.runtime import report
-from eesd.runtime.compare import compare
+from eesd.runtime.compare import Comparison, compare
+from eesd.runtime.controller_state import load_controller_state, save_controller_state
 from eesd.runtime.decoding.sampling import METHODS, Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import BACKENDS
 from eesd.runtime.llm import LLM, Prompt, Speculation, load
 
-HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
+AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
+LEARNED = "Start with what the controller learned in FILE, if it exists; save it there at the end."
 
 
-@click.command(context_settings=HELP)
+@cli.command()
 @click.option("--engine-dir", type=click.Path(path_type=Path), required=True, help="Directory made by eesd-export.")
 @click.option("-p", "--prompt", "prompts", multiple=True, help="Prompt; may be given several times. - reads stdin.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Text file (one prompt) or .jsonl (one a line).")
-@click.option("--chat", is_flag=True, help="Prompts are chat messages; without one, talk on the terminal.")
+@click.option("--chat", is_flag=True, help="Prompts are chat messages. Without a prompt: chat on the terminal.")
 @click.option("-n", "--max-new-tokens", type=int, default=256)
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, help="0 is off.")
@@ -35,22 +39,22 @@ HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 @click.option("--seed", type=int, default=0)
 @click.option("--sampling", "method", type=click.Choice(METHODS), default="coupled", help="How drafts are verified.")
 @click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
-@click.option("--ignore-eos", is_flag=True, help="Go on at EOS (for measuring).")
+@click.option("--ignore-eos", is_flag=True, help="Do not stop at EOS (for measuring).")
 @click.option("--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4.")
-@click.option("--tree-width", type=int, default=1, help="Nodes of a level of the token tree; 1 drafts a chain.")
-@click.option("--tree-budget", is_flag=True, help="Verify what is worth it of all that the draft proposes.")
-@click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not even loaded.")
+@click.option("--controller-state", type=click.Path(path_type=Path), metavar="FILE", help=LEARNED)
+@click.option("--tree-width", type=int, default=1, help="Nodes of a level of the draft tree; 1 drafts a chain.")
+@click.option("--tree-budget", is_flag=True, help="Verify only the candidates that are worth their place.")
+@click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded.")
 @click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding.")
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="auto: torch if it sees a GPU, else ort.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", help=AUTO)
 @click.option("--threads", type=int, help="CPU threads of an engine.  [default: the processors of this process]")
-@click.option("--verify", is_flag=True, help="Hash the engine's files again before loading.")
+@click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")
 @click.option("--show-drafts", is_flag=True, help="Colour the tokens that were drafted (on a terminal).")
-@click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; speed-up and equality.")
+@click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; show speed-up and equality.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt.")
 @click.option("--stats/--no-stats", default=True, help="Table of statistics on stderr.")
-@one_line_errors
 def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> None:
-    """Generate text with the engines of a directory: with torch on a GPU, if it sees one, else with ONNX Runtime on the CPU."""
+    """Generate text with the engines of a directory."""
     sampling = Sampling(
         temperature=options["temperature"],
         top_k=options["top_k"],
@@ -60,8 +64,10 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
         seed=options["seed"],
         method=options["method"],
     )
-    if options["comparing"] and options["no_draft"]:
-        raise EESDError("--compare needs drafting; leave --no-draft out.")
+    learned: Path | None = options["controller_state"]
+    for given, name in ((options["comparing"], "--compare"), (learned, "--controller-state")):
+        if given and options["no_draft"]:
+            raise EESDError(f"{name} needs drafting; leave --no-draft out.")
     names = ("controller", "tree_width", "seed", "tree_budget")
     speculation = Speculation(guard=not options["no_guard"], **{name: options[name] for name in names})
     llm = load(
@@ -71,23 +77,21 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
         threads=options["threads"],
         verify_hashes=options["verify"],
     )
-    if options["chat"] and not prompts and prompt_file is None and sys.stdin.isatty():
-        _talk(llm, sampling, options)
-        return
-    for prompt in read_prompts(prompts, prompt_file, options["chat"]):
-        if options["comparing"]:
-            comparison = compare(llm, prompt, sampling, options["max_new_tokens"], options["stop"], options["ignore_eos"])
-            report.show_comparison(comparison, options["as_json"])
-        elif options["as_json"]:
-            _run_json(llm, prompt, sampling, options)
+    if learned is not None and learned.exists():
+        load_controller_state(llm, learned)
+    try:
+        if options["chat"] and not prompts and prompt_file is None and sys.stdin.isatty():
+            _chat(llm, sampling, options)
         else:
-            _, stats = _run_streaming(llm, prompt, sampling, options)
-            if options["stats"]:
-                report.show_stats(stats, llm)
+            for prompt in read_prompts(prompts, prompt_file, options["chat"]):
+                _run(llm, prompt, sampling, options)
+    finally:
+        if learned is not None:
+            save_controller_state(llm, learned)
 
 
 def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:
-    """Prompts from the options, a file, or stdin; as chat messages when asked for."""
+    """Prompts from the options, a file, or stdin; with ``chat`` as chat messages."""
     found: list[Any] = [_text_of(sys.stdin, "stdin") if text == "-" else text for text in prompts]
     if file is not None:
         with file.open(encoding="utf-8") as stream:
@@ -112,7 +116,7 @@ def _text_of(stream: TextIO, name: str) -> str:
 
 
 def _json_lines(text: str, file: Path) -> list[Any]:
-    """Each line a string, or an object with ``prompt`` (text or token ids) or ``messages``."""
+    """Each line is a string, or an object with ``prompt`` (text or token ids) or ``messages``."""
     prompts = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -129,8 +133,21 @@ def _json_lines(text: str, file: Path) -> list[Any]:
     return prompts
 
 
-def _run_streaming(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) -> tuple[str, Stats]:
-    """Print text as it comes; the whole text and the statistics."""
+def _run(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) -> None:
+    """Generate from one prompt, in the form that the options ask for."""
+    if options["comparing"]:
+        comparison = compare(llm, prompt, sampling, options["max_new_tokens"], options["stop"], options["ignore_eos"])
+        _show_comparison(comparison, options["as_json"])
+    elif options["as_json"]:
+        _print_json(llm, prompt, sampling, options)
+    else:
+        _, stats = _stream(llm, prompt, sampling, options)
+        if options["stats"]:
+            _show_stats(stats, llm)
+
+
+def _stream(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) -> tuple[str, Stats]:
+    """Print text as it comes. Returns the whole text and the statistics."""
     stream = llm.stream(
         prompt,
         sampling,
@@ -146,12 +163,12 @@ def _run_streaming(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[s
             click.echo()
             return "".join(text), end.value[1]
         text.append(piece.text)
-        coloured = click.style(piece.text, fg="green") if options["show_drafts"] and piece.drafted else piece.text
+        coloured = click.style(piece.text, fg="green") if options["show_drafts"] and piece.from_draft else piece.text
         click.echo(coloured, nl=False)
         sys.stdout.flush()
 
 
-def _run_json(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) -> None:
+def _print_json(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) -> None:
     completion = llm.generate(
         prompt,
         sampling,
@@ -169,7 +186,7 @@ def _run_json(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, A
     click.echo(json.dumps(result, ensure_ascii=False))
 
 
-def _talk(llm: LLM, sampling: Sampling, options: dict[str, Any]) -> None:
+def _chat(llm: LLM, sampling: Sampling, options: dict[str, Any]) -> None:
     """A conversation on the terminal, until end of input."""
     messages: list[dict[str, str]] = []
     while True:
@@ -180,10 +197,76 @@ def _talk(llm: LLM, sampling: Sampling, options: dict[str, Any]) -> None:
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})
-        text, stats = _run_streaming(llm, messages, sampling, options)
+        text, stats = _stream(llm, messages, sampling, options)
         messages.append({"role": "assistant", "content": text})
         if options["stats"]:
-            report.show_stats(stats, llm)
+            _show_stats(stats, llm)
+
+
+def _show_stats(stats: Stats, llm: LLM) -> None:
+    """A small table on stderr."""
+    table = Table(show_header=False)
+    for name, value in _rows(stats, llm):
+        table.add_row(name, value)
+    Console(stderr=True, markup=False).print(table)
+
+
+def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
+    speed = f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s"
+    rows = [
+        ("prompt", f"{stats.prompt_tokens} tokens in {stats.prefill_seconds * 1e3:.0f} ms"),
+        ("generated", speed),
+    ]
+    if stats.drafting_rounds:
+        pairs = zip(stats.accepted_at_depth, stats.verified_at_depth, strict=True)
+        by_depth = [f"{accepted / judged:.2f}" for accepted, judged in pairs if judged]
+        rows += [
+            ("rounds", f"{stats.rounds}, {stats.tokens_per_round:.2f} tokens each"),
+            ("draft tokens", f"{stats.draft_tokens}, accepted {stats.accepted_tokens}"),
+            ("acceptance", f"{stats.acceptance:.2f}, by depth {' '.join(by_depth[:8])}"),
+            ("time", _shares(stats)),
+        ]
+    if stats.guard_pauses:
+        rows.append(("guard", f"drafting paused {stats.guard_pauses} times: it was slower than plain decoding"))
+    if llm.speculation is not None and not llm.manifest.exit_head.trained:
+        rows.append(("exit head", "untrained: acceptance is low until it is trained with eesd-distill"))
+    return rows
+
+
+def _shares(stats: Stats) -> str:
+    total = stats.decode_seconds or 1.0
+    parts = (("draft", stats.draft_seconds), ("verify", stats.verify_seconds), ("host", stats.host_seconds))
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts)
+
+
+def _show_comparison(comparison: Comparison, as_json: bool) -> None:
+    """Text, speeds, speed-up, and whether the tokens are equal; with ``as_json`` one JSON object."""
+    divergence = comparison.divergence
+    if as_json:
+        result = {
+            "speedup": comparison.speedup,
+            "equal": divergence is None,
+            "divergence": asdict(divergence) if divergence else None,
+            "plain": comparison.plain.to_dict(),
+            "drafting": comparison.drafting.to_dict(),
+        }
+        click.echo(json.dumps(result))
+        return
+    click.echo(comparison.text)
+    table = Table("", "tokens/s", "tokens a round", "acceptance")
+    for name, stats in (("plain", comparison.plain), ("drafting", comparison.drafting)):
+        acceptance = f"{stats.acceptance:.2f}" if stats.drafting_rounds else ""
+        table.add_row(name, f"{stats.tokens_per_second:.1f}", f"{stats.tokens_per_round:.2f}", acceptance)
+    table.add_row("speed-up", f"{comparison.speedup:.2f}x", "", "")
+    Console(stderr=True).print(table)
+    if divergence is None:
+        click.echo(f"tokens are equal ({comparison.plain.new_tokens})", err=True)
+    else:
+        click.echo(
+            f"tokens differ from new token {divergence.index} on ({divergence.plain_token} without drafting, "
+            f"{divergence.drafting_token} with), logit gap {divergence.logit_gap:.2e}",
+            err=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Python API: ``eesd.load(engine_dir)``, then ``generate``, ``stream``, or sessions of one's own."""
+"""The Python API: ``eesd.load(engine_dir)``, then ``generate``, ``stream``, or sessions that the caller drives."""
 
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -24,9 +24,16 @@ Prompt = str | Sequence[Message] | Sequence[int]
 
 @dataclass(frozen=True)
 class Speculation:
-    """How an :class:`LLM` drafts: who decides how far (see ``eesd.controllers``), the width of the token tree's levels
-    (1: a chain), whether the guard rests drafting when it does not pay, and whether a :class:`TreeBudget` chooses what is
-    verified of all that the draft proposes: a chain then gets second choices, a tree loses what is not worth its place."""
+    """How an :class:`LLM` drafts.
+
+    Attributes:
+        controller: Decides how far to draft: a name and options for :func:`eesd.controllers.make_controller`.
+        tree_width: Nodes of a level of the draft tree; 1 drafts a chain.
+        guard: Whether to pause drafting while it is slower than plain decoding.
+        seed: Of the controller's random generator.
+        tree_budget: Whether to verify only the candidates that are worth their place: a chain then gets second candidates, a
+            tree loses unlikely nodes.
+    """
 
     controller: str = "cost-aware-ts"
     tree_width: int = 1
@@ -37,13 +44,17 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one token of a stream brought: its text (may be empty), and whether it was drafted or the verifier's own.
+    """One token of a stream.
 
-    ``token`` is None in a last piece that only brings text held back for a stop string that did not come."""
+    Attributes:
+        text: The text that became certain with it; may be empty.
+        token: Its id. None in a last piece, whose text was held back for a stop string that did not come.
+        from_draft: Whether the draft proposed it. False: it is the verifier's bonus token.
+    """
 
     text: str
     token: int | None
-    drafted: bool
+    from_draft: bool
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class _Workspace:
-    """A kv_cache and the engines bound to it; reused from request to request, so nothing is bound twice."""
+    """A KV cache and the engines bound to it. Requests reuse it, so nothing is bound twice."""
 
     kv_cache: KVCache
     verify: Binding
@@ -75,8 +86,15 @@ def load(
 ) -> "LLM":
     """Open an engine directory that ``eesd-export`` wrote.
 
-    ``speculation=None`` loads no draft engine: plain decoding with no overhead. ``threads`` defaults to the physical cores;
-    ``verify_hashes`` re-hashes every file first. Raises :class:`EESDError` when the directory cannot be used.
+    Args:
+        engine_dir: The directory.
+        backend: ``auto``, ``tensorrt``, ``ort`` or ``torch``.
+        speculation: How to draft. None: do not load the draft engine, decode plainly without any overhead.
+        threads: CPU threads of an engine; default: the processors of this process, one fewer if there are more than four.
+        verify_hashes: Hash every file first.
+
+    Raises:
+        EESDError: The directory cannot be used.
     """
     directory = Path(engine_dir)
     manifest = load_manifest(directory)
@@ -87,9 +105,14 @@ def load(
 
 
 class LLM:
-    """A model ready to generate. Not for several threads at once: serve requests from one, or load once for each.
+    """A model ready to generate. Not thread-safe: serve requests from one thread, or load the model once for each.
 
-    The controller and the guard live as long as the LLM: what one request taught them helps the next.
+    The controller and the guard live as long as the LLM: what they learned from one request helps the next.
+
+    Attributes:
+        manifest: The engine directory's manifest.
+        engines: The verify engine and the draft engine, to bind to other KV caches.
+        controller, guard, budget: What decides about drafting; None where it is not used.
     """
 
     def __init__(
@@ -106,29 +129,35 @@ class LLM:
         self.guard: Guard | None = None
         self.budget: TreeBudget | None = None
         self.engines = engines
-        """Both engines, to bind to KV caches of one's own."""
         self._codec: TextCodec | None = None
         self._idle: list[_Workspace] = []
         if speculation is not None:
-            self._check(speculation)
-            self.controller = make_controller(speculation.controller, speculation.seed, manifest.exit_head.calibration)
+            widest = min(manifest.draft_top_k, manifest.max_tree_nodes)
+            if not 1 <= speculation.tree_width <= widest:
+                raise EESDError(f"tree_width is {speculation.tree_width}; this engine allows 1 to {widest}.")
+            prior = manifest.exit_head.calibration
+            self.controller = make_controller(speculation.controller, speculation.seed, prior)
             self.guard = Guard() if speculation.guard else None
-            self.budget = TreeBudget(prior=manifest.exit_head.calibration) if speculation.tree_budget else None
+            self.budget = TreeBudget(prior=prior) if speculation.tree_budget else None
 
-    def _check(self, speculation: Speculation) -> None:
-        widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
-        if not 1 <= speculation.tree_width <= widest:
-            raise EESDError(f"tree_width is {speculation.tree_width}; this engine allows 1 to {widest}.")
+    def with_speculation(self, speculation: Speculation | None) -> "LLM":
+        """An LLM that drafts in another way with the engines and KV caches of this one. Nothing is loaded again.
+
+        Its controller and guard are new. Use both LLMs from the same thread. Raises :class:`EESDError` for an invalid width.
+        """
+        other = LLM(self.directory, self.manifest, self.engines, speculation)
+        other._idle = self._idle
+        return other
 
     @property
     def codec(self) -> TextCodec:
-        """Tokenizer and chat template, loaded when first needed."""
+        """Tokenizer and chat template, loaded when first used."""
         if self._codec is None:
             self._codec = TextCodec(self.directory)
         return self._codec
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text, of chat messages (``{"role": ..., "content": ...}``), or of token ids as they are."""
+        """Token ids of a text or of chat messages (``{"role": ..., "content": ...}``). Token ids are returned unchanged."""
         if isinstance(prompt, str):
             return self.codec.encode(prompt)
         tokens = [int(item) for item in prompt if isinstance(item, Integral)]
@@ -147,7 +176,7 @@ class LLM:
         draft: bool = True,
         ignore_eos: bool = False,
     ) -> Iterator[Session]:
-        """A :class:`Session` to drive round by round; its cache goes back to the LLM at the end of the ``with`` block."""
+        """A :class:`Session` that the caller drives round by round. Its cache returns to the LLM after the ``with`` block."""
         workspace = self._idle.pop() if self._idle else self._new_workspace()
         workspace.kv_cache.reset()
         manifest = self.manifest
@@ -165,9 +194,8 @@ class LLM:
             if self.budget:
                 self.budget.begin_request()
         try:
-            tokens = self.encode(prompt)
             yield Session(
-                tokens,
+                self.encode(prompt),
                 workspace.kv_cache,
                 workspace.verify,
                 drafter,
@@ -195,8 +223,19 @@ class LLM:
     ) -> Completion:
         """Generate until EOS, a stop string, ``max_new_tokens``, or the end of the cache.
 
-        ``draft=False`` decodes plainly. The tokens are the same either way: always when greedy or ``coupled``, in
-        distribution with ``rejection``. Raises :class:`EESDError` for a prompt or options that cannot be used.
+        The tokens are the same with and without drafting: always when greedy or ``coupled``, in distribution with
+        ``rejection``.
+
+        Args:
+            prompt: Text, chat messages, or token ids.
+            sampling: Default: greedy.
+            max_new_tokens: Most tokens to generate.
+            stop: Strings to stop before.
+            draft: False decodes plainly.
+            ignore_eos: Do not stop at EOS.
+
+        Raises:
+            EESDError: The prompt or an option cannot be used.
         """
         stream = self.stream(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, draft=draft, ignore_eos=ignore_eos)
         pieces = []
@@ -218,7 +257,7 @@ class LLM:
         draft: bool = True,
         ignore_eos: bool = False,
     ) -> Generator[Piece, None, tuple[str, Stats]]:
-        """As :meth:`generate`, piece by piece as rounds are committed.
+        """Like :meth:`generate`, but yield each token when its round is committed.
 
         Text comes in whole characters. The generator's return value is (finish_reason, :class:`Stats`).
         """
@@ -228,10 +267,10 @@ class LLM:
                 text = TextStream(self.codec, session.tokens, stop)
             while session.finish_reason is None:
                 result = session.step()
-                for token, drafted in zip(result.tokens, result.drafted, strict=True):
-                    yield Piece(text.push(token) if text else "", token, drafted)
+                for index, token in enumerate(result.tokens):
+                    yield Piece(text.push(token) if text else "", token, index < result.num_accepted)
                     if text and text.stopped:
                         return "stop", session.stats
-            if text and (rest := text.finish()):
-                yield Piece(rest, None, False)
+            if text and (held := text.finish()):
+                yield Piece(held, None, False)
             return session.finish_reason, session.stats

@@ -1,4 +1,4 @@
-"""Text in, text out: tokenizer, chat template, and streaming that never shows half a character or a stop string."""
+"""Text in, text out: tokenizer, chat template, and streaming that never shows half a character or part of a stop string."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from eesd.common.errors import EESDError
 
 Message = Mapping[str, Any]
 HALF = "\ufffd"
-"""What incomplete bytes of a character decode to."""
+"""Incomplete bytes of a character decode to this."""
 
 
 class TextCodec:
@@ -25,7 +25,7 @@ class TextCodec:
             raise EESDError(f"{directory} has no tokenizer.json; give token ids, or export from a model that has one.")
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # its errors are plain Exceptions
+        except Exception as error:  # the library raises plain Exceptions
             raise EESDError(f"{path} cannot be read ({error}); export the model again.") from None
         config = directory / "tokenizer_config.json"
         try:
@@ -42,11 +42,11 @@ class TextCodec:
         text = prompt if isinstance(prompt, str) else self.render(prompt)
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)).ids)
-        except TypeError:  # what the tokenizer says of lone surrogates, which stand for bytes that were not UTF-8
+        except TypeError:  # the tokenizer raises this for lone surrogates, which stand for bytes that were not UTF-8
             raise EESDError("The prompt is not valid Unicode text; give it as UTF-8.") from None
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Chat messages as the text that the model was trained to continue."""
+        """Chat messages as text, by the model's chat template."""
         if self.chat_template is None:
             raise EESDError("This model has no chat template; give a plain prompt.")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -55,7 +55,7 @@ class TextCodec:
         try:
             template = environment.from_string(self.chat_template)
             return template.render(messages=list(messages), add_generation_prompt=True, **special)
-        except Exception as error:  # a template is a program of the model's authors: it may fail in any way
+        except Exception as error:  # a template is a program: it may fail in any way
             raise EESDError(f"The chat template refuses these messages: {error}.") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -63,14 +63,14 @@ class TextCodec:
 
 
 def _default_template(template: Any) -> str | None:
-    """``chat_template`` of a tokenizer's configuration: one template, or several by name."""
+    """The template in a tokenizer's configuration, which has one, or several by name."""
     if isinstance(template, list):
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     return None if template is None else str(template)
 
 
 def _content(token: Any) -> str:
-    """A special token, stored as text or as an object."""
+    """A special token, which is stored as text or as an object."""
     return str(token["content"]) if isinstance(token, dict) else str(token or "")
 
 
@@ -79,10 +79,10 @@ def _raise_exception(message: str) -> None:
 
 
 class _CharacterStream:
-    """Tokens to whole characters: the last tokens are decoded together, since what one means depends on those before it.
+    """Turns tokens into whole characters. It decodes the last tokens together: a token's text depends on the ones before it.
 
-    Unlike the ``DecodeStream`` of tokenizers it shows what stands before half a character, does not show a prompt that ends in
-    one again, and takes bytes that are no text for what they are instead of raising.
+    Unlike the ``DecodeStream`` of tokenizers it shows the text before half a character, does not repeat a prompt that ends in
+    half a character, and does not raise for bytes that are not text.
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class _CharacterStream:
         text = self._decode(self._window)
         whole = text.rstrip(HALF)
         fresh = whole[len(self._shown) :]
-        if fresh and whole == text:  # all is shown: from here on the newest tokens are context enough
+        if fresh and whole == text:  # everything is shown: from here on the newest tokens are enough context
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._shown = self._decode(self._window)
@@ -107,8 +107,8 @@ class _CharacterStream:
 class TextStream:
     """Turns tokens into text as they come.
 
-    ``push`` gives the text that is certain: whole characters, and nothing that may turn out to be the beginning of a stop
-    string. When a stop string completes, ``stopped`` is set and the text ends before it.
+    ``push`` returns the text that is certain: whole characters that cannot be the beginning of a stop string. When a stop
+    string is complete, ``stopped`` is set, and the text ends before it.
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int], stop: Sequence[str]) -> None:

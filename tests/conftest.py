@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from support import distilling, tiny_models
 from support.bundled import EXAMPLE
 from support.command import add_tokenizer, export_engine
-from support.harness import Rig
+from support.harness import Harness
 from support.tiny_checkpoints import FAMILIES, build
 
 from eesd.export import engine_dir
@@ -37,27 +37,27 @@ def traced_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
     """Engines of a three-layer model with 97 tokens."""
     directory = tmp_path_factory.mktemp("main")
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
-    return Rig(tiny_models.export_tiny(model, directory / "plans", slots=384))
+    return Harness(tiny_models.export_tiny(model, directory / "plans", slots=384))
 
 
 @pytest.fixture(scope="session")
-def rig_of_two_blocks(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+def two_block_harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
     """Engines of a four-layer model whose exit head has two blocks."""
     directory = tmp_path_factory.mktemp("blocks")
     model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
-    return Rig(tiny_models.export_tiny(model, directory / "plans", slots=384, blocks=2))
+    return Harness(tiny_models.export_tiny(model, directory / "plans", slots=384, blocks=2))
 
 
 @pytest.fixture(scope="session")
-def five(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+def five_token_harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
     """Engines of a model with five tokens: few enough to enumerate every outcome."""
     directory = tmp_path_factory.mktemp("five")
     model = tiny_models.build(directory / "model", 5, layers=3, damping=0.5, seed=0)
-    return Rig(tiny_models.export_tiny(model, directory / "plans", slots=64))
+    return Harness(tiny_models.export_tiny(model, directory / "plans", slots=64))
 
 
 @pytest.fixture(scope="session")

@@ -151,7 +151,7 @@ def test_compare_finds_a_difference(engine: Path, api: LLM, monkeypatch: pytest.
     monkeypatch.setattr(LLM, "generate", generate)
     [found] = objects(engine, "-p", PROMPT, "--ignore-eos", "--compare")
     divergence = found["divergence"]
-    assert (divergence["index"], divergence["plain_token"], divergence["drafted_token"]) == (4, tokens[4], other[4])
+    assert (divergence["index"], divergence["plain_token"], divergence["drafting_token"]) == (4, tokens[4], other[4])
     assert found["equal"] is False and divergence["logit_gap"] > 0
     result = succeed(main, "--engine-dir", engine, "-p", PROMPT, "-n", COUNT, "--ignore-eos", "--compare")
     assert f"tokens differ from new token 4 on ({tokens[4]} without drafting, {other[4]} with)" in result.stderr

@@ -1,4 +1,4 @@
-"""Controllers by themselves: what they decide, what they learn, and that they go on from a stored state."""
+"""Controllers alone: what they decide, what they learn, and that they continue from a saved state."""
 
 import json
 
@@ -34,7 +34,7 @@ def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
     for number in range(count):
         if number % 20 == 0:
             controller.begin_request()
-        depth, path, more = 0, 1.0, controller.length_ahead() != 0
+        depth, path, more = 0, 1.0, controller.begin_round(1) != 0
         while more and depth < 12:
             depth += 1
             probability, margin, entropy = random.random(3).tolist()
@@ -42,7 +42,7 @@ def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
             more = controller.keep_drafting(DraftStep(depth, probability, path, 4 * entropy, 5 * margin, depth))
             decisions.append(more)
         accepted = int(random.integers(0, depth + 1))
-        controller.observe(RoundOutcome(depth, accepted, 0.01 * depth, 0.02 + 0.001 * depth, depth, depth, accepted))
+        controller.observe(outcome(depth, accepted, 0.01, 0.02 + 0.001 * depth))
     return decisions
 
 
@@ -60,7 +60,7 @@ def test_state_goes_through_json(spec: str) -> None:
     controller = make_controller(spec, seed=5)
     rounds(controller, 20, seed=0)
     stored = json.dumps(controller.state())
-    other = make_controller(spec.partition(":")[0], seed=99)
+    other = make_controller(spec, seed=99)
     other.restore(json.loads(stored))
     assert json.dumps(other.state()) == stored
     assert rounds(other, 50, seed=1) == rounds(controller, 50, seed=1)
@@ -76,6 +76,24 @@ def test_stored_state_does_not_change_with_the_controller(spec: str) -> None:
     assert json.dumps(state) == stored
 
 
+DAMAGE = [None, [], {}, {"unknown": 1}]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_damaged_state_is_refused(spec: str) -> None:
+    """Every value of a state, replaced by something else, is refused or makes a controller that still works."""
+    learned = make_controller(spec, seed=5)
+    rounds(learned, 40, seed=0)
+    state = learned.state()
+    for damaged in DAMAGE[: None if state else 2]:
+        with pytest.raises(ValueError, match="must have the entries"):
+            make_controller(spec).restore(damaged)
+    for name in state:
+        for value in (None, "x", [1], {"a": 1}, float("nan"), True, {**state, name: ...}):
+            with pytest.raises(ValueError, match=r"must|is no|not"):
+                make_controller(spec).restore(state | {name: value})
+
+
 def test_every_controller_is_tested_here() -> None:
     assert {spec.partition(":")[0] for spec in SPECS} == set(CONTROLLERS)
 
@@ -84,9 +102,17 @@ def step(depth: int, probability: float = 0.5, margin: float = 1.0, entropy: flo
     return DraftStep(depth, probability, probability**depth, entropy, margin, depth)
 
 
-def outcome(drafted: int, accepted: int, draft_seconds: float = 0.1, verify_seconds: float = 1.0) -> RoundOutcome:
-    """Of a chain whose steps cost ``draft_seconds`` each."""
-    return RoundOutcome(drafted, accepted, drafted * draft_seconds, verify_seconds, drafted, drafted, accepted)
+def outcome(steps: int, accepted: int, draft_seconds: float = 0.1, verify_seconds: float = 1.0) -> RoundOutcome:
+    """A round of a chain whose steps cost ``draft_seconds`` each."""
+    return RoundOutcome(
+        steps=steps,
+        draft_seconds=steps * draft_seconds,
+        depth=steps,
+        nodes=steps,
+        verify_seconds=verify_seconds,
+        accepted=accepted,
+        num_expanded=accepted,
+    )
 
 
 def test_fixed_drafts_k_tokens() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.harness import FIRST_SLOTS, RandomStop, RestUntil, Rig, finish, generated, recording_drafts
+from support.harness import FIRST_SLOTS, Harness, PauseUntil, RandomStop, finish, generated, recording_drafts
 from support.lossless_checks import (
     GREEDY,
     PROMPTS,
@@ -15,7 +15,7 @@ from support.lossless_checks import (
     check_cache,
     check_same_tokens,
     check_tree_drafts,
-    drafted_tree,
+    drafted_logits,
 )
 
 import eesd
@@ -35,38 +35,38 @@ def controller(spec: str) -> Controller:
 @pytest.mark.parametrize("spec", CONTROLLERS)
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_same_tokens(rig: Rig, name: str, width: int, spec: str) -> None:
+def test_same_tokens(harness: Harness, name: str, width: int, spec: str) -> None:
     totals = Counter[str]()
     for prompt in PROMPTS:
-        stats = check_same_tokens(rig, prompt, SAMPLINGS[name], controller(spec), width)
-        totals.update(accepted=stats.accepted, judged=sum(stats.offered_at_depth))
+        stats = check_same_tokens(harness, prompt, SAMPLINGS[name], controller(spec), width)
+        totals.update(accepted=stats.accepted_tokens, judged=sum(stats.verified_at_depth))
     assert 0 < totals["accepted"] < totals["judged"], "acceptance and rejection must both occur"
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_exit_head_of_two_blocks(rig_of_two_blocks: Rig, name: str, width: int) -> None:
-    rig = rig_of_two_blocks
-    assert rig.manifest.exit_head.blocks == 2 and rig.manifest.num_caches == 6
-    stats = check_same_tokens(rig, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
-    assert stats.accepted
-    check_cache(rig, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
+def test_exit_head_of_two_blocks(two_block_harness: Harness, name: str, width: int) -> None:
+    harness = two_block_harness
+    assert harness.manifest.exit_head.blocks == 2 and harness.manifest.num_caches == 6
+    stats = check_same_tokens(harness, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
+    assert stats.accepted_tokens
+    check_cache(harness, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_cache_is_that_of_a_prefill(rig: Rig, name: str, width: int) -> None:
-    check_cache(rig, PROMPTS[2], SAMPLINGS[name], controller("fixed:k=4"), width)
+def test_cache_is_that_of_a_prefill(harness: Harness, name: str, width: int) -> None:
+    check_cache(harness, PROMPTS[2], SAMPLINGS[name], controller("fixed:k=4"), width)
 
 
 @pytest.mark.parametrize("width", [2, 3])
-def test_tree_drafts_as_its_chains_would(rig: Rig, width: int) -> None:
-    check_tree_drafts(rig, PROMPTS[2], width)
+def test_tree_drafts_as_its_chains_would(harness: Harness, width: int) -> None:
+    check_tree_drafts(harness, PROMPTS[2], width)
 
 
-def test_python_api(rig: Rig) -> None:
-    llm = eesd.load(rig.directory, threads=1, speculation=Speculation("beta-ts", tree_width=2, guard=True))
-    plain = eesd.load(rig.directory, threads=1, speculation=None)
+def test_python_api(harness: Harness) -> None:
+    llm = eesd.load(harness.directory, threads=1, speculation=Speculation("beta-ts", tree_width=2, guard=True))
+    plain = eesd.load(harness.directory, threads=1, speculation=None)
     for sampling in SAMPLINGS.values():
         expected = plain.generate(PROMPTS[0], sampling, max_new_tokens=50)
         assert expected.stats.drafting_rounds == 0
@@ -77,29 +77,29 @@ def test_python_api(rig: Rig) -> None:
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 17])
-def test_max_new_tokens_is_exact(rig: Rig, new_tokens: int, width: int) -> None:
-    longer = generated(rig.session(PROMPTS[0], new_tokens=30))
-    session = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=8"), width, new_tokens=new_tokens)
+def test_max_new_tokens_is_exact(harness: Harness, new_tokens: int, width: int) -> None:
+    longer = generated(harness.session(PROMPTS[0], new_tokens=30))
+    session = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=8"), width, new_tokens=new_tokens)
     assert generated(session) == longer[:new_tokens]
     assert session.finish_reason == "length"
-    assert session.stats.new_tokens == session.stats.accepted + session.stats.rounds == new_tokens
+    assert session.stats.new_tokens == session.stats.accepted_tokens + session.stats.rounds == new_tokens
     with pytest.raises(EESDError, match="finished"):
         session.step()
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_statistics_add_up(rig: Rig, width: int) -> None:
-    session = rig.session(PROMPTS[0], SAMPLINGS["T1"], controller("random"), width, new_tokens=60)
+def test_statistics_add_up(harness: Harness, width: int) -> None:
+    session = harness.session(PROMPTS[0], SAMPLINGS["T1"], controller("random"), width, new_tokens=60)
     rounds, stats = finish(session), session.stats
     assert stats.prompt_tokens == len(PROMPTS[0])
-    assert stats.new_tokens == sum(len(r.tokens) for r in rounds) == stats.accepted + stats.rounds == 60
-    assert stats.rounds == len(rounds) >= stats.drafting_rounds == stats.offered_at_depth[0]
-    assert stats.accepted == sum(sum(r.drafted) for r in rounds) == sum(stats.accepted_at_depth)
-    assert all(not r.drafted[-1] and all(r.drafted[:-1]) for r in rounds)
-    assert stats.drafting_rounds <= stats.draft_steps <= stats.drafted <= stats.draft_steps * width
-    assert stats.acceptance == stats.accepted / sum(stats.offered_at_depth)
+    assert stats.new_tokens == sum(len(r.tokens) for r in rounds) == stats.accepted_tokens + stats.rounds == 60
+    assert stats.rounds == len(rounds) >= stats.drafting_rounds == stats.verified_at_depth[0]
+    assert stats.accepted_tokens == sum(r.num_accepted for r in rounds) == sum(stats.accepted_at_depth)
+    assert all(r.num_accepted == len(r.tokens) - 1 for r in rounds)
+    assert stats.drafting_rounds <= stats.draft_steps <= stats.draft_tokens <= stats.draft_steps * width
+    assert stats.acceptance == stats.accepted_tokens / sum(stats.verified_at_depth)
     assert all(
-        deeper <= accepted for deeper, accepted in zip(stats.offered_at_depth[1:], stats.accepted_at_depth, strict=False)
+        deeper <= accepted for deeper, accepted in zip(stats.verified_at_depth[1:], stats.accepted_at_depth, strict=False)
     )
     assert stats.host_seconds > 0 and stats.draft_seconds > 0 and stats.verify_seconds > 0
     assert json.loads(json.dumps(stats.to_dict()))["tokens_per_round"] == 60 / len(rounds)
@@ -118,60 +118,60 @@ def accepted_token(session: Session) -> int:
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_eos_inside_an_accepted_path(rig: Rig, name: str, width: int) -> None:
+def test_eos_inside_an_accepted_path(harness: Harness, name: str, width: int) -> None:
     sampling = SAMPLINGS[name]
-    eos = accepted_token(rig.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200))
-    plain = rig.session(PROMPTS[0], sampling, new_tokens=200, eos=(96, eos))
-    drafting = rig.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200, eos=(96, eos))
+    eos = accepted_token(harness.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200))
+    plain = harness.session(PROMPTS[0], sampling, new_tokens=200, eos=(96, eos))
+    drafting = harness.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200, eos=(96, eos))
     assert generated(drafting) == generated(plain)
     assert drafting.tokens[-1] == eos and drafting.tokens.count(eos) == 1 + PROMPTS[0].count(eos)
     assert drafting.finish_reason == plain.finish_reason == "stop"
     stats = drafting.stats
-    assert stats.new_tokens == len(drafting.tokens) - len(PROMPTS[0]) < stats.accepted + stats.rounds
+    assert stats.new_tokens == len(drafting.tokens) - len(PROMPTS[0]) < stats.accepted_tokens + stats.rounds
 
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
 @pytest.mark.parametrize("left", [1, 2, 5, 40])
-def test_end_of_the_cache(rig: Rig, left: int, name: str, width: int) -> None:
-    slots = rig.manifest.max_seq_len
+def test_end_of_the_cache(harness: Harness, left: int, name: str, width: int) -> None:
+    slots = harness.manifest.max_seq_len
     prompt = np.random.default_rng(0).integers(0, 97, slots - left).tolist()
-    plain = rig.session(prompt, SAMPLINGS[name], new_tokens=1000)
-    drafting = rig.session(prompt, SAMPLINGS[name], controller("fixed:k=6"), width, new_tokens=1000)
+    plain = harness.session(prompt, SAMPLINGS[name], new_tokens=1000)
+    drafting = harness.session(prompt, SAMPLINGS[name], controller("fixed:k=6"), width, new_tokens=1000)
     assert generated(drafting) == generated(plain)
     assert drafting.finish_reason == plain.finish_reason == "length"
     assert len(drafting.tokens) == slots
     with pytest.raises(EESDError, match="shorten the prompt"):
-        rig.session(drafting.tokens)
+        harness.session(drafting.tokens)
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_cache_grows_on_the_way(rig: Rig, width: int) -> None:
-    workspace = rig.workspace()
-    session = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), width, new_tokens=150, workspace=workspace)
-    assert generated(session) == generated(rig.session(PROMPTS[0], new_tokens=150))
-    assert workspace.kv_cache.slots == 256 and workspace.kv_cache.generation == 2  # 128 slots at a time
-    expected = cache_of(rig.fresh_prefill(session.tokens), session.tokens)
+def test_cache_grows_on_the_way(harness: Harness, width: int) -> None:
+    workspace = harness.workspace()
+    session = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), width, new_tokens=150, workspace=workspace)
+    assert generated(session) == generated(harness.session(PROMPTS[0], new_tokens=150))
+    assert workspace.kv_cache.slots == 256 and workspace.kv_cache.version == 2  # 128 slots at a time
+    expected = cache_of(harness.fresh_prefill(session.tokens), session.tokens)
     np.testing.assert_allclose(cache_of(workspace, session.tokens), expected, rtol=0, atol=1e-4)
 
 
-def test_a_short_text_does_not_pay_for_a_long_one_before_it(rig: Rig) -> None:
-    workspace = rig.workspace()
-    generated(rig.session(PROMPTS[0], new_tokens=150, workspace=workspace))
+def test_a_short_text_does_not_pay_for_a_long_one_before_it(harness: Harness) -> None:
+    workspace = harness.workspace()
+    generated(harness.session(PROMPTS[0], new_tokens=150, workspace=workspace))
     workspace.kv_cache.reset()
     assert workspace.kv_cache.slots == FIRST_SLOTS
-    again = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), new_tokens=150, workspace=workspace)
-    assert generated(again) == generated(rig.session(PROMPTS[0], new_tokens=150))
+    again = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), new_tokens=150, workspace=workspace)
+    assert generated(again) == generated(harness.session(PROMPTS[0], new_tokens=150))
 
 
 @pytest.mark.parametrize("rest", [1, 7, 20])
-def test_drafts_are_as_good_after_plain_rounds(rig: Rig, rest: int) -> None:
+def test_drafts_are_as_good_after_plain_rounds(harness: Harness, rest: int) -> None:
     """The verifier keeps the exit head's cache too, so a draft that rested misses nothing."""
-    rested, logits = recording_drafts(rig.workspace())
-    session = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), guard=RestUntil(rest), workspace=rested)
-    assert not any(any(session.step().drafted) for _ in range(rest)) and not logits
-    always, expected = recording_drafts(rig.workspace())
-    fresh = rig.session(session.tokens, GREEDY, controller("fixed:k=3"), workspace=always)
+    rested, logits = recording_drafts(harness.workspace())
+    session = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), guard=PauseUntil(rest), workspace=rested)
+    assert not any(session.step().num_accepted for _ in range(rest)) and not logits
+    always, expected = recording_drafts(harness.workspace())
+    fresh = harness.session(session.tokens, GREEDY, controller("fixed:k=3"), workspace=always)
     assert session.step() == fresh.step()
     assert logits.keys() == expected.keys() and len(logits) == 3
     for slot, row in logits.items():
@@ -179,10 +179,12 @@ def test_drafts_are_as_good_after_plain_rounds(rig: Rig, rest: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_resting_costs_no_acceptance(rig: Rig, width: int) -> None:
+def test_resting_costs_no_acceptance(harness: Harness, width: int) -> None:
     """Against a run that always drafts: from where both have a round beginning, they go on alike."""
-    always = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), width)
-    rested = rig.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), width, guard=RestUntil(15), workspace=rig.workspace())
+    always = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), width)
+    rested = harness.session(
+        PROMPTS[0], GREEDY, controller("fixed:k=3"), width, guard=PauseUntil(15), workspace=harness.workspace()
+    )
     starts = {}
     for session in (always, rested):
         begun = [len(session.tokens)]
@@ -196,11 +198,11 @@ def test_resting_costs_no_acceptance(rig: Rig, width: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_coupled_tree_accepts_at_least_what_its_chain_would(rig: Rig, seed: int) -> None:
+def test_coupled_tree_accepts_at_least_what_its_chain_would(harness: Harness, seed: int) -> None:
     sampling = replace(SAMPLINGS["T1"], seed=seed)
-    tree = rig.session(PROMPTS[0], sampling, controller("fixed:k=4"), width=3)
+    tree = harness.session(PROMPTS[0], sampling, controller("fixed:k=4"), width=3)
     while tree.finish_reason is None:
-        chain = rig.session(tree.tokens, sampling, controller("fixed:k=4"), workspace=rig.workspace())
+        chain = harness.session(tree.tokens, sampling, controller("fixed:k=4"), workspace=harness.workspace())
         alone, result = chain.step(), tree.step()
         if tree.finish_reason is None:  # the last round has less room
             assert result.tokens[: len(alone.tokens)] == alone.tokens
@@ -222,19 +224,20 @@ class Watcher(RandomStop):
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_what_the_controller_is_told(rig: Rig, prompt: list[int], width: int) -> None:
+def test_what_the_controller_is_told(harness: Harness, prompt: list[int], width: int) -> None:
     """Each step's figures are those of the best node of its level, recomputed from the draft's logits at its parent."""
     watcher = Watcher()
-    tree, logits = drafted_tree(rig, prompt, watcher, width)
-    path_probability = {0: 1.0}
-    for node in range(1, len(tree)):
-        q = np.exp(normalize(logits[tree.parents[node]].astype(np.float64)))
-        path_probability[node] = path_probability[tree.parents[node]] * float(q[tree.tokens[node]])
+    tree, logits = drafted_logits(harness, prompt, watcher, width)
+    path_probability = {tree.root: 1.0}
+    for node in tree.nodes[1:]:
+        assert node.parent is not None
+        q = np.exp(normalize(logits[node.parent.index].astype(np.float64)))
+        path_probability[node] = path_probability[node.parent] * float(q[node.token])
     assert [step.depth for step in watcher.steps] == [1, 2, 3]
     for step in watcher.steps:
-        best = max((n for n in range(len(tree)) if tree.depths[n] == step.depth), key=path_probability.__getitem__)
-        parent = tree.parents[best]
-        q = np.exp(normalize(logits[parent].astype(np.float64)))
+        best = max((node for node in tree.nodes if node.depth == step.depth), key=path_probability.__getitem__)
+        assert best.parent is not None
+        q = np.exp(normalize(logits[best.parent.index].astype(np.float64)))
         assert step.path_probability == pytest.approx(path_probability[best], rel=1e-4)
-        assert step.probability == pytest.approx(path_probability[best] / path_probability[parent], rel=1e-4)
+        assert step.probability == pytest.approx(path_probability[best] / path_probability[best.parent], rel=1e-4)
         assert step.entropy == pytest.approx(-(q * np.log(q)).sum(), rel=1e-4)

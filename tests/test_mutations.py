@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import RandomStop, RestUntil, Rig, Wrapped
+from support.harness import Harness, PauseUntil, RandomStop, Wrapped
 from support.lossless_checks import (
     cache_of,
     check_cache,
@@ -25,12 +25,11 @@ from support.lossless_checks import (
 )
 
 from eesd.controllers import make_controller
-from eesd.runtime.decoding import samplers, sampling
-from eesd.runtime.decoding.draft_tree import Growth
+from eesd.runtime.decoding import samplers, sampling, session
+from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import Coupled, Rejection
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Session
-from eesd.runtime.decoding.tree import TokenTree
 from eesd.runtime.engines.base import StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
 
@@ -50,7 +49,7 @@ def mutant(function: Callable[..., Any], old: str, new: str) -> Callable[..., An
     return made
 
 
-def mutate(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, old: str, new: str) -> None:
+def mutate(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str) -> None:
     monkeypatch.setattr(owner, name, mutant(getattr(owner, name), old, new))
 
 
@@ -62,7 +61,7 @@ def caught() -> AbstractContextManager[Any]:
 UNSCALED = ("accept", "p /= p.sum()", "pass")
 NOT_ZEROED = ("accept", "np.where(np.arange(len(p)) == token, 0.0, p)", "p")
 RESIDUAL = "np.maximum(p - q, 0)"
-BONUS_FROM_Q = "self._draw(p if tree.children(node) else self._sampled.get(tree.parents[node], p))"
+BONUS_FROM_Q = "self._draw(p if node.children else self._sampled.get(node.parent, p))"
 
 
 @pytest.mark.parametrize(
@@ -89,24 +88,23 @@ def test_rejection(monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str, 
 def trimming(draft: Callable[..., float]) -> Callable[..., float]:
     """Drops the last drafted token for what it is."""
 
-    def trimmed(self: Session, growth: Growth, drafter: Drafter) -> float:
-        seconds, tree = draft(self, growth, drafter), growth.tree
-        if tree.tokens[-1] in (1, 4):
-            for column in (tree.tokens, tree.parents, tree.depths, tree.logprobs, tree.scores):
-                column.pop()
+    def trimmed(self: Session, tree: DraftTree, drafter: Drafter) -> float:
+        seconds = draft(self, tree, drafter)
+        if tree.nodes[-1].token in (1, 4):
+            tree.nodes.pop().index = -1
         return seconds
 
     return trimmed
 
 
-def test_trimming_by_the_drafted_token(five: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trimming_by_the_drafted_token(five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is wrong with rejection sampling alone: what the others emit does not depend on what was drafted."""
     monkeypatch.setattr(Session, "_draft", trimming(Session._draft))
     with caught():
-        check_joint(five, [3], REJECTION, make_controller("fixed:k=2"), width=1)
-    check_joint(five, [3], replace(REJECTION, method="coupled"), make_controller("fixed:k=2"), width=1)
+        check_joint(five_token_harness, [3], REJECTION, make_controller("fixed:k=2"), width=1)
+    check_joint(five_token_harness, [3], replace(REJECTION, method="coupled"), make_controller("fixed:k=2"), width=1)
     for sampled in (GREEDY, COUPLED):
-        check_same_tokens(five, [3], sampled, make_controller("fixed:k=2"), width=1)
+        check_same_tokens(five_token_harness, [3], sampled, make_controller("fixed:k=2"), width=1)
 
 
 def test_trimming_counterexample() -> None:
@@ -116,13 +114,12 @@ def test_trimming_counterexample() -> None:
     draws = 4000
     for seed in range(draws):
         for trim in zeros:
-            sampler, tree = Rejection(replace(REJECTION, seed=seed)), TokenTree(0)
-            sampler.begin([0])
-            (proposal,) = sampler.propose(tree, 0, StepOutputs(q, None, None), 0, 1)
-            if not (trim and proposal.token == 1):
-                tree.add(proposal.token, 0, proposal.logprob)
-            verdict = sampler.accept(tree, StepOutputs(p))
-            zeros[trim] += (tree.tokens[1] if verdict.path else verdict.token) == 0
+            sampler, tree = Rejection(replace(REJECTION, seed=seed)), DraftTree(0, max_nodes=1)
+            sampler.begin_round([0])
+            proposals = sampler.propose(tree.root, StepOutputs(q), 0, 1)
+            tree.grow([[] if trim and proposals[0].token == 1 else proposals])
+            path, bonus = sampler.accept(tree.root, StepOutputs(p))
+            zeros[trim] += (path[0].token if path else bonus) == 0
     assert zeros[False] / draws == pytest.approx(0.5, abs=0.025)
     assert zeros[True] / draws == pytest.approx(0.55, abs=0.025)
 
@@ -134,12 +131,12 @@ def filters_first(logits: sampling.Logits, options: Sampling) -> sampling.Vector
 
 
 @pytest.mark.parametrize("method", ["coupled", "rejection"])
-def test_temperature_after_top_p(five: Rig, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_temperature_after_top_p(five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     options = Sampling(temperature=0.6, top_p=0.7, method=method)
-    check_joint(five, [3], options, RandomStop(seed=1), width=1)
+    check_joint(five_token_harness, [3], options, RandomStop(seed=1), width=1)
     monkeypatch.setattr(samplers, "warp", filters_first)
     with caught():
-        check_joint(five, [3], options, RandomStop(seed=1), width=1)
+        check_joint(five_token_harness, [3], options, RandomStop(seed=1), width=1)
 
 
 @pytest.mark.parametrize("options", [GREEDY, COUPLED], ids=["greedy", "coupled"])
@@ -148,16 +145,22 @@ def test_temperature_after_top_p(five: Rig, monkeypatch: pytest.MonkeyPatch, met
     ("owner", "name", "old", "new"),
     [
         pytest.param(None, "", "", "", id="none"),
-        pytest.param(HostKVCache, "compact", "part[..., sources, :]", "part[..., targets, :]", id="stale slot"),
-        pytest.param(Session, "_run_verify", "for depth in tree.depths", "for depth in range(len(tree))", id="positions"),
-        pytest.param(TokenTree, "visible", "seen[node] |= seen[parent]", "seen[node, :node] = True", id="mask"),
+        pytest.param(HostKVCache, "compact", "shard[..., sources, :]", "shard[..., targets, :]", id="stale slot"),
+        pytest.param(Session, "_forward", "root + node.depth", "root + node.index", id="positions"),
+        pytest.param(
+            session,
+            "tree_mask",
+            "seen[node.index] |= seen[node.parent.index]",
+            "seen[node.index, : node.index] = True",
+            id="mask",
+        ),
         pytest.param(
             Session, "step", "self._kv_cache.compact(len(self.tokens)", "self._kv_cache.compact(len(self.tokens) - 1", id="root"
         ),
     ],
 )
 def test_tree(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, owner: type | None, name: str, old: str, new: str, width: int, options: Sampling
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str, width: int, options: Sampling
 ) -> None:
     """A compaction that moves nothing or to the wrong place, positions in draft order, siblings that see each other."""
     if owner is not None:
@@ -165,41 +168,41 @@ def test_tree(
         mutate(monkeypatch, owner, name, old, new)
     for check in (check_same_tokens, check_cache):
         with caught() if owner else nullcontext():
-            check(rig, PROMPT, options, make_controller("fixed:k=4"), width)
+            check(harness, PROMPT, options, make_controller("fixed:k=4"), width)
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "old", "new"),
+    ("old", "new"),
     [
-        (Session, "_run_draft", "root + tree.depths[node]", "root + node"),
-        (Session, "_run_draft", "tree.visible(frontier[0])", "tree.visible(frontier[0]) | True"),
+        ("root + node.depth", "root + (node.index if first else node.depth)"),
+        ("tree_mask(nodes, first)", "tree_mask(nodes, first) | (first > 0)"),
     ],
     ids=["positions", "mask"],
 )
-def test_tree_of_the_draft(rig: Rig, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, old: str, new: str) -> None:
-    """They cost acceptance only, so nothing but a look at the draft's logits can tell."""
-    mutate(monkeypatch, owner, name, old, new)
-    check_same_tokens(rig, PROMPT, GREEDY, make_controller("fixed:k=4"), width=2)
+def test_tree_of_the_draft(harness: Harness, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """These cost acceptance only, so nothing but a look at the draft's logits can tell."""
+    mutate(monkeypatch, Session, "_forward", old, new)
+    check_same_tokens(harness, PROMPT, GREEDY, make_controller("fixed:k=4"), width=2)
     with caught():
-        check_tree_drafts(rig, PROMPT, width=2)
+        check_tree_drafts(harness, PROMPT, width=2)
 
 
-def test_noise_that_forgets_the_depth(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, Coupled, "_position", "+ tree.depths[node]", "")
+def test_noise_that_forgets_the_depth(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch, Coupled, "_position", "+ node.depth", "")
     for width in (1, 2):
         with caught():
-            check_same_tokens(rig, PROMPT, COUPLED, make_controller("fixed:k=4"), width)
+            check_same_tokens(harness, PROMPT, COUPLED, make_controller("fixed:k=4"), width)
 
 
-def test_penalty_that_forgets_the_draft(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, samplers._Base, "_penalized", "*drafted", "")
+def test_penalty_that_forgets_the_draft(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch, samplers._Base, "_penalized", "*node.path()", "")
     with caught():
-        check_same_tokens(rig, PROMPT, Sampling(repetition_penalty=1.5), make_controller("fixed:k=4"), width=1)
+        check_same_tokens(harness, PROMPT, Sampling(repetition_penalty=1.5), make_controller("fixed:k=4"), width=1)
 
 
-def test_stale_exit_cache(rig: Rig) -> None:
+def test_stale_exit_cache(harness: Harness) -> None:
     """A verify pass that leaves the exit head's cache as it was: the tokens are right, the next drafts are not."""
-    workspace, exit_cache = rig.workspace(), rig.manifest.geometry.num_layers
+    workspace, exit_cache = harness.workspace(), harness.manifest.geometry.num_layers
     kept: list[Any] = []
 
     def before(_: Sequence[int], __: int) -> None:
@@ -209,21 +212,21 @@ def test_stale_exit_cache(rig: Rig) -> None:
         workspace.kv_cache.data[exit_cache] = kept[0]
 
     stale = replace(workspace, verify=Wrapped(workspace.verify, before, after))
-    session = rig.session(PROMPT, GREEDY, make_controller("fixed:k=4"), guard=RestUntil(8), workspace=stale)
+    running = harness.session(PROMPT, GREEDY, make_controller("fixed:k=4"), guard=PauseUntil(8), workspace=stale)
     for _ in range(8):
-        session.step()
-    fresh = cache_of(rig.fresh_prefill(session.tokens), session.tokens)
-    actual = cache_of(workspace, session.tokens)
+        running.step()
+    fresh = cache_of(harness.fresh_prefill(running.tokens), running.tokens)
+    actual = cache_of(workspace, running.tokens)
     np.testing.assert_allclose(actual[:exit_cache], fresh[:exit_cache], rtol=0, atol=1e-4)
     with caught():
         np.testing.assert_allclose(actual[exit_cache:], fresh[exit_cache:], rtol=0, atol=1e-4)
 
 
-def test_commit_in_pieces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_in_pieces(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason"
     pieces = (
         "self.tokens = [*self.tokens, *result.tokens]\n    self.stats = stats\n    self.finish_reason = result.finish_reason"
     )
     mutate(monkeypatch, Session, "step", line, pieces)
     with caught():
-        check_interrupted_anywhere(lambda: rig.session(PROMPT, controller=make_controller("fixed:k=2"), new_tokens=8), 1)
+        check_interrupted_anywhere(lambda: harness.session(PROMPT, controller=make_controller("fixed:k=2"), new_tokens=8), 1)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from support.harness import RandomStop, Rig
+from support.harness import Harness, RandomStop
 from support.lossless_checks import Joint, check_joint, check_sampler, exact_joint, g_test
 
 from eesd.controllers import Controller, make_controller
@@ -18,13 +18,13 @@ def controller(spec: str) -> Controller:
 
 
 @pytest.mark.parametrize("spec", ["fixed:k=1", "fixed:k=2", "random", "threshold:p=0.27", "beta-ts:alpha=1,beta=1"])
-def test_chain(five: Rig, spec: str) -> None:
-    check_joint(five, PROMPT, PLAIN, controller(spec), width=1)
+def test_chain(five_token_harness: Harness, spec: str) -> None:
+    check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width=1)
 
 
 @pytest.mark.parametrize(("width", "spec"), [(2, "fixed:k=2"), (3, "fixed:k=2"), (2, "random"), (3, "random")])
-def test_tree(five: Rig, width: int, spec: str) -> None:
-    check_joint(five, PROMPT, PLAIN, controller(spec), width)
+def test_tree(five_token_harness: Harness, width: int, spec: str) -> None:
+    check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width)
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -37,13 +37,13 @@ def test_tree(five: Rig, width: int, spec: str) -> None:
     ],
     ids=["cold-top-p", "hot-top-k-top-p", "min-p-penalty"],
 )
-def test_options(five: Rig, sampling: Sampling, width: int) -> None:
-    check_joint(five, PROMPT, sampling, controller("random"), width)
+def test_options(five_token_harness: Harness, sampling: Sampling, width: int) -> None:
+    check_joint(five_token_harness, PROMPT, sampling, controller("random"), width)
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_coupled_follows_the_same_distribution(five: Rig, width: int) -> None:
-    check_joint(five, PROMPT, Sampling(temperature=1.3, top_p=0.9), controller("random"), width)
+def test_coupled_follows_the_same_distribution(five_token_harness: Harness, width: int) -> None:
+    check_joint(five_token_harness, PROMPT, Sampling(temperature=1.3, top_p=0.9), controller("random"), width)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
@@ -51,8 +51,8 @@ def test_chooser_alone(width: int) -> None:
     check_sampler(width)
 
 
-def test_longer_prompt(five: Rig) -> None:
-    check_joint(five, [0, 4, 2, 2, 1, 3], PLAIN, controller("fixed:k=2"), width=1, draws=2500)
+def test_longer_prompt(five_token_harness: Harness) -> None:
+    check_joint(five_token_harness, [0, 4, 2, 2, 1, 3], PLAIN, controller("fixed:k=2"), width=1, draws=2500)
 
 
 def test_g_test_knows_a_wrong_distribution() -> None:
@@ -62,7 +62,7 @@ def test_g_test_knows_a_wrong_distribution() -> None:
     assert g_test(Counter({(0,): 500, (1,): 300, (3,): 1}), expected) == 0
 
 
-def test_joint_sums_to_one(five: Rig) -> None:
-    joint = exact_joint(five, PROMPT, PLAIN)
+def test_joint_sums_to_one(five_token_harness: Harness) -> None:
+    joint = exact_joint(five_token_harness, PROMPT, PLAIN)
     assert len(joint) == 125
     assert sum(joint.values()) == pytest.approx(1)

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from support.harness import RandomStop, Rig, Workspace, Wrapped, finish, generated
+from support.harness import Harness, RandomStop, Workspace, Wrapped, finish, generated
 from support.lossless_checks import check_interrupted_anywhere
 
 from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
@@ -66,11 +66,13 @@ def finish_despite(session: Session, error: type[BaseException]) -> int:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["draft-before", "draft-after", "verify-before", "verify-after"])
 @pytest.mark.parametrize("width", [1, 2])
-def test_failing_engine(rig: Rig, width: int, place: str, error: type[BaseException], sampling: Sampling) -> None:
-    expected = generated(rig.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS))
+def test_failing_engine(harness: Harness, width: int, place: str, error: type[BaseException], sampling: Sampling) -> None:
+    expected = generated(harness.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS))
     for at in (1, 2, 3, 4, 5, 8):
-        workspace = broken(rig.workspace(), place, Failure(at, error))
-        session = rig.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS, workspace=workspace)
+        workspace = broken(harness.workspace(), place, Failure(at, error))
+        session = harness.session(
+            PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS, workspace=workspace
+        )
         assert finish_despite(session, error) == 1
         assert session.tokens[len(PROMPT) :] == expected
 
@@ -78,12 +80,14 @@ def test_failing_engine(rig: Rig, width: int, place: str, error: type[BaseExcept
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=2)], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("place", ["draft-after", "verify-before", "verify-after"])
 @pytest.mark.parametrize("width", [1, 2])
-def test_a_budget_learns_nothing_from_a_failing_round(rig: Rig, width: int, place: str, sampling: Sampling) -> None:
-    expected = generated(rig.session(PROMPT, sampling, new_tokens=NEW_TOKENS))
+def test_a_budget_learns_nothing_from_a_failing_round(harness: Harness, width: int, place: str, sampling: Sampling) -> None:
+    expected = generated(harness.session(PROMPT, sampling, new_tokens=NEW_TOKENS))
     for at in (1, 3, 5):
-        workspace, budget, failed = broken(rig.workspace(), place, Failure(at, KeyboardInterrupt)), TreeBudget(), False
+        workspace, budget, failed = broken(harness.workspace(), place, Failure(at, KeyboardInterrupt)), TreeBudget(), False
         controller = make_controller("fixed:k=3")
-        session = rig.session(PROMPT, sampling, controller, width, new_tokens=NEW_TOKENS, workspace=workspace, budget=budget)
+        session = harness.session(
+            PROMPT, sampling, controller, width, new_tokens=NEW_TOKENS, workspace=workspace, budget=budget
+        )
         while session.finish_reason is None:
             before = budget.state()
             try:
@@ -94,13 +98,13 @@ def test_a_budget_learns_nothing_from_a_failing_round(rig: Rig, width: int, plac
         assert failed and session.tokens[len(PROMPT) :] == expected
 
 
-def test_failing_prefill(rig: Rig) -> None:
+def test_failing_prefill(harness: Harness) -> None:
     """Between the chunks of a long prompt too."""
     prompt = [token % 97 for token in range(7, 307)]
-    expected = generated(rig.session(prompt, new_tokens=8))
+    expected = generated(harness.session(prompt, new_tokens=8))
     for at in (1, 2, 3):
-        workspace = broken(rig.workspace(), "verify-after", Failure(at, KeyboardInterrupt))
-        session = rig.session(prompt, new_tokens=8, workspace=workspace)
+        workspace = broken(harness.workspace(), "verify-after", Failure(at, KeyboardInterrupt))
+        session = harness.session(prompt, new_tokens=8, workspace=workspace)
         with pytest.raises(KeyboardInterrupt):
             session.prefill()
         assert generated(session) == expected
@@ -124,41 +128,66 @@ class BrokenController(RandomStop):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=NAMES)
-@pytest.mark.parametrize("where", ["keep_drafting", "observe"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_failing_controller(rig: Rig, width: int, where: str, sampling: Sampling) -> None:
-    expected = generated(rig.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS))
+def test_a_controller_that_fails_while_drafting_leaves_nothing(harness: Harness, width: int, sampling: Sampling) -> None:
+    expected = generated(harness.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS))
     for at in (1, 2, 4):
-        failure = Failure(at, ZeroDivisionError)
-        asked, told = (failure, None) if where == "keep_drafting" else (None, failure)
-        session = rig.session(PROMPT, sampling, BrokenController(asked, told), width, new_tokens=NEW_TOKENS)
+        controller = BrokenController(Failure(at, ZeroDivisionError), None)
+        session = harness.session(PROMPT, sampling, controller, width, new_tokens=NEW_TOKENS)
         assert finish_despite(session, ZeroDivisionError) == 1
         assert session.tokens[len(PROMPT) :] == expected
 
 
-def test_cancelled_round_is_not_told(rig: Rig) -> None:
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=NAMES)
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_controller_learns_after_the_commit(harness: Harness, width: int, sampling: Sampling) -> None:
+    """One that fails while it learns leaves a committed round: the outcome it was told is the session's."""
+    expected = generated(harness.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS))
+    for at in (1, 2, 4):
+        told: list[RoundOutcome] = []
+        failure = Failure(at, ZeroDivisionError)
+
+        def learn(outcome: RoundOutcome, told: list[RoundOutcome] = told, failure: Failure = failure) -> None:
+            told.append(outcome)
+            failure(outcome)
+
+        session = harness.session(PROMPT, sampling, BrokenController(None, learn), width, new_tokens=NEW_TOKENS)
+        raised = 0
+        while session.finish_reason is None:
+            before = len(session.tokens)
+            try:
+                session.step()
+            except ZeroDivisionError:
+                raised += 1
+            assert sum(outcome.accepted for outcome in told) == session.stats.accepted_tokens
+            assert len(session.tokens) - before == told[-1].accepted + 1 or session.finish_reason
+        assert raised == 1 and len(told) == session.stats.drafting_rounds
+        assert session.tokens[len(PROMPT) :] == expected
+
+
+def test_cancelled_round_is_not_told(harness: Harness) -> None:
     outcomes: list[RoundOutcome] = []
-    workspace = broken(rig.workspace(), "verify-after", Failure(5, KeyboardInterrupt))
-    session = rig.session(PROMPT, controller=BrokenController(None, outcomes.append), workspace=workspace)
+    workspace = broken(harness.workspace(), "verify-after", Failure(5, KeyboardInterrupt))
+    session = harness.session(PROMPT, controller=BrokenController(None, outcomes.append), workspace=workspace)
     assert finish_despite(session, KeyboardInterrupt) == 1
     assert len(outcomes) == session.stats.drafting_rounds
-    assert sum(outcome.accepted for outcome in outcomes) == session.stats.accepted
+    assert sum(outcome.accepted for outcome in outcomes) == session.stats.accepted_tokens
 
 
 @pytest.mark.parametrize(("width", "rounds"), [(1, 0), (2, 2)])
-def test_interrupted_at_any_line(rig: Rig, width: int, rounds: int) -> None:
+def test_interrupted_at_any_line(harness: Harness, width: int, rounds: int) -> None:
     """Ctrl-C comes wherever it likes: tokens and counts stay of one mind, also within the commit."""
     controller: Controller = make_controller("fixed:k=3")
 
     def make() -> Session:
-        return rig.session(PROMPT, SAMPLINGS[1], controller, width, new_tokens=12)
+        return harness.session(PROMPT, SAMPLINGS[1], controller, width, new_tokens=12)
 
     assert check_interrupted_anywhere(make, rounds) > 60
 
 
-def test_peek_commits_nothing(rig: Rig) -> None:
+def test_peek_commits_nothing(harness: Harness) -> None:
     session, undisturbed = (
-        rig.session(PROMPT, controller=make_controller("fixed:k=3"), workspace=rig.workspace()) for _ in "ab"
+        harness.session(PROMPT, controller=make_controller("fixed:k=3"), workspace=harness.workspace()) for _ in "ab"
     )
     while session.finish_reason is None:
         before = snapshot(session)
@@ -168,7 +197,7 @@ def test_peek_commits_nothing(rig: Rig) -> None:
     assert session.tokens[len(PROMPT) :] == generated(undisturbed)
 
 
-def test_propose_says_what_a_round_would_draft_and_commits_nothing(rig: Rig) -> None:
+def test_propose_says_what_a_round_would_draft_and_commits_nothing(harness: Harness) -> None:
     seen: list[DraftStep] = []
 
     class Seeing(RandomStop):
@@ -178,9 +207,9 @@ def test_propose_says_what_a_round_would_draft_and_commits_nothing(rig: Rig) -> 
             seen.append(step)
             return step.depth < 4
 
-    workspace = rig.workspace()
-    session = rig.session(PROMPT, SAMPLINGS[1], Seeing(0), workspace=workspace)
-    undisturbed = rig.session(PROMPT, SAMPLINGS[1], Seeing(0), workspace=rig.workspace())
+    workspace = harness.workspace()
+    session = harness.session(PROMPT, SAMPLINGS[1], Seeing(0), workspace=workspace)
+    undisturbed = harness.session(PROMPT, SAMPLINGS[1], Seeing(0), workspace=harness.workspace())
     while session.finish_reason is None:
         before = snapshot(session)
         tokens, steps = session.propose(workspace.draft, 4)
@@ -189,16 +218,16 @@ def test_propose_says_what_a_round_would_draft_and_commits_nothing(rig: Rig) -> 
         result = session.step()
         assert len(tokens) == len(steps) >= len(seen)
         assert all(tuple(one) == pytest.approx(tuple(other)) for one, other in zip(steps, seen, strict=False))
-        assert [t for t, drafted in zip(result.tokens, result.drafted, strict=True) if drafted] == tokens[: sum(result.drafted)]
+        assert result.tokens[: result.num_accepted] == tokens[: result.num_accepted]
     assert tokens == [] or len(tokens) < 4, "no more than there is room for"
     assert session.tokens[len(PROMPT) :] == generated(undisturbed)
 
 
-def test_outputs_are_views_until_the_next_call(rig: Rig) -> None:
+def test_outputs_are_views_until_the_next_call(harness: Harness) -> None:
     """What the engine promises, and so what a wrapped one must copy if it keeps it."""
     kept: list[StepOutputs] = []
-    workspace = rig.workspace()
+    workspace = harness.workspace()
     watched = replace(workspace, verify=Wrapped(workspace.verify, after=lambda _, __, outputs: kept.append(outputs)))
-    session = rig.session(PROMPT, workspace=watched, new_tokens=2)
+    session = harness.session(PROMPT, workspace=watched, new_tokens=2)
     finish(session)
     assert kept[-1].logits is kept[-2].logits

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import Rig, finish
+from support.harness import Harness, finish
 from support.lossless_checks import PROMPTS, SAMPLINGS, check_cache, check_joint, check_same_tokens, drafted
 
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
 from eesd.controllers.baselines import Fixed
 from eesd.controllers.calibration import features, sigmoid
-from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, TreeBudget
-from eesd.runtime.decoding.draft_tree import Growth
+from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, SiblingLabel, TreeBudget
+from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.base import StepOutputs
@@ -26,8 +26,16 @@ def step(margin: float = 1.0) -> DraftStep:
     return DraftStep(depth=1, probability=0.6, path_probability=0.6, entropy=None, margin=margin, nodes=1)
 
 
-def outcome(drafted: int, accepted: int, nodes: int) -> RoundOutcome:
-    return RoundOutcome(drafted, accepted, DRAFT * drafted, PLAIN + NODE * nodes, nodes, drafted, accepted)
+def outcome(steps: int, accepted: int, nodes: int) -> RoundOutcome:
+    return RoundOutcome(
+        steps=steps,
+        draft_seconds=DRAFT * steps,
+        depth=steps,
+        nodes=nodes,
+        verify_seconds=PLAIN + NODE * nodes,
+        accepted=accepted,
+        num_expanded=accepted,
+    )
 
 
 def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudget:
@@ -40,47 +48,47 @@ def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudge
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("spec", ["fixed:k=4", "cost-aware-ts"])
-def test_same_tokens(rig: Rig, name: str, width: int, spec: str) -> None:
+def test_same_tokens(harness: Harness, name: str, width: int, spec: str) -> None:
     budget, accepted = TreeBudget(), 0
     for prompt in PROMPTS:
-        accepted += check_same_tokens(rig, prompt, SAMPLINGS[name], make_controller(spec), width, budget=budget).accepted
+        accepted += check_same_tokens(
+            harness, prompt, SAMPLINGS[name], make_controller(spec), width, budget=budget
+        ).accepted_tokens
     assert accepted and budget.rounds
 
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_cache_is_that_of_a_prefill(rig: Rig, name: str, width: int) -> None:
-    check_cache(rig, PROMPTS[2], SAMPLINGS[name], make_controller("fixed:k=4"), width, TreeBudget())
+def test_cache_is_that_of_a_prefill(harness: Harness, name: str, width: int) -> None:
+    check_cache(harness, PROMPTS[2], SAMPLINGS[name], make_controller("fixed:k=4"), width, TreeBudget())
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_rejection_sampling_follows_the_verifier(five: Rig, width: int) -> None:
+def test_rejection_sampling_follows_the_verifier(five_token_harness: Harness, width: int) -> None:
     sampling = Sampling(temperature=1.0, method="rejection")
-    check_joint(five, [3], sampling, make_controller("fixed:k=2"), width, 2500, TreeBudget())
+    check_joint(five_token_harness, [3], sampling, make_controller("fixed:k=2"), width, 2500, TreeBudget())
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_what_is_kept_are_the_best_of_the_proposed_paths(rig: Rig, width: int) -> None:
+def test_what_is_kept_are_the_best_of_the_proposed_paths(harness: Harness, width: int) -> None:
     budget = taught(TreeBudget())
-    growth = drafted(rig, PROMPTS[2], make_controller("fixed:k=4"), width, budget)
-    proposed = {
-        (*(growth.tree.tokens[n] for n in growth.tree.path(choice.parent)), choice.proposal.token): choice.score
-        for _, family in growth._families.values()
-        for choice in family
-    }
+    tree = drafted(harness, PROMPTS[2], make_controller("fixed:k=4"), width, budget)
+    proposed = {tuple(child.path()): child.rank for node in tree.nodes for child in node.candidates}
     for most in (1, 3, 7, 32):
-        tree = growth.kept(most)
-        paths = {tuple(tree.tokens[n] for n in tree.path(node)) for node in range(1, len(tree))}
-        assert 1 <= len(paths) == len(tree) - 1 <= most
-        assert paths <= proposed.keys(), "a node lost its parent"
+        tree._max_nodes = most
+        verified = tree.prune()
+        paths = {tuple(node.path()) for node in verified[1:]}
+        assert 1 <= len(paths) == len(verified) - 1 <= most
+        assert all(node.parent in verified for node in verified[1:]), "a node lost its parent"
+        assert [node.index for node in verified] == list(range(len(verified)))
         assert min(proposed[path] for path in paths) >= max((proposed[p] for p in proposed.keys() - paths), default=-np.inf)
 
 
-def test_a_chain_is_drafted_as_without_a_budget(rig: Rig) -> None:
+def test_a_chain_is_drafted_as_without_a_budget(harness: Harness) -> None:
     """Behind first choices, as a device that drafts it ahead does without asking."""
     for prompt in PROMPTS:
-        alone, budgeted = (drafted(rig, prompt, make_controller("fixed:k=6"), 1, budget) for budget in (None, TreeBudget()))
-        assert budgeted.tree.tokens == alone.tree.tokens
+        alone, budgeted = (drafted(harness, prompt, make_controller("fixed:k=6"), 1, budget) for budget in (None, TreeBudget()))
+        assert [node.token for node in budgeted.nodes] == [node.token for node in alone.nodes]
 
 
 def test_choices_of_a_chain_that_has_no_logits() -> None:
@@ -90,22 +98,22 @@ def test_choices_of_a_chain_that_has_no_logits() -> None:
         raise AssertionError("a chain that was drafted ahead has no logits")
 
     outputs = StepOutputs(no_logits, np.array([[5, 3]]), np.array([[-0.5, -1.5]], np.float32))
-    growth = Growth(7, make_sampler(Sampling(), vocab_size=10), 1, taught(TreeBudget()))
-    growth.add_level(outputs, 1)
-    assert growth.tree.tokens == [7, 5]
-    assert set(growth.kept(8).tokens[1:]) <= {5, 3}
+    sampler, tree = make_sampler(Sampling(), vocab_size=10), DraftTree(7, 8, 1, taught(TreeBudget()))
+    tree.grow([sampler.propose(tree.root, outputs, 0, tree.branching)])
+    assert [node.token for node in tree.nodes] == [7, 5]
+    assert {node.token for node in tree.prune()[1:]} <= {5, 3}
 
 
-def test_a_chain_gets_second_choices(rig: Rig) -> None:
+def test_a_chain_gets_second_choices(harness: Harness) -> None:
     """Drafting as many tokens, the rounds are fewer, since second choices come true."""
     rounds, found = {}, {}
     for budget in (None, TreeBudget()):
-        session = rig.session(PROMPTS[2], SAMPLINGS["T0.7"], make_controller("fixed:k=3"), budget=budget, new_tokens=80)
+        session = harness.session(PROMPTS[2], SAMPLINGS["T0.7"], make_controller("fixed:k=3"), budget=budget, new_tokens=80)
         finish(session)
         rounds[budget], found[budget] = session.stats.rounds, session.stats
     few, many = sorted(rounds.values())
     assert few < many and rounds[None] == many
-    assert found[None].drafted == found[None].draft_steps
+    assert found[None].draft_tokens == found[None].draft_steps
 
 
 class Listener(Fixed):
@@ -120,19 +128,19 @@ class Listener(Fixed):
 
 
 @pytest.mark.parametrize("budget", [None, TreeBudget()], ids=["all", "budget"])
-def test_second_choices_were_not_drafted_on(rig: Rig, budget: TreeBudget | None) -> None:
+def test_second_choices_were_not_drafted_on(harness: Harness, budget: TreeBudget | None) -> None:
     listener = Listener()
-    session = rig.session(PROMPTS[2], SAMPLINGS["T0.7"], listener, budget=budget, new_tokens=80)
+    session = harness.session(PROMPTS[2], SAMPLINGS["T0.7"], listener, budget=budget, new_tokens=80)
     finish(session)
-    assert sum(outcome.accepted for outcome in listener.told) == session.stats.accepted
-    ahead = [outcome.accepted - outcome.followed for outcome in listener.told]
+    assert sum(outcome.accepted for outcome in listener.told) == session.stats.accepted_tokens
+    ahead = [outcome.accepted - outcome.num_expanded for outcome in listener.told]
     assert set(ahead) == ({0, 1} if budget else {0}), "behind a second choice nothing was drafted"
-    assert all(outcome.steps >= outcome.drafted >= outcome.accepted for outcome in listener.told)
+    assert all(outcome.steps >= outcome.depth >= outcome.accepted for outcome in listener.told)
 
 
-def test_api(rig: Rig) -> None:
-    plain = load(rig.directory, threads=1, speculation=None).generate(PROMPTS[0], max_new_tokens=30)
-    llm = load(rig.directory, threads=1, speculation=Speculation("fixed:k=3", tree_width=2, guard=True, tree_budget=True))
+def test_api(harness: Harness) -> None:
+    plain = load(harness.directory, threads=1, speculation=None).generate(PROMPTS[0], max_new_tokens=30)
+    llm = load(harness.directory, threads=1, speculation=Speculation("fixed:k=3", tree_width=2, guard=True, tree_budget=True))
     for _ in range(2):
         assert llm.generate(PROMPTS[0], max_new_tokens=30).tokens == plain.tokens
     assert llm.budget and llm.budget.rounds
@@ -157,7 +165,8 @@ def test_learns_how_often_other_choices_cover() -> None:
     z = budget.accept.score(features(step()))
     for _ in range(4000):
         miss = random.random() < 0.4
-        budget.observe([(z, (1 if random.random() < 0.3 else None) if miss else 0)], outcome(1, int(not miss), 4))
+        chosen = (1 if random.random() < 0.3 else None) if miss else 0
+        budget.observe([SiblingLabel(z, chosen)], outcome(1, int(not miss), 4))
     _, (first, *others) = budget.chances(step(), [-0.5, -1.5, -2.0, -4.0])
     assert first == pytest.approx(0.6, abs=0.05)
     assert sum(others) / (1 - first) == pytest.approx(0.3, abs=0.03)
@@ -187,9 +196,9 @@ def test_first_sizes_differ() -> None:
 
 def test_state_survives_json() -> None:
     one = taught(TreeBudget())
-    one.observe([(0.3, 0), (1.0, 2), (-1.0, None)], outcome(3, 1, 7))
+    one.observe([SiblingLabel(0.3, 0), SiblingLabel(1.0, 2), SiblingLabel(-1.0, None)], outcome(3, 1, 7))
     state: dict[str, Any] = json.loads(json.dumps(one.state()))
-    other = TreeBudget(discount=0.5)
+    other = TreeBudget()
     other.restore(state)
     assert other.state() == one.state()
     for budget in (one, other):

@@ -1,148 +1,197 @@
-"""The token tree of one round while it is drafted, level by level; and what of it goes to the verifier."""
+"""The draft tree of one round: how it grows level by level, and which of its nodes are verified."""
 
 from collections.abc import Sequence
-from math import exp, log
+from dataclasses import dataclass, field
+from math import exp
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eesd.controllers import DraftStep
-from eesd.controllers.tree_budget import TreeBudget
-from eesd.runtime.decoding.samplers import Proposal, SpecSampler
-from eesd.runtime.decoding.sampling import Logits
-from eesd.runtime.decoding.tree import TokenTree
-from eesd.runtime.engines.base import StepOutputs
+from eesd.controllers.tree_budget import SiblingLabel, TreeBudget
 
-CHOICES = 4
-"""Children of a node to choose from. Of the bundled model's greedy tokens 82 % are the first of them, 94 % among four."""
+CANDIDATES = 4
+"""Children proposed for a node when a budget chooses among them. Of the bundled model's greedy tokens 82 % are the first
+candidate and 94 % are among four."""
 
 
-class Choice(NamedTuple):
-    """A child that was proposed, with its path's score."""
+class Proposal(NamedTuple):
+    """A token that a sampler proposes as a child of a node.
 
-    score: float
-    depth: int
-    parent: int
-    proposal: Proposal
-
-
-class Growth:
-    """A round's drafts. ``frontier`` are the nodes of the last level, best path first; ``steps`` counts the levels.
-
-    Without ``budget`` all nodes of a level are drafted on and verified. With it paths are ranked by their calibrated chances:
-    the ``width`` best of a level are drafted on, and :meth:`kept` chooses from everything that was ever proposed.
+    Attributes:
+        token: Its id.
+        logprob: Its log-probability under the draft.
+        score: What paths are ranked by, summed along the path: the log-probability, or with coupled sampling the distance of
+            the noisy score from the best one's. A child near the best is likely the verifier's token, however improbable it
+            was before the noise.
+        margin: Score (with noise, if there is any) minus that of the best other token; infinite if there is none. Of all the
+            draft shows, the margin predicts best whether the verifier will agree.
     """
 
-    def __init__(self, root: int, sampler: SpecSampler, width: int = 1, budget: TreeBudget | None = None) -> None:
-        self.tree = TokenTree(root)
-        self.frontier = [0]
+    token: int
+    logprob: float
+    score: float
+    margin: float
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A token in the tree; the root is the last committed token.
+
+    Attributes:
+        token: Its id.
+        parent: None for the root.
+        depth: Tokens between the root and this node, this one included.
+        logprob: Log-probability of its path under the draft.
+        rank: What its path is ranked by: the sum of scores or, with a budget, the chance that the path is accepted.
+        margin: Its proposal's margin.
+        index: Its slot, counted from the root's: while drafting in the order of expansion, after :meth:`DraftTree.prune` in
+            the verify pass. -1: it is not in the pass.
+        expanded: Whether the draft continues from it.
+        candidates: Its proposed children, best first.
+        score: Calibration score of the first candidate (with a budget).
+    """
+
+    token: int
+    parent: "Node | None" = None
+    depth: int = 0
+    logprob: float = 0.0
+    rank: float = 0.0
+    margin: float = 0.0
+    index: int = -1
+    expanded: bool = False
+    candidates: "list[Node]" = field(default_factory=list)
+    score: float = 0.0
+
+    @property
+    def children(self) -> "list[Node]":
+        """The candidates that are in the pass, best first."""
+        return [child for child in self.candidates if child.index >= 0]
+
+    def path(self) -> list[int]:
+        """The tokens from the root's child down to this node; empty for the root."""
+        tokens, node = [], self
+        while node.parent is not None:
+            tokens.append(node.token)
+            node = node.parent
+        return tokens[::-1]
+
+
+class DraftTree:
+    """The nodes of one round.
+
+    Without a budget every node of a level is expanded and verified. With a budget, paths are ranked by their calibrated
+    chances: the ``width`` best of a level are expanded, and :meth:`prune` chooses from all candidates ever proposed.
+
+    Attributes:
+        root: The last committed token.
+        nodes: The root and the expanded nodes, in the order of their slots.
+        frontier: The last level of ``nodes``, best path first: the input of the next draft step.
+        steps: Levels drafted.
+        branching: Children to propose for each node.
+    """
+
+    def __init__(self, root_token: int, max_nodes: int, width: int = 1, budget: TreeBudget | None = None) -> None:
+        """``max_nodes`` bounds the nodes of the verify pass, the root not counted; ``width`` those of a level (1: a chain)."""
+        self.root = Node(root_token, rank=0.0 if budget is None else 1.0, index=0, expanded=True)
+        self.nodes = [self.root]
+        self.frontier = [self.root]
         self.steps = 0
-        self._sampler, self._width, self._budget = sampler, width, budget
-        self._families: dict[int, tuple[float, list[Choice]]] = {}
-        """Of each node that has children: its first one's calibration score, and all of them."""
-        self._nodes: dict[tuple[int, int], int] = {}
-        """The node of the drafted tree by parent and token, of the children that were drafted on."""
+        self.branching = width if budget is None else max(width, CANDIDATES)
+        self._max_nodes, self._width, self._budget = max_nodes, width, budget
 
-    def add_level(self, outputs: StepOutputs, most: int, first_row: int = 0) -> None:
-        """Children of the frontier, whose draft results begin at ``first_row``: the ``most`` or ``width`` best paths stay."""
+    @property
+    def is_full(self) -> bool:
+        return len(self.nodes) > self._max_nodes
+
+    def grow(self, proposals: Sequence[Sequence[Proposal]]) -> DraftStep | None:
+        """Add a level: the proposed children of each frontier node, of which the best paths are expanded.
+
+        Returns:
+            What a controller is told about the level, without its entropy; None if nothing was proposed.
+        """
         self.steps += 1
-        tree, width = self.tree, self._width
-        if width == 1 and self._budget is None:
-            [node] = self.frontier
-            proposals = self._sampler.propose(tree, node, outputs, first_row, 1)
-            self.frontier = [tree.add(p.token, node, p.logprob, p.score, p.margin) for p in proposals]
-            return
-        choices: list[Choice] = []
-        for row, node in enumerate(self.frontier, start=first_row):
-            choices += self._choices(node, outputs, row)
-        choices.sort(key=_best_first)
-        self.frontier = []
-        for score, _, parent, p in choices[: min(most, width)]:
-            node = tree.add(p.token, parent, p.logprob, score - tree.scores[parent], p.margin)
-            self._nodes[parent, p.token] = node
-            self.frontier.append(node)
+        for parent, children in zip(self.frontier, proposals, strict=True):
+            self._add_candidates(parent, children)
+        level = [child for parent in self.frontier for child in parent.candidates]
+        if len(level) > 1:
+            level.sort(key=_best_first)
+        self.frontier = level[: min(self._width, self._max_nodes + 1 - len(self.nodes))]
+        for index, node in enumerate(self.frontier, start=len(self.nodes)):
+            node.index, node.expanded = index, True
+        self.nodes += self.frontier
+        if not self.frontier:
+            return None
+        best = self.frontier[0]
+        assert best.parent is not None
+        probability = exp(best.logprob - best.parent.logprob)
+        return DraftStep(self.steps, probability, exp(best.logprob), None, best.margin, len(self.nodes) - 1)
 
-    def _choices(self, node: int, outputs: StepOutputs, row: int) -> list[Choice]:
-        tree, budget = self.tree, self._budget
-        depth, score = tree.depths[node] + 1, tree.scores[node]
-        width = self._width if budget is None else max(self._width, CHOICES)
-        proposals = self._sampler.propose(tree, node, outputs, row, width)
-        if budget is None or not proposals:
-            return [Choice(score + p.score, depth, node, p) for p in proposals]
-        first = proposals[0]
-        step = DraftStep(depth, exp(first.logprob), exp(tree.logprobs[node] + first.logprob), None, first.margin, len(tree))
-        z, chances = budget.chances(step, [p.score for p in proposals])
-        pairs = zip(proposals, chances, strict=True)
-        choices = [Choice(score + log(max(chance, 1e-12)), depth, node, p) for p, chance in pairs]
-        self._families[node] = z, choices
-        return choices
+    def _add_candidates(self, parent: Node, proposals: Sequence[Proposal]) -> None:
+        depth = parent.depth + 1
+        if self._budget is None or not proposals:
+            ranks = [parent.rank + p.score for p in proposals]
+        else:
+            first = proposals[0]
+            logprob = parent.logprob + first.logprob
+            step = DraftStep(depth, exp(first.logprob), exp(logprob), None, first.margin, len(self.nodes))
+            parent.score, chances = self._budget.chances(step, [p.score for p in proposals])
+            ranks = [parent.rank * chance for chance in chances]
+        parent.candidates = [
+            Node(p.token, parent, depth, parent.logprob + p.logprob, rank, p.margin)
+            for p, rank in zip(proposals, ranks, strict=True)
+        ]
 
-    def last_step(self, outputs: StepOutputs, first: int, with_entropy: bool) -> DraftStep:
-        """What a controller is told of the last level; it stems from the nodes from ``first`` on, whose results these are."""
-        tree, best = self.tree, self.frontier[0]
-        parent = tree.parents[best]
-        return DraftStep(
-            depth=self.steps,
-            probability=exp(tree.logprobs[best] - tree.logprobs[parent]),
-            path_probability=exp(tree.logprobs[best]),
-            entropy=entropy_of(outputs.logits[parent - first]) if with_entropy else None,
-            margin=tree.margins[best],
-            nodes=len(tree) - 1,
-        )
+    def prune(self) -> list[Node]:
+        """Choose what is verified. Call it once, when drafting is done.
 
-    def kept(self, most: int) -> TokenTree:
-        """What is verified: with a budget those of all choices that it finds worth it, ``most`` at most. They are connected,
-        since no path is likelier than what it goes through."""
-        if self._budget is None or not self._families:
-            return self.tree
-        choices = [choice for _, family in self._families.values() for choice in family]
-        choices.sort(key=_best_first)
-        size = self._budget.size([exp(choice.score) for choice in choices[:most]])
-        tree, places = TokenTree(self.tree.tokens[0]), {0: 0}
-        for _, _, parent, p in sorted(choices[:size], key=_by_depth):
-            place = tree.add(p.token, places[parent], p.logprob, p.score, p.margin)
-            if (parent, p.token) in self._nodes:
-                places[self._nodes[parent, p.token]] = place
-        return tree
+        With a budget these are the most likely of all candidates, as many as the budget finds worth it. They form a tree
+        because no path is likelier than its beginning.
 
-    def followed(self, tokens: Sequence[int]) -> int:
-        """How many of the accepted ``tokens`` were drafted on; without a budget all."""
-        if self._budget is None:
-            return len(tokens)
-        node = 0
-        for count, token in enumerate(tokens):
-            if (node, token) not in self._nodes:
-                return count
-            node = self._nodes[node, token]
-        return len(tokens)
+        Returns:
+            The nodes of the verify pass in the order of their slots, the root first.
+        """
+        if self._budget is None or not self.root.candidates:
+            return self.nodes
+        candidates = [candidate for node in self.nodes for candidate in node.candidates]
+        candidates.sort(key=_best_first)
+        size = self._budget.size([candidate.rank for candidate in candidates[: self._max_nodes]])
+        for candidate in candidates:
+            candidate.index = -1
+        verified = [self.root, *sorted(candidates[:size], key=lambda node: node.depth)]
+        for index, node in enumerate(verified):
+            node.index = index
+        return verified
 
-    def judged(self, tokens: Sequence[int]) -> list[tuple[float, int | None]]:
-        """What a budget learns when ``tokens`` came true behind the root: of each family on the way its first choice's score,
-        and which choice was right, if any."""
-        node: int | None = 0
-        found: list[tuple[float, int | None]] = []
+    def labels(self, tokens: Sequence[int]) -> list[SiblingLabel]:
+        """What a budget learns when the verifier chose ``tokens`` behind the root: a label for each node with candidates."""
+        node, labels = self.root, []
         for token in tokens:
-            if node is None or node not in self._families:
+            if not node.candidates:
                 break
-            z, family = self._families[node]
-            right = next((i for i, choice in enumerate(family) if choice.proposal.token == token), None)
-            found.append((z, right))
-            node = self._nodes.get((node, token))
-        return found
+            chosen = next((i for i, child in enumerate(node.candidates) if child.token == token), None)
+            labels.append(SiblingLabel(node.score, chosen))
+            if chosen is None:
+                break
+            node = node.candidates[chosen]
+        return labels
 
 
-def _best_first(choice: Choice) -> tuple[float, int]:
+def _best_first(node: Node) -> tuple[float, int]:
     """Parents come before their children, also where both are equally likely."""
-    return -choice.score, choice.depth
+    return -node.rank, node.depth
 
 
-def _by_depth(choice: Choice) -> int:
-    return choice.depth
+def is_chain(nodes: Sequence[Node]) -> bool:
+    """Whether each node is the child of the one before it."""
+    return nodes[-1].depth == len(nodes) - 1
 
 
-def entropy_of(logits: Logits) -> float:
-    """Entropy in nats of the softmax of ``logits`` [V]."""
-    scores = logits.astype(np.float64) - logits.max()
-    weights = np.exp(scores)
-    total = weights.sum()
-    return float(np.log(total) - (weights * scores).sum() / total)
+def tree_mask(nodes: Sequence[Node], first: int = 0) -> NDArray[np.bool_]:
+    """[len - first, len]: which nodes each node from ``first`` on sees: its ancestors and itself."""
+    seen = np.eye(len(nodes), dtype=np.bool_)
+    for node in nodes[1:]:
+        assert node.parent is not None
+        seen[node.index] |= seen[node.parent.index]
+    return seen[first:]

@@ -1,4 +1,4 @@
-"""From logits to tokens: the request's sampling options, the distribution that they define, and reproducible noise."""
+"""From logits to a distribution: a request's sampling options, what they do to logits, and reproducible noise."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
+from eesd.runtime.engines.base import Logits
 
-Logits = NDArray[np.float32]
 Vector = NDArray[np.float64]
 
 METHODS = ("coupled", "rejection")
@@ -19,9 +19,18 @@ METHODS = ("coupled", "rejection")
 class Sampling:
     """How a request chooses its tokens.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``repetition_penalty`` 1 are off. ``method`` says how
-    drafts are verified at temperature > 0: ``coupled`` (same seed, same text, with and without drafting) or ``rejection``
-    (same distribution). Raises :class:`EESDError` for values out of range.
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 is off.
+        top_p: Keep the smallest set of tokens with at least this probability; 1 is off.
+        min_p: Keep tokens at least this probable, relative to the most likely one; 0 is off.
+        repetition_penalty: Divide or multiply the logits of seen tokens by it; 1 is off.
+        seed: Of the request's random numbers.
+        method: How drafts are verified at temperature > 0: ``coupled`` (the same seed gives the same text with and without
+            drafting) or ``rejection`` (the same distribution).
+
+    Raises:
+        EESDError: A value is out of range.
     """
 
     temperature: float = 0.0
@@ -64,9 +73,9 @@ def penalize(logits: Logits, penalty: float, seen: Iterable[int]) -> Logits:
 
 
 def warp(logits: Logits, sampling: Sampling) -> Vector:
-    """Log-probabilities [V] after temperature, then top-k, top-p and min-p; -inf for what is cut off.
+    """Log-probabilities [V] after temperature, then top-k, top-p and min-p; -inf for tokens that a filter removed.
 
-    The order is that of ``transformers``: each filter works on what the ones before it left, renormalised.
+    The order is that of ``transformers``: each filter works on the tokens that are left, renormalised.
     """
     scores = logits.astype(np.float64) / sampling.temperature
     if 0 < sampling.top_k < len(scores):
@@ -89,9 +98,9 @@ def normalize(scores: Vector) -> Vector:
 
 
 def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.bool_]:
-    """The smallest set of likeliest tokens that holds at least ``top_p``, as a mask [V]."""
+    """The smallest set of most likely tokens with a total probability of at least ``top_p``, as a mask [V]."""
     probabilities = np.exp(logprobs)
-    # Tokens this rare hold less than 1 - top_p all together, so the nucleus ends before them: no need to sort them.
+    # All tokens rarer than this together have less than 1 - top_p, so the nucleus ends before them: no need to sort them.
     candidates = np.flatnonzero(probabilities >= (1 - top_p) / len(probabilities))
     order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
     before = np.cumsum(probabilities[order]) - probabilities[order]
@@ -101,14 +110,15 @@ def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.bool_]:
 
 
 def philox(seed: int, stream: int, index: int) -> np.random.Generator:
-    """A generator that depends on nothing but its three numbers (counter-based: no state to carry or to roll back)."""
+    """A generator that depends on these three numbers alone: counter-based, so there is no state to carry or to roll back."""
     return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, index, 0]))
 
 
 class GumbelNoise:
-    """The Gumbel noise of each position of one request: the same whoever asks, draft or verifier, and however often.
+    """The Gumbel noise of each position of one request, the same for the draft and the verifier.
 
-    Made from Philox4x64-10's raw output, whose values are fixed by its paper (Salmon et al. 2011), not by a numpy version.
+    It is made from the raw output of Philox4x64-10, whose values are fixed by its paper (Salmon et al. 2011), not by a numpy
+    version.
     """
 
     def __init__(self, seed: int, size: int) -> None:
@@ -123,6 +133,8 @@ class GumbelNoise:
             if len(self._kept) >= 64:
                 self._kept.pop(next(iter(self._kept)))
             bits = np.random.Philox(key=[self._seed, 0], counter=[0, 0, position, 0]).random_raw(self._size)
-            uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # 53 bits would round up to 1 at times
+            uniform = (
+                (bits >> np.uint64(12)).astype(np.float64) + 0.5
+            ) * 2.0**-52  # with 53 bits it would sometimes round up to 1
             noise = self._kept[position] = -np.log(-np.log(uniform))
         return noise

@@ -1,24 +1,40 @@
 """What a request did and where its time went."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from eesd.controllers import RoundOutcome
 
 
 @dataclass
 class Stats:
-    """Counts and seconds of one request; they grow as it runs."""
+    """Counts and seconds of one request.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        new_tokens: Tokens generated.
+        rounds: Verify passes.
+        drafting_rounds: Rounds in which drafting was allowed.
+        draft_steps: Calls of the draft engine.
+        draft_tokens: Draft tokens that were verified.
+        accepted_tokens: Draft tokens that were accepted.
+        verified_at_depth: Rounds whose draft reached depth 1, 2, ... and was judged there (all before was accepted).
+        accepted_at_depth: Of these, the rounds whose token at that depth was accepted.
+        guard_pauses: Times that the guard paused drafting.
+        prefill_seconds, draft_seconds, verify_seconds: Time in the engines.
+        host_seconds: The rest of the decode time: sampling, the tree, the controller.
+    """
 
     prompt_tokens: int = 0
     new_tokens: int = 0
     rounds: int = 0
     drafting_rounds: int = 0
     draft_steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    offered_at_depth: list[int] = field(default_factory=list)
-    """Rounds whose draft reached depth 1, 2, ... and was judged there (all before was accepted)."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    verified_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
-    guard_rests: int = 0
+    guard_pauses: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -38,25 +54,49 @@ class Stats:
 
     @property
     def acceptance(self) -> float:
-        """Probability that a drafted token was accepted, of those that were judged."""
-        offered = sum(self.offered_at_depth)
-        return sum(self.accepted_at_depth) / offered if offered else 0.0
+        """Share of the judged draft tokens that were accepted."""
+        judged = sum(self.verified_at_depth)
+        return sum(self.accepted_at_depth) / judged if judged else 0.0
 
     @property
     def host_share(self) -> float:
-        """Part of the decode time spent outside both engines."""
+        """Share of the decode time spent outside both engines."""
         return self.host_seconds / self.decode_seconds if self.decode_seconds else 0.0
 
-    def judge(self, depth: int, accepted: int) -> None:
-        """Note a round that drafted to ``depth`` and had ``accepted`` levels accepted."""
-        while len(self.offered_at_depth) < depth:
-            self.offered_at_depth.append(0)
-            self.accepted_at_depth.append(0)
-        for level in range(min(depth, accepted + 1)):
-            self.offered_at_depth[level] += 1
-            self.accepted_at_depth[level] += level < accepted
+    def with_round(
+        self, outcome: RoundOutcome, new_tokens: int, draft_seconds: float, seconds: float, drafting: bool
+    ) -> "Stats":
+        """These statistics and one more round.
+
+        Args:
+            outcome: What became of the round.
+            new_tokens: Tokens it committed.
+            draft_seconds: Time in the draft engine.
+            seconds: Time of the whole round.
+            drafting: Whether the round was allowed to draft.
+        """
+        stats = replace(
+            self,
+            new_tokens=self.new_tokens + new_tokens,
+            rounds=self.rounds + 1,
+            draft_seconds=self.draft_seconds + draft_seconds,
+            verify_seconds=self.verify_seconds + outcome.verify_seconds,
+            host_seconds=self.host_seconds + seconds - draft_seconds - outcome.verify_seconds,
+        )
+        if drafting:
+            stats.drafting_rounds += 1
+            stats.draft_steps += outcome.steps
+            stats.draft_tokens += outcome.nodes
+            stats.accepted_tokens += outcome.accepted
+            more = [0] * (outcome.depth - len(self.verified_at_depth))
+            stats.verified_at_depth = [*self.verified_at_depth, *more]
+            stats.accepted_at_depth = [*self.accepted_at_depth, *more]
+            for level in range(min(outcome.depth, outcome.accepted + 1)):
+                stats.verified_at_depth[level] += 1
+                stats.accepted_at_depth[level] += level < outcome.accepted
+        return stats
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, the derived figures included, as JSON values."""
+        """All fields and the derived figures, as JSON values."""
         derived = ("decode_seconds", "tokens_per_second", "tokens_per_round", "acceptance", "host_share")
         return asdict(self) | {name: getattr(self, name) for name in derived}

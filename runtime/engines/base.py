@@ -1,4 +1,4 @@
-"""What an engine is to the decode loop, whatever runs it."""
+"""What the decoder needs from an engine and from a KV cache, whatever runs them."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
@@ -6,15 +6,14 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.runtime.decoding.sampling import Logits
+Logits = NDArray[np.float32]
 
 
 class StepOutputs:
-    """Results for n nodes; views that the next ``forward`` of the same binding overwrites.
+    """Results for n nodes. They are views that the next ``forward`` of the same binding overwrites.
 
-    ``logits`` [n, V] float32, given as they are or as a function that fetches them when somebody asks: a prefill's nobody does,
-    nor a greedy round's. From a draft engine also the K most likely tokens, ``topk_ids`` and ``topk_logprobs`` [n, K].
-    Verify on a device gives ``best`` [n], the likeliest token of each node: fewer bytes to fetch than logits.
+    Attributes:
+        topk_ids, topk_logprobs: From a draft engine, the K most likely tokens of each node, [n, K].
     """
 
     def __init__(
@@ -22,29 +21,32 @@ class StepOutputs:
         logits: Logits | Callable[[], Logits],
         topk_ids: NDArray[np.int64] | None = None,
         topk_logprobs: NDArray[np.float32] | None = None,
-        best: NDArray[np.int64] | None = None,
+        argmax_ids: NDArray[np.int64] | None = None,
     ) -> None:
+        """``logits`` [n, V] float32, or a function that fetches them when they are first used: a prefill and a greedy round do
+        not use them. A verify engine on a device gives ``argmax_ids`` [n], which are fewer bytes to fetch than logits."""
         self._logits = logits
         self.topk_ids = topk_ids
         self.topk_logprobs = topk_logprobs
-        self._best = best
+        self._argmax_ids = argmax_ids
 
     @property
     def logits(self) -> Logits:
+        """[n, V] float32."""
         if not isinstance(self._logits, np.ndarray):
             self._logits = self._logits()
         return self._logits
 
     def argmax(self, row: int) -> int:
-        """The likeliest token of a node; the one with the lowest id among equals."""
-        return int(self.logits[row].argmax() if self._best is None else self._best[row])
+        """The most likely token of a node; the one with the lowest id among equals."""
+        return int(self.logits[row].argmax() if self._argmax_ids is None else self._argmax_ids[row])
 
 
 class KVCache(Protocol):
     """The KV cache [L+E, 2, B, KV, S, D] that both engines read and write in place, wherever its memory is."""
 
     def reserve(self, slots: int) -> None:
-        """Make room for at least ``slots`` slots; :class:`EESDError` beyond the limit."""
+        """Make room for at least this many slots. Raises :class:`EESDError` beyond the limit."""
         ...
 
     def reset(self) -> None:
@@ -56,37 +58,43 @@ class KVCache(Protocol):
         ...
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Keys and values of one cache, each [B, KV, S, D]: a copy in host memory."""
+        """Keys and values of one layer, each [B, KV, S, D]: a copy in host memory."""
         ...
 
 
 class Binding(Protocol):
-    """An engine tied to one KV cache."""
+    """An engine bound to one KV cache."""
 
     def forward(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
         slot: int,
-        base: int = 0,
-        visible: NDArray[np.bool_] | None = None,
+        context_len: int = 0,
+        tree_mask: NDArray[np.bool_] | None = None,
     ) -> StepOutputs:
-        """Run n tokens, writing their keys and values at ``slot`` .. ``slot + n - 1``.
+        """Run n tokens, and write their keys and values to the slots ``slot`` to ``slot + n - 1``.
 
-        Every token sees the slots below ``base``; ``visible`` [n, m] says which of the slots ``base`` .. ``base + m - 1``
-        it sees besides. Without ``visible`` the tokens are a chain: each sees every slot up to its own.
+        Args:
+            tokens: Ids [n].
+            positions: Positions in the text [n], for the rotary embedding.
+            slot: Slot of the first token.
+            context_len: With a ``tree_mask``: every token sees the slots below it.
+            tree_mask: [n, m]; which of the slots ``context_len`` to ``context_len + m - 1`` each token sees besides. Without
+                it the tokens are a chain: each sees every slot up to its own.
         """
         ...
 
 
 @runtime_checkable
 class ChainBinding(Protocol):
-    """A binding of a draft engine that can draft a chain by itself, without the host between its steps."""
+    """A binding of a draft engine that drafts a chain by itself, without the host between its steps."""
 
     def draft_chain(self, token: int, slot: int, count: int) -> StepOutputs:
-        """``count`` steps behind ``token`` at ``slot``, each fed the likeliest token of the one before; a row for each.
+        """Run ``count`` steps behind ``token`` at ``slot``; each takes the most likely token of the step before it.
 
-        They have no logits.
+        Returns:
+            A row for each step, without logits.
         """
         ...
 
@@ -95,12 +103,12 @@ class Engine(Protocol):
     """A loaded draft or verify graph."""
 
     prefill_chunk: int
-    """Tokens of the prompt that one call may take."""
+    """Tokens of the prompt that one call takes at most."""
 
     def new_kv_cache(self) -> KVCache:
-        """A kv_cache in the memory that this backend's engines use."""
+        """A KV cache in the memory that this backend's engines use."""
         ...
 
     def bind(self, kv_cache: KVCache) -> Binding:
-        """Tie the engine to a kv_cache; many bindings may live side by side."""
+        """Bind the engine to a KV cache. Several bindings may exist side by side."""
         ...

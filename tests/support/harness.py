@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from eesd.controllers import Controller, DraftStep
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Drafter, Limits, Round, Session
+from eesd.runtime.decoding.session import Drafter, Limits, RoundResult, Session
 from eesd.runtime.engines.base import Binding, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
@@ -31,7 +30,7 @@ class Workspace:
     draft: Binding
 
 
-class Rig:
+class Harness:
     """Sessions share one cache, one after another, as those of ``eesd.LLM`` do: what is stale in it must not show."""
 
     def __init__(self, directory: Path) -> None:
@@ -73,7 +72,7 @@ class Rig:
         return workspace
 
 
-def finish(session: Session) -> list[Round]:
+def finish(session: Session) -> list[RoundResult]:
     """Run to the end; the rounds that were run."""
     rounds = []
     while session.finish_reason is None:
@@ -97,14 +96,8 @@ class RandomStop(Controller):
     def keep_drafting(self, step: DraftStep) -> bool:
         return bool(self._random.random() < self._chance)
 
-    def state(self) -> dict[str, Any]:
-        return {}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class RestUntil(Guard):
+class PauseUntil(Guard):
     """A guard that lets nobody draft before ``round``."""
 
     def __init__(self, round: int) -> None:
@@ -134,11 +127,11 @@ class Wrapped:
         tokens: Sequence[int],
         positions: Sequence[int],
         slot: int,
-        base: int = 0,
-        visible: NDArray[np.bool_] | None = None,
+        context_len: int = 0,
+        tree_mask: NDArray[np.bool_] | None = None,
     ) -> StepOutputs:
         self._before(tokens, slot)
-        outputs = self._inner.forward(tokens, positions, slot, base, visible)
+        outputs = self._inner.forward(tokens, positions, slot, context_len, tree_mask)
         self._after(tokens, slot, outputs)
         return outputs
 

@@ -17,14 +17,13 @@ from scipy.stats import chi2  # type: ignore[import-untyped]
 
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
-from eesd.runtime.decoding.draft_tree import Growth
+from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain
 from eesd.runtime.decoding.samplers import Rejection
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Session
 from eesd.runtime.decoding.stats import Stats
-from eesd.runtime.decoding.tree import TokenTree
 from eesd.runtime.engines.base import StepOutputs
-from support.harness import Rig, Workspace, finish, generated, recording_drafts
+from support.harness import Harness, Workspace, finish, generated, recording_drafts
 
 Vector = NDArray[np.float64]
 Joint = Mapping[tuple[int, ...], float]
@@ -84,21 +83,21 @@ def g_test(counts: Mapping[tuple[int, ...], int], expected: Joint) -> float:
     return float(chi2.sf(statistic, len(cells) - 1))
 
 
-def exact_joint(rig: Rig, prompt: Sequence[int], sampling: Sampling) -> Joint:
+def exact_joint(harness: Harness, prompt: Sequence[int], sampling: Sampling) -> Joint:
     """The probability of every continuation of LENGTH tokens, from the verifier run plainly over each prefix."""
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
         for outcome, probability in joint.items():
             tokens = [*prompt, *outcome]
-            p = reference_probabilities(rig.session(tokens).peek(), sampling, tokens)
+            p = reference_probabilities(harness.session(tokens).peek(), sampling, tokens)
             longer.update({(*outcome, int(token)): probability * p[token] for token in np.flatnonzero(p)})
         joint = longer
     return joint
 
 
 def check_joint(
-    rig: Rig,
+    harness: Harness,
     prompt: Sequence[int],
     sampling: Sampling,
     controller: Controller,
@@ -110,12 +109,12 @@ def check_joint(
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = judged = 0
     for seed in range(draws):
-        session = rig.session(prompt, replace(sampling, seed=seed), controller, width, new_tokens=LENGTH, budget=budget)
+        session = harness.session(prompt, replace(sampling, seed=seed), controller, width, new_tokens=LENGTH, budget=budget)
         counts[tuple(generated(session))] += 1
-        accepted += session.stats.accepted
-        judged += sum(session.stats.offered_at_depth)
+        accepted += session.stats.accepted_tokens
+        judged += sum(session.stats.verified_at_depth)
     assert 0.1 * judged < accepted < 0.95 * judged, "acceptance and rejection must both occur"
-    p_value = g_test(counts, exact_joint(rig, prompt, sampling))
+    p_value = g_test(counts, exact_joint(harness, prompt, sampling))
     assert p_value > P_VALUE, f"the samples do not follow the verifier's distribution (p = {p_value:.1e})"
 
 
@@ -133,23 +132,19 @@ class MadeUp:
         outcomes = product(range(self.vocab_size), repeat=LENGTH)
         return {o: float(np.prod([self.p[o[:n]][o[n]] for n in range(LENGTH)])) for o in outcomes}
 
-    def rows(self, table: Mapping[tuple[int, ...], Vector], tree: TokenTree, nodes: Iterable[int]) -> NDArray[np.float32]:
-        contexts = [tuple(tree.tokens[n] for n in tree.path(node)) for node in nodes]
-        return np.log(np.stack([table[context] for context in contexts]) + 1e-30).astype(np.float32)
+    def rows(self, table: Mapping[tuple[int, ...], Vector], nodes: Iterable[Node]) -> NDArray[np.float32]:
+        return np.log(np.stack([table[tuple(node.path())] for node in nodes]) + 1e-30).astype(np.float32)
 
     def round(self, seed: int, width: int) -> list[int]:
         """One round of the sampler alone, two levels deep: no engine, no session."""
-        sampler, tree = Rejection(Sampling(temperature=1.0, method="rejection", seed=seed)), TokenTree(0)
-        sampler.begin([0])
-        frontier = [0]
+        sampler = Rejection(Sampling(temperature=1.0, method="rejection", seed=seed))
+        tree = DraftTree(0, max_nodes=width + width**2, width=width**2)
+        sampler.begin_round([0])
         for _ in range(LENGTH - 1):
-            outputs = StepOutputs(self.rows(self.q, tree, frontier), None, None)
-            proposals = [
-                (node, p) for row, node in enumerate(frontier) for p in sampler.propose(tree, node, outputs, row, width)
-            ]
-            frontier = [tree.add(p.token, node, p.logprob) for node, p in proposals]
-        verdict = sampler.accept(tree, StepOutputs(self.rows(self.p, tree, range(len(tree)))))
-        return [*(tree.tokens[node] for node in verdict.path), verdict.token]
+            outputs = StepOutputs(self.rows(self.q, tree.frontier))
+            tree.grow([sampler.propose(node, outputs, row, width) for row, node in enumerate(tree.frontier)])
+        path, bonus = sampler.accept(tree.root, StepOutputs(self.rows(self.p, tree.prune())))
+        return [*(node.token for node in path), bonus]
 
 
 def check_sampler(width: int, vocab_size: int = 4, draws: int = 12000) -> None:
@@ -166,7 +161,7 @@ def check_sampler(width: int, vocab_size: int = 4, draws: int = 12000) -> None:
 
 
 def check_same_tokens(
-    rig: Rig,
+    harness: Harness,
     prompt: Sequence[int],
     sampling: Sampling,
     controller: Controller,
@@ -175,9 +170,9 @@ def check_same_tokens(
     budget: TreeBudget | None = None,
 ) -> Stats:
     """Drafting changes nothing, while the cache grows under it; what the drafting run did."""
-    plain = rig.session(prompt, sampling, new_tokens=new_tokens)
-    workspace = rig.workspace()
-    drafting = rig.session(prompt, sampling, controller, width, new_tokens=new_tokens, workspace=workspace, budget=budget)
+    plain = harness.session(prompt, sampling, new_tokens=new_tokens)
+    workspace = harness.workspace()
+    drafting = harness.session(prompt, sampling, controller, width, new_tokens=new_tokens, workspace=workspace, budget=budget)
     assert generated(drafting) == generated(plain), f"drafting changed the tokens ({sampling}, width {width})"
     assert drafting.finish_reason == plain.finish_reason
     return drafting.stats
@@ -188,7 +183,7 @@ def cache_of(workspace: Workspace, tokens: Sequence[int]) -> NDArray[np.float32]
 
 
 def check_cache(
-    rig: Rig,
+    harness: Harness,
     prompt: Sequence[int],
     sampling: Sampling,
     controller: Controller,
@@ -196,50 +191,50 @@ def check_cache(
     budget: TreeBudget | None = None,
 ) -> None:
     """After each round, all L + E caches hold what a prefill of the same tokens would have put there."""
-    workspace = rig.workspace()
-    session = rig.session(prompt, sampling, controller, width, new_tokens=24, workspace=workspace, budget=budget)
+    workspace = harness.workspace()
+    session = harness.session(prompt, sampling, controller, width, new_tokens=24, workspace=workspace, budget=budget)
     while session.finish_reason is None:
         session.step()
-        expected = cache_of(rig.fresh_prefill(session.tokens), session.tokens)
+        expected = cache_of(harness.fresh_prefill(session.tokens), session.tokens)
         np.testing.assert_allclose(cache_of(workspace, session.tokens), expected, rtol=0, atol=TOLERANCE)
-    assert session.stats.accepted
+    assert session.stats.accepted_tokens
 
 
 def drafted(
-    rig: Rig,
+    harness: Harness,
     prompt: Sequence[int],
     controller: Controller,
     width: int,
     budget: TreeBudget | None = None,
     workspace: Workspace | None = None,
-) -> Growth:
-    """What the first round drafts, greedily."""
-    parts = workspace or rig.workspace()
-    session = rig.session(prompt, controller=controller, width=width, workspace=parts, budget=budget)
+) -> DraftTree:
+    """The tree that the first round drafts, greedily."""
+    parts = workspace or harness.workspace()
+    session = harness.session(prompt, controller=controller, width=width, workspace=parts, budget=budget)
     session.prefill()
-    session._sampler.begin(session.tokens)
-    growth = Growth(prompt[-1], session._sampler, width, budget)
-    session._draft(growth, Drafter(parts.draft, controller, None, width, budget))
-    return growth
+    session._sampler.begin_round(session.tokens)
+    tree = DraftTree(prompt[-1], session._max_nodes(), width, budget)
+    session._draft(tree, Drafter(parts.draft, controller, None, width, budget))
+    return tree
 
 
-def drafted_tree(
-    rig: Rig, prompt: Sequence[int], controller: Controller, width: int
-) -> tuple[TokenTree, dict[int, NDArray[np.float32]]]:
-    """The tree of the first round, and the draft's logits by node."""
-    workspace, logits = recording_drafts(rig.workspace())
-    growth = drafted(rig, prompt, controller, width, workspace=workspace)
-    return growth.tree, {slot - (len(prompt) - 1): row for slot, row in logits.items()}
+def drafted_logits(
+    harness: Harness, prompt: Sequence[int], controller: Controller, width: int
+) -> tuple[DraftTree, dict[int, NDArray[np.float32]]]:
+    """The tree of the first round, and the draft's logits by the index of the node."""
+    workspace, logits = recording_drafts(harness.workspace())
+    tree = drafted(harness, prompt, controller, width, workspace=workspace)
+    return tree, {slot - (len(prompt) - 1): row for slot, row in logits.items()}
 
 
-def check_tree_drafts(rig: Rig, prompt: Sequence[int], width: int) -> None:
+def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> None:
     """The draft's logits at every node of a tree are those after the node's path as a plain chain."""
-    tree, logits = drafted_tree(rig, prompt, make_controller("fixed:k=4"), width)
-    assert not tree.is_chain and len(logits) == 1 + 3 * width
-    for node, actual in logits.items():
-        tokens = [*prompt, *(tree.tokens[n] for n in tree.path(node))]
+    tree, logits = drafted_logits(harness, prompt, make_controller("fixed:k=4"), width)
+    assert not is_chain(tree.nodes) and len(logits) == 1 + 3 * width
+    for index, actual in logits.items():
+        tokens = [*prompt, *tree.nodes[index].path()]
         end = len(tokens) - 1
-        expected = rig.fresh_prefill(tokens).draft.forward(tokens[end:], [end], end).logits[0]
+        expected = harness.fresh_prefill(tokens).draft.forward(tokens[end:], [end], end).logits[0]
         np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
 
 

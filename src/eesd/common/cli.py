@@ -1,28 +1,40 @@
-"""The common parts of the commands: help settings, and errors as one line with an exit code."""
+"""The common parts of the commands: help and version options, and errors as one line with an exit code."""
 
 import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import click
 
+import eesd
 from eesd.common.errors import EESDError
 
 P = ParamSpec("P")
 
 
-def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
+def command(**settings: Any) -> Callable[[Callable[..., None]], click.Command]:
+    """``click.command`` with ``-h``, ``--version``, shown defaults, and :func:`one_line_errors`."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        context = {"help_option_names": ["-h", "--help"], "show_default": True}
+        made = click.command(context_settings=context, **settings)(one_line_errors(function))
+        return click.version_option(eesd.__version__, message="%(prog)s %(version)s")(made)
+
+    return decorate
+
+
+def one_line_errors(function: Callable[P, None]) -> Callable[P, None]:
     """Make a click callback report :class:`EESDError` and unreadable files as ``error: ...`` with exit code 2.
 
-    Ctrl-C ends with 130 and a reader that went away with 141, as shells expect, without a traceback.
+    Ctrl-C exits with 130, and a closed output pipe with 141, as shells expect, without a traceback.
     """
 
-    @wraps(command)
+    @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            command(*args, **kwargs)
+            function(*args, **kwargs)
         except EESDError as error:
             fail(str(error))
         except KeyboardInterrupt:
@@ -39,11 +51,11 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def clean_up_on_sigterm() -> None:
-    """Make SIGTERM end the program as an exception does, with exit code 143: what is half made is deleted on the way out."""
+    """Make SIGTERM end the program like an exception, with exit code 143, so that partial output is deleted on the way out."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def fail(message: str) -> None:
-    """Print ``error: message`` in one line to stderr and leave with exit code 2."""
+    """Print ``error: message`` in one line to stderr and exit with code 2."""
     click.echo(f"error: {' '.join(message.split())}", err=True)
     sys.exit(2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` that takes its name when the block ends well and vanishes when it does not."""
+    """A temporary file beside ``path``. It takes that name when the block ends normally; otherwise it is deleted."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         yield temporary

@@ -1,0 +1,65 @@
+"""What a controller learned, as a file: a process can start with what the last one knew.
+
+The file is JSON. ``format``, ``model`` (fingerprint of the base model), ``controller``, ``tree_width`` and ``tree_budget`` say how it
+was learned; ``state`` is what was learned.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+from eesd.runtime.llm import LLM
+
+FORMAT = 1
+
+
+def save_controller_state(llm: LLM, path: Path) -> None:
+    """Write what the controller and the tree budget of ``llm`` have learned. The file appears whole or not at all."""
+    assert llm.controller is not None
+    state = {"controller": llm.controller.state(), "budget": llm.budget.state() if llm.budget else None}
+    with written_whole(path) as temporary:
+        temporary.write_text(json.dumps(_learned_with(llm) | {"state": state}) + "\n")
+
+
+def load_controller_state(llm: LLM, path: Path) -> None:
+    """Continue with what :func:`save_controller_state` wrote.
+
+    Raises:
+        EESDError: The file is damaged, or was learned with another model, controller or tree.
+    """
+    assert llm.controller is not None
+    try:
+        saved = json.loads(path.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise EESDError(f"{path} is not JSON; delete it, or give another --controller-state.") from None
+    expected = _learned_with(llm)
+    if not isinstance(saved, dict) or saved.keys() != {*expected, "state"}:
+        raise EESDError(f"{path} is not a controller state; give a file that --controller-state wrote.")
+    for name, value in expected.items():
+        if saved[name] != value:
+            raise EESDError(
+                f"{path} was learned with {name} {saved[name]!r}, and this is {value!r}; give another --controller-state."
+            )
+    try:
+        state = saved["state"]
+        if not isinstance(state, dict) or state.keys() != {"controller", "budget"}:
+            raise ValueError("it must have the entries controller, budget")
+        llm.controller.restore(state["controller"])
+        if llm.budget:
+            llm.budget.restore(state["budget"])
+    except ValueError as error:
+        raise EESDError(f"The controller state in {path} is damaged ({error}); delete it.") from None
+
+
+def _learned_with(llm: LLM) -> dict[str, Any]:
+    """What must be the same for a state to fit."""
+    assert llm.speculation is not None
+    return {
+        "format": FORMAT,
+        "model": llm.manifest.exit_head.base,
+        "controller": llm.speculation.controller,
+        "tree_width": llm.speculation.tree_width,
+        "tree_budget": llm.speculation.tree_budget,
+    }

@@ -1,0 +1,105 @@
+"""Probes of this machine: packages, processor, memory, GPU. None of them loads torch unless there is an NVIDIA driver."""
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+TORCH_ENGINE = ("torch", "onnx", "safetensors")
+"""What the torch engine imports."""
+
+
+def installed(package: str) -> str | None:
+    """Version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def describe() -> dict[str, str]:
+    """Python, processor, memory, GPU and driver, and ONNX Runtime's providers, in words."""
+    try:
+        from onnxruntime import get_available_providers
+
+        providers = ", ".join(get_available_providers())
+    except ImportError as error:
+        providers = f"onnxruntime cannot be loaded: {error}"
+    return {
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "processor": f"{os.cpu_count()} cores, {', '.join(cpu_features()) or 'features unknown'}",
+        "memory": _memory(),
+        "GPU": _gpu(),
+        "onnxruntime providers": providers,
+    }
+
+
+def cpu_features() -> list[str]:
+    """The vector extensions that matter for matrix products, of those that Linux reports."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
+    except (OSError, IndexError):
+        return []
+    return [feature for feature in CPU_FEATURES if feature in flags]
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Bytes of main memory that a program may still take; 8 GiB where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 8 << 30
+
+
+def nvidia_driver() -> bool:
+    """Whether there are traces of an NVIDIA driver."""
+    return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
+
+
+def compute_capability() -> str | None:
+    """Of the first GPU, such as ``9.0``; None without one."""
+    return next(iter(_query_gpus("compute_cap") or ()), None)
+
+
+def torch_sees_gpu() -> bool:
+    """Whether the torch engine could use a GPU here. Imports torch, which takes seconds, only where there is a driver."""
+    if not nvidia_driver() or any(importlib.util.find_spec(package) is None for package in TORCH_ENGINE):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _memory() -> str:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return "unknown"
+    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+
+
+def _gpu() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "none (no NVIDIA driver)"
+    found = _query_gpus("name,memory.total,driver_version,compute_cap")
+    return "the NVIDIA driver does not answer" if found is None else "; ".join(found) or "none"
+
+
+def _query_gpus(fields: str) -> list[str] | None:
+    """A line for each GPU; None where no driver answers."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return [line.strip() for line in found.splitlines()]

@@ -1,0 +1,134 @@
+"""The rooms of the package import one way, and every import can be found by a type checker in a fresh clone."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "eesd"
+MAY_IMPORT = {
+    "common": set(),
+    "controllers": {"common"},
+    "model": {"common"},
+    "runtime": {"common", "controllers", "model"},
+    "export": {"common", "model", "runtime"},
+    "distill": {"common", "controllers", "model", "runtime"},
+    "bench": {"common", "controllers", "model", "runtime", "export"},
+}
+"""Rooms from the lowest to the highest, and the rooms that each may import."""
+MAY_IMPORT_INSIDE = {
+    "runtime.engines": set(),
+    "runtime.decoding": {"runtime.engines"},
+}
+"""Parts of a room that may import only these other parts of it."""
+TORCH_FREE = {"common", "controllers", "runtime"}
+"""Rooms that must load without torch, but for the files below."""
+TORCH_FILES = {
+    "device.py",
+    "device_engine.py",
+    "ort_gpu.py",
+    "torch_engine.py",
+    "torch_weights.py",
+    "trt_engine.py",
+    "embed.py",
+}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Dotted name inside eesd, and file, of every module."""
+    for room in MAY_IMPORT:
+        for path in sorted((PACKAGE / room).rglob("*.py")):
+            name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+            yield name.removesuffix(".__init__"), path
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """The modules that a file imports, and whether it does so when it is loaded (not in a function or for types alone)."""
+    tree = ast.parse(path.read_text("utf-8"))
+    lazy = {
+        id(node)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef) or (isinstance(outer, ast.If) and "TYPE_CHECKING" in ast.unparse(outer.test))
+        for node in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) not in lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "eesd" else [node.module]
+            yield from ((name, id(node) not in lazy) for name in names)
+
+
+def test_every_room_is_listed() -> None:
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_rooms_import_one_way(room: str) -> None:
+    for name, path in modules():
+        if name.partition(".")[0] != room:
+            continue
+        for imported, _ in imports(path):
+            parts = imported.split(".")
+            if parts[0] == "eesd" and len(parts) > 1 and parts[1] not in (room, "__version__"):
+                assert parts[1] in MAY_IMPORT[room], f"{path} imports {imported}: {room} must not know {parts[1]}"
+
+
+def test_the_order_of_the_rooms_has_no_cycle() -> None:
+    rooms = list(MAY_IMPORT)
+    assert all(rooms.index(lower) < rooms.index(room) for room, others in MAY_IMPORT.items() for lower in others)
+
+
+def test_modules_inside_a_room_have_no_cycle() -> None:
+    """No module imports itself through others when it is loaded."""
+    known = {name for name, _ in modules()}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules():
+        found = {imported.removeprefix("eesd.") for imported, at_load in imports(path) if at_load}
+        graph[name] = {imported for imported in found if imported in known and imported != name}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a cycle: {' -> '.join((*path, name))}"
+        if name not in done:
+            for imported in graph[name]:
+                visit(imported, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT_INSIDE)
+def test_engines_do_not_know_decoding(part: str) -> None:
+    room = part.partition(".")[0]
+    for name, path in modules():
+        if not name.startswith(f"{part}."):
+            continue
+        for imported, _ in imports(path):
+            inside = imported.removeprefix("eesd.")
+            if inside.startswith(f"{room}.") and not inside.startswith(f"{part}."):
+                assert any(inside.startswith(f"{other}.") for other in MAY_IMPORT_INSIDE[part]), f"{path} imports {imported}"
+
+
+def test_torch_is_imported_where_it_belongs() -> None:
+    for name, path in modules():
+        if name.partition(".")[0] in TORCH_FREE and path.name not in TORCH_FILES:
+            assert not any(imported.partition(".")[0] == "torch" and at_load for imported, at_load in imports(path)), path
+
+
+def test_every_import_of_the_package_is_a_file() -> None:
+    """What an editor without an installation sees: a plain file below src for every import."""
+    known = {name for name, _ in modules()} | set(MAY_IMPORT) | {"__version__"}
+    for _, path in modules():
+        for imported, _ in imports(path):
+            if imported.startswith("eesd."):
+                assert imported.removeprefix("eesd.") in known, f"{path} imports {imported}"
+
+
+def test_no_test_module_imports_another() -> None:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        assert not any(re.match(r"(tests\.)?test_", imported) for imported, _ in imports(path)), path
