@@ -1,1 +1,17 @@
-"""Self-distillation of the exit head: data of the model's own, losses, training at any scale, search for the exit layer."""
+"""Self-distillation of an exit head (``eesd-distill``).
+
+The modules in reading order. Each imports only from modules above it.
+
+* ``options``: the options of a run and their checks.
+* ``data``: token rows read from files, and the order in which batches use them.
+* ``generate``: rows that the model generates itself.
+* ``teacher``: hidden states and top-k targets of the frozen model, computed for each batch or cached on disk.
+* ``losses``: losses per token, and the exit head as a training module.
+* ``acceptance``: acceptance by draft depth, replayed from one parallel pass.
+* ``calibrate``: the prior for the controllers' calibration, fitted to validation texts.
+* ``metrics``: ``metrics.jsonl``, TensorBoard events, ``curves.png``.
+* ``trainer``: training loop, checkpoints, exact resume.
+* ``run``: from the options to training and evaluation.
+* ``search``: short runs that compare exit layers.
+* ``cli``: the command.
+"""

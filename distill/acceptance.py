@@ -1,9 +1,8 @@
-"""What drafting with a head would accept, from one parallel pass over the model's own greedy text.
+"""Acceptance of a head's drafts, replayed from one parallel pass over the model's own greedy text.
 
-For given tokens, drafting computes what a parallel pass computes (see ``reach`` in ``losses.py``), and a greedy draft is
-accepted where the head's likeliest token is the next token of the model's greedy text. So one bit for each position says all:
-rounds of any length are replayed from them, and the counts are those of the runtime's statistics. Up to the first rejection,
-what a round's drafts show of themselves is what the same pass shows.
+For given tokens, a parallel pass computes what drafting computes (see :func:`eesd.distill.losses.reach_weights`), and a greedy
+draft is accepted if it is the next token of the model's greedy text. One bit per position is therefore enough to replay rounds
+of any draft length, and the counts are equal to those of the runtime's statistics.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,84 +20,123 @@ from torch.nn.functional import linear
 from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
 from eesd.distill.generate import continue_prompts
-from eesd.distill.teacher import CHUNK, Teacher, whole_text
+from eesd.distill.teacher import LOGITS_PER_CHUNK, Teacher, full_sequence_inputs
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 
-DEPTHS = 8
-"""Drafted tokens a round in validation."""
+DRAFTS_PER_ROUND = 8
+"""Draft length of the replayed rounds, unless another one is given."""
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """``offered`` and ``accepted`` drafts by depth, and the tokens that the rounds brought. As in the runtime's statistics,
-    what follows a rejection is not judged."""
+    """Counts over replayed rounds, as in the runtime's statistics.
 
-    offered: tuple[int, ...]
+    Attributes:
+        verified: For each depth, rounds that drafted to this depth and had all drafts before it accepted.
+        accepted: For each depth, rounds whose draft at this depth was accepted, too.
+        rounds: Number of rounds.
+        tokens: Number of tokens that the rounds generated.
+    """
+
+    verified: tuple[int, ...]
     accepted: tuple[int, ...]
     rounds: int
     tokens: int
 
     @property
     def by_depth(self) -> list[float]:
-        """Probability that a draft is accepted where all before it were, for each depth."""
-        return [a / o if o else 0.0 for a, o in zip(self.accepted, self.offered, strict=True)]
+        """For each depth, the probability that a draft is accepted if all drafts before it are."""
+        return [a / v if v else 0.0 for a, v in zip(self.accepted, self.verified, strict=True)]
 
     @property
     def tokens_per_round(self) -> float:
         return self.tokens / self.rounds if self.rounds else 0.0
 
 
-class Round(NamedTuple):
-    """A round whose first draft is token ``start`` of the text: how many it drafts and how many of them are accepted."""
+class ReplayedRound(NamedTuple):
+    """One round over a known text.
+
+    Attributes:
+        start: Index of the text's token that the first draft predicts.
+        drafted: Number of drafts.
+        accepted: Number of accepted drafts.
+    """
 
     start: int
     drafted: int
     accepted: int
 
     @property
-    def judged(self) -> int:
-        """The accepted drafts and the first rejected one."""
+    def verified(self) -> int:
+        """Number of drafts up to the first rejection, including it."""
         return min(self.drafted, self.accepted + 1)
 
 
-def rounds_over(bits: NDArray[np.bool_], depth: int) -> Iterator[Round]:
-    """Rounds of ``depth`` drafts over a text of which bit i says that the head gets token i right; never of the last."""
-    at = 0
-    while at < len(bits):
-        drafted = min(depth, len(bits) - at - 1)
-        right = next((i for i in range(drafted) if not bits[at + i]), drafted)
-        yield Round(at, drafted, right)
-        at += right + 1
+def replay_rounds(correct: NDArray[np.bool_], draft_length: int) -> Iterator[ReplayedRound]:
+    """Replay rounds over one text.
+
+    Args:
+        correct: Whether the head's draft of token i is token i [T].
+        draft_length: Drafts in a round. The last round has fewer, because each round ends with a token of the verifier.
+
+    Yields:
+        The rounds, in order.
+    """
+    start = 0
+    while start < len(correct):
+        drafted = min(draft_length, len(correct) - start - 1)
+        accepted = next((i for i in range(drafted) if not correct[start + i]), drafted)
+        yield ReplayedRound(start, drafted, accepted)
+        start += accepted + 1
 
 
-def replay(texts: Sequence[NDArray[np.bool_]], depth: int) -> Acceptance:
-    """The counts of rounds of ``depth`` drafts over all texts."""
-    offered, accepted = [0] * depth, [0] * depth
+def replay_acceptance(texts: Sequence[NDArray[np.bool_]], draft_length: int = DRAFTS_PER_ROUND) -> Acceptance:
+    """Count acceptance over several texts.
+
+    Args:
+        texts: For each text, whether the head's draft of token i is token i [T].
+        draft_length: Drafts in a round.
+
+    Returns:
+        The counts for depths 1 to ``draft_length``.
+    """
+    verified, accepted = [0] * draft_length, [0] * draft_length
     rounds = 0
-    for bits in texts:
-        for found in rounds_over(bits, depth):
-            for level in range(found.judged):
-                offered[level] += 1
-                accepted[level] += level < found.accepted
+    for correct in texts:
+        for replayed in replay_rounds(correct, draft_length):
+            for level in range(replayed.verified):
+                verified[level] += 1
+                accepted[level] += level < replayed.accepted
             rounds += 1
-    return Acceptance(tuple(offered), tuple(accepted), rounds, sum(map(len, texts)))
+    return Acceptance(tuple(verified), tuple(accepted), rounds, sum(map(len, texts)))
 
 
 @dataclass(frozen=True)
-class Drafts:
-    """The head's greedy draft for each token of a text [T]: whether it is that token, its probability, and its margin (nats)
-    over the second likeliest."""
+class GreedyDrafts:
+    """The head's greedy draft for each token of one text.
 
-    right: NDArray[np.bool_]
+    Attributes:
+        correct: Whether the draft is the text's token [T].
+        probability: The head's probability of the draft [T].
+        margin: Difference between the logits of the draft and of the second most likely token [T], in nats.
+    """
+
+    correct: NDArray[np.bool_]
     probability: NDArray[np.float32]
     margin: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Validation:
-    """Prompts with the model's greedy continuations: ``tokens`` [P, T], where the continuations begin and end [P], and the
-    hidden states [P, T, hidden] after each exit layer."""
+class ValidationSet:
+    """Prompts with the model's greedy continuations.
+
+    Attributes:
+        tokens: Prompts and continuations [P, T].
+        starts: Index of the first token of each continuation [P].
+        ends: Index after the last token of each continuation [P].
+        hidden: For each exit layer, the hidden states after it [P, T, hidden].
+    """
 
     tokens: Tensor
     starts: Tensor
@@ -114,54 +152,77 @@ class Validation:
         layers: Sequence[int],
         eos_token_ids: Sequence[int],
         batch: int = 16,
-    ) -> "Validation":
-        """Continue the prompts greedily and note the hidden states, in the decoder's own precision."""
+    ) -> "ValidationSet":
+        """Continue the prompts and compute the hidden states, in the decoder's own precision.
+
+        Args:
+            decoder: The model.
+            prompts: Token ids of each prompt.
+            new_tokens: Maximum number of tokens to append to each prompt.
+            layers: Exit layers.
+            eos_token_ids: Tokens that end a continuation.
+            batch: Rows in a pass for the hidden states.
+
+        Returns:
+            The validation set.
+        """
         greedy = torch.zeros(len(prompts))
         tokens, ends = continue_prompts(decoder, prompts, new_tokens, greedy, torch.Generator(), eos_token_ids)
         weight = decoder.lm_head.weight
         precision = "bf16" if weight.dtype == torch.bfloat16 else "float32"
         teacher = Teacher(decoder, layers, 1, precision)
         passes = [teacher(part.to(weight.device))[0] for part in torch.split(tokens, batch)]
-        hidden = {layer: torch.cat([found[layer] for found in passes]).cpu() for layer in layers}
+        hidden = {layer: torch.cat([states[layer] for states in passes]).cpu() for layer in layers}
         return cls(tokens, torch.tensor([len(prompt) for prompt in prompts]), ends, hidden)
 
     def save(self, path: Path) -> None:
-        state = {f"hidden.{layer}": states for layer, states in self.hidden.items()}
+        """Write a safetensors file."""
+        tensors = {f"hidden.{layer}": states for layer, states in self.hidden.items()}
         with written_whole(path) as temporary:
-            save_file(state | {"tokens": self.tokens, "starts": self.starts, "ends": self.ends}, temporary)
+            save_file(tensors | {"tokens": self.tokens, "starts": self.starts, "ends": self.ends}, temporary)
 
     @classmethod
-    def load(cls, path: Path) -> "Validation":
-        state = load_file(path)
-        hidden = {int(name.split(".")[1]): states for name, states in state.items() if name.startswith("hidden.")}
-        return cls(state["tokens"], state["starts"], state["ends"], hidden)
+    def load(cls, path: Path) -> "ValidationSet":
+        """Read a file that :meth:`save` wrote."""
+        tensors = load_file(path)
+        hidden = {int(name.split(".")[1]): states for name, states in tensors.items() if name.startswith("hidden.")}
+        return cls(tensors["tokens"], tensors["starts"], tensors["ends"], hidden)
 
     @torch.no_grad()
-    def drafts(self, head: ExitHead, geometry: Geometry, lm_head: Tensor, batch: int = 16) -> list[Drafts]:
-        """For each prompt, what the head would draft for each token of its continuation, in float32."""
+    def drafts(self, head: ExitHead, geometry: Geometry, lm_head: Tensor, batch: int = 16) -> list[GreedyDrafts]:
+        """Compute the head's draft for each token of each continuation, in float32.
+
+        Args:
+            head: The exit head.
+            geometry: Shape of the model.
+            lm_head: Weight of the base model's LM head [V, hidden], on the head's device.
+            batch: Rows in a pass.
+
+        Returns:
+            The drafts of each continuation.
+        """
         device = lm_head.device
-        table = (lm_head if head.lm_head is None else head.lm_head.weight).float()
-        found = []
+        weight = (lm_head if head.lm_head is None else head.lm_head.weight).float()
+        passes = []
         for hidden in torch.split(self.hidden[head.exit_config.layer], batch):
-            inputs, caches = whole_text(geometry, len(hidden), hidden.shape[1], len(head.blocks), torch.float32, device)
-            features, _ = head.features(hidden.to(device).float(), inputs, caches)
-            chunks = torch.split(features.flatten(0, 1), max(1, CHUNK // len(table)))
-            parts = [_likeliest(linear(chunk, table)) for chunk in chunks]
-            found.append([torch.cat(part).view(hidden.shape[:2]).cpu() for part in zip(*parts, strict=True)])
-        tokens, probability, margin = (torch.cat(part)[:, :-1] for part in zip(*found, strict=True))
+            inputs, caches = full_sequence_inputs(
+                geometry, len(hidden), hidden.shape[1], len(head.blocks), torch.float32, device
+            )
+            features, _ = head.lm_head_input(hidden.to(device).float(), inputs, caches)
+            chunks = torch.split(features.flatten(0, 1), max(1, LOGITS_PER_CHUNK // len(weight)))
+            parts = [_greedy_tokens(linear(chunk, weight)) for chunk in chunks]
+            passes.append([torch.cat(part).view(hidden.shape[:2]).cpu() for part in zip(*parts, strict=True)])
+        tokens, probability, margin = (torch.cat(part)[:, :-1] for part in zip(*passes, strict=True))
         arrays = ((tokens == self.tokens[:, 1:]).numpy(), probability.numpy(), margin.numpy())
         spans = [slice(start - 1, end - 1) for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True)]
-        return [Drafts(*(array[row, span] for array in arrays)) for row, span in enumerate(spans)]
+        return [GreedyDrafts(*(array[row, span] for array in arrays)) for row, span in enumerate(spans)]
 
-    def bits(self, head: ExitHead, geometry: Geometry, lm_head: Tensor) -> list[NDArray[np.bool_]]:
-        """For each prompt, which tokens of its continuation the head would have drafted."""
-        return [drafts.right for drafts in self.drafts(head, geometry, lm_head)]
-
-    def acceptance(self, head: ExitHead, geometry: Geometry, lm_head: Tensor, depth: int = DEPTHS) -> Acceptance:
-        return replay(self.bits(head, geometry, lm_head), depth)
+    def correct_drafts(self, head: ExitHead, geometry: Geometry, lm_head: Tensor) -> list[NDArray[np.bool_]]:
+        """For each continuation, whether the head's draft of token i is token i [T]. Arguments as for :meth:`drafts`."""
+        return [drafts.correct for drafts in self.drafts(head, geometry, lm_head)]
 
 
-def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [n, V]: the likeliest token, its probability, and by how much it leads; each [n]."""
+def _greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From logits [n, V]: the most likely token, its probability, and its margin over the second; each [n]."""
     (first, second), ids = (part.T for part in logits.topk(2))
     return ids[0], (first - logits.logsumexp(-1)).exp(), first - second

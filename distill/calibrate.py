@@ -1,8 +1,8 @@
-"""The prior with which the controllers begin to calibrate the head's confidence (docs/controllers.md), from validation texts.
+"""Fits the prior of the controllers' calibration (docs/controllers.md) to a head's drafts over validation texts.
 
-Rounds of drafts are replayed over the texts; each draft up to and including the first rejection is a label. The weights of both
-scores are fitted to these labels, the spread of the requests' offsets by how well the online calibration then predicts. All
-figures are of texts that the weights in use were not fitted on.
+Rounds are replayed over the texts; each draft up to and including the first rejection gives a label. The weights of both scores
+are fitted to the labels, and the standard deviation of the request offset is the one with which the controllers' online
+calibration predicts best. All reported metrics are cross-validated.
 """
 
 from collections.abc import Sequence
@@ -15,56 +15,84 @@ from numpy.typing import NDArray
 from eesd.common.prior import FEATURES, CalibrationPrior
 from eesd.controllers.base import DraftStep
 from eesd.controllers.calibration import Calibrator, features, sigmoid
-from eesd.distill.acceptance import DEPTHS, Drafts, rounds_over
+from eesd.distill.acceptance import DRAFTS_PER_ROUND, GreedyDrafts, replay_rounds
 
 SCORES = ("accept", "following")
+"""Fields of the prior. ``accept`` predicts whether a draft is accepted, ``following`` whether the next draft is, too."""
 FOLDS = 4
-SPREADS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.75)
-"""Spreads of the requests' offsets that are tried. With wider ones an offset can fall so low that nothing is drafted, and so
-nothing is judged that would raise it again."""
-MATERIAL = 0.005
-"""A spread must lower the loss by this part of it; one that brought less cost speed when sampling (docs/distill.md)."""
+"""Folds of the cross-validation over texts."""
+REQUEST_STDS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.75)
+"""Candidate standard deviations of the request offset. With larger ones an offset can fall so low that nothing is drafted, and
+then no label arrives to raise it again."""
+MIN_GAIN = 0.005
+"""A standard deviation must lower the loss by this fraction. One that gained less made sampling slower (docs/distill.md)."""
 BINS = 10
-"""Of equal width, for the calibration error."""
+"""Bins of the expected calibration error, all of equal width."""
 
 Floats = NDArray[np.float64]
-Judged = list[tuple[tuple[float, ...], bool]]
-"""The features of each judged draft of a round, and what became of it."""
-Request = list[Judged]
-"""The rounds of one text."""
+LabelledRound = list[tuple[tuple[float, ...], bool]]
+"""Features and label of each labelled draft of one round."""
+LabelledText = dict[str, list[LabelledRound]]
+"""The rounds of one text, for each of ``SCORES``."""
 
 
-def labels_of(drafts: Drafts, depth: int = DEPTHS) -> dict[str, Request]:
-    """For each score, what rounds of ``depth`` drafts teach it: of each judged draft whether it is accepted, and of each
-    accepted one whether the next judged one is, too."""
-    accept: Request = []
-    following: Request = []
-    for found in rounds_over(drafts.right, depth):
-        shown = [_features(drafts, found.start + level, level + 1) for level in range(found.judged)]
-        accept.append([(x, level < found.accepted) for level, x in enumerate(shown)])
-        following.append([(x, level + 1 < found.accepted) for level, x in enumerate(shown[:-1])])
+def label_drafts(drafts: GreedyDrafts, draft_length: int = DRAFTS_PER_ROUND) -> LabelledText:
+    """Replay rounds over one text and label their drafts.
+
+    Args:
+        drafts: The head's drafts.
+        draft_length: Drafts in a round.
+
+    Returns:
+        For ``accept``, each draft up to the first rejection, with whether it is accepted. For ``following``, each accepted
+        draft that has a labelled next one, with whether that one is accepted.
+    """
+    accept: list[LabelledRound] = []
+    following: list[LabelledRound] = []
+    for replayed in replay_rounds(drafts.correct, draft_length):
+        x = [_features(drafts, replayed.start + level, level + 1) for level in range(replayed.verified)]
+        accept.append([(row, level < replayed.accepted) for level, row in enumerate(x)])
+        following.append([(row, level + 1 < replayed.accepted) for level, row in enumerate(x[:-1])])
     return {"accept": accept, "following": following}
 
 
-def _features(drafts: Drafts, at: int, depth: int) -> tuple[float, ...]:
-    probability, margin = float(drafts.probability[at]), float(drafts.margin[at])
-    return features(DraftStep(depth, probability, probability, None, margin, depth))
+def _features(drafts: GreedyDrafts, index: int, depth: int) -> tuple[float, ...]:
+    """The controllers' features of one draft of a chain."""
+    probability = float(drafts.probability[index])
+    step = DraftStep(
+        depth=depth,
+        probability=probability,
+        path_probability=probability,
+        entropy=None,
+        margin=float(drafts.margin[index]),
+        nodes=depth,
+    )
+    return features(step)
 
 
-def fit_weights(x: Floats, y: Floats, centre: Sequence[float], spread: float = 1.0) -> tuple[float, ...]:
-    """Logistic regression of labels y [n] on features x [n, F] by Newton's method: the mode of the posterior where the weights'
-    prior is N(centre, spread^2). A step that would make it worse is halved."""
-    start = np.asarray(centre, np.float64)
+def fit_weights(x: Floats, y: Floats, mean: Sequence[float], std: float = 1.0) -> tuple[float, ...]:
+    """Fit a logistic regression by Newton's method with step halving.
+
+    Args:
+        x: Features [n, F].
+        y: Labels [n], 0 or 1.
+        mean: Mean of the weights' Gaussian prior [F].
+        std: Standard deviation of the weights' Gaussian prior.
+
+    Returns:
+        The mode of the posterior [F].
+    """
+    start = np.asarray(mean, np.float64)
 
     def loss(w: Floats) -> float:
         z = x @ w
-        return float(np.logaddexp(0, z).sum() - y @ z + ((w - start) ** 2).sum() / (2 * spread**2))
+        return float(np.logaddexp(0, z).sum() - y @ z + ((w - start) ** 2).sum() / (2 * std**2))
 
     w = start
     for _ in range(100):
         p = np.exp(-np.logaddexp(0, -(x @ w)))
-        gradient = x.T @ (p - y) + (w - start) / spread**2
-        hessian = (x.T * (p * (1 - p))) @ x + np.eye(len(w)) / spread**2
+        gradient = x.T @ (p - y) + (w - start) / std**2
+        hessian = (x.T * (p * (1 - p))) @ x + np.eye(len(w)) / std**2
         step = np.linalg.solve(hessian, gradient)
         if float(gradient @ step) < 1e-9:
             break
@@ -75,154 +103,191 @@ def fit_weights(x: Floats, y: Floats, centre: Sequence[float], spread: float = 1
     return tuple(w.tolist())
 
 
-class Forecast(NamedTuple):
-    """Chances p [n] that were given to judged drafts, and what became of them, y [n]: 0 or 1."""
+class Predictions(NamedTuple):
+    """Predicted probabilities p [n] of labelled drafts, and their labels y [n], 0 or 1."""
 
     p: Floats
     y: Floats
 
     @property
     def losses(self) -> Floats:
-        """-log of the chance that was given to what happened, in nats."""
+        """Log-loss of each prediction [n], in nats."""
         losses: Floats = -np.log(np.clip(np.where(self.y > 0, self.p, 1 - self.p), 1e-12, 1))
         return losses
 
     @property
-    def error(self) -> float:
-        """Expected calibration error: the mean distance of chance and frequency over bins of equal width."""
+    def calibration_error(self) -> float:
+        """Expected calibration error: mean distance between probability and frequency over ``BINS`` bins of equal width."""
         bins = np.minimum((self.p * BINS).astype(int), BINS - 1)
         gaps = np.bincount(bins, self.p - self.y, BINS)
         return float(np.abs(gaps).sum() / max(len(self.p), 1))
 
 
-def forecasts(prior: CalibrationPrior, score: str, requests: Sequence[Request], learning: bool = True) -> list[Forecast]:
-    """For each request, the chances that the controllers give its drafts, who go on learning from one request to the next;
-    without ``learning``, those of the prior alone."""
-    calibrator, found = Calibrator(getattr(prior, score), prior), []
-    for rounds in requests:
+def predict(prior: CalibrationPrior, score: str, texts: Sequence[LabelledText], online: bool = True) -> list[Predictions]:
+    """Predict the labels of several texts, as a controller does that gets them as requests, one after another.
+
+    Args:
+        prior: The prior to begin with.
+        score: One of ``SCORES``.
+        texts: The labelled texts.
+        online: Whether the calibration learns from each round. If not, only the prior predicts.
+
+    Returns:
+        The predictions for each text.
+    """
+    calibrator, predictions = Calibrator(getattr(prior, score), prior), []
+    for text in texts:
         calibrator.begin_request()
         p, y = [], []
-        for judged in rounds:
+        for labelled in text[score]:
             shift, slope, offset = calibrator.mean
-            scores = [calibrator.score(x) for x, _ in judged]
+            scores = [calibrator.score(x) for x, _ in labelled]
             p += [sigmoid(shift + slope * z + offset) for z in scores]
-            y += [right for _, right in judged]
-            if learning:
-                for z, (_, right) in zip(scores, judged, strict=True):
-                    calibrator.learn(z, right)
+            y += [label for _, label in labelled]
+            if online:
+                for z, (_, label) in zip(scores, labelled, strict=True):
+                    calibrator.learn(z, label)
                 calibrator.advance()
-        found.append(Forecast(np.array(p, np.float64), np.array(y, np.float64)))
-    return found
+        predictions.append(Predictions(np.array(p, np.float64), np.array(y, np.float64)))
+    return predictions
 
 
-class Quality(NamedTuple):
-    """How a prior forecasts one score of ``drafts`` judged drafts: log-loss (nats a draft) and expected calibration error, of
-    the prior alone (``first``) and with what is learned on the way."""
+class PredictionQuality(NamedTuple):
+    """How well a prior predicts one score.
+
+    Attributes:
+        drafts: Number of labelled drafts.
+        prior_loss: Mean log-loss of the prior alone, in nats.
+        prior_error: Expected calibration error of the prior alone.
+        online_loss: Mean log-loss with online learning, in nats.
+        online_error: Expected calibration error with online learning.
+    """
 
     drafts: int
-    first_loss: float
-    first_error: float
-    loss: float
-    error: float
+    prior_loss: float
+    prior_error: float
+    online_loss: float
+    online_error: float
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """What was found on ``texts`` texts: the prior to begin with, None where the fitted one is no better than the default, and
-    for each score the qualities of the default and of fitted priors, on texts that these were not fitted on."""
+class CalibrationResult:
+    """The fitted prior and how it compares with the default one.
+
+    Attributes:
+        prior: The fitted prior. None if it is not significantly better than the default.
+        texts: Number of validation texts.
+        default: For each score, the quality of the default prior.
+        fitted: For each score, the cross-validated quality of fitted priors.
+    """
 
     prior: CalibrationPrior | None
     texts: int
-    default: dict[str, Quality]
-    fitted: dict[str, Quality]
+    default: dict[str, PredictionQuality]
+    fitted: dict[str, PredictionQuality]
 
 
-def calibrate(texts: Sequence[Drafts]) -> Calibration:
-    """Fit a prior to drafts over texts, and measure it: each text by what was fitted on the three quarters without it.
+def calibrate(texts: Sequence[GreedyDrafts]) -> CalibrationResult:
+    """Fit a prior to the drafts over several texts.
 
-    The fitted prior is found better where its losses at first and while learning, taken together, are lower by more than a
-    standard error.
+    It is accepted if its cross-validated losses, of the prior alone and with online learning together, are lower than the
+    default's by more than a standard error.
     """
-    labelled = [labels_of(drafts) for drafts in texts]
-    fold = np.arange(len(texts)) % FOLDS
-    parts = [_where(labelled, fold == part) for part in range(FOLDS)]
-    priors = [fit_prior(_where(labelled, fold != part)) for part in range(FOLDS)]
-    losses = np.zeros((len(SPREADS), len(texts)))
-    for part, (held, prior) in enumerate(zip(parts, priors, strict=True)):
-        for number, spread in enumerate(SPREADS):
-            losses[number, fold == part] = _losses(replace(prior, request=spread), held)
-    priors = [replace(prior, request=best_spread(losses[:, fold != part])) for part, prior in enumerate(priors)]
-    default, usual = _measured([CalibrationPrior()] * FOLDS, parts)
-    fitted, reached = _measured(priors, parts)
-    better = _clear(usual - reached)
-    found = replace(fit_prior(labelled), request=best_spread(losses)) if better else None
-    return Calibration(found, len(texts), default, fitted)
+    labelled = [label_drafts(drafts) for drafts in texts]
+    fold_of = np.arange(len(texts)) % FOLDS
+    folds = [_select(labelled, fold_of == fold) for fold in range(FOLDS)]
+    priors = [fit_prior(_select(labelled, fold_of != fold)) for fold in range(FOLDS)]
+    losses = np.zeros((len(REQUEST_STDS), len(texts)))
+    for fold, (held_out, prior) in enumerate(zip(folds, priors, strict=True)):
+        for number, std in enumerate(REQUEST_STDS):
+            losses[number, fold_of == fold] = _online_losses(replace(prior, request=std), held_out)
+    priors = [replace(prior, request=best_request_std(losses[:, fold_of != fold])) for fold, prior in enumerate(priors)]
+    default, default_losses = _evaluate([CalibrationPrior()] * FOLDS, folds)
+    fitted, fitted_losses = _evaluate(priors, folds)
+    better = _significant(default_losses - fitted_losses)
+    result = replace(fit_prior(labelled), request=best_request_std(losses)) if better else None
+    return CalibrationResult(result, len(texts), default, fitted)
 
 
-def fit_prior(labelled: Sequence[dict[str, Request]]) -> CalibrationPrior:
-    """The default prior with both scores' weights fitted to these texts. It is the centre of the fit, too: what the texts do
-    not tell stays as it was."""
+def fit_prior(texts: Sequence[LabelledText]) -> CalibrationPrior:
+    """Fit both scores' weights to labelled texts. The default prior is the mean of the weights' own prior, N(default, 1)."""
     default, weights = CalibrationPrior(), []
     for score in SCORES:
-        rows = [row for text in labelled for judged in text[score] for row in judged]
-        x, y = np.array([x for x, _ in rows]).reshape(-1, FEATURES), np.array([right for _, right in rows], np.float64)
+        rows = [row for text in texts for labelled in text[score] for row in labelled]
+        x, y = np.array([x for x, _ in rows]).reshape(-1, FEATURES), np.array([label for _, label in rows], np.float64)
         fitted = fit_weights(x, y, getattr(default, score))
         weights.append(tuple(round(weight, 4) for weight in fitted))
     return replace(default, accept=weights[0], following=weights[1])
 
 
-def best_spread(losses: Floats) -> float:
-    """The spread with the least loss, by losses [spreads, texts]; the default's unless the gain is clear and material."""
-    usual, best = losses[SPREADS.index(CalibrationPrior().request)], int(losses.sum(1).argmin())
-    return SPREADS[best] if _clear((1 - MATERIAL) * usual - losses[best]) else CalibrationPrior().request
+def best_request_std(losses: Floats) -> float:
+    """Choose a standard deviation of the request offset.
+
+    Args:
+        losses: Loss of each candidate on each text [candidates, texts].
+
+    Returns:
+        The candidate with the lowest loss, or the default if the gain is not at least ``MIN_GAIN`` and a standard error.
+    """
+    default = CalibrationPrior().request
+    default_losses, best = losses[REQUEST_STDS.index(default)], int(losses.sum(1).argmin())
+    return REQUEST_STDS[best] if _significant((1 - MIN_GAIN) * default_losses - losses[best]) else default
 
 
-def _clear(gains: Floats) -> bool:
-    """Whether gains [texts] are together more than their standard error."""
+def _significant(gains: Floats) -> bool:
+    """Whether the sum of the gains [texts] is more than its standard error."""
     return len(gains) > 1 and bool(gains.sum() > gains.std(ddof=1) * len(gains) ** 0.5)
 
 
-def _where(labelled: Sequence[dict[str, Request]], chosen: NDArray[np.bool_]) -> list[dict[str, Request]]:
-    return [text for text, wanted in zip(labelled, chosen, strict=True) if wanted]
+def _select(texts: Sequence[LabelledText], mask: NDArray[np.bool_]) -> list[LabelledText]:
+    return [text for text, selected in zip(texts, mask, strict=True) if selected]
 
 
-def _losses(prior: CalibrationPrior, texts: Sequence[dict[str, Request]]) -> Floats:
-    """Both scores' losses while learning, for each text, in nats."""
-    found = [[f.losses.sum() for f in forecasts(prior, score, [text[score] for text in texts])] for score in SCORES]
-    return np.asarray(np.sum(found, axis=0), np.float64)
+def _online_losses(prior: CalibrationPrior, texts: Sequence[LabelledText]) -> Floats:
+    """For each text, the loss of both scores with online learning [texts], in nats."""
+    losses = [[predictions.losses.sum() for predictions in predict(prior, score, texts)] for score in SCORES]
+    return np.asarray(np.sum(losses, axis=0), np.float64)
 
 
-def _measured(
-    priors: Sequence[CalibrationPrior], parts: Sequence[list[dict[str, Request]]]
-) -> tuple[dict[str, Quality], Floats]:
-    """Each score's quality with a prior for each part of the texts, and all losses together for each text, in nats."""
+def _evaluate(
+    priors: Sequence[CalibrationPrior], folds: Sequence[list[LabelledText]]
+) -> tuple[dict[str, PredictionQuality], Floats]:
+    """Evaluate one prior for each fold.
+
+    Args:
+        priors: The prior of each fold.
+        folds: The texts of each fold.
+
+    Returns:
+        The quality for each score, and the sum of all losses for each text [texts], in nats, in the order of the folds.
+    """
     qualities, losses = {}, []
     for score in SCORES:
-        figures: list[float] = []
-        for learning in (False, True):
-            made = [
-                forecast
-                for prior, texts in zip(priors, parts, strict=True)
-                for forecast in forecasts(prior, score, [text[score] for text in texts], learning)
+        metrics: list[float] = []
+        for online in (False, True):
+            by_text = [
+                predictions
+                for prior, texts in zip(priors, folds, strict=True)
+                for predictions in predict(prior, score, texts, online)
             ]
-            whole = Forecast(np.concatenate([f.p for f in made]), np.concatenate([f.y for f in made]))
-            figures += [float(whole.losses.sum()) / max(len(whole.p), 1), whole.error]
-            losses.append([f.losses.sum() for f in made])
-        qualities[score] = Quality(len(whole.p), *figures)
+            whole = Predictions(np.concatenate([text.p for text in by_text]), np.concatenate([text.y for text in by_text]))
+            metrics += [float(whole.losses.sum()) / max(len(whole.p), 1), whole.calibration_error]
+            losses.append([text.losses.sum() for text in by_text])
+        qualities[score] = PredictionQuality(len(whole.p), *metrics)
     return qualities, np.asarray(np.sum(losses, axis=0), np.float64)
 
 
-def table(calibration: Calibration) -> str:
+def table(result: CalibrationResult) -> str:
     """A Markdown table of the qualities."""
     lines = [
-        f"Calibration on {calibration.texts} validation texts, each judged by what was fitted on others:",
+        f"Calibration on {result.texts} validation texts, cross-validated in {FOLDS} folds:",
         "",
-        "| forecast | prior | drafts | log-loss at first | error at first | log-loss, learning | error, learning |",
+        "| label | prior | drafts | log-loss, prior alone | ECE, prior alone | log-loss, online | ECE, online |",
         "|---|---|---|---|---|---|---|",
     ]
     for score, name in zip(SCORES, ("accepted", "next accepted"), strict=True):
-        for kind, found in (("default", calibration.default), ("fitted", calibration.fitted)):
-            q = found[score]
-            figures = " | ".join(f"{value:.4f}" for value in q[1:])
-            lines.append(f"| {name} | {kind} | {q.drafts} | {figures} |")
+        for kind, qualities in (("default", result.default), ("fitted", result.fitted)):
+            quality = qualities[score]
+            metrics = " | ".join(f"{value:.4f}" for value in quality[1:])
+            lines.append(f"| {name} | {kind} | {quality.drafts} | {metrics} |")
     return "\n".join(lines)

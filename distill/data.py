@@ -1,6 +1,7 @@
-"""Rows of tokens to train on, from text, JSON lines and token arrays, and the endless order in which they come.
+"""Rows of tokens from text, JSON lines and token arrays, and the endless order in which batches use them.
 
-The order is a function of the seed and the position in it: a resumed run needs no random state to go on with the same rows.
+The order is a function of the seed and of the position in it, so a resumed run continues with the same rows and stores no
+random state.
 """
 
 import hashlib
@@ -19,44 +20,57 @@ from safetensors.numpy import load_file
 from eesd.common.errors import EESDError
 from eesd.runtime.text import TextCodec
 
+MIN_TOKENS = 16
+"""A window with fewer tokens is dropped, unless it fills a row."""
+
 Tokens = NDArray[np.int32]
+Document = Sequence[int] | NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """``tokens`` [R, length + 1], int32, of which the first ``lengths[r]`` of row r count (the rest is padding).
+    """Rows to train on.
 
-    The first ``own`` rows are the model's own text (or whatever ``--data`` gave), those behind them are mixed in.
+    Attributes:
+        tokens: int32 [R, length + 1], padded at the end.
+        lengths: Number of valid tokens in each row [R].
+        num_primary: The first ``num_primary`` rows are the generated text or the rows of ``--data``. The others are mixed in.
     """
 
     tokens: Tokens
     lengths: NDArray[np.int64]
-    own: int
+    num_primary: int
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def digest(self) -> str:
-        """SHA-256 of all tokens: what a cache of these rows is bound to."""
+        """SHA-256 of all tokens and lengths."""
         return hashlib.sha256(self.tokens.tobytes() + self.lengths.tobytes()).hexdigest()
 
 
-def joined(own: Rows, mixed: Rows | None) -> Rows:
-    """Own rows, then the mixed-in ones."""
-    if mixed is None:
-        return own
-    tokens, lengths = np.concatenate([own.tokens, mixed.tokens]), np.concatenate([own.lengths, mixed.lengths])
-    return Rows(tokens, lengths, len(own))
+def add_mixed_rows(primary: Rows, mixed: Rows) -> Rows:
+    """Append rows that are mixed into the batches of the primary rows."""
+    tokens, lengths = np.concatenate([primary.tokens, mixed.tokens]), np.concatenate([primary.lengths, mixed.lengths])
+    return Rows(tokens, lengths, len(primary))
 
 
-def cut(documents: Iterable[Sequence[int] | NDArray[Any]], length: int) -> Rows:
-    """Documents in windows of ``length`` + 1 tokens that overlap by one; ends of fewer than 16 tokens are left out."""
+def split_documents(documents: Iterable[Document], length: int) -> Rows:
+    """Split documents into windows of ``length`` + 1 tokens that overlap by one token.
+
+    Args:
+        documents: Token ids of each document.
+        length: Number of training positions in a row.
+
+    Returns:
+        The windows, all primary. A last window of fewer than ``MIN_TOKENS`` tokens is dropped unless it fills a row.
+    """
     tokens, lengths = [], []
     for document in documents:
         ids = np.asarray(document)
         for start in range(0, max(1, len(ids) - 1), length):
             window = ids[start : start + length + 1]
-            if len(window) == length + 1 or len(window) >= 16:
+            if len(window) == length + 1 or len(window) >= MIN_TOKENS:
                 tokens.append(np.pad(window.astype(np.int32), (0, length + 1 - len(window))))
                 lengths.append(len(window))
     if not tokens:
@@ -65,35 +79,117 @@ def cut(documents: Iterable[Sequence[int] | NDArray[Any]], length: int) -> Rows:
 
 
 def read_rows(paths: Sequence[Path], codec: TextCodec | None, vocab_size: int, length: int) -> Rows:
-    """The rows of all files; an :class:`EESDError` where there is nothing to train on or a token that the model lacks."""
-    rows = cut((document for path in paths for document in documents(path, codec)), length)
+    """Read the rows of all files.
+
+    Args:
+        paths: ``.txt``, ``.jsonl``, ``.npy`` or ``.safetensors`` files.
+        codec: Tokenizer for text. None if the model has none.
+        vocab_size: Number of tokens in the model's vocabulary.
+        length: Number of training positions in a row.
+
+    Returns:
+        The rows, all primary.
+
+    Raises:
+        EESDError: A file cannot be read, no text is long enough, or a token is not in the vocabulary.
+    """
+    rows = split_documents((document for path in paths for document in read_documents(path, codec)), length)
     names = ", ".join(map(str, paths))
     if not len(rows):
-        raise EESDError(f"There is nothing to train on in {names}: no text of 16 tokens or more.")
-    check_vocabulary(rows.tokens, vocab_size, names)
+        raise EESDError(f"There is nothing to train on in {names}; give texts of at least {MIN_TOKENS} tokens.")
+    _check_vocabulary(rows.tokens, vocab_size, names)
     return rows
 
 
-def check_vocabulary(tokens: Tokens, vocab_size: int, name: str) -> None:
-    """Refuse tokens that the model does not have."""
-    least, most = int(tokens.min()), int(tokens.max())
-    if least < 0 or most >= vocab_size:
+def read_prompts(
+    paths: Sequence[Path],
+    codec: TextCodec | None,
+    vocab_size: int,
+    count: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    seed: int,
+) -> list[list[int]]:
+    """Read at most ``count`` prompts: the lines of ``.jsonl`` files, and random passages of other files.
+
+    Args:
+        paths: ``.txt``, ``.jsonl``, ``.npy`` or ``.safetensors`` files.
+        codec: Tokenizer for text. None if the model has none.
+        vocab_size: Number of tokens in the model's vocabulary.
+        count: Maximum number of prompts.
+        prompt_tokens: Tokens of a prompt that is cut from text.
+        max_tokens: Longer lines of ``.jsonl`` files keep only their last ``max_tokens`` tokens.
+        seed: Seed of the selection.
+
+    Returns:
+        Token ids of each prompt.
+
+    Raises:
+        EESDError: A file cannot be read, it has no prompts, or a token is not in the vocabulary.
+    """
+    prompts: list[list[int]] = []
+    rng = np.random.default_rng(seed)
+    for path in paths:
+        documents = [np.asarray(document) for document in read_documents(path, codec)]
+        if path.suffix == ".jsonl":
+            prompts += [document[-max_tokens:].tolist() for document in documents]
+            continue
+        documents = [document for document in documents if len(document) >= prompt_tokens]
+        sizes = np.asarray([len(document) for document in documents], np.float64)
+        for index in rng.choice(len(documents), count, p=sizes / sizes.sum()) if documents else ():
+            start = int(rng.integers(0, len(documents[index]) - prompt_tokens + 1))
+            prompts.append(documents[index][start : start + prompt_tokens].tolist())
+    prompts = [prompt for prompt in prompts if prompt]
+    if not prompts:
+        raise EESDError(f"There are no prompts in {', '.join(map(str, paths))}; give JSON lines or longer texts.")
+    _check_vocabulary(np.concatenate(prompts).astype(np.int32), vocab_size, ", ".join(map(str, paths)))
+    chosen = rng.permutation(len(prompts))[:count] if len(prompts) > count else range(len(prompts))
+    return [prompts[int(index)] for index in chosen]
+
+
+def hold_out_prompts(rows: Rows, count: int, prompt_tokens: int) -> tuple[list[list[int]], Rows]:
+    """Take validation prompts from the first primary rows, at most a tenth of them.
+
+    Args:
+        rows: The training rows.
+        count: Maximum number of prompts.
+        prompt_tokens: Tokens of a prompt.
+
+    Returns:
+        The prompts, and the rows without those that the prompts come from.
+
+    Raises:
+        EESDError: There are fewer than ten primary rows.
+    """
+    held_out = min(count, rows.num_primary // 10)
+    if not held_out:
+        raise EESDError(f"There are only {rows.num_primary} rows to train on; give more data, or --validation FILE.")
+    prompts = [rows.tokens[i, : min(prompt_tokens, int(rows.lengths[i]))].tolist() for i in range(held_out)]
+    remaining = Rows(rows.tokens[held_out:], rows.lengths[held_out:], rows.num_primary - held_out)
+    return prompts, remaining
+
+
+def _check_vocabulary(tokens: Tokens, vocab_size: int, name: str) -> None:
+    """Refuse token ids that are not in the model's vocabulary."""
+    smallest, largest = int(tokens.min()), int(tokens.max())
+    if smallest < 0 or largest >= vocab_size:
         raise EESDError(
-            f"{name} has the token {min(least, 0) or most}, the model has only {vocab_size}; the data is of another tokenizer."
+            f"{name} contains token {min(smallest, 0) or largest}, but the model's vocabulary has {vocab_size} tokens; "
+            "give data of the model's tokenizer."
         )
 
 
-def documents(path: Path, codec: TextCodec | None) -> Iterator[Sequence[int] | NDArray[Any]]:
-    """The documents of one file: lines of a ``.jsonl``, rows of a token array, or the text as one."""
+def read_documents(path: Path, codec: TextCodec | None) -> Iterator[Document]:
+    """Yield the documents of one file: each line of a ``.jsonl``, each row of a token array, or a whole text."""
     if path.suffix == ".npy":
-        yield from np.atleast_2d(_array(path))
+        yield from np.atleast_2d(_load_npy(path))
     elif path.suffix == ".safetensors":
-        yield from _stored_rows(path)
+        yield from _load_safetensors(path)
     elif codec is None:
         raise EESDError(f"{path} is text and the model directory has no tokenizer.json; give token arrays.")
     elif path.suffix == ".jsonl":
-        for line in json_lines(path):
-            yield encode_line(path, line, codec)
+        for line in _read_json_lines(path):
+            yield _encode_line(path, line, codec)
     else:
         try:
             yield codec.encode(path.read_text("utf-8"))
@@ -101,8 +197,7 @@ def documents(path: Path, codec: TextCodec | None) -> Iterator[Sequence[int] | N
             raise EESDError(f"{path} is not UTF-8 text; give text, .jsonl, .npy or .safetensors.") from None
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file."""
+def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except UnicodeDecodeError:
@@ -113,43 +208,48 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
         try:
             value = json.loads(line)
         except ValueError:
-            raise EESDError(f"Line {number} of {path} is not valid JSON; give one object a line.") from None
+            raise EESDError(f"Line {number} of {path} is not valid JSON; give one object per line.") from None
         if not isinstance(value, dict):
-            raise EESDError(f"Line {number} of {path} is no JSON object; give one object a line.")
+            raise EESDError(f"Line {number} of {path} is not a JSON object; give one object per line.")
         yield value
 
 
-def encode_line(path: Path, line: dict[str, Any], codec: TextCodec) -> list[int]:
-    """Tokens of a line's ``prompt``, ``text`` or ``messages`` (through the chat template)."""
+def _encode_line(path: Path, line: dict[str, Any], codec: TextCodec) -> list[int]:
+    """Token ids of a line's ``prompt``, ``text`` or ``messages`` (through the chat template)."""
     for key, kind in (("prompt", str), ("text", str), ("messages", list)):
         if isinstance(line.get(key), kind):
             return codec.encode(line[key])
-    raise EESDError(f"A line of {path} has neither a prompt nor a text nor messages; give one of them in each.")
+    raise EESDError(f"A line of {path} has no prompt, text or messages; give one of them in each line.")
 
 
-def _array(path: Path) -> NDArray[Any]:
+def _load_npy(path: Path) -> NDArray[Any]:
     try:
         array = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise EESDError(f"{path} is no array of tokens ({error}).") from None
+        raise EESDError(f"{path} is not an array of tokens ({error}); give integers in one or two dimensions.") from None
     if not isinstance(array, np.ndarray) or array.ndim not in (1, 2) or array.dtype.kind not in "iu":
-        raise EESDError(f"{path} is no array of tokens: it must hold integers in one or two dimensions.")
+        raise EESDError(f"{path} is not an array of tokens; give integers in one or two dimensions.")
     return array
 
 
-def _stored_rows(path: Path) -> Iterator[NDArray[Any]]:
-    """The rows of a shard that self-generation wrote, or of any safetensors file with a tensor ``tokens``."""
+def _load_safetensors(path: Path) -> Iterator[NDArray[Any]]:
+    """Yield the rows of a shard of generated text, or of any safetensors file with a tensor ``tokens``."""
     try:
         stored = load_file(path)
     except (SafetensorError, ValueError) as error:
-        raise EESDError(f"{path} is no safetensors file ({error}).") from None
+        raise EESDError(f"{path} is not a safetensors file ({error}); give one with a tensor `tokens`.") from None
     tokens = stored.get("tokens")
     if tokens is None or tokens.ndim not in (1, 2) or tokens.dtype.kind not in "iu":
-        raise EESDError(f"{path} has no tensor `tokens` of integers in one or two dimensions.")
+        raise EESDError(f"{path} has no tensor `tokens`; give integers in one or two dimensions under this name.")
     tokens = np.atleast_2d(tokens)
     lengths = stored.get("lengths", np.full(len(tokens), tokens.shape[1]))
     for row, length in zip(tokens, lengths, strict=True):
         yield row[:length]
+
+
+def shard_name(number: int) -> str:
+    """File name of one shard of generated rows or of cached targets."""
+    return f"shard-{number:05}.safetensors"
 
 
 @lru_cache(maxsize=4)
@@ -157,16 +257,37 @@ def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch, size]).permutation(size)
 
 
-def taken(size: int, start: int, count: int, seed: int) -> NDArray[np.int64]:
-    """Entries ``start .. start + count`` of an endless chain of shuffles of ``size`` rows."""
+def shuffled_indices(size: int, start: int, count: int, seed: int) -> NDArray[np.int64]:
+    """Part of an endless sequence that runs through ``size`` rows again and again, each time in another random order.
+
+    Args:
+        size: Number of rows.
+        start: First position in the sequence.
+        count: Number of positions.
+        seed: Seed of the orders.
+
+    Returns:
+        Row indices [count].
+    """
     return np.asarray([_permutation(seed, at // size, size)[at % size] for at in range(start, start + count)], np.int64)
 
 
-def batch_rows(rows: Rows, batch: int, mix_share: float, number: int, seed: int) -> NDArray[np.int64]:
-    """The rows of batch ``number`` (from 0): a fixed part of them mixed in, if there is anything to mix in."""
-    others = len(rows) - rows.own
-    mixed = round(batch * mix_share) if others else 0
-    own = taken(rows.own, number * (batch - mixed), batch - mixed, seed)
+def batch_indices(rows: Rows, batch: int, mix_share: float, number: int, seed: int) -> NDArray[np.int64]:
+    """Choose the rows of one batch.
+
+    Args:
+        rows: All rows.
+        batch: Rows in a batch.
+        mix_share: Fraction of the batch that comes from the mixed-in rows, if there are any.
+        number: Number of the batch, from 0.
+        seed: Seed of the order.
+
+    Returns:
+        Row indices [batch], primary rows first.
+    """
+    num_mixed_rows = len(rows) - rows.num_primary
+    mixed = round(batch * mix_share) if num_mixed_rows else 0
+    primary = shuffled_indices(rows.num_primary, number * (batch - mixed), batch - mixed, seed)
     if not mixed:
-        return own
-    return np.concatenate([own, rows.own + taken(others, number * mixed, mixed, seed + 1)])
+        return primary
+    return np.concatenate([primary, rows.num_primary + shuffled_indices(num_mixed_rows, number * mixed, mixed, seed + 1)])

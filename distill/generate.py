@@ -1,4 +1,4 @@
-"""The model's own text: ragged prompts continued in one batch, and shards of such rows that a stopped run goes on with."""
+"""Self-generated text: ragged prompts continued in one batch, and shards of such rows that a stopped run continues with."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,18 +13,27 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.manifest import MASKED
-from eesd.distill.data import taken
-from eesd.distill.options import difference
+from eesd.distill.data import shard_name, shuffled_indices
+from eesd.distill.options import first_difference
 from eesd.model.decoder import KV, Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
 
-GROWTH = 64
-"""Attention sees as many slots as the text needs, rounded up to this."""
+SLOT_BUCKET = 64
+"""Attention covers the slots in use, rounded up to a multiple of this number."""
 
 
 @dataclass(frozen=True)
-class Generation:
-    """How own text is made: ``rows`` rows of at most ``length`` + 1 tokens, ``batch`` at a time, at each of ``temperatures`` in
-    turn; ``prompts`` is the digest of the prompts, ``base`` the fingerprint of the model."""
+class GenerationOptions:
+    """Options that determine the generated text. Stored as ``generation.json`` beside the shards.
+
+    Attributes:
+        rows: Number of rows.
+        batch: Rows generated at a time; also the rows in a shard.
+        length: Training positions in a row; a row has at most ``length`` + 1 tokens.
+        temperatures: Temperatures of the rows, in turn. 0 is greedy.
+        seed: Seed of the prompt order and of sampling.
+        prompts: Digest of the prompts.
+        base: Fingerprint of the model.
+    """
 
     rows: int
     batch: int
@@ -36,11 +45,11 @@ class Generation:
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.batch < 1 or not self.temperatures or min(self.temperatures) < 0:
-            raise EESDError("Self-generation needs at least one row, one row a batch, and temperatures of 0 or more.")
+            raise EESDError("--own-rows and --own-batch must be at least 1, and all --temperatures 0 or above.")
 
 
-def _final(decoder: Decoder, ids: Tensor, inputs: Inputs, caches: list[KV]) -> Tensor:
-    """What the LM head gets for ids [B, n]: [B, n, hidden]; the caches are written in place."""
+def _final_hidden(decoder: Decoder, ids: Tensor, inputs: Inputs, caches: list[KV]) -> Tensor:
+    """Hidden states [B, n, hidden] after the final norm for ids [B, n]. Writes the KV caches in place."""
     x = decoder.model.embed_tokens(ids)
     for block, cache in zip(decoder.model.layers, caches, strict=True):
         x, _ = block(x, inputs, cache)
@@ -54,17 +63,26 @@ def continue_prompts(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     temperatures: Tensor,
-    noise: torch.Generator,
+    generator: torch.Generator,
     eos_token_ids: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Each prompt and its continuation as rows [B, longest + new_tokens], with their lengths [B].
+    """Continue all prompts in one batch.
 
-    ``temperatures`` is [B]; 0 is greedy. A row ends with its first EOS.
+    Args:
+        decoder: The model.
+        prompts: Token ids of each prompt; lengths may differ.
+        new_tokens: Maximum number of tokens to append to each prompt. A row ends after its first EOS token.
+        temperatures: Sampling temperature of each row [B]. 0 is greedy.
+        generator: Source of the sampling noise.
+        eos_token_ids: Tokens that end a row.
+
+    Returns:
+        Rows [B, longest prompt + new_tokens] of prompt and continuation, padded with 0, and their lengths [B].
     """
     geometry, weight = decoder.geometry, decoder.lm_head.weight
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     batch, longest = len(prompts), int(lengths.max())
-    slots, every = longest + new_tokens, torch.arange(batch)
+    slots, rows = longest + new_tokens, torch.arange(batch)
     tokens = torch.zeros(batch, slots, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
@@ -75,78 +93,87 @@ def continue_prompts(
         inputs = causal_inputs(geometry, batch, longest, slots)
         cos, sin = (table.to(weight.dtype) for table in rotary_tables(geometry, slots))
     inputs.cos, inputs.sin, inputs.attn_mask = cos, sin, inputs.attn_mask.to(weight.dtype)
-    final = _final(decoder, tokens[:, :longest].to(weight.device), inputs, caches)[every, lengths - 1]
+    x = _final_hidden(decoder, tokens[:, :longest].to(weight.device), inputs, caches)[rows, lengths - 1]
     ends, alive = lengths + new_tokens, torch.ones(batch, dtype=torch.bool)
     for step in range(new_tokens):
-        at = lengths + step
-        tokens[every, at] = torch.where(alive, _choose(decoder.lm_head(final).float().cpu(), temperatures, noise), 0)
-        ended = alive & torch.isin(tokens[every, at], torch.tensor(eos_token_ids, dtype=torch.int64))
-        ends[ended], alive = at[ended] + 1, alive & ~ended
+        position = lengths + step
+        sampled = _sample(decoder.lm_head(x).float().cpu(), temperatures, generator)
+        tokens[rows, position] = torch.where(alive, sampled, 0)
+        ended = alive & torch.isin(tokens[rows, position], torch.tensor(eos_token_ids, dtype=torch.int64))
+        ends[ended], alive = position[ended] + 1, alive & ~ended
         if not alive.any() or step == new_tokens - 1:
             break
-        seen = min(slots, -(-(longest + step + 1) // GROWTH) * GROWTH)
-        mask = torch.where(torch.arange(seen) > at[:, None], MASKED, 0.0)[:, None, None].to(weight)
-        place = at.to(weight.device)
-        inputs = Inputs(cos, sin, place[:, None], place, mask)
-        views = [(k[:, :, :seen], v[:, :, :seen]) for k, v in caches]
-        final = _final(decoder, tokens[every, at][:, None].to(weight.device), inputs, views)[:, 0]
+        used = min(slots, -(-(longest + step + 1) // SLOT_BUCKET) * SLOT_BUCKET)
+        mask = torch.where(torch.arange(used) > position[:, None], MASKED, 0.0)[:, None, None].to(weight)
+        write_indices = position.to(weight.device)
+        inputs = Inputs(cos, sin, write_indices[:, None], write_indices, mask)
+        views = [(k[:, :, :used], v[:, :, :used]) for k, v in caches]
+        x = _final_hidden(decoder, tokens[rows, position][:, None].to(weight.device), inputs, views)[:, 0]
     return tokens, ends
 
 
-def _choose(logits: Tensor, temperatures: Tensor, noise: torch.Generator) -> Tensor:
-    """A token for each row of logits [B, V]: the likeliest, or one sampled with Gumbel noise."""
-    gumbel = -torch.empty(logits.shape).exponential_(generator=noise).log()
+def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
+    """A token for each row of logits [B, V], sampled with Gumbel noise; greedy at temperature 0."""
+    gumbel = -torch.empty(logits.shape).exponential_(generator=generator).log()
     return (logits + temperatures[:, None] * gumbel).argmax(-1)
-
-
-def shard_name(number: int) -> str:
-    return f"shard-{number:05}.safetensors"
 
 
 def self_generate(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
-    generation: Generation,
+    options: GenerationOptions,
     directory: Path,
     eos_token_ids: Sequence[int],
     advance: Callable[[int], None],
     process: int = 0,
     processes: int = 1,
 ) -> None:
-    """Write the shards that are not there yet; ``advance`` is told the number of rows that each brought.
+    """Write the shards that are missing.
 
-    Shard i depends on the options and on i alone, so a stopped run goes on where it was, and processes share the work.
+    Each shard is a function of the options and of its number, so a stopped run continues where it stopped, and several
+    processes share the work.
+
+    Args:
+        decoder: The model.
+        prompts: Token ids of each prompt.
+        options: Options of the text.
+        directory: Directory of the shards.
+        eos_token_ids: Tokens that end a row.
+        advance: Called with the number of rows of each shard.
+        process: Number of this process.
+        processes: Number of processes that call this function.
+
+    Raises:
+        EESDError: The directory has text that was generated with other options.
     """
-    _check_same(directory, generation)
-    for number, start in enumerate(range(0, generation.rows, generation.batch)):
-        count = min(generation.batch, generation.rows - start)
+    _check_stored_options(directory, options)
+    for number, start in enumerate(range(0, options.rows, options.batch)):
+        count = min(options.batch, options.rows - start)
         path = directory / shard_name(number)
         if number % processes == process and not path.exists():
-            chosen = [prompts[i] for i in taken(len(prompts), start, count, generation.seed)]
-            heat = torch.tensor([generation.temperatures[(start + i) % len(generation.temperatures)] for i in range(count)])
-            noise = torch.Generator().manual_seed(generation.seed * 1_000_003 + number)
-            new_tokens = generation.length + 1 - min(map(len, chosen))
-            tokens, lengths = continue_prompts(decoder, chosen, new_tokens, heat, noise, eos_token_ids)
+            chosen = [prompts[i] for i in shuffled_indices(len(prompts), start, count, options.seed)]
+            temperatures = torch.tensor([options.temperatures[(start + i) % len(options.temperatures)] for i in range(count)])
+            generator = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
+            new_tokens = options.length + 1 - min(map(len, chosen))
+            tokens, lengths = continue_prompts(decoder, chosen, new_tokens, temperatures, generator, eos_token_ids)
             shard = {
-                "tokens": np.ascontiguousarray(tokens[:, : generation.length + 1].numpy().astype(np.int32)),
-                "lengths": lengths.clamp_max(generation.length + 1).numpy(),
-                "temperatures": heat.numpy(),
+                "tokens": np.ascontiguousarray(tokens[:, : options.length + 1].numpy().astype(np.int32)),
+                "lengths": lengths.clamp_max(options.length + 1).numpy(),
+                "temperatures": temperatures.numpy(),
             }
             with written_whole(path) as temporary:
                 save_file(shard, temporary)
         advance(count)
 
 
-def _check_same(directory: Path, generation: Generation) -> None:
-    """Refuse to go on with another run's shards."""
+def _check_stored_options(directory: Path, options: GenerationOptions) -> None:
+    """Store the options beside the shards, or compare them with those of an earlier run."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "generation.json"
-    options = json.loads(json.dumps(asdict(generation)))
+    entries = json.loads(json.dumps(asdict(options)))
     if path.exists():
-        changed = difference(json.loads(path.read_text()), options)
+        changed = first_difference(json.loads(path.read_text()), entries)
         if changed:
-            raise EESDError(
-                f"{directory} holds text that was generated with other options ({changed}); give another directory."
-            )
+            raise EESDError(f"{directory} has text generated with other options ({changed}); give another --own-text.")
     with written_whole(path) as temporary:
-        temporary.write_text(json.dumps(options, indent=2) + "\n")
+        temporary.write_text(json.dumps(entries, indent=2) + "\n")

@@ -1,73 +1,167 @@
-"""The losses by token, in chunks of the vocabulary's size, and what multi-step training means for an exit head."""
+"""The losses per token, and the exit head as a training module."""
+
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear, log_softmax, smooth_l1_loss
 from torch.utils.checkpoint import checkpoint
 
-from eesd.distill.options import Losses
-from eesd.distill.teacher import CHUNK
+from eesd.distill.options import LossOptions
+from eesd.distill.teacher import LOGITS_PER_CHUNK, autocast
+from eesd.model.decoder import KV, Inputs
+from eesd.model.exit_head import ExitHead
 
-PARTS = ("ce", "kl", "text")
+LOSS_NAMES = ("ce", "kl", "text")
+"""The losses that :func:`token_losses` computes."""
 
 
-def head_losses(
-    features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprobs: Tensor, text: Tensor, losses: Losses
+def token_losses(
+    features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprobs: Tensor, next_tokens: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The parts ``PARTS`` of the loss [3, n] and whether the head's likeliest token is the teacher's [n].
+    """Compute the losses of n tokens.
 
-    For n tokens: features [n, hidden] of the head, the teacher's top_ids and top_logprobs [n, K], the text's next tokens [n].
-    Logits over a large vocabulary are made a chunk at a time and once more in the backward pass, instead of kept.
+    Logits are computed in chunks, and again in the backward pass: with a large vocabulary they take too much memory to keep.
+
+    Args:
+        features: The head's LM head inputs [n, hidden].
+        lm_head: Weight of the LM head [V, hidden].
+        top_ids: The teacher's most likely tokens [n, K], best first.
+        top_logprobs: Their log-probabilities [n, K].
+        next_tokens: The text's next tokens [n].
+        temperature: Temperature of the KL divergence.
+
+    Returns:
+        The losses ``LOSS_NAMES`` [3, n] in nats, and whether the head's most likely token is the teacher's [n].
     """
-    rows = max(1, CHUNK // len(lm_head))
+    rows = max(1, LOGITS_PER_CHUNK // len(lm_head))
     if len(features) <= rows:
-        return _chunk(features, lm_head, top_ids, top_logprobs, text, losses.temperature)
-    pieces = zip(*(torch.split(tensor, rows) for tensor in (features, top_ids, top_logprobs, text)), strict=True)
-    parts, agreements = [], []
-    for x, ids, logprobs, tokens in pieces:
-        part, agrees = checkpoint(_chunk, x, lm_head, ids, logprobs, tokens, losses.temperature, use_reentrant=False)
-        parts.append(part)
+        return _chunk_losses(features, lm_head, top_ids, top_logprobs, next_tokens, temperature)
+    chunks = zip(*(torch.split(tensor, rows) for tensor in (features, top_ids, top_logprobs, next_tokens)), strict=True)
+    losses, agreements = [], []
+    for x, ids, logprobs, tokens in chunks:
+        loss, agrees = checkpoint(_chunk_losses, x, lm_head, ids, logprobs, tokens, temperature, use_reentrant=False)
+        losses.append(loss)
         agreements.append(agrees)
-    return torch.cat(parts, -1), torch.cat(agreements)
+    return torch.cat(losses, -1), torch.cat(agreements)
 
 
-def _chunk(
-    features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprobs: Tensor, text: Tensor, temperature: float
+def _chunk_losses(
+    features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprobs: Tensor, next_tokens: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     logits = linear(features, lm_head).float()
-    wanted = torch.cat([top_ids.long(), text[:, None]], 1)  # all at once: the backward pass of a gather costs n x V
-    logprobs = log_softmax(logits, -1).gather(1, wanted)
-    heated = logprobs[:, :-1] if temperature == 1 else log_softmax(logits / temperature, -1).gather(1, wanted[:, :-1])
+    ids = torch.cat([top_ids.long(), next_tokens[:, None]], 1)  # one gather for all: its backward pass costs n x V
+    logprobs = log_softmax(logits, -1).gather(1, ids)
+    student = logprobs[:, :-1] if temperature == 1 else log_softmax(logits / temperature, -1).gather(1, ids[:, :-1])
     teacher = log_softmax(top_logprobs.float() / temperature, -1)
-    kl = temperature**2 * (teacher.exp() * (teacher - heated)).sum(-1)
+    kl = temperature**2 * (teacher.exp() * (teacher - student)).sum(-1)
     return torch.stack([-logprobs[:, 0], kl, -logprobs[:, -1]]), logits.argmax(-1) == top_ids[:, 0]
 
 
-def reach(agrees: Tensor, unroll: int, decay: float) -> Tensor:
-    """How much each position [B, T] weighs when the head drafts ``unroll`` tokens from every root.
+def reach_weights(agrees: Tensor, unroll: int, decay: float) -> Tensor:
+    """Weigh each position by the roots from which a draft of ``unroll`` tokens reaches it.
 
-    EAGLE-3 and HASS unroll their head because it reads its own drafts' features in use. This head does not: the layers before
-    it run on the drafted tokens, and the verify pass writes its cache with its own weights, so for given tokens one parallel
-    pass computes exactly what drafting does. What is left of unrolling is where drafts go: step i + 1 from a root happens when
-    the i drafts before it were the model's own tokens. So over all roots, a position weighs the sum over i < ``unroll`` of
-    ``decay ** i`` where the i positions before it agree.
+    EAGLE-3 and HASS unroll their head in training because it reads features that it computed from its own drafts. An exit head
+    does not: the layers before it run on the drafted tokens, and the verify pass writes its KV cache with the head's own
+    weights. For given tokens, one parallel pass computes exactly what drafting computes. Unrolling can only change which
+    positions count: draft step i + 1 from a root takes place if the i drafts before it are the model's own tokens.
+
+    Args:
+        agrees: 1 where the head agrees with the teacher, else 0 [B, T].
+        unroll: Draft length.
+        decay: Draft step i has the weight ``decay ** i``.
+
+    Returns:
+        Weights [B, T]: the sum over i < ``unroll`` of ``decay ** i`` where the i positions before agree.
     """
     weight = torch.ones(agrees.shape, device=agrees.device)
-    run = weight
+    reached = weight
     for step in range(1, unroll):
-        run = torch.nn.functional.pad((agrees * run)[:, :-1], (1, 0))
-        weight = weight + decay**step * run
+        reached = torch.nn.functional.pad((agrees * reached)[:, :-1], (1, 0))
+        weight = weight + decay**step * reached
     return weight
 
 
-def combined(parts: Tensor, weight: Tensor, losses: Losses) -> tuple[Tensor, Tensor]:
-    """The loss, and the weighted means of its parts [3], from parts [3, B, T] and weights [B, T]."""
-    means = (parts * weight).sum((1, 2)) / weight.sum().clamp_min(1)
-    scale = torch.tensor([losses.ce, losses.kl, losses.text], device=means.device)
+def total_loss(losses: Tensor, weight: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """Combine the losses of all positions.
+
+    Args:
+        losses: The losses ``LOSS_NAMES`` [3, B, T].
+        weight: Weight of each position [B, T].
+        options: Weight of each loss.
+
+    Returns:
+        The total loss, and the weighted mean of each loss [3], detached.
+    """
+    means = (losses * weight).sum((1, 2)) / weight.sum().clamp_min(1)
+    scale = torch.tensor([options.ce, options.kl, options.text], device=means.device)
     return (means * scale).sum(), means.detach()
 
 
-def regression(features: Tensor, final: Tensor, weight: Tensor) -> Tensor:
-    """Smooth L1 between the features of head and teacher [B, T, hidden], a weighted mean."""
-    distance = smooth_l1_loss(features.float(), final.float(), reduction="none").mean(-1)
+def hidden_state_loss(features: Tensor, final_hidden: Tensor, weight: Tensor) -> Tensor:
+    """Compute the smooth L1 distance between the LM head inputs of the head and of the teacher.
+
+    Args:
+        features: Of the head [B, T, hidden].
+        final_hidden: Of the teacher [B, T, hidden].
+        weight: Weight of each position [B, T].
+
+    Returns:
+        The weighted mean.
+    """
+    distance = smooth_l1_loss(features.float(), final_hidden.float(), reduction="none").mean(-1)
     return (distance * weight).sum() / weight.sum().clamp_min(1)
+
+
+class Student(nn.Module):
+    """An exit head with its losses. The frozen LM head is an argument of each call, so that it is not sharded or copied."""
+
+    def __init__(self, head: ExitHead, options: LossOptions, precision: str) -> None:
+        super().__init__()
+        self.head, self.options, self.precision = head, options, precision
+
+    def forward(
+        self,
+        hidden: Tensor,
+        top_ids: Tensor,
+        top_logprobs: Tensor,
+        next_tokens: Tensor,
+        mask: Tensor,
+        final_hidden: Tensor | None,
+        lm_head: Tensor,
+        inputs: Inputs,
+        caches: Sequence[KV],
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the loss of one batch [B, T].
+
+        Args:
+            hidden: Hidden states after the exit layer [B, T, hidden].
+            top_ids: The teacher's most likely tokens [B, T, K].
+            top_logprobs: Their log-probabilities [B, T, K].
+            next_tokens: The text's next tokens [B, T].
+            mask: 1 for positions that count, else 0 [B, T].
+            final_hidden: The teacher's final hidden states [B, T, hidden], for the hidden state loss.
+            lm_head: Weight of the base model's LM head [V, hidden].
+            inputs: Inputs of the head's blocks.
+            caches: Empty KV caches, one per block.
+
+        Returns:
+            The loss, and [4] metrics: the means of ``LOSS_NAMES`` and the fraction of positions that agree with the teacher.
+        """
+        own_lm_head = self.head.lm_head
+        with autocast(self.precision, hidden.device):
+            features, _ = self.head.lm_head_input(hidden.float(), inputs, list(caches))
+            losses, agrees = token_losses(
+                features.flatten(0, 1),
+                lm_head if own_lm_head is None else own_lm_head.weight,
+                top_ids.flatten(0, 1),
+                top_logprobs.flatten(0, 1),
+                next_tokens.flatten(),
+                self.options.temperature,
+            )
+        agrees = agrees.view_as(mask) * mask
+        weight = mask * reach_weights(agrees, self.options.unroll, self.options.unroll_decay)
+        loss, means = total_loss(losses.view(-1, *mask.shape), weight, self.options)
+        if self.options.hidden and final_hidden is not None:
+            loss = loss + self.options.hidden * hidden_state_loss(features, final_hidden, weight)
+        return loss, torch.cat([means, (agrees.sum() / mask.sum().clamp_min(1))[None]])

@@ -1,4 +1,4 @@
-"""The figures of a run: JSON lines, TensorBoard events where tensorboard is installed, and a picture of the curves."""
+"""The log of a run: ``metrics.jsonl``, TensorBoard events if tensorboard is installed, and ``curves.png``."""
 
 import json
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any
 from eesd.common.files import written_whole
 
 
-class Metrics:
-    """``metrics.jsonl`` (one object a line: training figures, or acceptance by depth), ``events/``, ``curves.png``."""
+class MetricsLog:
+    """Writes ``metrics.jsonl`` (one JSON object per line: training metrics or a validation), ``events/`` and ``curves.png``."""
 
     def __init__(self, output: Path) -> None:
         self.output, self.path = output, output / "metrics.jsonl"
         self._writer: Any = None
 
     def start(self, step: int) -> None:
-        """Go on after ``step``: what a run noted behind its last checkpoint will be noted again."""
+        """Continue after ``step``. Lines of later steps are deleted, because the run logs those steps again."""
         kept = [line for line in self.lines() if line["step"] <= step]
         with written_whole(self.path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -26,22 +26,23 @@ class Metrics:
         self._writer = SummaryWriter(str(self.output / "events"), purge_step=step + 1)
 
     def lines(self) -> list[dict[str, Any]]:
-        """All figures so far."""
+        """All metrics so far."""
         return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
 
-    def add(self, figures: dict[str, Any]) -> None:
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Append one line. Lists have one TensorBoard curve per depth."""
         with self.path.open("a") as file:
-            file.write(json.dumps(figures) + "\n")
+            file.write(json.dumps(metrics) + "\n")
         if self._writer is not None:
-            for name, value in figures.items():
-                numbered = enumerate(value, 1) if isinstance(value, list) else [(0, value)]
-                for depth, number in numbered:
+            for name, value in metrics.items():
+                by_depth = enumerate(value, 1) if isinstance(value, list) else [(0, value)]
+                for depth, number in by_depth:
                     if name != "step":
-                        self._writer.add_scalar(f"{name}/{depth}" if depth else name, number, figures["step"])
+                        self._writer.add_scalar(f"{name}/{depth}" if depth else name, number, metrics["step"])
             self._writer.flush()
 
     def plot(self) -> None:
-        """Draw losses and acceptance by depth over the steps; nothing without matplotlib."""
+        """Draw losses and acceptance by depth over the steps. Does nothing without matplotlib."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -49,14 +50,15 @@ class Metrics:
         lines = self.lines()
         figure = Figure(figsize=(10, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
-        steps = [line for line in lines if "loss" in line]
+        training = [line for line in lines if "loss" in line]
         for name in ("loss", "ce", "kl"):
-            left.plot([line["step"] for line in steps], [line[name] for line in steps], label=name)
-        left.set(xlabel="step", ylabel="nats a token", title="training losses")
-        checks = [line for line in lines if "acceptance" in line]
-        for depth in range(len(checks[0]["acceptance"]) if checks else 0):
-            right.plot([c["step"] for c in checks], [c["acceptance"][depth] for c in checks], label=f"depth {depth + 1}")
-        right.set(xlabel="step", ylabel="accepted", title="validation: acceptance by draft depth")
+            left.plot([line["step"] for line in training], [line[name] for line in training], label=name)
+        left.set(xlabel="step", ylabel="nats per token", title="training losses")
+        validations = [line for line in lines if "acceptance" in line]
+        steps = [line["step"] for line in validations]
+        for depth in range(len(validations[0]["acceptance"]) if validations else 0):
+            right.plot(steps, [line["acceptance"][depth] for line in validations], label=f"depth {depth + 1}")
+        right.set(xlabel="step", ylabel="acceptance", title="validation: acceptance by draft depth")
         for axes in (left, right):
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")

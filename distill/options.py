@@ -1,6 +1,7 @@
-"""What a training run is made of, checked before anything loads."""
+"""Options of a run, checked before anything is loaded. Needs no torch."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from eesd.common.errors import EESDError
@@ -10,14 +11,18 @@ PRECISIONS = ("bf16", "float32")
 
 
 @dataclass(frozen=True)
-class Losses:
-    """Weights of the losses, all means over tokens.
+class LossOptions:
+    """Weights and settings of the losses. Each loss is a mean over tokens.
 
-    ``ce``: cross-entropy on the teacher's likeliest token; ``kl``: KL divergence from its distribution, cut to its ``top_k``
-    tokens, both sides at ``temperature`` (Hinton et al. 2015: times its square); ``text``: cross-entropy on the text's own next
-    token, for which no teacher is needed; ``hidden``: smooth L1 between what the head's and the teacher's LM heads get.
-
-    ``unroll`` > 1 is multi-step training: see ``reach`` in ``losses.py``. A step ``i`` deep counts ``unroll_decay ** i``.
+    Attributes:
+        ce: Weight of the cross-entropy on the teacher's most likely token.
+        kl: Weight of the KL divergence from the teacher's distribution, truncated to its top k tokens. Both distributions
+            are taken at ``temperature``, and the divergence is multiplied by its square (Hinton et al. 2015).
+        text: Weight of the cross-entropy on the next token of the text, which does not depend on the teacher.
+        hidden: Weight of the smooth L1 distance between the LM head inputs of the exit head and of the teacher.
+        temperature: Temperature of the KL divergence.
+        unroll: Draft length of multi-step training, see :func:`eesd.distill.losses.reach_weights`. 1 turns it off.
+        unroll_decay: Draft step i has the weight ``unroll_decay ** i``.
     """
 
     ce: float = 0.5
@@ -31,7 +36,7 @@ class Losses:
     def __post_init__(self) -> None:
         weights = (self.ce, self.kl, self.text, self.hidden)
         if min(weights) < 0 or not sum(weights):
-            raise EESDError("No loss is left to train on: give one of --ce, --kl, --text-ce, --hidden a weight above 0.")
+            raise EESDError("Loss weights must be 0 or above; give at least one of --ce, --kl, --text-ce, --hidden above 0.")
         if self.temperature <= 0:
             raise EESDError(f"--kl-temperature must be above 0; {self.temperature} was given.")
         if self.unroll < 1 or not 0 < self.unroll_decay <= 1:
@@ -39,18 +44,33 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class Training:
-    """One run, up to the data: with the same options it gives the same losses, resumed or not.
+class TrainingOptions:
+    """Options that determine a training run. The same options and data give the same losses, resumed or not.
 
-    ``batch`` rows of ``length`` tokens make a forward pass on each process, ``accumulate`` passes a step. ``mix_share`` is the
-    part of the rows that come from the mixed-in text. ``warmup`` and ``cooldown`` are parts of ``steps``; 0 steps
-    train nothing.
+    Attributes:
+        exit_layer: N, the number of base layers before the head.
+        blocks: E, the number of decoder blocks in the head.
+        own_lm_head: Whether the head trains its own LM head.
+        losses: Weights of the losses.
+        steps: Optimizer steps. 0 trains nothing.
+        batch: Rows in a forward pass, on each process.
+        accumulate: Forward passes in a step.
+        length: Tokens in a row.
+        lr: Peak learning rate.
+        warmup: Fraction of the steps with a rising learning rate.
+        cooldown: Fraction of the steps with a falling learning rate.
+        optimizer: ``muon`` or ``adamw``.
+        clip: Maximum norm of the gradient.
+        precision: ``bf16`` (autocast) or ``float32``.
+        top_k: Tokens of the teacher's distribution that are kept.
+        mix_share: Fraction of each batch that is mixed-in text.
+        seed: Seed of the row order, of prompt selection and of self-generation.
     """
 
     exit_layer: int
     blocks: int = 1
     own_lm_head: bool = False
-    losses: Losses = Losses()
+    losses: LossOptions = LossOptions()
     steps: int = 4000
     batch: int = 8
     accumulate: int = 1
@@ -66,9 +86,9 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 0), ("batch", 1), ("accumulate", 1), ("top_k", 1)):
-            if getattr(self, name) < least:
-                raise EESDError(f"--{name.replace('_', '-')} must be at least {least}; {getattr(self, name)} was given.")
+        for name, minimum in (("steps", 0), ("batch", 1), ("accumulate", 1), ("top_k", 1)):
+            if getattr(self, name) < minimum:
+                raise EESDError(f"--{name.replace('_', '-')} must be at least {minimum}; {getattr(self, name)} was given.")
         if self.length < 2:
             raise EESDError(f"--length must be at least 2; {self.length} was given.")
         if not 0 <= self.mix_share < 1:
@@ -78,13 +98,45 @@ class Training:
         if self.optimizer not in OPTIMIZERS or self.precision not in PRECISIONS:
             raise EESDError(f"--optimizer is one of {', '.join(OPTIMIZERS)}, --precision one of {', '.join(PRECISIONS)}.")
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Training and validation data of a run.
+
+    Attributes:
+        files: Files of rows to train on.
+        prompts: Files of prompts that the model continues into ``own_rows`` rows. Used instead of ``files``.
+        mixed: Files of ground-truth text to mix in.
+        own_text: Directory of the generated rows.
+        own_rows: Number of rows to generate.
+        own_batch: Rows generated at a time.
+        temperatures: Temperatures of the generated rows, in turn.
+        prompt_tokens: Tokens in a prompt that is cut from text.
+        validation: Files of validation prompts. Without any, some of the training rows are held out.
+        validation_prompts: Maximum number of validation prompts.
+        validation_tokens: Tokens that the model appends to each validation prompt.
+    """
+
+    files: tuple[Path, ...]
+    prompts: tuple[Path, ...]
+    mixed: tuple[Path, ...]
+    own_text: Path
+    own_rows: int
+    own_batch: int
+    temperatures: tuple[float, ...]
+    prompt_tokens: int
+    validation: tuple[Path, ...]
+    validation_prompts: int
+    validation_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1 or self.validation_prompts < 1 or self.validation_tokens < 2:
+            raise EESDError("--prompt-tokens and --validation-prompts must be at least 1, --validation-tokens at least 2.")
 
 
 @dataclass(frozen=True)
-class Every:
-    """Steps between lines of figures, validations, and checkpoints. They do not change what is trained."""
+class Intervals:
+    """Steps between logged metrics, validations, and checkpoints. They do not affect the result of the training."""
 
     log: int = 50
     validate: int = 500
@@ -95,22 +147,22 @@ class Every:
             raise EESDError("--log-every, --eval-every and --save-every must be at least 1.")
 
 
-def difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
-    """The first option that differs, as ``name: old, now new``."""
+def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
+    """Describe the first entry, by name, that differs between two nested dictionaries.
+
+    Args:
+        old: The stored options.
+        new: The options of this run.
+
+    Returns:
+        ``name: old value, now new value``, or None if the dictionaries are equal.
+    """
     for name in sorted(old.keys() | new.keys()):
         before, now = old.get(name), new.get(name)
         if isinstance(before, dict) and isinstance(now, dict):
-            inner = difference(before, now)
-            if inner is not None:
-                return f"{name}.{inner}"
+            nested = first_difference(before, now)
+            if nested is not None:
+                return f"{name}.{nested}"
         elif before != now:
             return f"{name}: {before}, now {now}"
     return None
-
-
-def learning_rate(training: Training, step: int) -> float:
-    """Linear warm-up, plateau, linear descent to 2 % of ``lr`` over the last ``cooldown`` of the steps; steps count from 0."""
-    warm = (step + 1) / max(1.0, training.warmup * training.steps)
-    left = (training.steps - step) / training.steps
-    falling = 0.02 + 0.98 * left / training.cooldown if training.cooldown else 1.0
-    return training.lr * min(1.0, warm, falling)

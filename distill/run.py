@@ -1,8 +1,14 @@
-"""A run of ``eesd-distill``: its options checked, its parts put together."""
+"""One ``eesd-distill`` command: its options checked, its parts built, training and evaluation.
 
+The base model itself loads only if something is missing: generated rows, targets, or the validation set.
+"""
+
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,165 +17,359 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.geometry import ExitConfig
-from eesd.distill.acceptance import DEPTHS, Acceptance, Validation, replay
-from eesd.distill.calibrate import Calibration, calibrate
-from eesd.distill.data import Rows, cut
-from eesd.distill.options import Every, Losses, Training
-from eesd.distill.prepare import Bar, Data, Preparation
-from eesd.distill.trainer import Trainer
+from eesd.distill.acceptance import Acceptance, ValidationSet, replay_acceptance
+from eesd.distill.calibrate import CalibrationResult, calibrate
+from eesd.distill.data import Rows, add_mixed_rows, hold_out_prompts, read_prompts, read_rows, split_documents
+from eesd.distill.generate import GenerationOptions, self_generate
+from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions
+from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall
+from eesd.distill.trainer import Report, Trainer
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import CONFIG, WEIGHTS, ExitHead, check_exit, save_config
+from eesd.model.decoder import Decoder
+from eesd.model.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, check_exit, save_config
 from eesd.model.hub import find_model
+from eesd.runtime.text import TextCodec
 
-Report = Callable[[dict[str, Any]], None]
+ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Opens a progress bar with a label and a total; gives a function that advances it."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything of one command."""
+    """The options of a run and everything built from them, each part on first use.
+
+    Attributes:
+        checkpoint: The base model.
+        accelerator: Distributes the run over processes.
+        training: Options of the training.
+        data: Options of the data.
+        output: Output directory.
+        offline: Directory of the target cache. None: the teacher runs on each batch.
+        init_head: Directory of the head to start from. None: the model's last layers.
+        intervals: Steps between logged metrics, validations and checkpoints.
+        compiled: Whether to use torch.compile.
+        dtype: Element type of the base model's weights.
+        progress: Opens progress bars.
+    """
 
     checkpoint: Checkpoint
     accelerator: Accelerator
-    training: Training
-    data: Data
+    training: TrainingOptions
+    data: DataOptions
     output: Path
     offline: Path | None
     init_head: Path | None
-    every: Every
+    intervals: Intervals
     compiled: bool
-    bar: Bar
     dtype: torch.dtype
+    progress: ProgressBar
 
     @property
     def is_main(self) -> bool:
+        """Whether this is the process that writes files and messages."""
         return bool(self.accelerator.is_main_process)
 
     @cached_property
-    def preparation(self) -> Preparation:
-        return Preparation(self.checkpoint, self.accelerator, self.training, self.dtype, self.compiled, self.bar)
+    def codec(self) -> TextCodec | None:
+        """The model's tokenizer, if it has one."""
+        directory = self.checkpoint.directory
+        return TextCodec(directory) if (directory / "tokenizer.json").exists() else None
 
     @cached_property
-    def all_rows(self) -> Rows:
-        """To train on; none where nothing is trained and validation has prompts of its own."""
+    def decoder(self) -> Decoder:
+        """The base model, on this process's device."""
+        return self.checkpoint.decoder(self.dtype).to(self.accelerator.device)
+
+    @cached_property
+    def lm_head(self) -> Tensor:
+        """Weight of the base model's LM head [V, hidden], float32, on this process's device."""
+        return self.checkpoint.lm_head().float().to(self.accelerator.device)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """All rows, validation rows included. Empty if nothing is trained and validation has its own prompts."""
+        vocab_size, length = self.checkpoint.geometry.vocab_size, self.training.length
         if not self.training.steps and self.data.validation:
-            return cut((), self.training.length)
-        return self.preparation.rows(self.data)
+            return split_documents((), length)
+        rows = read_rows(self.data.files or self._generate_rows(), self.codec, vocab_size, length)
+        if not self.data.mixed:
+            return rows
+        return add_mixed_rows(rows, read_rows(self.data.mixed, self.codec, vocab_size, length))
 
-    def validation_and_rows(self, layers: Sequence[int]) -> tuple[Validation, Rows]:
-        """What to validate on, and the rows that are left to train on."""
-        return self.preparation.validation(self.data, self.all_rows, layers, self.offline or self.output)
+    def _generate_rows(self) -> list[Path]:
+        """Generate the missing shards of own text; returns all shards."""
+        data = self.data
+        prompts = self._prompts(data.prompts, data.own_rows)
+        options = GenerationOptions(
+            rows=data.own_rows,
+            batch=data.own_batch,
+            length=self.training.length,
+            temperatures=data.temperatures,
+            seed=self.training.seed,
+            prompts=_digest(prompts),
+            base=self.checkpoint.fingerprint(),
+        )
+        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        with self.progress("own text", data.own_rows) as advance:
+            eos_token_ids = self.checkpoint.config.eos_token_ids
+            self_generate(self.decoder, prompts, options, data.own_text, eos_token_ids, advance, process, processes)
+        self.accelerator.wait_for_everyone()
+        return sorted(data.own_text.glob("shard-*.safetensors"))
 
-    def first_head(self, training: Training) -> ExitHead:
-        """The head before training: a stored one, or made from the model's last layers."""
-        wanted = ExitConfig(training.exit_layer, training.blocks, training.own_lm_head, self.preparation.base, trained=True)
+    def _prompts(self, paths: Sequence[Path], count: int) -> list[list[int]]:
+        return read_prompts(
+            paths,
+            self.codec,
+            self.checkpoint.geometry.vocab_size,
+            count=count,
+            prompt_tokens=self.data.prompt_tokens,
+            max_tokens=self.training.length * 3 // 4,
+            seed=self.training.seed,
+        )
+
+    def validation_and_training_rows(self, layers: Sequence[int]) -> tuple[ValidationSet, Rows]:
+        """Make or load the validation set.
+
+        Args:
+            layers: Exit layers that will be validated.
+
+        Returns:
+            The validation set, and the rows that are left to train on.
+
+        Raises:
+            EESDError: There are too few rows, or a prompt is too long for the model.
+        """
+        data, rows = self.data, self.rows
+        if data.validation:
+            prompts = self._prompts(data.validation, data.validation_prompts)
+        else:
+            prompts, rows = hold_out_prompts(rows, data.validation_prompts, data.prompt_tokens)
+        free = self.checkpoint.config.max_positions - max(map(len, prompts))
+        if free < 2:
+            raise EESDError(f"A validation prompt leaves {free} of the model's positions free; give shorter prompts.")
+        key = [self.checkpoint.fingerprint(), prompts, data.validation_tokens, sorted(layers), str(self.dtype)]
+        directory = self.offline or self.output
+        path = directory / f"validation-{_digest(key)[:16]}.safetensors"
+        if self.is_main and not path.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            new_tokens, eos_token_ids = min(free, data.validation_tokens), self.checkpoint.config.eos_token_ids
+            ValidationSet.make(self.decoder, prompts, new_tokens, layers, eos_token_ids).save(path)
+        self.accelerator.wait_for_everyone()
+        return ValidationSet.load(path), rows
+
+    def targets(self, rows: Rows, layers: Sequence[int]) -> TargetSource:
+        """Make the source of training batches. With ``offline``, the missing part of the cache is computed first.
+
+        Args:
+            rows: The rows to train on.
+            layers: Exit layers that will be trained.
+
+        Returns:
+            The source.
+
+        Raises:
+            EESDError: The cache has other data or options, or the disk is too small.
+        """
+        training, geometry = self.training, self.checkpoint.geometry
+        keep_final = training.losses.hidden > 0
+        if self.offline is None:
+            return OnlineTargets(rows, self._teacher(layers, keep_final), self.accelerator.device)
+        base, top_k = self.checkpoint.fingerprint(), min(training.top_k, geometry.vocab_size)
+        cache = TargetCache(self.offline, rows, base, layers, top_k, training.precision, keep_final)
+        missing = len(cache.missing_shards())
+        if missing:
+            process, processes = self.accelerator.process_index, self.accelerator.num_processes
+            with self.progress("teacher's targets", missing // processes) as advance:
+                teacher, device = self._teacher(layers, keep_final), self.accelerator.device
+                cache.fill(teacher, device, geometry.hidden_size, training.batch, advance, process, processes)
+        self.accelerator.wait_for_everyone()
+        return cache
+
+    def _teacher(self, layers: Sequence[int], keep_final: bool) -> TeacherCall:
+        teacher = Teacher(self.decoder, layers, self.training.top_k, self.training.precision, keep_final)
+        if self.compiled:
+            teacher.compile(dynamic=False)
+        return teacher
+
+    def initial_head(self, training: TrainingOptions) -> ExitHead:
+        """The head before training: the one in ``init_head``, or one made from the model's last layers.
+
+        Raises:
+            EESDError: The head in ``init_head`` has another shape than the options say.
+        """
+        base = self.checkpoint.fingerprint()
+        wanted = ExitConfig(training.exit_layer, training.blocks, training.own_lm_head, base, trained=True)
         if self.init_head is None:
             return self.checkpoint.initial_head(wanted)
         head = self.checkpoint.exit_head(self.init_head)
-        if replace(head.exit_config, trained=True, calibration=None) != wanted:
+        stored = head.exit_config
+        if replace(stored, trained=True, calibration=None) != wanted:
+            lm_head = "own" if stored.own_lm_head else "shared"
             raise EESDError(
-                f"The head in {self.init_head} has exit layer {head.exit_config.layer} and {head.exit_config.blocks} blocks; "
-                "give the same --exit-layer, --blocks and LM head option to start from it."
+                f"The head in {self.init_head} was made with --exit-layer {stored.layer} --blocks {stored.blocks} "
+                f"--{lm_head}-lm-head; give these options to start from it."
             )
         head.exit_config = wanted
         return head
 
-    def train(self, report: Report) -> None:
-        """Train one head."""
-        self.output.mkdir(parents=True, exist_ok=True)
-        layers = [self.training.exit_layer]
-        head = self.first_head(self.training)
-        validation, rows = self.validation_and_rows(layers)
-        source = self.preparation.source(rows, layers, self.offline)
-        trainer = Trainer(
-            self.accelerator, head, self.checkpoint.geometry, self.checkpoint.lm_head().float(), self.training, rows, source,
-            validation, self.output, self.identity(rows), self.compiled,
-        )  # fmt: skip
-        with self.bar("training", self.training.steps) as advance:
-            trainer.run(self.every, report, advance)
+    def trainer(
+        self,
+        head: ExitHead,
+        training: TrainingOptions,
+        rows: Rows,
+        targets: TargetSource,
+        validation: ValidationSet,
+        output: Path,
+    ) -> Trainer:
+        """Make the trainer of one head.
 
-    def adopt(self) -> None:
-        """Put the head that was given into the output directory, as it is."""
+        Args:
+            head: The head to train.
+            training: Options of the training.
+            rows: The rows to train on.
+            targets: Gives the batches of these rows.
+            validation: The validation set.
+            output: Existing directory of the trained head.
+
+        Returns:
+            The trainer.
+        """
+        identity = {
+            "base": self.checkpoint.fingerprint(),
+            "data": rows.digest(),
+            "init_head": str(self.init_head.resolve()) if self.init_head else "",
+            "processes": self.accelerator.num_processes,
+        }
+        return Trainer(
+            self.accelerator, head, self.checkpoint.geometry, self.lm_head, training, rows, targets, validation, output,
+            identity, self.compiled,
+        )  # fmt: skip
+
+    def train(self, report: Report) -> None:
+        """Train one head. ``report`` is called with each line of metrics."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        head = self.initial_head(self.training)  # first, because it refuses a wrong --init-head before the long work
+        layers = [self.training.exit_layer]
+        validation, rows = self.validation_and_training_rows(layers)
+        trainer = self.trainer(head, self.training, rows, self.targets(rows, layers), validation, self.output)
+        with self.progress("training", self.training.steps) as advance:
+            trainer.run(self.intervals, report, advance)
+
+    def copy_initial_head(self) -> None:
+        """Copy the head in ``init_head`` into the output directory, unless it is there already.
+
+        Raises:
+            EESDError: The head has another shape than the options say, or weights that are not finite.
+        """
         assert self.init_head is not None
-        head = self.first_head(self.training)  # refuses one that cannot be what the options say
+        head = self.initial_head(self.training)
         if not all(value.isfinite().all() for value in head.state_dict().values()):
-            raise EESDError(f"The head in {self.init_head} has weights that are no numbers; train it again.")
+            raise EESDError(f"The head in {self.init_head} has weights that are not finite; train it again.")
         self.output.mkdir(parents=True, exist_ok=True)
         if self.is_main and not self.output.samefile(self.init_head):
-            for name in (WEIGHTS, CONFIG):
+            for name in (WEIGHTS_FILE, CONFIG_FILE):
                 with written_whole(self.output / name) as temporary:
                     shutil.copyfile(self.init_head / name, temporary)
         self.accelerator.wait_for_everyone()
 
-    def evaluate(self) -> tuple[Acceptance, Calibration]:
-        """What the head in the output directory accepts, and its calibration, which is written there."""
-        validation, _ = self.validation_and_rows([self.training.exit_layer])
-        device = self.accelerator.device
-        head, lm_head = self.checkpoint.exit_head(self.output).to(device), self.checkpoint.lm_head().float().to(device)
-        drafts = validation.drafts(head, self.checkpoint.geometry, lm_head)
-        if not all(np.isfinite(text.margin).all() for text in drafts):
-            raise EESDError(f"The head in {self.output} computes what is no number; its weights are damaged, train it again.")
-        found = calibrate(drafts)
-        if self.is_main:
-            save_config(replace(head.exit_config, calibration=found.prior), self.output)
-        return replay([text.right for text in drafts], DEPTHS), found
+    def evaluate(self) -> tuple[Acceptance, CalibrationResult]:
+        """Evaluate the head in the output directory, and write its calibration prior into its configuration.
 
-    def identity(self, rows: Rows) -> dict[str, Any]:
-        """What must be the same for a run to go on, beside its training options."""
-        first = str(self.init_head.resolve()) if self.init_head else ""
-        processes = self.accelerator.num_processes
-        return {"base": self.preparation.base, "data": rows.digest(), "init_head": first, "processes": processes}
+        Raises:
+            EESDError: The head computes values that are not finite.
+        """
+        validation, _ = self.validation_and_training_rows([self.training.exit_layer])
+        head = self.checkpoint.exit_head(self.output).to(self.accelerator.device)
+        drafts = validation.drafts(head, self.checkpoint.geometry, self.lm_head)
+        if not all(np.isfinite(text.margin).all() for text in drafts):
+            raise EESDError(f"The head in {self.output} computes logits that are not finite; train it again.")
+        result = calibrate(drafts)
+        if self.is_main:
+            save_config(replace(head.exit_config, calibration=result.prior), self.output)
+        return replay_acceptance([text.correct for text in drafts]), result
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def make_accelerator() -> Accelerator:
-    """For this process, among those that torchrun or ``accelerate launch`` started."""
-    no_device = not torch.accelerator.is_available()  # told so, accelerate lets processes share the work on CPUs, too
-    accelerator = Accelerator(cpu=no_device)
+    """The accelerator of this process, alone or started by torchrun or ``accelerate launch``."""
+    cpu = not torch.accelerator.is_available()  # without this, accelerate does not distribute over CPU processes
+    accelerator = Accelerator(cpu=cpu)
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not accelerator.is_fsdp2:
         raise EESDError(
-            "FSDP was asked for, and accelerate would not use it or use its first version: give it several processes, "
-            "GPUs and FSDP_VERSION=2, or unset ACCELERATE_USE_FSDP."
+            "ACCELERATE_USE_FSDP is set, but FSDP 2 needs several processes, GPUs and FSDP_VERSION=2; "
+            "provide them, or unset ACCELERATE_USE_FSDP."
         )
     return accelerator
 
 
-def make_run(options: dict[str, Any], bar: Bar) -> Run:
-    """Check the command's options; nothing is loaded but the checkpoint's headers."""
-    losses = Losses(
-        options["ce"], options["kl"], options["text_ce"], options["hidden"], options["kl_temperature"],
-        options["unroll"], options["unroll_decay"],
-    )  # fmt: skip
-    named = {field.name for field in fields(Training)}
-    training = Training(**{name: value for name, value in options.items() if name in named}, losses=losses)
-    output: Path = options["output"]
-    shared = {field.name for field in fields(Data)}
-    data = Data(
-        files=options["data"],
-        prompts=options["self_generate"],
-        mixed=options["mix"],
-        own_text=options["own_text"] or output / "own-text",
-        **{name: options[name] for name in shared - {"files", "prompts", "mixed", "own_text"}},
+def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
+    """Check the command's options. Reads only the headers of the checkpoint.
+
+    Args:
+        options: The options of ``eesd-distill``, by parameter name.
+        progress: Opens progress bars.
+
+    Returns:
+        The run.
+
+    Raises:
+        EESDError: An option is wrong, or a file is missing.
+    """
+    losses = LossOptions(
+        ce=options["ce"],
+        kl=options["kl"],
+        text=options["text_ce"],
+        hidden=options["hidden"],
+        temperature=options["kl_temperature"],
+        unroll=options["unroll"],
+        unroll_decay=options["unroll_decay"],
     )
+    same_names = {field.name for field in fields(TrainingOptions)} - {"losses"}
+    training = TrainingOptions(**{name: options[name] for name in same_names}, losses=losses)
+    output: Path = options["output"]
+    renamed = {
+        "files": options["data"],
+        "prompts": options["self_generate"],
+        "mixed": options["mix"],
+        "own_text": options["own_text"] or output / "own-text",
+    }
+    same_names = {field.name for field in fields(DataOptions)} - renamed.keys()
+    data = DataOptions(**renamed, **{name: options[name] for name in same_names})
     if not training.steps and options["init_head"] is None:
         raise EESDError("--steps 0 trains nothing; give the head to calibrate with --init-head DIR.")
-    given = bool(data.files) + bool(data.prompts)
-    if given > 1 or (not given and (training.steps or not data.validation)):
+    sources = bool(data.files) + bool(data.prompts)
+    if sources > 1 or (not sources and (training.steps or not data.validation)):
         raise EESDError("Give either --data FILE (rows to train on) or --self-generate FILE (prompts for the model).")
     for path in (*data.files, *data.prompts, *data.mixed, *data.validation):
         if not path.is_file():
-            raise EESDError(f"{path} is no file; give files of text, JSON lines or token arrays.")
+            raise EESDError(f"{path} is not a file; give files of text, JSON lines or token arrays.")
     checkpoint = Checkpoint(find_model(options["model"]))
     check_exit(checkpoint.geometry, training.exit_layer, training.blocks)
     if training.length > checkpoint.config.max_positions:
-        raise EESDError(f"--length {training.length} is more than the model's {checkpoint.config.max_positions} positions.")
+        raise EESDError(
+            f"--length {training.length} exceeds the model's {checkpoint.config.max_positions} positions; give a lower one."
+        )
     accelerator = make_accelerator()
     on_cpu = accelerator.device.type == "cpu"
-    name = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
-    every = Every(options["log_every"], options["eval_every"], options["save_every"])
+    dtype = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
     return Run(
-        checkpoint, accelerator, training, data, output, options["offline"], options["init_head"], every,
-        options["compiled"], bar, getattr(torch, name),
-    )  # fmt: skip
+        checkpoint=checkpoint,
+        accelerator=accelerator,
+        training=training,
+        data=data,
+        output=output,
+        offline=options["offline"],
+        init_head=options["init_head"],
+        intervals=Intervals(options["log_every"], options["eval_every"], options["save_every"]),
+        compiled=options["compiled"],
+        dtype=getattr(torch, dtype),
+        progress=progress,
+    )

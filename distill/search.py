@@ -1,50 +1,64 @@
-"""Which exit layer? Short runs for each candidate, what they accept, what a draft costs, and the speed-up that follows.
+"""Short runs that compare exit layers: acceptance, the cost of a draft step, and the predicted speed-up.
 
-Costs are counted in layers: a draft step runs N layers, E exit blocks and the LM head, a verify pass all L layers and the LM
-head, whatever the number of its tokens (true where memory bandwidth rules, as at batch 1 on a GPU). A round of n drafts costs
-T(n) = n (N + E + h) + L + E + h, where the last E is the exit blocks that verify runs too; a plain step costs L + h.
+Costs are counted in decoder layers. A draft step runs N layers, E exit blocks and the LM head; a verify pass runs all L layers
+and the LM head at a cost that does not depend on its number of nodes, as on a GPU at batch 1, where memory bandwidth is the
+limit. With the LM head as h layers, a round of n drafts costs n (N + E + h) + L + E + h (verify runs the E exit blocks, too),
+and a step of plain decoding costs L + h.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
 
 from eesd.common.geometry import Geometry
-from eesd.distill.acceptance import DEPTHS, Acceptance, replay
-from eesd.distill.run import Report, Run
-from eesd.distill.trainer import Trainer
+from eesd.common.weights import block_shapes
+from eesd.distill.acceptance import DRAFTS_PER_ROUND, Acceptance, replay_acceptance
+from eesd.distill.run import Run
+from eesd.distill.trainer import Report
 from eesd.model.exit_head import check_exit
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Times of the parts in units of one layer: the LM head ``h``, and of all: a plain step, a draft step, a round."""
+class LayerCosts:
+    """Costs in units of one decoder layer.
+
+    Attributes:
+        layers: L, the number of layers of the model.
+        lm_head: h, the cost of the LM head.
+    """
 
     layers: int
-    head: float
+    lm_head: float
 
     @classmethod
-    def of(cls, geometry: Geometry) -> "Costs":
-        """Counted from weights: an LM head costs as many layers as it has layers' worth of weights."""
-        embeddings = geometry.vocab_size * geometry.hidden_size
-        layers = geometry.parameters - embeddings * (1 if geometry.tied_embeddings else 2)
-        return cls(geometry.num_layers, embeddings / (layers / geometry.num_layers))
+    def from_geometry(cls, geometry: Geometry) -> "LayerCosts":
+        """Take costs to be proportional to the number of weights."""
+        layer = sum(prod(shape) for shape in block_shapes(geometry).values() if len(shape) == 2)
+        return cls(geometry.num_layers, geometry.vocab_size * geometry.hidden_size / layer)
 
     @property
-    def plain(self) -> float:
-        return self.layers + self.head
+    def plain_step(self) -> float:
+        return self.layers + self.lm_head
 
-    def draft(self, exit_layer: int, blocks: int) -> float:
-        return exit_layer + blocks + self.head
+    def draft_step(self, exit_layer: int, blocks: int) -> float:
+        return exit_layer + blocks + self.lm_head
 
     def round(self, exit_layer: int, blocks: int, drafts: int) -> float:
-        return drafts * self.draft(exit_layer, blocks) + self.plain + blocks
+        return drafts * self.draft_step(exit_layer, blocks) + self.plain_step + blocks
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One exit layer and block count: acceptance of rounds of 8 drafts, cost of a draft step over a plain step, and the best
-    predicted speed-up with the number of drafts that gives it."""
+    """An exit layer and block count, with the results of a short run.
+
+    Attributes:
+        exit_layer: N, the number of base layers before the head.
+        blocks: E, the number of decoder blocks in the head.
+        acceptance: Acceptance in rounds of ``DRAFTS_PER_ROUND`` drafts.
+        draft_cost: Cost of a draft step relative to a step of plain decoding.
+        drafts: Draft length, up to ``DRAFTS_PER_ROUND``, with the highest predicted speed-up.
+        speed_up: The predicted speed-up with this draft length.
+    """
 
     exit_layer: int
     blocks: int
@@ -54,59 +68,60 @@ class Candidate:
     speed_up: float
 
 
-def best_drafts(tokens_per_round: Callable[[int], float], costs: Costs, exit_layer: int, blocks: int) -> tuple[int, float]:
-    """The number of drafts a round with the largest predicted speed-up, and that speed-up."""
-    gains = {
-        drafts: tokens_per_round(drafts) * costs.plain / costs.round(exit_layer, blocks, drafts)
-        for drafts in range(1, DEPTHS + 1)
-    }
-    best = max(gains, key=lambda drafts: gains[drafts])
-    return best, gains[best]
-
-
 def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report: Report) -> list[Candidate]:
-    """Train a head for each exit layer and block count, all on the same rows in the same order, best predicted first."""
+    """Train a head for each exit layer and block count, all on the same rows in the same order.
+
+    Args:
+        run: Options and parts of the run.
+        layers: Exit layers to try.
+        block_counts: Block counts to try for each exit layer.
+        report: Called with each line of metrics.
+
+    Returns:
+        The candidates, highest predicted speed-up first.
+
+    Raises:
+        EESDError: The model cannot have such an exit head.
+    """
     geometry = run.checkpoint.geometry
-    for layer in layers:
-        for blocks in block_counts:
-            check_exit(geometry, layer, blocks)
+    pairs = [(layer, blocks) for layer in layers for blocks in block_counts]
+    for layer, blocks in pairs:
+        check_exit(geometry, layer, blocks)
     run.output.mkdir(parents=True, exist_ok=True)
-    validation, rows = run.validation_and_rows(layers)
-    source = run.preparation.source(rows, layers, run.offline)
-    lm_head, costs, found = run.checkpoint.lm_head().float(), Costs.of(geometry), []
-    for layer in layers:
-        for blocks in block_counts:
-            training = replace(run.training, exit_layer=layer, blocks=blocks)
-            output = run.output / f"exit-{layer}-blocks-{blocks}"
-            output.mkdir(exist_ok=True)
-            head = run.first_head(training)
-            trainer = Trainer(
-                run.accelerator, head, geometry, lm_head, training, rows, source, validation, output, run.identity(rows),
-                run.compiled,
-            )  # fmt: skip
-            with run.bar(f"exit {layer}, {blocks} blocks", training.steps) as advance:
-                acceptance = trainer.run(run.every, _labelled(report, layer, blocks), advance)
-            bits = validation.bits(trainer.whole_head(), geometry, trainer.lm_head)
-            drafts, gain = best_drafts(lambda n, bits=bits: replay(bits, n).tokens_per_round, costs, layer, blocks)  # type: ignore[misc]
-            found.append(Candidate(layer, blocks, acceptance, costs.draft(layer, blocks) / costs.plain, drafts, gain))
-    return sorted(found, key=lambda candidate: -candidate.speed_up)
+    validation, rows = run.validation_and_training_rows(layers)
+    targets = run.targets(rows, layers)
+    costs, candidates = LayerCosts.from_geometry(geometry), []
+    for layer, blocks in pairs:
+        training = replace(run.training, exit_layer=layer, blocks=blocks)
+        output = run.output / f"exit-{layer}-blocks-{blocks}"
+        output.mkdir(exist_ok=True)
+        trainer = run.trainer(run.initial_head(training), training, rows, targets, validation, output)
+        with run.progress(f"exit {layer}, {blocks} blocks", training.steps) as advance:
+            acceptance = trainer.run(run.intervals, _labelled(report, f"exit {layer}, blocks {blocks}"), advance)
+        correct = validation.correct_drafts(trainer.full_head(), geometry, trainer.lm_head)
+        speed_ups = {
+            drafts: replay_acceptance(correct, drafts).tokens_per_round * costs.plain_step / costs.round(layer, blocks, drafts)
+            for drafts in range(1, DRAFTS_PER_ROUND + 1)
+        }
+        best = max(speed_ups, key=speed_ups.__getitem__)
+        draft_cost = costs.draft_step(layer, blocks) / costs.plain_step
+        candidates.append(Candidate(layer, blocks, acceptance, draft_cost, best, speed_ups[best]))
+    return sorted(candidates, key=lambda candidate: -candidate.speed_up)
 
 
-def _labelled(report: Report, layer: int, blocks: int) -> Report:
-    def labelled(figures: dict[str, Any]) -> None:
-        report(figures | {"label": f"exit {layer}, blocks {blocks}"})
-
-    return labelled
+def _labelled(report: Report, label: str) -> Report:
+    return lambda metrics: report(metrics | {"label": label})
 
 
 def table(candidates: Sequence[Candidate]) -> str:
-    """A Markdown table of the candidates, best first, and the recommendation."""
-    depths = len(candidates[0].acceptance.offered)
+    """A Markdown table of the candidates, and the recommendation."""
+    depths = len(candidates[0].acceptance.verified)
     names = ["exit layer", "blocks", *(f"depth {d}" for d in range(1, depths + 1)), "draft cost", "drafts", "speed-up"]
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    for c in candidates:
-        cells = [str(c.exit_layer), str(c.blocks), *(f"{value:.3f}" for value in c.acceptance.by_depth)]
-        cells += [f"{c.draft_cost:.3f}", str(c.drafts), f"{c.speed_up:.2f}x"]
+    for candidate in candidates:
+        cells = [str(candidate.exit_layer), str(candidate.blocks)]
+        cells += [f"{value:.3f}" for value in candidate.acceptance.by_depth]
+        cells += [f"{candidate.draft_cost:.3f}", str(candidate.drafts), f"{candidate.speed_up:.2f}x"]
         lines.append(f"| {' | '.join(cells)} |")
     best = candidates[0]
     advice = f"Recommended: --exit-layer {best.exit_layer} --blocks {best.blocks} (predicted {best.speed_up:.2f}x)."

@@ -1,48 +1,111 @@
-"""The frozen model as a teacher: hidden states after the exit layers, and its likeliest tokens for each position."""
+"""The frozen model as the teacher: hidden states and top-k targets, computed for each batch or cached on disk."""
 
-from collections.abc import Iterator, Sequence
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
+from eesd.distill.data import Rows, shard_name
+from eesd.distill.options import first_difference
 from eesd.model.decoder import KV, Decoder, Inputs, causal_inputs, empty_caches
 
-CHUNK = 1 << 25
-"""Logits that are in memory at a time (128 MiB in float32)."""
+LOGITS_PER_CHUNK = 1 << 25
+"""Logits in memory at a time (128 MiB in float32)."""
+SHARD_ROWS = 256
+"""Rows in a shard of the target cache."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the teacher says of a batch of rows [B, T].
+    """The teacher's predictions for a batch of rows [B, T].
 
-    ``top_ids`` [B, T, K] are its likeliest tokens, best first, ``top_logprobs`` (float16) their log-probabilities in the whole
-    distribution. ``final`` [B, T, hidden] is what its LM head gets, for the regression of hidden states.
+    Attributes:
+        top_ids: Most likely tokens [B, T, K], int32, best first.
+        top_logprobs: Their log-probabilities in the whole distribution [B, T, K], float16.
+        final_hidden: Hidden states after the final norm [B, T, hidden]. None unless the hidden state loss needs them.
     """
 
     top_ids: Tensor
     top_logprobs: Tensor
-    final: Tensor | None = None
+    final_hidden: Tensor | None = None
 
 
-def element_type(precision: str) -> torch.dtype:
-    """Of caches and kept hidden states."""
+TeacherCall = Callable[[Tensor], tuple[dict[int, Tensor], Targets]]
+"""A :class:`Teacher`, compiled or not."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows [B, T] with everything that a training step needs.
+
+    Attributes:
+        hidden: Hidden states after the exit layer [B, T, hidden].
+        targets: The teacher's predictions.
+        next_tokens: Next token of the text at each position [B, T].
+        mask: 1 for positions that have a next token, else 0 [B, T].
+    """
+
+    hidden: Tensor
+    targets: Targets
+    next_tokens: Tensor
+    mask: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """Copy all tensors to a device."""
+        targets, final_hidden = self.targets, self.targets.final_hidden
+        return Batch(
+            self.hidden.to(device),
+            Targets(
+                targets.top_ids.to(device),
+                targets.top_logprobs.to(device),
+                None if final_hidden is None else final_hidden.to(device),
+            ),
+            self.next_tokens.to(device),
+            self.mask.to(device),
+        )
+
+
+def storage_dtype(precision: str) -> torch.dtype:
+    """Element type of KV caches and of stored hidden states."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 @contextmanager
-def lowered(precision: str, device: torch.device) -> Iterator[None]:
-    """Matrix products in bfloat16, where the precision asks for it."""
+def autocast(precision: str, device: torch.device) -> Iterator[None]:
+    """Run matrix products in bfloat16 if the precision is ``bf16``."""
     with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
         yield
 
 
-def whole_text(
+def full_sequence_inputs(
     geometry: Geometry, batch: int, tokens: int, caches: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Inputs, list[KV]]:
-    """Inputs and ``caches`` empty caches for texts of ``tokens`` tokens seen whole, causally."""
+    """Prepare one causal pass over whole sequences.
+
+    Args:
+        geometry: Shape of the model.
+        batch: Number of sequences.
+        tokens: Tokens in a sequence; also the number of slots.
+        caches: Number of KV caches.
+        dtype: Type of the KV caches, the rotary tables and the mask.
+        device: Device of all tensors.
+
+    Returns:
+        The inputs of the blocks, and the empty KV caches.
+    """
     with torch.device(device):
         inputs = causal_inputs(geometry, batch, tokens, tokens)
         empty = [(k.to(dtype), v.to(dtype)) for k, v in empty_caches(geometry, batch, tokens, caches)]
@@ -51,36 +114,203 @@ def whole_text(
 
 
 class Teacher(nn.Module):
-    """Whole texts [B, T] to their hidden states after each of ``layers`` and their :class:`Targets`.
+    """The frozen model as a module from token ids [B, T] to hidden states and targets.
 
-    All layers write one and the same cache, one after another: a text seen whole needs no more.
+    All layers share one KV cache: a pass over whole sequences reads only what the same layer just wrote.
     """
 
-    def __init__(self, decoder: Decoder, layers: Sequence[int], top_k: int, precision: str, final: bool = False) -> None:
+    def __init__(self, decoder: Decoder, layers: Sequence[int], top_k: int, precision: str, keep_final: bool = False) -> None:
+        """Wrap a model.
+
+        Args:
+            decoder: The frozen model.
+            layers: Exit layers whose hidden states are returned, counted from 1.
+            top_k: Tokens of the distribution to keep, at most the whole vocabulary.
+            precision: ``bf16`` or ``float32``.
+            keep_final: Whether the targets contain the final hidden states.
+        """
         super().__init__()
-        self.decoder, self.layers, self.precision, self.final = decoder, tuple(layers), precision, final
+        self.decoder, self.layers, self.precision, self.keep_final = decoder, tuple(layers), precision, keep_final
         self.top_k = min(top_k, decoder.geometry.vocab_size)
 
-    @torch.no_grad()  # not inference mode: its tensors could not take part in the student's backward pass
+    @torch.no_grad()  # not inference_mode: inference tensors cannot take part in the student's backward pass
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
-        backbone, dtype = self.decoder.model, element_type(self.precision)
-        inputs, (cache,) = whole_text(self.decoder.geometry, ids.shape[0], ids.shape[1], 1, dtype, ids.device)
+        """Hidden states [B, T, hidden] after each exit layer, and the targets."""
+        backbone, dtype = self.decoder.model, storage_dtype(self.precision)
+        inputs, (cache,) = full_sequence_inputs(self.decoder.geometry, ids.shape[0], ids.shape[1], 1, dtype, ids.device)
         hidden = {}
-        with lowered(self.precision, ids.device):
+        with autocast(self.precision, ids.device):
             x = backbone.embed_tokens(ids)
             for number, block in enumerate(backbone.layers, 1):
                 x, _ = block(x, inputs, cache)
                 if number in self.layers:
                     hidden[number] = x.to(dtype)
             x = backbone.norm(x)
-        rows = x.flatten(0, 1)
-        # Outside the autocast: rounded logits would turn close calls of the teacher into wrong labels.
-        parts = [self._likeliest(part) for part in torch.split(rows, max(1, CHUNK // self.decoder.geometry.vocab_size))]
-        top_ids, top_logprobs = (torch.cat(part).view(*ids.shape, -1) for part in zip(*parts, strict=True))
-        return hidden, Targets(top_ids, top_logprobs, x.to(dtype) if self.final else None)
+        # Outside the autocast: rounded logits would change the label where two tokens are almost equally likely.
+        chunks = torch.split(x.flatten(0, 1), max(1, LOGITS_PER_CHUNK // self.decoder.geometry.vocab_size))
+        top = [self._top_tokens(chunk) for chunk in chunks]
+        top_ids, top_logprobs = (torch.cat(part).view(*ids.shape, -1) for part in zip(*top, strict=True))
+        return hidden, Targets(top_ids, top_logprobs, x.to(dtype) if self.keep_final else None)
 
-    def _likeliest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids and log-probabilities [n, K] from what the LM head gets [n, hidden]."""
-        logits = self.decoder.lm_head(rows.to(self.decoder.lm_head.weight.dtype)).float()
+    def _top_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and log-probabilities [n, K] from LM head inputs [n, hidden]."""
+        logits = self.decoder.lm_head(x.to(self.decoder.lm_head.weight.dtype)).float()
         values, ids = logits.topk(self.top_k)
         return ids.int(), (values - logits.logsumexp(-1, keepdim=True)).half()
+
+
+class TargetSource(Protocol):
+    """Gives batches with targets, by row indices, for the head after one exit layer."""
+
+    def batch(self, indices: NDArray[np.int64], layer: int) -> Batch: ...
+
+
+class OnlineTargets:
+    """Runs the teacher on each batch."""
+
+    def __init__(self, rows: Rows, teacher: TeacherCall, device: torch.device) -> None:
+        self.rows, self.teacher, self.device = rows, teacher, device
+
+    def batch(self, indices: NDArray[np.int64], layer: int) -> Batch:
+        ids = torch.from_numpy(self.rows.tokens[indices, :-1].astype(np.int64)).to(self.device)
+        hidden, targets = self.teacher(ids)
+        return Batch(hidden[layer], targets, *_next_tokens(self.rows, indices)).to(self.device)
+
+
+class TargetCache:
+    """A directory with the hidden states and targets of all rows, in safetensors shards of 256 rows.
+
+    A complete cache replaces the teacher. Shards contain ``hidden.<layer>``, ``top_ids``, ``top_logprobs``, and ``final`` (the
+    final hidden states) if the hidden state loss needs it.
+    """
+
+    def __init__(
+        self, directory: Path, rows: Rows, base: str, layers: Sequence[int], top_k: int, precision: str, keep_final: bool
+    ) -> None:
+        """Open a cache, or create one without shards.
+
+        Args:
+            directory: Directory of the cache.
+            rows: The rows to cache.
+            base: Fingerprint of the model.
+            layers: Exit layers whose hidden states are cached.
+            top_k: Tokens of the distribution that are cached.
+            precision: ``bf16`` or ``float32``.
+            keep_final: Whether the final hidden states are cached.
+
+        Raises:
+            EESDError: The directory has a cache of other data or options.
+        """
+        self.directory, self.rows = directory, rows
+        self.meta: dict[str, Any] = {
+            "base": base,
+            "layers": sorted(layers),
+            "top_k": top_k,
+            "precision": precision,
+            "final": keep_final,
+            "rows": len(rows),
+            "length": rows.tokens.shape[1] - 1,
+            "data": rows.digest(),
+        }
+        self._open_shards: dict[int, Any] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / "cache.json"
+        if path.exists():
+            changed = first_difference(json.loads(path.read_text()), self.meta)
+            if changed:
+                raise EESDError(
+                    f"The cache {directory} was made with other data or options ({changed}); give another --offline directory."
+                )
+        else:
+            with written_whole(path) as temporary:
+                temporary.write_text(json.dumps(self.meta, indent=2) + "\n")
+
+    def missing_shards(self) -> list[int]:
+        """Numbers of the shards that do not exist yet."""
+        count = -(-len(self.rows) // SHARD_ROWS)
+        return [number for number in range(count) if not (self.directory / shard_name(number)).exists()]
+
+    def _row_bytes(self, hidden_size: int) -> int:
+        """Bytes of one row on disk."""
+        states = len(self.meta["layers"]) + bool(self.meta["final"])
+        state_bytes = storage_dtype(self.meta["precision"]).itemsize * hidden_size * states
+        return int(self.meta["length"]) * (state_bytes + 6 * int(self.meta["top_k"]))
+
+    def fill(
+        self,
+        teacher: TeacherCall,
+        device: torch.device,
+        hidden_size: int,
+        batch: int,
+        advance: Callable[[int], None],
+        process: int = 0,
+        processes: int = 1,
+    ) -> None:
+        """Compute this process's part of the missing shards.
+
+        Args:
+            teacher: Computes hidden states and targets.
+            device: Device of the teacher.
+            hidden_size: Width of a hidden state.
+            batch: Rows in a pass of the teacher.
+            advance: Called with 1 after each shard.
+            process: Number of this process.
+            processes: Number of processes that call this method.
+
+        Raises:
+            EESDError: The disk is too small.
+        """
+        missing = self.missing_shards()
+        needed, free = len(missing) * SHARD_ROWS * self._row_bytes(hidden_size), shutil.disk_usage(self.directory).free
+        if needed > free:
+            raise EESDError(
+                f"The cache {self.directory} needs {needed / 1e9:.1f} GB more, but the disk has {free / 1e9:.1f} GB free; "
+                "give another directory, fewer rows, or a smaller --top-k."
+            )
+        for number in missing[process::processes]:
+            tokens = torch.from_numpy(self.rows.tokens[number * SHARD_ROWS : (number + 1) * SHARD_ROWS, :-1].astype(np.int64))
+            parts = [
+                _cached_tensors(*teacher(_pad_rows(ids, batch).to(device)), len(ids)) for ids in torch.split(tokens, batch)
+            ]
+            shard = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+            with written_whole(self.directory / shard_name(number)) as temporary:
+                save_file(shard, temporary)
+            advance(1)
+
+    def batch(self, indices: NDArray[np.int64], layer: int) -> Batch:
+        final_hidden = self._read("final", indices) if self.meta["final"] else None
+        targets = Targets(self._read("top_ids", indices), self._read("top_logprobs", indices), final_hidden)
+        return Batch(self._read(f"hidden.{layer}", indices), targets, *_next_tokens(self.rows, indices))
+
+    def _read(self, name: str, indices: NDArray[np.int64]) -> Tensor:
+        return torch.cat([self._shard(int(i) // SHARD_ROWS).get_slice(name)[int(i) % SHARD_ROWS][None] for i in indices])
+
+    def _shard(self, number: int) -> Any:
+        if number not in self._open_shards:
+            path = self.directory / shard_name(number)
+            try:
+                self._open_shards[number] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise EESDError(f"{path} cannot be read ({error}); delete it, and the next run makes it again.") from None
+        return self._open_shards[number]
+
+
+def _next_tokens(rows: Rows, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Next tokens of these rows [B, T], and the mask of the positions that have one [B, T]."""
+    tokens = torch.from_numpy(rows.tokens[indices, 1:].astype(np.int64))
+    mask = torch.arange(tokens.shape[1]) < torch.from_numpy(rows.lengths[indices] - 1)[:, None]
+    return tokens, mask.float()
+
+
+def _pad_rows(ids: Tensor, batch: int) -> Tensor:
+    """Pad to a constant number of rows, so that a compiled teacher is not compiled again for the last ones."""
+    return torch.nn.functional.pad(ids, (0, 0, 0, batch - len(ids)))
+
+
+def _cached_tensors(hidden: dict[int, Tensor], targets: Targets, count: int) -> dict[str, Tensor]:
+    """The first ``count`` rows of a pass, by their names in a shard."""
+    tensors = {f"hidden.{layer}": states for layer, states in hidden.items()}
+    tensors |= {"top_ids": targets.top_ids, "top_logprobs": targets.top_logprobs}
+    if targets.final_hidden is not None:
+        tensors["final"] = targets.final_hidden
+    return {name: tensor[:count].cpu() for name, tensor in tensors.items()}

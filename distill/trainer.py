@@ -1,4 +1,4 @@
-"""The training loop: steps, checkpoints from which a run goes on exactly, validation by acceptance."""
+"""The training loop: steps, checkpoints that a run resumes from exactly, validation by acceptance."""
 
 import json
 import math
@@ -6,13 +6,14 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,25 +24,48 @@ from torch.distributed.checkpoint.state_dict import (
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import Geometry
-from eesd.distill.acceptance import Acceptance, Validation
-from eesd.distill.data import Rows, batch_rows
-from eesd.distill.losses import PARTS
-from eesd.distill.metrics import Metrics
-from eesd.distill.optim import make_optimizers
-from eesd.distill.options import Every, Training, difference, learning_rate
-from eesd.distill.sources import Source
-from eesd.distill.student import Student
-from eesd.distill.teacher import element_type, whole_text
+from eesd.distill.acceptance import Acceptance, ValidationSet, replay_acceptance
+from eesd.distill.data import Rows, batch_indices
+from eesd.distill.losses import LOSS_NAMES, Student
+from eesd.distill.metrics import MetricsLog
+from eesd.distill.options import Intervals, TrainingOptions, first_difference
+from eesd.distill.teacher import TargetSource, full_sequence_inputs, storage_dtype
 from eesd.model import exit_head
 from eesd.model.exit_head import ExitHead
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-"""Whole tensors, on the first process only."""
-EVERYWHERE = StateDictOptions(full_state_dict=True)
+Report = Callable[[dict[str, Any]], None]
+"""Called with each line of metrics."""
+
+FULL_ON_FIRST_PROCESS = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL_ON_ALL_PROCESSES = StateDictOptions(full_state_dict=True)
+
+
+def learning_rate(options: TrainingOptions, step: int) -> float:
+    """The learning rate of step ``step`` (from 0): linear warm-up, plateau, linear cooldown to 2 % of the peak."""
+    warmup = (step + 1) / max(1.0, options.warmup * options.steps)
+    remaining = (options.steps - step) / options.steps
+    cooldown = 0.02 + 0.98 * remaining / options.cooldown if options.cooldown else 1.0
+    return options.lr * min(1.0, warmup, cooldown)
+
+
+def make_optimizers(head: nn.Module, options: TrainingOptions) -> list[torch.optim.Optimizer]:
+    """Make the optimizers of a head: AdamW, or Muon (Jordan et al. 2024) for the blocks' matrices and AdamW for the rest.
+
+    Muon's updates are scaled so that both optimizers use the same learning rate.
+    """
+    if options.optimizer == "adamw":
+        return [torch.optim.AdamW(head.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and not name.startswith("lm_head")]
+    matrix_ids = set(map(id, matrices))
+    others = [p for p in head.parameters() if id(p) not in matrix_ids]
+    return [
+        torch.optim.Muon(matrices, lr=options.lr, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
 
 class Trainer:
-    """Trains one head. Everything it leaves lies in ``output``: the head, ``metrics.jsonl``, ``checkpoint-<step>/``."""
+    """Trains one head. Writes the head, ``metrics.jsonl`` and ``checkpoint-<step>/`` into the output directory."""
 
     def __init__(
         self,
@@ -49,119 +73,137 @@ class Trainer:
         head: ExitHead,
         geometry: Geometry,
         lm_head: Tensor,
-        training: Training,
+        options: TrainingOptions,
         rows: Rows,
-        source: Source,
-        validation: Validation,
+        targets: TargetSource,
+        validation: ValidationSet,
         output: Path,
         identity: dict[str, Any],
         compiled: bool = False,
     ) -> None:
-        """``identity`` says, beside the options, what must be the same for a run to go on (model, data, first weights)."""
-        self.accelerator, self.geometry, self.training, self.rows = accelerator, geometry, training, rows
-        self.source, self.validation, self.output, self.head = source, validation, output, head
+        """Prepare the head and the optimizers.
+
+        Args:
+            accelerator: Distributes the training over processes.
+            head: The head to train.
+            geometry: Shape of the model.
+            lm_head: Weight of the base model's LM head [V, hidden], float32.
+            options: Options of the training.
+            rows: The rows to train on.
+            targets: Gives the batches of these rows.
+            validation: The validation set.
+            output: Existing output directory.
+            identity: Model, data and initial weights. A run resumes only if they and the options are the same.
+            compiled: Whether to use torch.compile.
+        """
+        self.accelerator, self.geometry, self.options, self.rows = accelerator, geometry, options, rows
+        self.targets, self.validation, self.output, self.head = targets, validation, output, head
         self.lm_head = lm_head.to(accelerator.device)
-        self.identity = json.loads(json.dumps(training.as_json() | identity))
-        student = Student(head, training.losses, training.precision)
+        self.identity = json.loads(json.dumps(asdict(options) | identity))
+        student = Student(head, options.losses, options.precision)
         if compiled:
             student.compile(dynamic=False)
-        optimizers = make_optimizers(head, training)
-        self.student, *self.optimizers = accelerator.prepare(student, *optimizers)
-        dtype = element_type(training.precision)
-        self._text = whole_text(geometry, training.batch, training.length, len(head.blocks), dtype, accelerator.device)
-        self.metrics = Metrics(output)
+        self.student, *self.optimizers = accelerator.prepare(student, *make_optimizers(head, options))
+        dtype = storage_dtype(options.precision)
+        self._inputs, self._caches = full_sequence_inputs(
+            geometry, options.batch, options.length, len(head.blocks), dtype, accelerator.device
+        )
+        self.metrics = MetricsLog(output)
         self.step = 0
 
-    def run(
-        self,
-        every: Every,
-        report: Callable[[dict[str, Any]], None],
-        advance: Callable[[int], None] = lambda _: None,
-    ) -> Acceptance:
-        """Train to the last step, from the last checkpoint if there is one; returns the final acceptance.
+    def run(self, intervals: Intervals, report: Report, advance: Callable[[int], None] = lambda _: None) -> Acceptance:
+        """Train to the last step, from the last checkpoint if there is one.
 
-        Raises :class:`EESDError` when the loss is no number (the last checkpoint stays) or when the checkpoint is of a run with
-        other options.
+        Args:
+            intervals: Steps between logged metrics, validations and checkpoints.
+            report: Called with each line of metrics.
+            advance: Called with the number of finished steps.
+
+        Returns:
+            The final acceptance.
+
+        Raises:
+            EESDError: The loss is not a number (the last checkpoint is kept), or the checkpoint is from a run with other
+                options.
         """
         self._resume()
         advance(self.step)
-        result = self._validate(report) if self.step == 0 else None
+        acceptance = self._validate(report) if self.step == 0 else None
         started = time.monotonic()
-        while self.step < self.training.steps:
-            figures = self._train_step()
+        while self.step < self.options.steps:
+            metrics = self._train_step()
             self.step += 1
-            last = self.step == self.training.steps
-            if self.step % every.log == 0 or last or self.step == 1:
+            last = self.step == self.options.steps
+            if self.step % intervals.log == 0 or last or self.step == 1:
                 seconds = time.monotonic() - started
-                report(self._note({"step": self.step, **figures, "seconds": round(seconds, 2)}))
-            if self.step % every.validate == 0 or last:
-                result = self._validate(report)
-            if self.step % every.save == 0 or last:
+                report(self._log({"step": self.step, **metrics, "seconds": round(seconds, 2)}))
+            if self.step % intervals.validate == 0 or last:
+                acceptance = self._validate(report)
+            if self.step % intervals.save == 0 or last:
                 self._save()
             advance(1)
-        return result or self._validate(report)
+        return acceptance or self._validate(report)
 
     def _train_step(self) -> dict[str, float]:
-        """One optimizer step over ``accumulate`` batches; its mean figures."""
-        training, processes = self.training, self.accelerator.num_processes
-        rate = learning_rate(training, self.step)
+        """Run one optimizer step over ``accumulate`` batches; returns its mean metrics."""
+        options, processes = self.options, self.accelerator.num_processes
+        rate = learning_rate(options, self.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        total = torch.zeros(len(PARTS) + 2, device=self.accelerator.device)
-        for micro in range(training.accumulate):
-            number = (self.step * training.accumulate + micro) * processes + self.accelerator.process_index
-            numbers = batch_rows(self.rows, training.batch, training.mix_share, number, training.seed)
-            batch = self.source.batch(numbers, training.exit_layer).to(self.accelerator.device)
-            targets = batch.targets
-            partial = micro < training.accumulate - 1
-            with self.accelerator.no_sync(self.student) if partial else nullcontext():
-                loss, figures = self.student(
-                    batch.hidden, targets.top_ids, targets.top_logprobs, batch.text, batch.mask, targets.final,
-                    self.lm_head, *self._text,
+        total = torch.zeros(len(LOSS_NAMES) + 2, device=self.accelerator.device)
+        for micro_step in range(options.accumulate):
+            number = (self.step * options.accumulate + micro_step) * processes + self.accelerator.process_index
+            indices = batch_indices(self.rows, options.batch, options.mix_share, number, options.seed)
+            batch = self.targets.batch(indices, options.exit_layer).to(self.accelerator.device)
+            last = micro_step == options.accumulate - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.student):
+                loss, metrics = self.student(
+                    batch.hidden, batch.targets.top_ids, batch.targets.top_logprobs, batch.next_tokens, batch.mask,
+                    batch.targets.final_hidden, self.lm_head, self._inputs, self._caches,
                 )  # fmt: skip
-                self.accelerator.backward(loss / training.accumulate)
-            total += torch.cat([loss.detach()[None], figures]) / training.accumulate
+                self.accelerator.backward(loss / options.accumulate)
+            total += torch.cat([loss.detach()[None], metrics]) / options.accumulate
         mean = self.accelerator.reduce(total, "mean").tolist()
         if not math.isfinite(mean[0]):
             raise EESDError(
-                f"The loss at step {self.step + 1} is not a number; the last checkpoint is kept in {self.output}. Lower --lr, "
-                "or look for damaged rows in the data."
+                f"The loss at step {self.step + 1} is not a number; the last checkpoint in {self.output} is kept. Lower --lr, "
+                "or check the data for damaged rows."
             )
-        self.accelerator.clip_grad_norm_(self.student.parameters(), training.clip)
+        self.accelerator.clip_grad_norm_(self.student.parameters(), options.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return dict(zip(("loss", *PARTS, "agreement"), mean, strict=True)) | {"lr": rate}
+        return dict(zip(("loss", *LOSS_NAMES, "agreement"), mean, strict=True)) | {"lr": rate}
 
-    def _validate(self, report: Callable[[dict[str, Any]], None]) -> Acceptance:
-        head = self.whole_head()
-        found = self.validation.acceptance(head, self.geometry, self.lm_head)
-        figures = {"acceptance": found.by_depth, "tokens_per_round": found.tokens_per_round}
-        report(self._note({"step": self.step, **figures}))
-        return found
+    def _validate(self, report: Report) -> Acceptance:
+        acceptance = replay_acceptance(self.validation.correct_drafts(self.full_head(), self.geometry, self.lm_head))
+        metrics = {"acceptance": acceptance.by_depth, "tokens_per_round": acceptance.tokens_per_round}
+        report(self._log({"step": self.step, **metrics}))
+        return acceptance
 
-    def _note(self, figures: dict[str, Any]) -> dict[str, Any]:
+    def _log(self, metrics: dict[str, Any]) -> dict[str, Any]:
         if self.accelerator.is_main_process:
-            self.metrics.add(figures)
-        return figures
+            self.metrics.add(metrics)
+        return metrics
 
     def _head_state(self) -> dict[str, Tensor]:
-        state: dict[str, Any] = dict(get_model_state_dict(self.student, options=WHOLE))
+        """The head's weights; empty on other processes than the first."""
+        state: dict[str, Any] = dict(get_model_state_dict(self.student, options=FULL_ON_FIRST_PROCESS))
         return {name.removeprefix("head."): value for name, value in state.items()}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        """What the optimizers remember, as ``<optimizer>|<parameter>|<name>``."""
-        state: dict[str, Tensor] = {}
+        """The optimizers' state, as ``<optimizer>|<parameter>|<name>``; empty on other processes than the first."""
+        tensors: dict[str, Tensor] = {}
         for number, optimizer in enumerate(self.optimizers):
-            whole: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=WHOLE)
-            remembered: dict[str, dict[str, Any]] = whole.get("state", {})  # only the first process gets it
-            for parameter, values in remembered.items():
-                state |= {f"{number}|{parameter}|{name}": torch.as_tensor(value) for name, value in values.items()}
-        return state
+            full: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=FULL_ON_FIRST_PROCESS)
+            state: dict[str, dict[str, Any]] = full.get("state", {})
+            for parameter, values in state.items():
+                tensors |= {f"{number}|{parameter}|{name}": torch.as_tensor(value) for name, value in values.items()}
+        return tensors
 
-    def whole_head(self) -> ExitHead:
-        """The head itself; a copy of it where processes hold parts of it."""
+    def full_head(self) -> ExitHead:
+        """The head. With several processes, a copy on the first one with weights gathered from all processes."""
         if self.accelerator.num_processes == 1:
             return self.head
         state = self._head_state()
@@ -171,7 +213,7 @@ class Trainer:
         return head.to(self.accelerator.device)
 
     def _save(self) -> None:
-        """Write checkpoint and head; the directory of the checkpoint gets its name when it is whole."""
+        """Write checkpoint and head. The checkpoint's directory gets its name when it is complete."""
         head_state = self._head_state()
         optimizer_state = self._optimizer_state()
         if self.accelerator.is_main_process:
@@ -184,9 +226,9 @@ class Trainer:
             (temporary / "run.json").write_text(json.dumps({"step": self.step, "options": self.identity}, indent=2) + "\n")
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
-            for old in self.output.glob("checkpoint-*"):
-                if old != final:
-                    shutil.rmtree(old)
+            for other in self.output.glob("checkpoint-*"):
+                if other != final:
+                    shutil.rmtree(other)
             head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
             head.load_state_dict(head_state)
             exit_head.save(head, self.output)
@@ -194,27 +236,29 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one of this very run."""
-        found = sorted(self.output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-        if not found:
+        """Load the newest checkpoint, if there is one."""
+        checkpoints = sorted(self.output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+        if not checkpoints:
             self.metrics.start(-1)
             return
-        run = json.loads((found[-1] / "run.json").read_text())
-        changed = difference(run["options"], self.identity)
+        newest = checkpoints[-1]
+        run = json.loads((newest / "run.json").read_text())
+        changed = first_difference(run["options"], self.identity)
         if changed:
             raise EESDError(
-                f"{self.output} holds a run with other options ({changed}); give the same options to go on with it, "
+                f"{self.output} has a run with other options ({changed}); give the same options to continue it, "
                 "or another --output."
             )
-        state = load_file(found[-1] / "head.safetensors")
-        set_model_state_dict(self.student, {f"head.{name}": value for name, value in state.items()}, options=EVERYWHERE)
-        stored = load_file(found[-1] / "optimizer.safetensors")
+        head = load_file(newest / "head.safetensors")
+        options = FULL_ON_ALL_PROCESSES
+        set_model_state_dict(self.student, {f"head.{name}": value for name, value in head.items()}, options=options)
+        stored = load_file(newest / "optimizer.safetensors")
         for number, optimizer in enumerate(self.optimizers):
-            whole: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=EVERYWHERE)
+            full: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=options)
             for key, value in stored.items():
                 index, parameter, name = key.split("|")
                 if int(index) == number:
-                    whole["state"].setdefault(parameter, {})[name] = value
-            set_optimizer_state_dict(self.student, optimizer.optimizer, whole, options=EVERYWHERE)
+                    full["state"].setdefault(parameter, {})[name] = value
+            set_optimizer_state_dict(self.student, optimizer.optimizer, full, options=options)
         self.step = run["step"]
         self.metrics.start(self.step)

@@ -1,11 +1,10 @@
-"""``eesd-distill`` on a tiny model: it learns, goes on exactly, and what it measures is what the runtime accepts."""
+"""``eesd-distill`` on a tiny model: training, exact resume, self-generation, search, and validation against the runtime."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from support.command import export_engine, succeed
-from support.distilling import SMALL, distill, losses, metrics
+from support.distilling import SMALL, distill, read_losses, read_metrics
 
 import eesd
-from eesd.distill.acceptance import Validation
+from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main
-from eesd.distill.data import batch_rows, cut
+from eesd.distill.data import Rows, batch_indices, split_documents
 from eesd.distill.generate import continue_prompts
 from eesd.distill.teacher import Teacher
 from eesd.model.checkpoint import Checkpoint
@@ -35,41 +34,41 @@ def trained(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathFact
     return output
 
 
-def test_the_head_learns(trained: Path) -> None:
-    steps = losses(trained)
+def test_training_lowers_the_loss_and_raises_acceptance(trained: Path) -> None:
+    steps = read_losses(trained)
     assert np.mean([steps[i] for i in range(51, 61)]) < 0.85 * steps[1]
-    checks = [line for line in metrics(trained) if "acceptance" in line]
-    assert [line["step"] for line in checks] == [0, 60]
-    assert checks[1]["tokens_per_round"] > 1.1 * checks[0]["tokens_per_round"]
-    assert checks[1]["acceptance"][0] > checks[0]["acceptance"][0] + 0.05
+    validations = [line for line in read_metrics(trained) if "acceptance" in line]
+    assert [line["step"] for line in validations] == [0, 60]
+    assert validations[1]["tokens_per_round"] > 1.1 * validations[0]["tokens_per_round"]
+    assert validations[1]["acceptance"][0] > validations[0]["acceptance"][0] + 0.05
     assert (trained / "curves.png").stat().st_size > 1000
 
 
-def test_the_validation_counts_what_the_runtime_accepts(learner: Path, trained: Path, tmp_path: Path) -> None:
-    """Rounds replayed from one parallel pass are, offer by offer, those that the engines run."""
+def test_validation_counts_equal_the_runtime_statistics(learner: Path, trained: Path, tmp_path: Path) -> None:
+    """Rounds replayed from one parallel pass have, depth by depth, the counts of rounds that the engines run."""
     checkpoint = Checkpoint(learner)
     (stored,) = trained.glob("validation-*.safetensors")
-    validation = Validation.load(stored)
-    found = validation.acceptance(checkpoint.exit_head(trained), checkpoint.config, checkpoint.lm_head(), depth=5)
+    validation, lm_head = ValidationSet.load(stored), checkpoint.lm_head()
+    head = checkpoint.exit_head(trained)
+    replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, lm_head), 5)
     llm = eesd.load(
         export_engine(learner, tmp_path / "plans", "--exit-head", trained), speculation=Speculation("fixed:k=5", guard=False)
     )
-    offered, accepted, rounds = np.zeros(5, int), np.zeros(5, int), 0
+    verified, accepted, rounds = np.zeros(5, int), np.zeros(5, int), 0
     for tokens, start, end in zip(validation.tokens, validation.starts, validation.ends, strict=True):
-        done = llm.generate(tokens[:start].tolist(), max_new_tokens=int(end - start), ignore_eos=True)
-        assert done.tokens == tokens[start:end].tolist()
-        rounds += done.stats.rounds
-        offered[: len(done.stats.offered_at_depth)] += done.stats.offered_at_depth
-        accepted[: len(done.stats.accepted_at_depth)] += done.stats.accepted_at_depth
-    assert (tuple(offered), tuple(accepted), rounds) == (found.offered, found.accepted, found.rounds)
-    untrained = validation.acceptance(
-        checkpoint.initial_head(checkpoint.exit_head(trained).exit_config), checkpoint.config, checkpoint.lm_head(), depth=5
-    )
-    assert found.tokens_per_round > untrained.tokens_per_round
+        completion = llm.generate(tokens[:start].tolist(), max_new_tokens=int(end - start), ignore_eos=True)
+        assert completion.tokens == tokens[start:end].tolist()
+        rounds += completion.stats.rounds
+        verified[: len(completion.stats.verified_at_depth)] += completion.stats.verified_at_depth
+        accepted[: len(completion.stats.accepted_at_depth)] += completion.stats.accepted_at_depth
+    assert (tuple(verified), tuple(accepted), rounds) == (replayed.verified, replayed.accepted, replayed.rounds)
+    initial_head = checkpoint.initial_head(head.exit_config)
+    initial = replay_acceptance(validation.correct_drafts(initial_head, checkpoint.geometry, lm_head), 5)
+    assert replayed.tokens_per_round > initial.tokens_per_round
 
 
-def test_a_killed_run_goes_on_exactly(learner: Path, own_rows: Path, tmp_path: Path) -> None:
-    """SIGKILL between two checkpoints: the losses and the head are those of a run that was left alone."""
+def test_resume_after_a_kill_gives_the_same_losses_and_weights(learner: Path, own_rows: Path, tmp_path: Path) -> None:
+    """SIGKILL between two checkpoints; the resumed run is compared with an uninterrupted one."""
     options = ("--steps", 24, "--accumulate", 2, "--unroll", 3, "--hidden", 0.5)
     distill(learner, own_rows, tmp_path / "whole", *options)
     arguments = ["--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", tmp_path / "killed", *SMALL, *options]
@@ -83,13 +82,13 @@ def test_a_killed_run_goes_on_exactly(learner: Path, own_rows: Path, tmp_path: P
     assert process.wait() == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "killed").glob("checkpoint-*")] != ["checkpoint-24"]
     distill(learner, own_rows, tmp_path / "killed", *options)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert list(losses(tmp_path / "killed")) == list(range(1, 25))
+    assert read_losses(tmp_path / "killed") == read_losses(tmp_path / "whole")
+    assert list(read_losses(tmp_path / "killed")) == list(range(1, 25))
     for name in ("exit_head.safetensors", "checkpoint-24/optimizer.safetensors"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_a_cache_gives_the_losses_of_the_teacher_and_needs_none(
+def test_training_from_a_cache_gives_the_same_losses_without_the_teacher(
     learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("--steps", 6, "--hidden", 0.5, "--mix", own_rows)
@@ -97,10 +96,10 @@ def test_a_cache_gives_the_losses_of_the_teacher_and_needs_none(
     distill(learner, own_rows, tmp_path / "filling", *options, "--offline", tmp_path / "cache")
     monkeypatch.setattr(Checkpoint, "decoder", lambda *_: pytest.fail("the teacher was loaded"))
     distill(learner, own_rows, tmp_path / "cached", *options, "--offline", tmp_path / "cache")
-    assert losses(tmp_path / "online") == losses(tmp_path / "filling") == losses(tmp_path / "cached")
+    assert read_losses(tmp_path / "online") == read_losses(tmp_path / "filling") == read_losses(tmp_path / "cached")
 
 
-def test_self_generation_goes_on_where_it_stopped(learner: Path, tmp_path: Path) -> None:
+def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines: list[dict[str, Any]] = [{"prompt": "abc def"}, {"text": "x = 1"}, {"messages": [{"role": "user", "content": "hi"}]}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -117,7 +116,7 @@ def test_self_generation_goes_on_where_it_stopped(learner: Path, tmp_path: Path)
     assert shards[0].stat().st_mtime_ns == kept
 
 
-def test_ragged_prompts_are_continued_as_alone(learner: Path) -> None:
+def test_continuations_in_a_batch_equal_those_of_single_prompts(learner: Path) -> None:
     decoder = Checkpoint(learner).decoder()
     prompts = [[5, 6, 7], [10] * 70, [40, 41]]
     together, ends = continue_prompts(decoder, prompts, 20, torch.zeros(3), torch.Generator(), (2,))
@@ -126,28 +125,30 @@ def test_ragged_prompts_are_continued_as_alone(learner: Path) -> None:
         assert together[row, : ends[row]].tolist() == alone[0, : end[0]].tolist()
 
 
-def test_sampled_continuations_follow_the_model(learner: Path) -> None:
-    """2000 first tokens at temperature 1 against the model's distribution."""
+def test_sampled_continuations_follow_the_model_distribution(learner: Path) -> None:
+    """2000 first tokens at temperature 1, compared with the model's distribution."""
     decoder = Checkpoint(learner).decoder()
     count = 2000
     tokens, _ = continue_prompts(decoder, [[5, 6, 7]] * count, 1, torch.ones(count), torch.Generator().manual_seed(3), (2,))
     _, targets = Teacher(decoder, [1], 97, "float32")(torch.tensor([[5, 6, 7]]))
     expected = torch.zeros(97).index_add(0, targets.top_ids[0, -1].long(), targets.top_logprobs[0, -1].float().exp())
-    seen = torch.bincount(tokens[:, 3], minlength=97) / count
-    assert (seen - expected).abs().max() < 5 * (0.25 / count) ** 0.5
+    frequencies = torch.bincount(tokens[:, 3], minlength=97) / count
+    assert (frequencies - expected).abs().max() < 5 * (0.25 / count) ** 0.5
 
 
-def test_every_row_comes_once_an_epoch_and_a_fixed_part_is_mixed_in() -> None:
-    rows = cut([np.arange(20)] * 30, 19)
-    mixed = rows.__class__(rows.tokens, rows.lengths, 24)
-    drawn = np.concatenate([batch_rows(mixed, 4, 0.25, number, 7) for number in range(16)])
-    own, others = drawn[drawn < 24], drawn[drawn >= 24]
-    assert len(others) == 16 and sorted(own[:24]) == list(range(24)) == sorted(own[24:48])
-    assert sorted(others[:6]) == list(range(24, 30))
+def test_each_epoch_uses_every_row_once_and_mixes_in_a_fixed_share() -> None:
+    windows = split_documents([np.arange(20)] * 30, 19)
+    rows = Rows(windows.tokens, windows.lengths, num_primary=24)
+    indices = np.concatenate([batch_indices(rows, 4, 0.25, number, 7) for number in range(16)])
+    primary, mixed = indices[indices < 24], indices[indices >= 24]
+    assert len(mixed) == 16 and sorted(primary[:24]) == list(range(24)) == sorted(primary[24:48])
+    assert sorted(mixed[:6]) == list(range(24, 30))
 
 
 @pytest.mark.parametrize("search", [("--search-exit-layer", "1,2"), ("--search-exit-layer", "1", "--search-blocks", "1,2")])
-def test_the_search_recommends_an_exit_layer(learner: Path, own_rows: Path, tmp_path: Path, search: tuple[str, str]) -> None:
+def test_search_sorts_candidates_and_recommends_the_best(
+    learner: Path, own_rows: Path, tmp_path: Path, search: tuple[str, str]
+) -> None:
     result = succeed(main, "--model", learner, "--data", own_rows, "-o", tmp_path, *SMALL, "--steps", 3, *search)
     lines = result.stdout.splitlines()
     table = [line for line in lines if line.startswith("|")]
@@ -158,20 +159,20 @@ def test_the_search_recommends_an_exit_layer(learner: Path, own_rows: Path, tmp_
     assert lines[-1].startswith(f"Recommended: --exit-layer {layer.strip()} --blocks {blocks.strip()}")
 
 
-def test_figures_for_tensorboard(trained: Path) -> None:
+def test_training_writes_tensorboard_events(trained: Path) -> None:
     pytest.importorskip("tensorboard")
-    assert time.time() - max(path.stat().st_mtime for path in (trained / "events").iterdir()) < 3600
+    assert any(path.stat().st_size > 0 for path in (trained / "events").iterdir())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [("-m", "eesd.distill.cli"), (SHARDED,)], ids=["copies", "fsdp"])
-def test_two_processes_train_as_one_with_their_rows(
-    learner: Path, own_rows: Path, tmp_path: Path, how: tuple[str, ...]
+@pytest.mark.parametrize("program", [("-m", "eesd.distill.cli"), (SHARDED,)], ids=["copies", "fsdp"])
+def test_two_processes_have_the_losses_of_one_process(
+    learner: Path, own_rows: Path, tmp_path: Path, program: tuple[str, ...]
 ) -> None:
-    """Two processes with batches of two rows, stopped and resumed, against one process that passes over the same rows."""
+    """Two processes with batches of two rows, stopped and resumed, compared with one process over the same rows."""
     arguments = ["--model", learner, "--exit-layer", 1, "--data", own_rows, *SMALL]
     arguments += ["--batch", 2, "--accumulate", 2, "--steps", 8]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *how]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program]
     command += [*map(str, arguments), "-o", str(tmp_path / "two"), "--offline", str(tmp_path / "cache")]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert first.stdout is not None
@@ -181,8 +182,8 @@ def test_two_processes_train_as_one_with_their_rows(
             break
     first.wait()
     assert not (tmp_path / "two" / "checkpoint-8").exists()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert done.stdout.count("step      8  loss") == 1 and "step      5  loss" not in done.stdout
+    resumed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    assert resumed.stdout.count("step      8  loss") == 1 and "step      5  loss" not in resumed.stdout
     distill(learner, own_rows, tmp_path / "one", "--batch", 2, "--accumulate", 4, "--steps", 8)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert read_losses(tmp_path / "two") == pytest.approx(read_losses(tmp_path / "one"), rel=1e-4)

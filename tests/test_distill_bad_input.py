@@ -1,4 +1,4 @@
-"""What ``eesd-distill`` refuses, each with one sentence and exit code 2."""
+"""Bad input to ``eesd-distill``: each is refused with one sentence and exit code 2."""
 
 import json
 import shutil
@@ -10,13 +10,13 @@ from safetensors.numpy import save_file
 from support.command import assert_one_line, assert_refused, run, succeed
 from support.distilling import LENGTH, SMALL
 
-from eesd.distill import sources
+from eesd.distill import teacher
 from eesd.distill.cli import main
 
 
 @pytest.fixture
 def start(learner: Path, own_rows: Path, tmp_path: Path) -> tuple[object, ...]:
-    """A command that would work."""
+    """Arguments of a command that works."""
     return ("--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", tmp_path / "out", *SMALL, "--steps", 4)
 
 
@@ -32,32 +32,32 @@ def without(start: tuple[object, ...], option: str) -> tuple[object, ...]:
         ("short.jsonl", '{"text": "ab"}\n', ("nothing to train on",)),
         ("bad.jsonl", "{nonsense\n", ("Line 1", "JSON")),
         ("list.jsonl", "[1]\n", ("Line 1", "object")),
-        ("other.jsonl", '{"question": "?"}\n', ("neither a prompt nor a text",)),
+        ("other.jsonl", '{"question": "?"}\n', ("no prompt, text or messages",)),
     ],
 )
-def test_data_that_gives_nothing(
+def test_data_without_usable_rows_is_refused(
     start: tuple[object, ...], tmp_path: Path, name: str, content: str, words: tuple[str, ...]
 ) -> None:
     (tmp_path / name).write_text(content)
     assert_refused(run(main, *without(start, "--data"), "--data", tmp_path / name), *words)
 
 
-def test_files_that_are_no_tokens(start: tuple[object, ...], tmp_path: Path) -> None:
+def test_files_without_tokens_are_refused(start: tuple[object, ...], tmp_path: Path) -> None:
     rest = without(start, "--data")
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xfa" * 100)
     assert_refused(run(main, *rest, "--data", tmp_path / "latin.txt"), "latin.txt", "UTF-8")
     np.save(tmp_path / "floats.npy", np.ones((4, 40)))
     assert_refused(run(main, *rest, "--data", tmp_path / "floats.npy"), "floats.npy", "integers")
     np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
-    assert_refused(run(main, *rest, "--data", tmp_path / "pickled.npy"), "pickled.npy", "no array of tokens")
+    assert_refused(run(main, *rest, "--data", tmp_path / "pickled.npy"), "pickled.npy", "not an array of tokens")
     save_file({"other": np.ones(3)}, tmp_path / "other.safetensors")
     assert_refused(run(main, *rest, "--data", tmp_path / "other.safetensors"), "tensor `tokens`")
-    assert_refused(run(main, *rest, "--data", tmp_path / "absent.npy"), "absent.npy", "no file")
+    assert_refused(run(main, *rest, "--data", tmp_path / "absent.npy"), "absent.npy", "not a file")
 
 
-def test_tokens_of_another_tokenizer(start: tuple[object, ...], tmp_path: Path) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(start: tuple[object, ...], tmp_path: Path) -> None:
     np.save(tmp_path / "large.npy", np.full((40, LENGTH + 1), 97, np.int32))
-    assert_refused(run(main, *without(start, "--data"), "--data", tmp_path / "large.npy"), "token 97", "another tokenizer")
+    assert_refused(run(main, *without(start, "--data"), "--data", tmp_path / "large.npy"), "token 97", "model's tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -68,26 +68,26 @@ def test_tokens_of_another_tokenizer(start: tuple[object, ...], tmp_path: Path) 
         (("--length", 1000), ("--length 1000", "512")),
         (("--search-exit-layer", "1,x"), ("--search-exit-layer", "1,x")),
         (("--search-exit-layer", "1,7"), ("exit layer", "7")),
-        (("--ce", 0, "--kl", 0), ("No loss",)),
+        (("--ce", 0, "--kl", 0), ("--ce", "above 0")),
         (("--self-generate", __file__), ("either --data", "--self-generate")),
         (("--eval-every", 0), ("--eval-every",)),
     ],
 )
-def test_options_that_cannot_be(start: tuple[object, ...], options: tuple[object, ...], words: tuple[str, ...]) -> None:
+def test_invalid_options_are_refused(start: tuple[object, ...], options: tuple[object, ...], words: tuple[str, ...]) -> None:
     assert_refused(run(main, *start, *options), *words)
 
 
-def test_sharding_that_would_not_happen(start: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_that_accelerate_would_not_use_is_refused(start: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert_refused(run(main, *start), "FSDP was asked for", "GPUs", "unset ACCELERATE_USE_FSDP")
+    assert_refused(run(main, *start), "FSDP 2", "GPUs", "unset ACCELERATE_USE_FSDP")
 
 
-def test_too_few_rows_to_validate(start: tuple[object, ...], tmp_path: Path) -> None:
+def test_too_few_rows_to_hold_out_are_refused(start: tuple[object, ...], tmp_path: Path) -> None:
     np.save(tmp_path / "few.npy", np.full((3, LENGTH + 1), 5))
     assert_refused(run(main, *without(start, "--data"), "--data", tmp_path / "few.npy"), "only 3 rows", "--validation")
 
 
-def test_a_run_does_not_go_on_with_other_options(start: tuple[object, ...], tmp_path: Path) -> None:
+def test_resuming_with_other_options_is_refused(start: tuple[object, ...], tmp_path: Path) -> None:
     succeed(main, *start)
     assert_refused(run(main, *start, "--lr", 0.5), "other options", "lr: 0.003, now 0.5")
     (tmp_path / "copy").mkdir()
@@ -96,7 +96,7 @@ def test_a_run_does_not_go_on_with_other_options(start: tuple[object, ...], tmp_
     assert_refused(run(main, *start, "--init-head", tmp_path / "copy"), "other options", "init_head")
 
 
-def test_a_cache_of_other_data(start: tuple[object, ...], tmp_path: Path) -> None:
+def test_a_cache_of_other_data_or_damaged_shards_is_refused(start: tuple[object, ...], tmp_path: Path) -> None:
     offline = ("--offline", tmp_path / "cache")
     succeed(main, *start, *offline)
     other = tmp_path / "other"
@@ -107,28 +107,30 @@ def test_a_cache_of_other_data(start: tuple[object, ...], tmp_path: Path) -> Non
     assert_one_line(result.stderr, "shard-00000", "delete it")
 
 
-def test_a_disk_that_is_too_small(start: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_larger_than_the_disk_is_refused(
+    start: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(sources.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(teacher.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert_refused(run(main, *start, "--offline", tmp_path / "cache"), "GB more", "--top-k")
     assert not list((tmp_path / "cache").glob("shard-*"))
 
 
-def test_a_loss_that_is_no_number_keeps_the_last_checkpoint(
+def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(
     start: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = (*start, "--save-every", 2)
-    batch = sources.Online.batch
+    batch = teacher.OnlineTargets.batch
 
-    def poisoned(self: sources.Online, numbers: np.ndarray, layer: int) -> object:
-        found = batch(self, numbers, layer)
+    def poisoned(self: teacher.OnlineTargets, indices: np.ndarray, layer: int) -> object:
+        result = batch(self, indices, layer)
         calls.append(1)
         if len(calls) == 4:
-            found.hidden[0, 0, 0] = float("nan")
-        return found
+            result.hidden[0, 0, 0] = float("nan")
+        return result
 
     calls: list[int] = []
-    monkeypatch.setattr(sources.Online, "batch", poisoned)
+    monkeypatch.setattr(teacher.OnlineTargets, "batch", poisoned)
     result = run(main, *arguments)
     assert result.exit_code == 2
     assert_one_line(result.stderr, "step 4", "not a number", "--lr")
@@ -136,7 +138,7 @@ def test_a_loss_that_is_no_number_keeps_the_last_checkpoint(
     assert json.loads((tmp_path / "out" / "exit_head.json").read_text())["trained"]
 
 
-def test_self_generated_text_of_other_options(start: tuple[object, ...], tmp_path: Path) -> None:
+def test_generated_text_of_other_options_is_refused(start: tuple[object, ...], tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "def"}\n')
     arguments = (*without(start, "--data"), "--self-generate", tmp_path / "p.jsonl", "--own-rows", 20, "--own-batch", 20)
     succeed(main, *arguments)
@@ -144,8 +146,8 @@ def test_self_generated_text_of_other_options(start: tuple[object, ...], tmp_pat
     assert_refused(run(main, *arguments, "--temperatures", "hot"), "--temperatures", "hot")
 
 
-def test_a_head_that_does_not_fit(start: tuple[object, ...], tmp_path: Path) -> None:
+def test_an_initial_head_of_another_shape_is_refused(start: tuple[object, ...], tmp_path: Path) -> None:
     succeed(main, *start)
     rest = (*without(start, "-o"), "-o", tmp_path / "second", "--init-head", tmp_path / "out")
-    assert_refused(run(main, *rest, "--blocks", 2), "1 blocks")
+    assert_refused(run(main, *rest, "--blocks", 2), "--blocks 1")
     succeed(main, *rest)

@@ -1,4 +1,4 @@
-"""The losses' values and gradients, what multi-step training weighs, and rounds replayed from bits."""
+"""Values and gradients of the losses, the weights of multi-step training, replayed rounds, and the learning rate."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,13 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from eesd.common.errors import EESDError
-from eesd.distill import losses as module
-from eesd.distill.acceptance import replay
-from eesd.distill.losses import combined, head_losses, reach, regression
-from eesd.distill.options import Losses, Training, learning_rate
+from eesd.distill import losses as losses_module
+from eesd.distill.acceptance import replay_acceptance
+from eesd.distill.losses import LOSS_NAMES, hidden_state_loss, reach_weights, token_losses, total_loss
+from eesd.distill.options import LossOptions, TrainingOptions
+from eesd.distill.trainer import learning_rate
 
 TOKENS, WIDTH, VOCABULARY = 12, 8, 31
-PLAIN = Losses()
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def case() -> dict[str, torch.Tensor]:
     }
 
 
-def parts_of(case: dict[str, torch.Tensor], losses: Losses = PLAIN, k: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor]:
-    return head_losses(case["features"], case["lm_head"], case["ids"][:, :k], case["top"][:, :k], case["text"], losses)
+def losses_of(case: dict[str, torch.Tensor], k: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor]:
+    return token_losses(case["features"], case["lm_head"], case["ids"][:, :k], case["top"][:, :k], case["text"], 1.0)
 
 
-def test_the_parts_are_what_torch_computes_from_whole_distributions(case: dict[str, torch.Tensor]) -> None:
-    (ce, kl, text), agrees = parts_of(case)
+def test_losses_equal_those_of_torch_on_whole_distributions(case: dict[str, torch.Tensor]) -> None:
+    (ce, kl, text), agrees = losses_of(case)
     logits = case["features"] @ case["lm_head"].T
     torch.testing.assert_close(ce, cross_entropy(logits, case["teacher"].argmax(-1), reduction="none"))
     torch.testing.assert_close(text, cross_entropy(logits, case["text"], reduction="none"))
@@ -44,84 +44,83 @@ def test_the_parts_are_what_torch_computes_from_whole_distributions(case: dict[s
     assert torch.equal(agrees, logits.argmax(-1) == case["teacher"].argmax(-1))
 
 
-def test_a_head_that_says_what_the_teacher_says_has_no_kl_left_to_lose(case: dict[str, torch.Tensor]) -> None:
+def test_kl_and_its_gradient_are_zero_for_a_head_equal_to_the_teacher(case: dict[str, torch.Tensor]) -> None:
     features = case["teacher"].clone().requires_grad_()
     for temperature in (1.0, 2.0):
-        losses = Losses(temperature=temperature)
-        parts, agrees = head_losses(features, torch.eye(VOCABULARY), case["ids"], case["top"], case["text"], losses)
-        (gradient,) = torch.autograd.grad(parts[1].sum(), features)
-        assert parts[1].abs().max() < 1e-4 and gradient.abs().max() < 5e-3
+        losses, agrees = token_losses(features, torch.eye(VOCABULARY), case["ids"], case["top"], case["text"], temperature)
+        (gradient,) = torch.autograd.grad(losses[1].sum(), features)
+        assert losses[1].abs().max() < 1e-4 and gradient.abs().max() < 5e-3
         assert agrees.all()
 
 
-def test_a_cut_distribution_is_renormalised(case: dict[str, torch.Tensor]) -> None:
-    """With one token kept, KL is the cross-entropy on that token."""
-    (ce, kl, _), _ = parts_of(case, k=1)
+def test_a_truncated_teacher_distribution_is_renormalised(case: dict[str, torch.Tensor]) -> None:
+    """With one token kept, the KL divergence is the cross-entropy on this token."""
+    (ce, kl, _), _ = losses_of(case, k=1)
     torch.testing.assert_close(kl, ce)
 
 
-def test_chunks_change_neither_losses_nor_gradients(case: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, agrees = parts_of(case)
+def test_chunking_changes_neither_losses_nor_gradients(case: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, agrees = losses_of(case)
     (expected,) = torch.autograd.grad(whole.sum(), case["features"])
-    monkeypatch.setattr(module, "CHUNK", 5 * VOCABULARY)
-    chunked, chunked_agrees = parts_of(case)
+    monkeypatch.setattr(losses_module, "LOGITS_PER_CHUNK", 5 * VOCABULARY)
+    chunked, chunked_agrees = losses_of(case)
     (gradient,) = torch.autograd.grad(chunked.sum(), case["features"])
     torch.testing.assert_close(chunked, whole)
     torch.testing.assert_close(gradient, expected)
     assert torch.equal(agrees, chunked_agrees)
 
 
-@pytest.mark.parametrize("name", ["ce", "kl", "text"])
-def test_only_the_losses_that_are_switched_on_pull(case: dict[str, torch.Tensor], name: str) -> None:
-    alone = Losses(**{"ce": 0.0, "kl": 0.0, "text": 0.0} | {name: 2.0})
-    parts, _ = parts_of(case, alone)
-    loss, _ = combined(parts[:, None], torch.ones(1, TOKENS), alone)
+@pytest.mark.parametrize("name", LOSS_NAMES)
+def test_only_losses_with_a_weight_have_a_gradient(case: dict[str, torch.Tensor], name: str) -> None:
+    options = LossOptions(**{"ce": 0.0, "kl": 0.0, "text": 0.0} | {name: 2.0})
+    losses, _ = losses_of(case)
+    loss, _ = total_loss(losses[:, None], torch.ones(1, TOKENS), options)
     (gradient,) = torch.autograd.grad(loss, case["features"], retain_graph=True)
-    (expected,) = torch.autograd.grad(2 * parts[("ce", "kl", "text").index(name)].mean(), case["features"])
+    (expected,) = torch.autograd.grad(2 * losses[LOSS_NAMES.index(name)].mean(), case["features"])
     torch.testing.assert_close(gradient, expected)
 
 
-def test_masked_positions_do_not_count(case: dict[str, torch.Tensor]) -> None:
-    parts, _ = parts_of(case)
+def test_masked_positions_have_no_gradient(case: dict[str, torch.Tensor]) -> None:
+    losses, _ = losses_of(case)
     mask = torch.ones(1, TOKENS)
     mask[0, 7:] = 0
-    loss, _ = combined(parts[:, None], mask, Losses())
+    loss, _ = total_loss(losses[:, None], mask, LossOptions())
     (gradient,) = torch.autograd.grad(loss, case["features"])
     assert gradient[:7].abs().sum() > 0 and not gradient[7:].any()
 
 
-def test_regression_is_zero_where_the_features_are_the_teachers() -> None:
+def test_the_hidden_state_loss_is_zero_for_equal_states() -> None:
     features = torch.randn(2, 3, 4)
-    assert regression(features, features, torch.ones(2, 3)) == 0
-    assert regression(features, features + 1, torch.ones(2, 3)) == 0.5
+    assert hidden_state_loss(features, features, torch.ones(2, 3)) == 0
+    assert hidden_state_loss(features, features + 1, torch.ones(2, 3)) == 0.5
 
 
-def test_reach_counts_the_roots_from_which_drafting_gets_to_a_position() -> None:
+def test_reach_weights_count_the_roots_from_which_a_draft_reaches_a_position() -> None:
     agrees = torch.tensor([[1, 1, 0, 1, 1, 1, 1]]).float()
-    weight = reach(agrees, 3, 0.5)[0]
+    weight = reach_weights(agrees, 3, 0.5)[0]
     for position, value in enumerate(weight.tolist()):
         expected = 1.0
         for step in (1, 2):
             before = agrees[0, max(0, position - step) : position]
             expected += 0.5**step * (position >= step and bool(before.all()))
         assert value == pytest.approx(expected)
-    assert reach(agrees, 1, 0.5).eq(1).all()
+    assert reach_weights(agrees, 1, 0.5).eq(1).all()
 
 
-def test_replayed_rounds() -> None:
-    """Drafts right, right, wrong; then two right ones behind the verifier's token; the last token is never drafted."""
-    found = replay([np.array([1, 1, 0, 1, 1, 1], bool)], 2)
-    assert (found.rounds, found.tokens) == (2, 6)
-    assert found.offered == (2, 2) and found.accepted == (2, 2)
-    found = replay([np.array([1, 1, 0, 1, 1, 1], bool)], 4)
-    assert found.offered == (2, 2, 1, 0) and found.accepted == (2, 2, 0, 0)
-    assert found.tokens_per_round == 3.0
-    assert replay([np.array([0, 0], bool)], 4).tokens_per_round == 1.0
+def test_replay_counts_drafts_up_to_the_first_rejection() -> None:
+    """Two correct drafts and a wrong one; then, after the verifier's token, two correct ones. The last token is not drafted."""
+    acceptance = replay_acceptance([np.array([1, 1, 0, 1, 1, 1], bool)], 2)
+    assert (acceptance.rounds, acceptance.tokens) == (2, 6)
+    assert acceptance.verified == (2, 2) and acceptance.accepted == (2, 2)
+    acceptance = replay_acceptance([np.array([1, 1, 0, 1, 1, 1], bool)], 4)
+    assert acceptance.verified == (2, 2, 1, 0) and acceptance.accepted == (2, 2, 0, 0)
+    assert acceptance.tokens_per_round == 3.0
+    assert replay_acceptance([np.array([0, 0], bool)], 4).tokens_per_round == 1.0
 
 
-def test_the_learning_rate_rises_stays_and_falls() -> None:
-    training = Training(1, steps=100, lr=1.0, warmup=0.1, cooldown=0.5)
-    rates = [learning_rate(training, step) for step in range(100)]
+def test_the_learning_rate_rises_stays_constant_and_falls() -> None:
+    options = TrainingOptions(1, steps=100, lr=1.0, warmup=0.1, cooldown=0.5)
+    rates = [learning_rate(options, step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[9:50] == [1.0] * 41 and rates[-1] == pytest.approx(0.0396)
     assert rates[50:] == sorted(rates[50:], reverse=True)
 
@@ -129,14 +128,14 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Losses(ce=0, kl=0),
-        lambda: Losses(temperature=0),
-        lambda: Losses(unroll=0),
-        lambda: Training(1, steps=-1),
-        lambda: Training(1, mix_share=1),
-        lambda: Training(1, lr=0),
+        lambda: LossOptions(ce=0, kl=0),
+        lambda: LossOptions(temperature=0),
+        lambda: LossOptions(unroll=0),
+        lambda: TrainingOptions(1, steps=-1),
+        lambda: TrainingOptions(1, mix_share=1),
+        lambda: TrainingOptions(1, lr=0),
     ],
 )
-def test_options_that_make_no_sense_are_refused(make: object) -> None:
+def test_invalid_options_are_refused(make: object) -> None:
     with pytest.raises(EESDError, match="--"):
         make()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The prior of the calibration: fitted on validation texts, kept beside the head, shipped in the manifest, used."""
+"""The calibration prior: fitted to validation texts, stored with the head, exported into the manifest, used by controllers."""
 
 import json
 import shutil
@@ -16,8 +16,16 @@ from eesd.common.manifest import load_manifest
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.calibration import sigmoid
 from eesd.controllers.cost_aware_ts import CostAwareTS
-from eesd.distill.acceptance import Drafts
-from eesd.distill.calibrate import SPREADS, best_spread, calibrate, fit_prior, fit_weights, forecasts, labels_of
+from eesd.distill.acceptance import GreedyDrafts
+from eesd.distill.calibrate import (
+    REQUEST_STDS,
+    best_request_std,
+    calibrate,
+    fit_prior,
+    fit_weights,
+    label_drafts,
+    predict,
+)
 from eesd.distill.cli import main
 from eesd.export.engine_dir import stored_head
 from eesd.export.inspect import main as inspect
@@ -27,29 +35,29 @@ from eesd.runtime.llm import Speculation
 TRUTH = CalibrationPrior(accept=(1.0, 0.3, 0.6, -0.8, 0.5))
 
 
-def texts(count: int, tokens: int, offset: float, seed: int, truth: CalibrationPrior = TRUTH) -> list[Drafts]:
-    """Texts in which every draft is right with the chance that ``truth`` gives it at depth 2, shifted by each text's offset."""
-    random, found = np.random.default_rng(seed), []
+def texts(count: int, tokens: int, offset: float, seed: int, truth: CalibrationPrior = TRUTH) -> list[GreedyDrafts]:
+    """Texts whose drafts are correct with the probability that ``truth`` predicts at depth 2, plus a random offset per text."""
+    random, drafts = np.random.default_rng(seed), []
     for b in random.normal(0, offset, count):
         odds, margin = random.normal(1, 2, tokens), random.uniform(0, 6, tokens)
         probability = np.clip(1 / (1 + np.exp(-odds)), 0.06, 0.99)
         w = truth.accept
         z = w[0] + w[1] * np.log1p(margin) + w[2] * np.log(probability / (1 - probability)) + w[3] / 3
-        right = random.random(tokens) < [sigmoid(value) for value in z + b]
-        found.append(Drafts(right, probability.astype(np.float32), margin.astype(np.float32)))
-    return found
+        correct = random.random(tokens) < [sigmoid(value) for value in z + b]
+        drafts.append(GreedyDrafts(correct, probability.astype(np.float32), margin.astype(np.float32)))
+    return drafts
 
 
-def test_weights_are_the_mode_that_another_optimizer_finds() -> None:
+def test_fitted_weights_equal_those_of_another_optimizer() -> None:
     random = np.random.default_rng(0)
     x = np.column_stack([np.ones(500), random.normal(0, 2, (500, 4))])
     y = (random.random(500) < 1 / (1 + np.exp(-(x @ [0.5, 1, -2, 0, 0.3])))).astype(float)
-    centre = np.array([1.0, 0, 0, 3, 0])
-    other = minimize(lambda w: np.logaddexp(0, x @ w).sum() - y @ (x @ w) + ((w - centre) ** 2).sum() / 0.5, centre, tol=1e-10)
-    assert fit_weights(x, y, centre, spread=0.5) == pytest.approx(other.x, abs=1e-4)
+    mean = np.array([1.0, 0, 0, 3, 0])
+    other = minimize(lambda w: np.logaddexp(0, x @ w).sum() - y @ (x @ w) + ((w - mean) ** 2).sum() / 0.5, mean, tol=1e-10)
+    assert fit_weights(x, y, mean, std=0.5) == pytest.approx(other.x, abs=1e-4)
 
 
-def test_weights_recover_the_truth_and_stay_where_nothing_is_known() -> None:
+def test_fitted_weights_recover_the_truth_and_keep_the_prior_without_data() -> None:
     random, truth = np.random.default_rng(1), [-1.0, 2.0, 0.5, 0.0, 1.0]
     x = np.column_stack([np.ones(40_000), random.normal(0, 1, (40_000, 4))])
     y = (random.random(40_000) < 1 / (1 + np.exp(-(x @ truth)))).astype(float)
@@ -60,79 +68,77 @@ def test_weights_recover_the_truth_and_stay_where_nothing_is_known() -> None:
 
 
 def test_labels_end_with_the_first_rejection() -> None:
-    """Rounds: four drafts of which two are right; one of one (the last token is never drafted)."""
-    right = np.array([True, True, False, True, False])
-    drafts = Drafts(right, np.full(5, 0.5, np.float32), np.arange(5, dtype=np.float32))
-    found = labels_of(drafts, depth=4)
-    shown = {score: [[(x[1], x[3] * 6, y) for x, y in judged] for judged in found[score]] for score in found}
+    """Two rounds: four drafts with two accepted ones; one draft (the last token is not drafted)."""
+    correct = np.array([True, True, False, True, False])
+    drafts = GreedyDrafts(correct, np.full(5, 0.5, np.float32), np.arange(5, dtype=np.float32))
+    text = label_drafts(drafts, draft_length=4)
+    labels = {score: [[(x[1], x[3] * 6, y) for x, y in labelled] for labelled in text[score]] for score in text}
     log = [pytest.approx(np.log1p(margin)) for margin in range(5)]
-    assert shown["accept"] == [[(log[0], 1, True), (log[1], 2, True), (log[2], 3, False)], [(log[3], 1, True)]]
-    assert shown["following"] == [[(log[0], 1, True), (log[1], 2, False)], []]
+    assert labels["accept"] == [[(log[0], 1, True), (log[1], 2, True), (log[2], 3, False)], [(log[3], 1, True)]]
+    assert labels["following"] == [[(log[0], 1, True), (log[1], 2, False)], []]
 
 
-def test_a_prior_is_fitted_where_it_forecasts_better() -> None:
-    found = calibrate(texts(48, 150, offset=0.0, seed=2))
-    assert found.prior is not None
+def test_a_prior_that_predicts_better_is_returned() -> None:
+    result = calibrate(texts(48, 150, offset=0.0, seed=2))
+    assert result.prior is not None
     for score in ("accept", "following"):
-        assert found.fitted[score].first_loss < found.default[score].first_loss
-        assert found.fitted[score].loss < found.default[score].loss
-    assert found.fitted["accept"].first_error < 0.02 < found.default["accept"].first_error
+        assert result.fitted[score].prior_loss < result.default[score].prior_loss
+        assert result.fitted[score].online_loss < result.default[score].online_loss
+    assert result.fitted["accept"].prior_error < 0.02 < result.default["accept"].prior_error
     x = np.array([1.0, np.log1p(3.0), 1.0, 1 / 3, 0.0])
-    assert x @ np.array(found.prior.accept) == pytest.approx(x @ np.array(TRUTH.accept), abs=0.15)
+    assert x @ np.array(result.prior.accept) == pytest.approx(x @ np.array(TRUTH.accept), abs=0.15)
 
 
-def test_what_forecasts_no_better_is_not_shipped() -> None:
-    """Texts of the default's own truth: what is fitted on some of them is no better on the others."""
-    found = calibrate(texts(6, 40, offset=0.4, seed=3, truth=CalibrationPrior()))
-    assert found.prior is None
-    assert found.fitted["accept"].first_loss > found.default["accept"].first_loss
+def test_a_prior_that_predicts_no_better_is_not_returned() -> None:
+    """The texts follow the default prior, so a prior fitted to some of them is no better on the others."""
+    result = calibrate(texts(6, 40, offset=0.4, seed=3, truth=CalibrationPrior()))
+    assert result.prior is None
+    assert result.fitted["accept"].prior_loss > result.default["accept"].prior_loss
 
 
 @pytest.mark.parametrize(("offset", "least", "most"), [(0.0, 0.0, 0.2), (1.5, 0.55, 1.0)])
-def test_the_spread_of_offsets_is_found(offset: float, least: float, most: float) -> None:
-    found = calibrate(texts(40, 150, offset, seed=4))
-    assert found.prior is not None and least <= found.prior.request <= most
+def test_the_request_offset_width_follows_the_texts(offset: float, least: float, most: float) -> None:
+    result = calibrate(texts(40, 150, offset, seed=4))
+    assert result.prior is not None and least <= result.prior.request <= most
 
 
-def test_a_spread_that_is_hardly_better_is_not_taken() -> None:
-    losses = np.full((len(SPREADS), 20), 10.0)
+def test_a_request_offset_width_needs_a_significant_gain() -> None:
+    losses = np.full((len(REQUEST_STDS), 20), 10.0)
     losses[0, ::2], losses[0, 1::2] = 9.0, 10.9
-    assert best_spread(losses) == CalibrationPrior().request
+    assert best_request_std(losses) == CalibrationPrior().request
     losses[0] = 9.97
-    assert best_spread(losses) == CalibrationPrior().request
+    assert best_request_std(losses) == CalibrationPrior().request
     losses[0] = 9.8
-    assert best_spread(losses) == SPREADS[0]
+    assert best_request_std(losses) == REQUEST_STDS[0]
 
 
-def test_forecasts_go_on_learning_from_text_to_text() -> None:
-    labelled = [labels_of(text) for text in texts(30, 100, offset=0.0, seed=5)]
+def test_online_predictions_improve_from_text_to_text() -> None:
+    labelled = [label_drafts(text) for text in texts(30, 100, offset=0.0, seed=5)]
     wrong = CalibrationPrior(accept=(-3.0, 0.0, 0.5, 0.0, 0.0), shift=3.0)
-    later = [f.losses.mean() for f in forecasts(wrong, "accept", [text["accept"] for text in labelled])]
-    never = [f.losses.mean() for f in forecasts(wrong, "accept", [text["accept"] for text in labelled], learning=False)]
-    assert np.mean(later[10:]) < 0.7 * np.mean(never[10:])
-    right = fit_prior(labelled)
-    alone = [f.losses.mean() for f in forecasts(right, "accept", [text["accept"] for text in labelled], learning=False)]
-    assert np.mean(alone) < np.mean(later)
+    online = [text.losses.mean() for text in predict(wrong, "accept", labelled)]
+    alone = [text.losses.mean() for text in predict(wrong, "accept", labelled, online=False)]
+    assert np.mean(online[10:]) < 0.7 * np.mean(alone[10:])
+    fitted = [text.losses.mean() for text in predict(fit_prior(labelled), "accept", labelled, online=False)]
+    assert np.mean(fitted) < np.mean(online)
 
 
 @pytest.fixture(scope="module")
 def calibrated(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head of a few steps, whose validation texts are long enough for a prior."""
+    """A head after a few steps, with validation texts that are long enough to fit a prior."""
     output = tmp_path_factory.mktemp("calibrated") / "head"
     longer = ("--validation-prompts", 25, "--validation-tokens", 90)
     result = distill(learner, own_rows, output, "--steps", 20, "--lr", 1e-2, "--save-every", 20, *longer)
-    print(result.stdout)
     assert "| accepted | fitted |" in result.stdout and "The fitted prior is written" in result.stdout
     return output
 
 
-def test_from_distillation_to_the_controller(learner: Path, calibrated: Path, tmp_path: Path) -> None:
+def test_the_controller_uses_the_prior_that_distillation_fitted(learner: Path, calibrated: Path, tmp_path: Path) -> None:
     entry = json.loads((calibrated / "exit_head.json").read_text())["calibration"]
     prior = CalibrationPrior.from_dict(entry)
     assert prior.accept != CalibrationPrior().accept
     plans = export_engine(learner, tmp_path / "plans", "--exit-head", calibrated)
-    assert load_manifest(plans).calibration == prior
-    assert "a prior of this head" in succeed(inspect, plans).stdout
+    assert load_manifest(plans).exit_head.calibration == prior
+    assert "prior of this head" in succeed(inspect, plans).stdout
     controller = load(plans, speculation=Speculation("cost-aware-ts")).controller
     assert isinstance(controller, CostAwareTS)
     x = (1.0, 0.5, 2.0, 0.5, 0.0)
@@ -140,8 +146,8 @@ def test_from_distillation_to_the_controller(learner: Path, calibrated: Path, tm
     assert controller.following.score(x) == pytest.approx(np.dot(prior.following, x))
 
 
-def test_a_head_gets_its_prior_afterwards(learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path) -> None:
-    """A head of before there were priors; prompts from the rows as in training, or given. The weights stay as they are."""
+def test_zero_steps_add_a_prior_and_keep_the_weights(learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path) -> None:
+    """The head has no prior at first. The prompts come from the rows, as in training, or from a file."""
     old = shutil.copytree(calibrated, tmp_path / "old")
     wanted = json.loads((old / "exit_head.json").read_text())
     (old / "exit_head.json").write_text(json.dumps({name: value for name, value in wanted.items() if name != "calibration"}))
@@ -157,24 +163,26 @@ def test_a_head_gets_its_prior_afterwards(learner: Path, own_rows: Path, calibra
     assert (old / "exit_head.safetensors").read_bytes() == weights
 
 
-def test_a_head_that_trains_on_loses_its_prior(learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path) -> None:
+def test_training_from_a_head_drops_its_prior(learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path) -> None:
     short = ("--steps", 2, "--validation-prompts", 4, "--validation-tokens", 4)
     distill(learner, own_rows, tmp_path / "on", "--init-head", calibrated, *short)
     assert json.loads((tmp_path / "on" / "exit_head.json").read_text())["calibration"] is None
 
 
-def test_a_head_of_weights_that_are_no_numbers(learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path) -> None:
+def test_calibrating_a_head_with_weights_that_are_not_finite_is_refused(
+    learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path
+) -> None:
     head = shutil.copytree(calibrated, tmp_path / "head")
     tensors = load_file(head / "exit_head.safetensors")
     save_file(tensors | {"norm.weight": tensors["norm.weight"] * float("nan")}, head / "exit_head.safetensors")
     arguments = ("--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", head, *SMALL)
-    assert_refused(run(main, *arguments, "--steps", 0, "--init-head", head), "no number", str(head))
+    assert_refused(run(main, *arguments, "--steps", 0, "--init-head", head), "not finite", str(head))
     assert json.loads((head / "exit_head.json").read_text())["calibration"] is not None
 
 
-def test_nothing_to_calibrate(learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path) -> None:
+def test_zero_steps_with_unfit_options_are_refused(learner: Path, own_rows: Path, calibrated: Path, tmp_path: Path) -> None:
     start = ("--model", learner, "--exit-layer", 1, "-o", tmp_path / "out", *SMALL, "--steps", 0)
     assert_refused(run(main, *start, "--data", own_rows), "--steps 0", "--init-head")
     assert_refused(run(main, *start, "--init-head", calibrated), "either --data")
     assert_refused(run(main, *start, "--data", own_rows, "--search-exit-layer", "1", "--init-head", calibrated), "--steps")
-    assert_refused(run(main, *start, "--data", own_rows, "--init-head", calibrated, "--blocks", 2), "1 blocks")
+    assert_refused(run(main, *start, "--data", own_rows, "--init-head", calibrated, "--blocks", 2), "--blocks 1")

@@ -1,4 +1,4 @@
-"""The mean of exit heads that were trained on from one another: it accepts more than either.
+"""Average the weights of exit heads of successive runs. The mean has a higher acceptance than each of them.
 
 python average_heads.py --model work/base work/head-1 work/head-2 --output work/head
 """
@@ -21,17 +21,16 @@ from eesd.model.checkpoint import Checkpoint
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 @one_line_errors
 def main(heads: tuple[Path, ...], model: Path, output: Path) -> None:
-    """Average the weights of HEADS, which must be of one shape."""
+    """Average the weights of HEADS, which must have the same exit layer and shape."""
     checkpoint = Checkpoint(model)
     loaded = [checkpoint.exit_head(directory) for directory in heads]
-    kinds = {replace(head.exit_config, calibration=None) for head in loaded}  # the mean's confidence is none of theirs
-    if len(kinds) > 1:
-        raise EESDError("The heads differ in their exit layer or shape; average heads of one kind.")
-    loaded[0].exit_config = kinds.pop()
+    configs = {replace(head.exit_config, calibration=None) for head in loaded}  # no head's prior fits the mean
+    if len(configs) > 1:
+        raise EESDError("The heads have different exit layers or shapes; give heads with the same ones.")
     states = [head.state_dict() for head in loaded]
-    mean = {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
-    loaded[0].float().load_state_dict(mean)
-    exit_head.save(loaded[0], output)
+    mean = exit_head.ExitHead(checkpoint.geometry, configs.pop())
+    mean.load_state_dict({name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]})
+    exit_head.save(mean, output)
 
 
 if __name__ == "__main__":

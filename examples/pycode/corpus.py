@@ -1,10 +1,10 @@
-"""Python source that every machine has, as one array of token ids.
+"""Make a corpus of token ids from the Python source on this machine.
 
     python corpus.py --output work/
 
-Takes the standard library and the installed packages, keeps ``HELD_OUT`` apart for evaluation, trains a byte-level BPE
-tokenizer on the rest, and writes ``tokenizer.json``, ``train.npy`` and ``heldout.npy`` (uint16, one document after another,
-each opened by ``<|endoftext|>``).
+The source is the standard library and the installed packages. The packages in ``HELD_OUT`` are kept for evaluation. A
+byte-level BPE tokenizer is trained on the others. Writes ``tokenizer.json``, ``train.npy`` and ``heldout.npy``: uint16, all
+documents in a row, each after ``<|endoftext|>``.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 END = "<|endoftext|>"
 
-# Never trained on, wherever they lie in a path (pip and others carry copies of them).
+# Not trained on, wherever the name occurs in a path: pip and others contain copies of these packages.
 HELD_OUT = {"click", "jinja2", "rich", "json", "logging", "http"}
 
-# Tables, generated code and copies teach a small model nothing about Python.
-SKIPPED = {
+# Folders of tables, generated code and copies: a small model learns nothing about Python from them.
+SKIPPED_FOLDERS = {
     "test",
     "tests",
     "testing",
@@ -36,7 +36,7 @@ SKIPPED = {
     "benchmarks",
 }
 
-# Code that repeats itself from file to file may fill only so much of the corpus (characters).
+# Characters that one package may contribute, because code of one package is repetitive.
 PACKAGE_LIMIT = 9_000_000
 
 
@@ -45,38 +45,38 @@ def package_of(path: Path, root: Path) -> str:
 
 
 def documents(root: Path) -> Iterator[tuple[str, bool, str]]:
-    """Every usable file under ``root`` as (package, held out, text)."""
+    """Yield (package, whether it is held out, text) of each usable file under ``root``."""
     for path in sorted(root.rglob("*.py")):
         parts = {part.removesuffix(".py") for part in path.relative_to(root).parts}
-        if parts & SKIPPED or path.name.startswith(("test_", "_generated")) or ("site-packages" in parts):
+        if parts & SKIPPED_FOLDERS or path.name.startswith(("test_", "_generated")) or ("site-packages" in parts):
             continue
         try:
             text = path.read_text("utf-8")
         except (UnicodeDecodeError, OSError):
             continue
-        plain = sum(map(str.isascii, text)) > 0.995 * len(text)
-        if not plain or not 400 < len(text) < 80_000 or max(map(len, text.splitlines())) > 240:
+        ascii_text = sum(map(str.isascii, text)) > 0.995 * len(text)
+        if not ascii_text or not 400 < len(text) < 80_000 or max(map(len, text.splitlines())) > 240:
             continue
         yield package_of(path, root), bool(parts & HELD_OUT), text.expandtabs(4)
 
 
 def collect(seed: int) -> tuple[list[str], list[str]]:
-    """(training texts, held-out texts): no file twice, no package above its limit, in random order."""
+    """Return (training texts, held-out texts) in random order, without duplicates, up to the limit of each package."""
     roots = [Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))]
     seen: set[bytes] = set()
     train: list[str] = []
     heldout: list[str] = []
-    found = [doc for root in roots for doc in documents(root)]
-    random.Random(seed).shuffle(found)
-    filled: dict[str, int] = {}
-    for package, held, text in found:
+    files = [file for root in roots for file in documents(root)]
+    random.Random(seed).shuffle(files)
+    sizes: dict[str, int] = {}
+    for package, held_out, text in files:
         digest = hashlib.sha256(text.encode()).digest()
-        if digest in seen or filled.get(package, 0) > PACKAGE_LIMIT:
+        if digest in seen or sizes.get(package, 0) > PACKAGE_LIMIT:
             continue
         seen.add(digest)
-        filled[package] = filled.get(package, 0) + len(text)
-        (heldout if held else train).append(text)
-    for package, size in sorted(filled.items(), key=lambda item: -item[1])[:15]:
+        sizes[package] = sizes.get(package, 0) + len(text)
+        (heldout if held_out else train).append(text)
+    for package, size in sorted(sizes.items(), key=lambda item: -item[1])[:15]:
         click.echo(f"  {package:24} {size / 1e6:6.1f} M characters", err=True)
     return train, heldout
 
@@ -109,7 +109,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 @click.option("--vocab-size", default=4096, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(output: Path, vocab_size: int, seed: int) -> None:
-    """Collect the corpus, train the tokenizer, write the token arrays."""
+    """Collect the corpus, train the tokenizer, and write the token arrays."""
     output.mkdir(parents=True, exist_ok=True)
     train, heldout = collect(seed)
     tokenizer = train_tokenizer(train[: len(train) // 3], vocab_size)

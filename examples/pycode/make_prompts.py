@@ -1,9 +1,9 @@
-"""Prompts for evaluation: the beginnings of functions in the packages that training never saw.
+"""Make evaluation prompts from the held-out packages.
 
     python make_prompts.py --output prompts.jsonl
 
-Each prompt is a passage of a held-out file that ends right behind the line of a ``def`` or ``class``; one JSON object a line
-with ``id``, ``source`` and ``prompt``.
+Each prompt is a passage of a held-out file that ends after the first line of a function or class. The output has one JSON
+object per line, with ``id``, ``source`` and ``prompt``.
 """
 
 import json
@@ -18,14 +18,14 @@ CONTEXT_LINES = 18
 
 
 def openings(text: str) -> list[str]:
-    """Passages that end with a function's or class's first line."""
+    """Passages that end with the first line of a function or class."""
     lines = text.splitlines()
-    found = []
+    passages = []
     for number in range(CONTEXT_LINES, len(lines)):
         line = lines[number]
         if line.lstrip().startswith(("def ", "class ")) and line.endswith(":"):
-            found.append("\n".join(lines[number - CONTEXT_LINES : number + 1]) + "\n")
-    return found
+            passages.append("\n".join(lines[number - CONTEXT_LINES : number + 1]) + "\n")
+    return passages
 
 
 @click.command()
@@ -33,16 +33,16 @@ def openings(text: str) -> list[str]:
 @click.option("--count", default=60, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(output: Path, count: int, seed: int) -> None:
-    """Choose prompts evenly from the held-out packages."""
+    """Choose the same number of prompts from each held-out package."""
     rng = random.Random(seed)
     by_package: dict[str, list[str]] = {}
     for root in (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))):
-        for package, held, text in documents(root):
-            if held and package in HELD_OUT:
+        for package, held_out, text in documents(root):
+            if held_out and package in HELD_OUT:
                 by_package.setdefault(package, []).extend(p for p in openings(text) if 300 < len(p) < 1200)
     prompts = []
-    for package, found in sorted(by_package.items()):
-        for prompt in rng.sample(found, count // len(by_package)):
+    for package, passages in sorted(by_package.items()):
+        for prompt in rng.sample(passages, count // len(by_package)):
             prompts.append({"id": len(prompts), "source": package, "prompt": prompt})
     output.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     click.echo(f"{len(prompts)} prompts from {', '.join(sorted(by_package))}")

@@ -1,9 +1,9 @@
-"""Prompts of five kinds for eesd-bench, all from the packages that training never saw.
+"""Make the prompts of ``eesd-bench`` from the held-out packages.
 
-    python make_tasks.py --output ../../bench/tasks.jsonl
+    python make_tasks.py --output ../../bench/measure/tasks.jsonl
 
-One JSON object a line with ``id``, ``task``, ``source`` and ``prompt``: a function to complete, a class to go on with, a
-docstring to write, a test to write for a function, a table to go on with.
+There are five kinds of tasks: complete a function, continue a class, write a docstring, write a test for a function, continue
+a table. The output has one JSON object per line, with ``id``, ``task``, ``source`` and ``prompt``.
 """
 
 import ast
@@ -20,7 +20,7 @@ from corpus import HELD_OUT, documents
 CONTEXT_LINES = 18
 TABLE_LINES = 12
 SHORTEST, LONGEST = 250, 1200
-"""Characters of a prompt."""
+"""Limits of a prompt's length, in characters."""
 
 Functions = list[ast.FunctionDef | ast.AsyncFunctionDef]
 
@@ -37,7 +37,7 @@ def complete_function(lines: list[str], tree: ast.Module) -> Iterator[str]:
 
 
 def continue_class(lines: list[str], tree: ast.Module) -> Iterator[str]:
-    """A class from its first line to the end of one of its methods, with more to come."""
+    """A class from its first line to the end of one of its methods, not the last one."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
@@ -46,7 +46,7 @@ def continue_class(lines: list[str], tree: ast.Module) -> Iterator[str]:
 
 
 def docstring(lines: list[str], tree: ast.Module) -> Iterator[str]:
-    """A passage that ends where the docstring of a function begins."""
+    """A passage that ends after the opening quotes of a function's docstring."""
     for node in functions(tree):
         if ast.get_docstring(node) and node.body[0].lineno > CONTEXT_LINES:
             line = node.body[0].lineno - 1
@@ -64,7 +64,7 @@ def write_test(lines: list[str], tree: ast.Module) -> Iterator[str]:
 
 
 def continue_table(lines: list[str], _: ast.Module) -> Iterator[str]:
-    """Lines of a literal that all look alike, with at least as many more to come."""
+    """The first half of a block of similar lines in a literal."""
     for start in range(0, len(lines) - 2 * TABLE_LINES, TABLE_LINES):
         block = lines[start : start + 2 * TABLE_LINES]
         shapes = {re.sub(r"[A-Za-z_]+", "a", re.sub(r"\d+", "0", line)) for line in block}
@@ -82,42 +82,42 @@ TASKS: dict[str, Callable[[list[str], ast.Module], Iterator[str]]] = {
 }
 
 
-def held_out() -> Iterator[tuple[str, str]]:
-    """(package, text) of the held-out files."""
+def held_out_files() -> Iterator[tuple[str, str]]:
+    """Yield (package, text) of each held-out file."""
     for root in (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))):
-        for package, held, text in documents(root):
-            if held and package in HELD_OUT:
+        for package, held_out, text in documents(root):
+            if held_out and package in HELD_OUT:
                 yield package, text
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), default=Path("../../bench/tasks.jsonl"), show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), default=Path("../../bench/measure/tasks.jsonl"), show_default=True)
 @click.option("--per-task", default=16, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(output: Path, per_task: int, seed: int) -> None:
-    """Choose prompts, evenly from the packages as far as they have them."""
+    """Choose prompts evenly from the packages, as far as each package has enough."""
     rng = random.Random(seed)
-    found: dict[str, dict[str, list[str]]] = {task: {} for task in TASKS}
-    for package, text in held_out():
+    passages: dict[str, dict[str, list[str]]] = {task: {} for task in TASKS}
+    for package, text in held_out_files():
         lines, tree = text.splitlines(), ast.parse(text)
-        for task, passages in TASKS.items():
-            fitting = [passage for passage in passages(lines, tree) if SHORTEST < len(passage) < LONGEST]
-            found[task].setdefault(package, []).extend(fitting)
+        for task, find_passages in TASKS.items():
+            fitting = [passage for passage in find_passages(lines, tree) if SHORTEST < len(passage) < LONGEST]
+            passages[task].setdefault(package, []).extend(fitting)
     with output.open("w") as file:
-        for task, by_package in found.items():
+        for task, by_package in passages.items():
             for number, (package, prompt) in enumerate(choose(by_package, per_task, rng)):
                 file.write(json.dumps({"id": f"{task}-{number}", "task": task, "source": package, "prompt": prompt}) + "\n")
             click.echo(f"{task}: {sum(map(len, by_package.values()))} passages")
 
 
 def choose(by_package: dict[str, list[str]], count: int, rng: random.Random) -> list[tuple[str, str]]:
-    """Package by package in turn, each time a passage that was not taken, until there are ``count``."""
-    left = {package: rng.sample(passages, len(passages)) for package, passages in sorted(by_package.items())}
+    """Take ``count`` passages: one of each package in turn, without repetition."""
+    remaining = {package: rng.sample(passages, len(passages)) for package, passages in sorted(by_package.items())}
     chosen: list[tuple[str, str]] = []
-    while len(chosen) < count and any(left.values()):
-        chosen += [(package, passages.pop()) for package, passages in left.items() if passages]
+    while len(chosen) < count and any(remaining.values()):
+        chosen += [(package, passages.pop()) for package, passages in remaining.items() if passages]
     if len(chosen) < count:
-        raise click.ClickException(f"The held-out packages have only {len(chosen)} passages of a kind.")
+        raise click.ClickException(f"The held-out packages have only {len(chosen)} passages for a task; lower --per-task.")
     rng.shuffle(chosen)
     return chosen[:count]
 

@@ -1,10 +1,10 @@
-"""Train a deep and thin Llama on the corpus, for a budget of minutes.
+"""Train a deep, narrow Llama on the corpus for a given number of minutes.
 
     python pretrain.py --data work/ --minutes 90 --output work/base
 
-Muon for the matrices of the blocks, AdamW for embeddings and norms, bf16 autocast, a trapezoid schedule over the time
-budget (so a slow machine trains fewer steps, not a broken schedule). Writes a Hugging Face directory and ``training.json``
-with the losses; every few minutes the weights so far go to ``<output>-partial``.
+Uses Muon for the blocks' matrices, AdamW for embeddings and norms, and bf16 autocast. The trapezoidal learning rate schedule
+follows the time, so a slow machine trains fewer steps with the complete schedule. Writes a Hugging Face directory and
+``training.json`` with the validation losses. Every five minutes the weights are saved to ``<output>-partial``.
 """
 
 import json
@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 
 def batches(ids: np.ndarray, length: int, batch: int, seed: int):
-    """Endless shuffled windows [batch, length + 1]; each epoch cuts the corpus at another offset."""
+    """Yield shuffled windows [batch, length + 1] forever. Each epoch splits the corpus at another offset."""
     rng = np.random.default_rng(seed)
     while True:
         offset = int(rng.integers(length))
@@ -44,7 +44,7 @@ def validation_loss(model: torch.nn.Module, ids: np.ndarray, length: int, micro:
 
 
 def schedule(progress: float, decay: float = 0.55, warmup: float = 0.01) -> float:
-    """Linear warm-up, plateau, over the last part ``decay`` a linear descent to 2 % of the learning rate."""
+    """Factor of the learning rate: linear warm-up, plateau, and linear decay to 0.02 over the last fraction ``decay``."""
     if progress < warmup:
         return progress / warmup
     return min(1.0, 0.02 + 0.98 * (1 - progress) / decay)
@@ -52,11 +52,11 @@ def schedule(progress: float, decay: float = 0.55, warmup: float = 0.01) -> floa
 
 def make_optimizers(model: torch.nn.Module, lr: float, adam_lr: float) -> list[torch.optim.Optimizer]:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
-    chosen = set(map(id, matrices))
-    rest = [p for p in model.parameters() if id(p) not in chosen]
+    matrix_ids = set(map(id, matrices))
+    others = [p for p in model.parameters() if id(p) not in matrix_ids]
     return [
         torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -65,7 +65,7 @@ def save(model: LlamaForCausalLM, data: Path, output: Path) -> None:
         tokenizer_file=str(data / "tokenizer.json"), bos_token="<|endoftext|>", eos_token="<|endoftext|>"
     )
     tokenizer.save_pretrained(output)
-    # The LM head is the embedding table: stored once.
+    # The LM head is tied to the embedding table, which is stored once.
     state = {n: value.to(torch.bfloat16) for n, value in model.state_dict().items() if n != "lm_head.weight"}
     model.save_pretrained(output, state_dict=state)
     config = json.loads((output / "config.json").read_text())
@@ -77,17 +77,17 @@ def save(model: LlamaForCausalLM, data: Path, output: Path) -> None:
 @click.command()
 @click.option("--data", type=click.Path(path_type=Path), default=Path("work"), show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=Path("work/base"), show_default=True)
-@click.option("--minutes", default=90.0, show_default=True, help="Time to train for.")
+@click.option("--minutes", default=90.0, show_default=True, help="Training time.")
 @click.option("--layers", default=24, show_default=True)
 @click.option("--hidden", default=256, show_default=True)
 @click.option("--intermediate", default=448, show_default=True)
-@click.option("--length", default=256, show_default=True, help="Tokens in a window; twice that in the last fifth.")
-@click.option("--micro", default=16, show_default=True, help="Windows in one forward pass.")
-@click.option("--accumulate", default=3, show_default=True, help="Forward passes in one step.")
-@click.option("--lr", default=5e-3, show_default=True, help="Muon's learning rate (scaled as AdamW's).")
-@click.option("--adam-lr", default=4e-3, show_default=True)
-@click.option("--decay", default=0.55, show_default=True, help="Part of the time in which the learning rate falls.")
-@click.option("--resume", type=click.Path(path_type=Path), help="Start from these weights (with a new schedule).")
+@click.option("--length", default=256, show_default=True, help="Tokens in a window; doubled in the last fifth of the time.")
+@click.option("--micro", default=16, show_default=True, help="Windows in a forward pass.")
+@click.option("--accumulate", default=3, show_default=True, help="Forward passes in a step.")
+@click.option("--lr", default=5e-3, show_default=True, help="Learning rate of Muon, whose updates are scaled to match AdamW's.")
+@click.option("--adam-lr", default=4e-3, show_default=True, help="Learning rate of AdamW.")
+@click.option("--decay", default=0.55, show_default=True, help="Fraction of the time with a falling learning rate.")
+@click.option("--resume", type=click.Path(path_type=Path), help="Start from these weights, with a new schedule.")
 @click.option("--compiled/--eager", default=True, show_default=True, help="Use torch.compile.")
 @click.option("--seed", default=0, show_default=True)
 def main(
@@ -122,7 +122,7 @@ def main(
         eos_token_id=0,
         rope_theta=10000.0,
         initializer_range=0.02,
-        attn_implementation="eager",  # compiled, it beats the CPU's flash kernel at these lengths by a third
+        attn_implementation="eager",  # compiled, a third faster than the CPU's flash kernel at these lengths
     )
     model = LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
@@ -137,7 +137,7 @@ def main(
     click.echo(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(train) / 1e6:.1f} M tokens")
 
     log: list[dict[str, float]] = []
-    loss_of(runner, next(rows)).backward()  # compile before the clock starts
+    loss_of(runner, next(rows)).backward()  # compiles before the clock starts
     model.zero_grad()
     start = saved = time.monotonic()
     step = tokens = 0

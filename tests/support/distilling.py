@@ -1,4 +1,4 @@
-"""``eesd-distill`` at the size of the tests."""
+"""Runs ``eesd-distill`` with options for a tiny model, and reads its metrics."""
 
 import json
 from pathlib import Path
@@ -20,24 +20,28 @@ SMALL += ("--eval-every", 100, "--save-every", 5, "--validation-prompts", 16, "-
 
 
 def build(directory: Path) -> tuple[Path, Path]:
-    """A model whose untrained head is mostly wrong, and 256 rows that it wrote, greedily and not."""
+    """Build a model whose untrained head is mostly wrong, and 256 rows that it generated, half of them greedily."""
     model = tiny_models.build(directory / "model", 97, layers=3, damping=1.0, seed=0)
     add_tokenizer(model)
     prompts = torch.randint(3, 97, (256, 6), generator=torch.Generator().manual_seed(0)).tolist()
-    heat = torch.arange(256) % 2 * 0.7
-    tokens, _ = continue_prompts(Checkpoint(model).decoder(), prompts, LENGTH - 5, heat, torch.Generator().manual_seed(1), (2,))
+    temperatures = torch.arange(256) % 2 * 0.7
+    tokens, _ = continue_prompts(
+        Checkpoint(model).decoder(), prompts, LENGTH - 5, temperatures, torch.Generator().manual_seed(1), (2,)
+    )
     np.save(directory / "own.npy", tokens.numpy().astype(np.uint16))
     return model, directory / "own.npy"
 
 
 def distill(model: Path, rows: Path, output: Path, *options: object) -> Result:
+    """Train a head after the first layer; later options override the small ones."""
     return succeed(main, "--model", model, "--exit-layer", 1, "--data", rows, "-o", output, *SMALL, *options)
 
 
-def metrics(output: Path) -> list[dict[str, Any]]:
+def read_metrics(output: Path) -> list[dict[str, Any]]:
+    """All lines of ``metrics.jsonl``."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses(output: Path) -> dict[int, float]:
-    """The loss of each step."""
-    return {line["step"]: line["loss"] for line in metrics(output) if "loss" in line}
+def read_losses(output: Path) -> dict[int, float]:
+    """The loss of each logged step."""
+    return {line["step"]: line["loss"] for line in read_metrics(output) if "loss" in line}
