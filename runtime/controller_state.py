@@ -1,7 +1,7 @@
 """What a controller learned, as a file: a process can start with what the last one knew.
 
-The file is JSON. ``format``, ``model`` (fingerprint of the base model), ``controller``, ``tree_width`` and ``tree_budget`` say how it
-was learned; ``state`` is what was learned.
+The file is JSON. ``format``, ``model`` (fingerprint of the base model), ``controller``, ``tree_width`` and ``tree_budget`` say
+how it was learned; ``state`` is what was learned.
 """
 
 import json
