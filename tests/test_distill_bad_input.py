@@ -111,7 +111,7 @@ def test_a_cache_larger_than_the_disk_is_refused(
     start: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(teacher.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert_refused(run(main, *start, "--offline", tmp_path / "cache"), "GB more", "--top-k")
     assert not list((tmp_path / "cache").glob("shard-*"))
 

@@ -72,7 +72,8 @@ def test_chunking_changes_neither_losses_nor_gradients(case: dict[str, torch.Ten
 
 @pytest.mark.parametrize("name", LOSS_NAMES)
 def test_only_losses_with_a_weight_have_a_gradient(case: dict[str, torch.Tensor], name: str) -> None:
-    options = LossOptions(**{"ce": 0.0, "kl": 0.0, "text": 0.0} | {name: 2.0})
+    weights = {"ce": 0.0, "kl": 0.0, "text": 0.0} | {name: 2.0}
+    options = LossOptions(weights["ce"], weights["kl"], weights["text"])
     losses, _ = losses_of(case)
     loss, _ = total_loss(losses[:, None], torch.ones(1, TOKENS), options)
     (gradient,) = torch.autograd.grad(loss, case["features"], retain_graph=True)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def test_fitted_weights_equal_those_of_another_optimizer() -> None:
     y = (random.random(500) < 1 / (1 + np.exp(-(x @ [0.5, 1, -2, 0, 0.3])))).astype(float)
     mean = np.array([1.0, 0, 0, 3, 0])
     other = minimize(lambda w: np.logaddexp(0, x @ w).sum() - y @ (x @ w) + ((w - mean) ** 2).sum() / 0.5, mean, tol=1e-10)
-    assert fit_weights(x, y, mean, std=0.5) == pytest.approx(other.x, abs=1e-4)
+    assert fit_weights(x, y, list(mean), std=0.5) == pytest.approx(other.x, abs=1e-4)
 
 
 def test_fitted_weights_recover_the_truth_and_keep_the_prior_without_data() -> None:
@@ -72,7 +73,7 @@ def test_labels_end_with_the_first_rejection() -> None:
     correct = np.array([True, True, False, True, False])
     drafts = GreedyDrafts(correct, np.full(5, 0.5, np.float32), np.arange(5, dtype=np.float32))
     text = label_drafts(drafts, draft_length=4)
-    labels = {score: [[(x[1], x[3] * 6, y) for x, y in labelled] for labelled in text[score]] for score in text}
+    labels: dict[str, Any] = {score: [[(x[1], x[3] * 6, y) for x, y in labelled] for labelled in text[score]] for score in text}
     log = [pytest.approx(np.log1p(margin)) for margin in range(5)]
     assert labels["accept"] == [[(log[0], 1, True), (log[1], 2, True), (log[2], 3, False)], [(log[3], 1, True)]]
     assert labels["following"] == [[(log[0], 1, True), (log[1], 2, False)], []]

@@ -3,6 +3,8 @@
 Accelerate shards only on GPUs. This program overrides that one choice; everything else runs unchanged.
 """
 
+from unittest.mock import patch
+
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
@@ -22,6 +24,6 @@ def fsdp_accelerator(cpu: bool) -> Accelerator:
     return accelerator
 
 
-run.Accelerator = fsdp_accelerator
-main(standalone_mode=False)
+with patch.object(run, "Accelerator", fsdp_accelerator):
+    main(standalone_mode=False)
 assert isinstance(accelerators[0]._models[0], FSDPModule) and accelerators[0].is_fsdp2
