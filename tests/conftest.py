@@ -1,77 +1,105 @@
-"""Fixtures shared by the tests: random checkpoints and engines, built once and never changed."""
+"""Fixtures shared by the tests: random checkpoints and engines, built once and never changed.
 
+``make test`` runs the tests in two processes. Each has a processor of its own, and both use the same built directories.
+"""
+
+import os
 import shutil
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
-import pytest
-from click.testing import CliRunner
-from support import distilling, tiny_models
-from support.bundled import EXAMPLE
-from support.command import add_tokenizer, export_engine
-from support.harness import Harness
-from support.tiny_checkpoints import FAMILIES, build
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+if WORKER and hasattr(os, "sched_setaffinity"):
+    # Before torch and ONNX Runtime count the processors: two processes with two spinning threads each are slower than this.
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[int(WORKER.removeprefix("gw")) % len(processors)]})
 
-from eesd.export import engine_dir
-from eesd.export.cli import main as export_main
+import pytest  # noqa: E402
+from filelock import FileLock  # noqa: E402
+from support import distilling, tiny_models  # noqa: E402
+from support.bundled import EXAMPLE  # noqa: E402
+from support.command import add_tokenizer, export_engine, succeed  # noqa: E402
+from support.harness import Harness  # noqa: E402
+from support.tiny_checkpoints import FAMILIES, build  # noqa: E402
+
+from eesd.export import engine_dir  # noqa: E402
+from eesd.export.cli import main as export_main  # noqa: E402
+
+Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="session")
-def family_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Give a family's name, get its checkpoint directory. Copy it before changing anything in it."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """Give a name and a function that fills a directory; get the directory, filled once for all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if WORKER else base) / "shared"
+    root.mkdir(exist_ok=True)
 
-    @cache
-    def directory(name: str) -> Path:
-        return build(FAMILIES[name], tmp_path_factory.mktemp(name))
+    def directory(name: str, fill: Callable[[Path], object]) -> Path:
+        path = root / name
+        with FileLock(root / f"{name}.lock"):
+            if not (root / f"{name}.done").exists():
+                shutil.rmtree(path, ignore_errors=True)
+                path.mkdir()
+                fill(path)
+                (root / f"{name}.done").touch()
+        return path
 
     return directory
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def traced_once() -> Iterator[None]:
-    """Each graph of a module's exports is traced once only: that takes seconds."""
+    """Tracing a graph takes seconds, so each is traced once for all exports of a test process."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(engine_dir, "trace", cache(engine_dir.trace))
+        monkeypatch.setattr(engine_dir, "trace", lru_cache(maxsize=128)(engine_dir.trace))
         yield
 
 
 @pytest.fixture(scope="session")
-def harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
+def family_dir(shared: Shared) -> Callable[[str], Path]:
+    """Give a family's name, get its checkpoint directory. Copy it before changing anything in it."""
+    return lambda name: shared(f"family-{name}", lambda path: build(FAMILIES[name], path))
+
+
+@pytest.fixture(scope="session")
+def harness(shared: Shared) -> Harness:
     """Engines of a three-layer model with 97 tokens."""
-    directory = tmp_path_factory.mktemp("main")
-    model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
-    return Harness(tiny_models.export_tiny(model, directory / "plans", slots=384))
+    return Harness(shared("harness", lambda path: fill_harness(path, 97, layers=3, slots=384)) / "plans")
 
 
 @pytest.fixture(scope="session")
-def two_block_harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
+def two_block_harness(shared: Shared) -> Harness:
     """Engines of a four-layer model whose exit head has two blocks."""
-    directory = tmp_path_factory.mktemp("blocks")
-    model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
-    return Harness(tiny_models.export_tiny(model, directory / "plans", slots=384, blocks=2))
+    return Harness(shared("two-blocks", lambda path: fill_harness(path, 97, layers=4, slots=384, blocks=2)) / "plans")
 
 
 @pytest.fixture(scope="session")
-def five_token_harness(tmp_path_factory: pytest.TempPathFactory) -> Harness:
+def five_token_harness(shared: Shared) -> Harness:
     """Engines of a model with five tokens: few enough to enumerate every outcome."""
-    directory = tmp_path_factory.mktemp("five")
-    model = tiny_models.build(directory / "model", 5, layers=3, damping=0.5, seed=0)
-    return Harness(tiny_models.export_tiny(model, directory / "plans", slots=64))
+    return Harness(shared("five-tokens", lambda path: fill_harness(path, 5, layers=3, slots=64, damping=0.5)) / "plans")
+
+
+def fill_harness(path: Path, vocab_size: int, layers: int, slots: int, damping: float = 0.3, blocks: int = 1) -> None:
+    model = tiny_models.build(path / "model", vocab_size, layers=layers, damping=damping, seed=0)
+    tiny_models.export_tiny(model, path / "plans", slots=slots, blocks=blocks)
 
 
 @pytest.fixture(scope="session")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_model(shared: Shared) -> Path:
     """A three-layer model with a tokenizer of single characters and a chat template."""
-    model = tiny_models.build(tmp_path_factory.mktemp("text") / "model", 97, layers=3, damping=0.3, seed=0)
-    add_tokenizer(model)
-    return model
+
+    def fill(path: Path) -> None:
+        add_tokenizer(tiny_models.build(path / "model", 97, layers=3, damping=0.3, seed=0))
+
+    return shared("text-model", fill) / "model"
 
 
 @pytest.fixture(scope="session")
-def engine(text_model: Path) -> Path:
+def engine(shared: Shared, text_model: Path) -> Path:
     """The text model's engines, as ``eesd-export`` writes them. Copy them before changing anything."""
-    return export_engine(text_model, text_model.parent / "plans")
+    return shared("engine", lambda path: export_engine(text_model, path / "plans")) / "plans"
 
 
 @pytest.fixture
@@ -81,26 +109,22 @@ def engine_copy(engine: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def to_learn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model for distillation and an array of rows that it wrote."""
-    return distilling.build(tmp_path_factory.mktemp("learner"))
+def learner(shared: Shared) -> Path:
+    """A model for distillation."""
+    return shared("learner", distilling.build) / "model"
 
 
 @pytest.fixture(scope="session")
-def learner(to_learn: tuple[Path, Path]) -> Path:
-    return to_learn[0]
+def own_rows(learner: Path) -> Path:
+    """An array of rows that the learner wrote."""
+    return learner.parent / "own.npy"
 
 
 @pytest.fixture(scope="session")
-def own_rows(to_learn: tuple[Path, Path]) -> Path:
-    return to_learn[1]
+def bundled(shared: Shared) -> Path:
+    """The bundled checkpoint, exported as ``make run`` does."""
 
+    def fill(path: Path) -> None:
+        succeed(export_main, "--model", EXAMPLE / "model", "--dtype", "float32", "--output", path / "plans")
 
-@pytest.fixture(scope="session")
-def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled checkpoint, exported as `make run` does."""
-    directory = tmp_path_factory.mktemp("bundled") / "plans"
-    options = ["--model", str(EXAMPLE / "model"), "--dtype", "float32", "--output", str(directory)]
-    result = CliRunner().invoke(export_main, options)
-    assert result.exit_code == 0, result.output
-    return directory
+    return shared("bundled", fill) / "plans"
