@@ -1,4 +1,7 @@
-"""EESD inside a service that already runs TensorRT: its engines, contexts, stream and memory, and nothing global of ours."""
+"""EESD inside a service that already runs TensorRT, on the service's own engines, contexts, stream and memory.
+
+Nothing global is changed.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -12,24 +15,27 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest, load_manifest
 from eesd.runtime.engines.backends import Engines
-from eesd.runtime.engines.device import Place
+from eesd.runtime.engines.device import DeviceStream
 from eesd.runtime.engines.trt_engine import open_tensorrt
-from eesd.runtime.engines.trt_plans import computes
+from eesd.runtime.engines.trt_plans import matches_graph
 from eesd.runtime.llm import LLM, Speculation
 
 
 @dataclass(frozen=True)
 class Host:
-    """What a service gives to EESD and goes on owning.
+    """What a service lends to EESD. The service must not use it while a call of EESD runs.
 
-    ``verify`` holds the ``ICudaEngine`` of each stage of verify, ``draft`` that of the draft (None: plain decoding).
-    ``make_context`` makes an execution context of an engine, without memory of its own
-    (``ExecutionContextAllocationStrategy.USER_MANAGED``); each node count asks for one. Everything is done in ``stream``, which
-    must not be the default one (another library's is a ``torch.cuda.ExternalStream``).
-
-    ``kv_cache`` is memory for the KV caches, [L+E, 2, 1, KV, S, D] in the engines' type (one tensor for each stage); ``scratch``
-    bytes for contexts to work in, as many as the largest engine's ``device_memory_size_v2``. Memory that is not given comes
-    from torch. While EESD's calls run, nobody else may use these.
+    Attributes:
+        verify: The ``ICudaEngine`` of each stage of verify.
+        draft: The ``ICudaEngine`` of the draft; None: decode plainly.
+        make_context: Makes an execution context of an engine, without memory
+            (``ExecutionContextAllocationStrategy.USER_MANAGED``). It is called for each node count.
+        stream: The CUDA stream for all work. It must not be the default stream. A stream of another library becomes a
+            ``torch.cuda.ExternalStream``.
+        kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the stage, 2, 1, KV, S, D] in the
+            engines' element type. Default: allocate with torch.
+        scratch: Memory that execution contexts work in, at least the largest ``device_memory_size_v2`` of the engines. Default:
+            allocate with torch.
     """
 
     verify: Sequence[Any]
@@ -41,25 +47,30 @@ class Host:
 
 
 def embed(engine_dir: str | os.PathLike[str], host: Host, speculation: Speculation) -> LLM:
-    """An :class:`LLM` over a service's own engines, which it loaded from the plans of ``engine_dir``.
+    """Make an :class:`LLM` that runs on a service's engines.
 
-    Raises :class:`EESDError` where the engines are not those of the directory's manifest.
+    Args:
+        engine_dir: The engine directory whose plans the service has loaded.
+        host: The service's engines, stream and memory.
+        speculation: How to draft.
+
+    Raises:
+        EESDError: The engines do not match the directory's manifest, or memory of the host has the wrong size.
     """
     directory = Path(engine_dir)
     manifest = load_manifest(directory)
-    place = Place(torch.device("cuda", host.stream.device_index), host.stream)
-    return LLM(directory, manifest, open_given(manifest, host, place), speculation if host.draft else None)
+    stream = DeviceStream(torch.device("cuda", host.stream.device_index), host.stream)
+    return LLM(directory, manifest, open_host_engines(manifest, host, stream), speculation if host.draft else None)
 
 
-def open_given(manifest: Manifest, host: Host, place: Place) -> Engines:
-    """The engines of ``host``, all at one place."""
-    places = [place] * len(manifest.verify)
-    given = _Given(manifest, host)
-    return Engines(*open_tensorrt(manifest, given, host.draft is not None, places, host.kv_cache, host.scratch))
+def open_host_engines(manifest: Manifest, host: Host, stream: DeviceStream) -> Engines:
+    """Open the engines of ``host``. All of them run in ``stream``."""
+    source, streams = _HostEngines(manifest, host), [stream] * len(manifest.verify)
+    return Engines(*open_tensorrt(manifest, source, host.draft is not None, streams, host.kv_cache, host.scratch))
 
 
-class _Given:
-    """A host's engines as a :class:`eesd.runtime.trt_engine.Source`."""
+class _HostEngines:
+    """A host's engines as an :class:`~eesd.runtime.engines.trt_engine.EngineSource`."""
 
     def __init__(self, manifest: Manifest, host: Host) -> None:
         if len(host.verify) != len(manifest.verify):
@@ -69,18 +80,18 @@ class _Given:
         self._engines = {graph.file: engine for graph, engine in zip(manifest.verify, host.verify, strict=True)}
         if host.draft is not None:
             self._engines[manifest.draft.file] = host.draft
-        self._make_context = host.make_context
+        self._host = host
         chunks = [engine.get_tensor_profile_shape("position_ids", 1)[2][1] for engine in self._engines.values()]
         self.prefill_chunk = int(min(chunks))
 
     def load(self, graph: GraphInfo) -> Any:
         engine = self._engines[graph.file]
-        if not computes(engine, graph):
+        if not matches_graph(engine, graph):
             raise EESDError(f"The engine given for {graph.file} has other inputs or outputs than the manifest says.")
         return engine
 
-    def context(self, engine: Any, graph: GraphInfo) -> Any:
-        return self._make_context(engine)
+    def make_context(self, engine: Any, graph: GraphInfo) -> Any:
+        return self._host.make_context(engine)
 
-    def keep_kernels(self, graph: GraphInfo) -> None:
-        """The host keeps its own."""
+    def save_kernels(self, graph: GraphInfo) -> None:
+        """Do nothing: the host saves its own kernels."""

@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show; each test says what it lacks where it is skipped."""
+"""Tests that need a GPU. A skipped test says what it needs."""
 
 import importlib.util
 import shutil
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 PROMPTS = [[5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12]]
 BACKENDS = ["torch", "ort", *FLAVOURS]
 GAP = 4 * torch.finfo(torch.float16).eps * 8
-"""Logits this close are equal up to the rounding of a float16."""
+"""Logits that differ by less are equal up to float16 rounding."""
 
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Give a backend, get a float16 directory that it can open."""
+    """A float16 engine directory that a backend can open, by the backend's name."""
     root = tmp_path_factory.mktemp("gpu")
     model = tiny_models.build(root / "model", 97, layers=4, damping=0.3, seed=0, head_dim=32)
     plain = tiny_models.export_tiny(model, root / "plans", slots=384, dtype="float16")
@@ -59,7 +59,7 @@ def engines_of(backend: str, directory: Path) -> Engines:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_and_caches_are_those_of_the_cpu(opened: Callable[[str], Path], backend: str) -> None:
+def test_logits_and_caches_match_the_cpu(opened: Callable[[str], Path], backend: str) -> None:
     directory = opened(backend)
     manifest = load_manifest(directory)
     reference = Engines(*open_torch(directory, manifest, 1, True, "cpu"))
@@ -83,10 +83,10 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:  # type: ignore[type-arg]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=4)], ids=["greedy", "coupled"])
 @pytest.mark.parametrize(("controller", "width"), [("fixed:k=4", 1), ("beta-ts", 1), ("threshold:p=0.3", 3)])
-def test_drafting_changes_nothing(
+def test_drafting_changes_no_token_beyond_rounding(
     opened: Callable[[str], Path], backend: str, controller: str, width: int, sampling: Sampling
 ) -> None:
-    """Until the cache is full; or where it does change a token, the two lie within rounding."""
+    """Until the cache is full."""
     directory = opened(backend)
     llm = LLM(directory, load_manifest(directory), engines_of(backend, directory), Speculation(controller, width, guard=False))
     for prompt in PROMPTS:
@@ -98,24 +98,24 @@ def test_drafting_changes_nothing(
 
 
 @pytest.mark.parametrize("backend", ["torch", *FLAVOURS])
-def test_recorded_calls_compute_what_plain_ones_do(opened: Callable[[str], Path], backend: str) -> None:
+def test_cuda_graphs_change_no_token(opened: Callable[[str], Path], backend: str) -> None:
     directory, tokens = opened(backend), []
-    for recorded in (False, True):
+    for cuda_graphs in (False, True):
         engines = engines_of(backend, directory)
         for engine in engines:
             assert isinstance(engine, DeviceEngine)
-            engine.cuda_graphs = recorded
+            engine.cuda_graphs = cuda_graphs
         llm = LLM(directory, load_manifest(directory), engines, Speculation("fixed:k=4", guard=False))
         tokens.append([llm.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens for prompt in PROMPTS])
     assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_inspector_finds_the_fused_layers(opened: Callable[[str], Path], flavour: str) -> None:
+def test_inspect_lists_the_layers_of_a_real_plan(opened: Callable[[str], Path], flavour: str) -> None:
     assert "verify.plan" in succeed(inspect_main, opened(flavour), "--layers").stdout
 
 
-def test_second_start_uses_the_kernels(opened: Callable[[str], Path]) -> None:
+def test_compiled_kernels_are_saved_for_the_second_start(opened: Callable[[str], Path]) -> None:
     directory = opened("tensorrt-rtx")
     for _ in range(2):
         eesd.load(directory, "tensorrt").generate(PROMPTS[0], max_new_tokens=5)

@@ -1,8 +1,9 @@
-"""The torch engine against ONNX Runtime, and against itself without drafting; what it maps, shares and refuses.
+"""The torch engine computes what ONNX Runtime computes, maps and shares its weights, and refuses damaged directories.
 
-Where torch sees a GPU, everything but the use of host memory is tested there as well.
+Where torch sees a GPU, all tests but those of host memory also run there.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -21,25 +22,25 @@ from onnxruntime import get_available_providers
 from support import tiny_models
 from support.command import assert_one_line, assert_refused, run, succeed
 from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
-from support.harness import Rig
+from support.harness import Harness
 from support.no_torch import BLOCK
 from torch import nn
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest import WEIGHTS, load_manifest
+from eesd.common.manifest import WEIGHTS_FILE, load_manifest
 from eesd.model.graphs import Draft
 from eesd.runtime import doctor
 from eesd.runtime.cli import main
 from eesd.runtime.compare import first_divergence
+from eesd.runtime.decoding.draft_tree import Node, tree_mask
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.tree import TokenTree
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Engine, StepOutputs
-from eesd.runtime.engines.device import DeviceKVCache, device_streams, fitting_gpu
+from eesd.runtime.engines.device import DeviceKVCache, device_streams, explain_out_of_memory
 from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.ort_cpu import OrtEngine
-from eesd.runtime.engines.ort_gpu import open_ort_device
+from eesd.runtime.engines.ort_gpu import open_ort_gpu
 from eesd.runtime.engines.torch_engine import TorchStageRunner, open_torch
 from eesd.runtime.llm import LLM, Speculation
 
@@ -57,12 +58,12 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen3": {"own_lm_head": True},
     "qwen3-bias": {"blocks": 2, "own_lm_head": True},
 }
-"""Families that between them have all that a manifest may say, and what their exit heads are made of."""
+"""Options of the exit heads of model families that together have everything that a manifest can describe."""
 
 
 @pytest.fixture(scope="module")
 def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Give a family's name, get its engines."""
+    """The engine directory of a family, by its name."""
 
     @cache
     def directory(name: str) -> Path:
@@ -73,7 +74,7 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module", params=["bfloat16", "float16"])
 def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Engines of a 16-bit type."""
+    """An engine directory with a 16-bit element type."""
     directory = tmp_path_factory.mktemp(request.param)
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
     return tiny_models.export_tiny(model, directory / "plans", slots=384, dtype=request.param)
@@ -84,45 +85,52 @@ def torch_llm(directory: Path, device: str, speculation: Speculation | None) -> 
     return LLM(directory, manifest, Engines(*open_torch(directory, manifest, 1, speculation is not None, device)), speculation)
 
 
-def both(directory: Path) -> tuple[DeviceEngine, DeviceEngine]:
+def open_on_cpu(directory: Path) -> tuple[DeviceEngine, DeviceEngine]:
     verify, draft = open_torch(directory, load_manifest(directory), threads=1, draft=True, device="cpu")
     assert draft is not None
     return verify, draft
 
 
-def passes(verify: Engine, draft: Engine) -> list[StepOutputs]:
-    """A prompt, a drafted chain, the level of a tree, and the verification of a tree, over one kv_cache that grows in between."""
+def draft_tree(slot: int) -> tuple[list[Node], list[int]]:
+    """The nodes of a tree of three levels, two nodes in the first, and their positions when the root is in ``slot``."""
+    root = Node(7, index=0)
+    first, second = (Node(8 + i, root, 1, index=1 + i) for i in range(2))
+    nodes = [root, first, second, Node(10, first, 2, index=3), Node(11, second, 2, index=4), Node(12, second, 2, index=5)]
+    return nodes, [slot + node.depth for node in nodes]
+
+
+def forward_passes(verify: Engine, draft: Engine) -> list[StepOutputs]:
+    """The outputs for a prompt, a drafted chain, a level of a tree, a verified tree, and both engines after compaction."""
     kv_cache = verify.new_kv_cache()
     verifier, drafter = verify.bind(kv_cache), draft.bind(kv_cache)
     prompt = [token % 97 for token in range(3, 24)]
-    found = [_kept(verifier.forward(prompt, range(21), 0))]
-    found += [_kept(drafter.forward([7 + i], [21 + i], 21 + i)) for i in range(3)]
-    tree = TokenTree(7)
-    for token, parent in ((8, 0), (9, 0), (10, 1), (11, 2), (12, 2)):
-        tree.add(token, parent, 0.0)
-    positions = [21 + depth for depth in tree.depths]
-    found.append(_kept(drafter.forward(tree.tokens[1:3], positions[1:3], 22, 21, tree.visible()[1:3, :3])))
-    found.append(_kept(verifier.forward(tree.tokens, positions, 21, 21, tree.visible())))
+    outputs = [_copied(verifier.forward(prompt, range(21), 0))]
+    outputs += [_copied(drafter.forward([7 + i], [21 + i], 21 + i)) for i in range(3)]
+    nodes, positions = draft_tree(21)
+    tokens, mask = [node.token for node in nodes], tree_mask(nodes)
+    outputs.append(_copied(drafter.forward(tokens[1:3], positions[1:3], 22, 21, mask[1:3, :3])))
+    outputs.append(_copied(verifier.forward(tokens, positions, 21, 21, mask)))
     kv_cache.compact(22, [23, 25])
-    found.append(_kept(verifier.forward([40, 41], [24, 25], 24)))
-    found.append(_kept(drafter.forward([42], [26], 26)))
-    return found
+    outputs.append(_copied(verifier.forward([40, 41], [24, 25], 24)))
+    outputs.append(_copied(drafter.forward([42], [26], 26)))
+    return outputs
 
 
-def _kept(outputs: StepOutputs) -> StepOutputs:
+def _copied(outputs: StepOutputs) -> StepOutputs:
     return StepOutputs(*map(copy, (outputs.logits, outputs.topk_ids, outputs.topk_logprobs)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", GEOMETRIES)
-def test_logits_are_those_of_onnx_runtime(exported: Callable[[str], Path], family: str, device: str) -> None:
+def test_logits_and_candidates_match_onnx_runtime(exported: Callable[[str], Path], family: str, device: str) -> None:
     directory = exported(family)
     manifest = load_manifest(directory)
-    expected = passes(*(OrtEngine(directory, manifest, graph, threads=1) for graph in (manifest.verify, [manifest.draft])))
+    reference = (OrtEngine(directory, manifest, graphs, threads=1) for graphs in (manifest.verify, [manifest.draft]))
+    expected = forward_passes(*reference)
     verify, draft = open_torch(directory, manifest, 1, True, device)
     assert draft is not None
-    for ours, theirs in zip(passes(verify, draft), expected, strict=True):
-        assert theirs.logits.std() > 0.3, "logits near zero would agree whatever is computed"
+    for ours, theirs in zip(forward_passes(verify, draft), expected, strict=True):
+        assert theirs.logits.std() > 0.3, "logits near zero would always agree"
         np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=2e-4)
         assert (ours.topk_ids is None) == (theirs.topk_ids is None)
         if ours.topk_ids is not None and theirs.topk_logprobs is not None:
@@ -133,44 +141,51 @@ def test_logits_are_those_of_onnx_runtime(exported: Callable[[str], Path], famil
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize(("controller", "width"), [("fixed:k=4", 1), ("threshold:p=0.3", 2), ("beta-ts", 3)])
-def test_same_tokens_as_onnx_runtime(rig: Rig, controller: str, width: int, name: str, device: str) -> None:
-    """Plain decoding there, drafting here; long enough for the kv_cache to grow, and from its second sequence on to be reused."""
-    plain = eesd.load(rig.directory, "ort", speculation=None, threads=1)
-    llm = torch_llm(rig.directory, device, Speculation(controller, width, guard=False))
+def test_tokens_match_plain_decoding_with_onnx_runtime(
+    harness: Harness, controller: str, width: int, name: str, device: str
+) -> None:
+    """The sequences are long enough for the KV cache to grow, and the second prompt reuses the cache of the first."""
+    plain = eesd.load(harness.directory, "ort", speculation=None, threads=1)
+    llm = torch_llm(harness.directory, device, Speculation(controller, width, guard=False))
     accepted = 0
     for prompt in PROMPTS:
+        expected = plain.generate(prompt, SAMPLINGS[name], max_new_tokens=150, ignore_eos=True)
         completion = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=150, ignore_eos=True)
-        assert completion.tokens == plain.generate(prompt, SAMPLINGS[name], max_new_tokens=150, ignore_eos=True).tokens
-        assert (
-            completion.tokens == llm.generate(prompt, SAMPLINGS[name], max_new_tokens=150, draft=False, ignore_eos=True).tokens
-        )
-        accepted += completion.stats.accepted
+        assert completion.tokens == expected.tokens
+        undrafted = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=150, draft=False, ignore_eos=True)
+        assert undrafted.tokens == expected.tokens
+        accepted += completion.stats.accepted_tokens
     assert accepted > 20
+
+
+@pytest.fixture(scope="module")
+def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The harness's model with verify in three stages."""
+    model = harness.directory.parent / "model"
+    return tiny_models.export_tiny(model, tmp_path_factory.mktemp("staged") / "plans", slots=384, stages=3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["torch", "ort"])
-def test_stages_and_memory_of_the_device(tmp_path: Path, rig: Rig, backend: str, device: str) -> None:
-    """Three stages, each with a part of the kv_cache, by either library over torch's memory."""
+def test_stages_with_a_shard_each_give_the_same_tokens(harness: Harness, staged: Path, backend: str, device: str) -> None:
     if backend == "ort" and device == "cuda" and "CUDAExecutionProvider" not in get_available_providers():
         pytest.skip("needs onnxruntime-gpu")
-    directory = tiny_models.export_tiny(rig.directory.parent / "model", tmp_path / "plans", slots=384, stages=3)
-    manifest, opened = load_manifest(directory), open_torch if backend == "torch" else open_ort_device
-    engines = Engines(*opened(directory, manifest, 1, True, device))
-    llm = LLM(directory, manifest, engines, Speculation("threshold:p=0.3", 2, guard=False))
-    plain = eesd.load(rig.directory, "ort", speculation=None, threads=1)
+    manifest, open_backend = load_manifest(staged), open_torch if backend == "torch" else open_ort_gpu
+    engines = Engines(*open_backend(staged, manifest, 1, True, device))
+    llm = LLM(staged, manifest, engines, Speculation("threshold:p=0.3", 2, guard=False))
+    plain = eesd.load(harness.directory, "ort", speculation=None, threads=1)
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["coupled"]):
         expected = plain.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True)
         assert llm.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True).tokens == expected.tokens
     kv_cache = engines.verify.new_kv_cache()
     assert isinstance(kv_cache, DeviceKVCache)
-    assert [part.shape[0] for part in kv_cache.parts] == [len(stage.caches) for stage in manifest.verify]
+    assert [shard.shape[0] for shard in kv_cache.shards] == [len(stage.caches) for stage in manifest.verify]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [1, 3])
-def test_sixteen_bits_run_in_their_own_type(narrow: Path, width: int, device: str) -> None:
-    """Drafting changes no token, or where it does, the two lie within the rounding of a 16-bit logit."""
+def test_16_bit_engines_differ_from_plain_decoding_by_rounding_at_most(narrow: Path, width: int, device: str) -> None:
+    """Caches have the engines' type. Drafting changes a token only if the logits of both are equal up to 16-bit rounding."""
     llm = torch_llm(narrow, device, Speculation("fixed:k=4", width, guard=False))
     dtype = getattr(torch, llm.manifest.dtype)
     assert llm.engines.verify.new_kv_cache().data.dtype == dtype  # type: ignore[attr-defined]
@@ -182,19 +197,18 @@ def test_sixteen_bits_run_in_their_own_type(narrow: Path, width: int, device: st
         assert divergence is None or abs(divergence.logit_gap) <= 4 * torch.finfo(dtype).eps * 8, divergence
 
 
-def test_weights_are_shared_and_mapped(rig: Rig) -> None:
-    """Draft and verify hold the same tensors, and these are the file's pages."""
-    verify, draft = both(rig.directory)
-    ours = dict(module_of(verify).named_parameters())
-    theirs = dict(module_of(draft).named_parameters())
-    assert ours.keys() == theirs.keys() and len(ours) > 30
-    assert all(ours[name].data_ptr() == theirs[name].data_ptr() for name in ours)
-    start = min(weight.data_ptr() for weight in ours.values())
-    size = (rig.directory / WEIGHTS).stat().st_size
-    assert all(start <= weight.data_ptr() < start + size for weight in ours.values())
+def test_draft_and_verify_share_the_mapped_weight_file(harness: Harness) -> None:
+    verify, draft = open_on_cpu(harness.directory)
+    verify_weights = dict(module_of(verify).named_parameters())
+    draft_weights = dict(module_of(draft).named_parameters())
+    assert verify_weights.keys() == draft_weights.keys() and len(verify_weights) > 30
+    assert all(weight.data_ptr() == draft_weights[name].data_ptr() for name, weight in verify_weights.items())
+    start = min(weight.data_ptr() for weight in verify_weights.values())
+    size = (harness.directory / WEIGHTS_FILE).stat().st_size
+    assert all(start <= weight.data_ptr() < start + size for weight in verify_weights.values())
 
 
-def test_without_a_draft_its_weights_stay_in_the_file(exported: Callable[[str], Path]) -> None:
+def test_weights_of_the_draft_alone_are_not_loaded_without_a_draft(exported: Callable[[str], Path]) -> None:
     directory = exported("qwen3")
     verify, draft = open_torch(directory, load_manifest(directory), threads=1, draft=False, device="cpu")
     unused = {name for name, weight in module_of(verify).named_parameters() if weight.is_meta}
@@ -202,63 +216,111 @@ def test_without_a_draft_its_weights_stay_in_the_file(exported: Callable[[str], 
 
 
 def module_of(engine: DeviceEngine) -> nn.Module:
-    (program,) = engine.programs
-    assert isinstance(program, TorchStageRunner)
-    return program.module
+    (stage,) = engine.stages
+    assert isinstance(stage, TorchStageRunner)
+    return stage.module
 
 
 def private_memory() -> int:
-    """Bytes of this process that no file backs."""
+    """Resident bytes of this process that are not backed by a file."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_not_copied(tmp_path: Path, dtype: str) -> None:
+def test_loading_and_running_copies_no_weights(tmp_path: Path, dtype: str) -> None:
     model = tiny_models.build(tmp_path / "model", 400_000, layers=3, damping=0.3, seed=0)
     directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=64, dtype=dtype)
-    size = (directory / WEIGHTS).stat().st_size
+    size = (directory / WEIGHTS_FILE).stat().st_size
     assert size > 48e6
+    gc.collect()  # garbage of the export that is freed later would hide a copy
     before = private_memory()
     llm = torch_llm(directory, "cpu", Speculation("fixed:k=2"))
     llm.generate([5, 9, 3], max_new_tokens=6)
     assert private_memory() - before < 0.8 * size
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_slab(rig: Rig, device: str) -> None:
-    """It grows keeping what it holds, gathers accepted slots, and begins small again; on a GPU its memory stays where it is."""
-    kv_cache = DeviceKVCache(rig.manifest, device_streams(1, device), grow=device == "cpu", slots=16)
-    assert kv_cache.data.shape == (rig.manifest.num_caches, 2, 1, 2, 16 if device == "cpu" else 384, 8)
+def small_cache(harness: Harness, device: str) -> DeviceKVCache:
+    """A cache whose first 16 slots hold the numbers of the slots. It has 16 slots on the CPU, and all 384 on a GPU."""
+    kv_cache = DeviceKVCache(harness.manifest, device_streams(1, device), grow=device == "cpu", slots=16)
+    assert kv_cache.data.shape == (harness.manifest.num_caches, 2, 1, 2, 16 if device == "cpu" else 384, 8)
     kv_cache.data[..., :16, :] = torch.arange(16.0)[:, None]
-    place = kv_cache.data.data_ptr()
+    return kv_cache
+
+
+def test_cache_on_the_cpu_grows_with_its_contents(harness: Harness) -> None:
+    kv_cache = small_cache(harness, "cpu")
+    kv_cache.reserve(16)
+    assert kv_cache.slots == 16 and kv_cache.version == 0
     kv_cache.reserve(17)
-    assert kv_cache.slots == (128 if device == "cpu" else 384)
-    assert (kv_cache.data[..., :16, :] == torch.arange(16.0, device=device)[:, None]).all()
+    assert kv_cache.slots == 128 and kv_cache.version == 1
+    assert (kv_cache.data[..., :16, :] == torch.arange(16.0)[:, None]).all() and not kv_cache.data[..., 16:, :].any()
+    kv_cache.reset()
+    assert kv_cache.slots == 16 and kv_cache.version == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cache_on_a_gpu_keeps_its_memory(harness: Harness) -> None:
+    """CUDA graphs have captured its address."""
+    kv_cache = small_cache(harness, "cuda")
+    address = kv_cache.data.data_ptr()
+    kv_cache.reserve(384)
+    kv_cache.reset()
+    assert kv_cache.slots == 384 and kv_cache.version == 0 and kv_cache.data.data_ptr() == address
+    assert (kv_cache.data[..., :16, :] == torch.arange(16.0, device="cuda")[:, None]).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compaction_moves_accepted_slots_together(harness: Harness, device: str) -> None:
+    kv_cache = small_cache(harness, device)
     kv_cache.compact(4, [5, 6, 9])
     expected = torch.tensor([0, 1, 2, 3, 5, 6, 9, 7, 8], device=device)
     assert (kv_cache.data[..., :9, :] == expected[:, None]).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cache_refuses_more_slots_than_the_manifest_allows(harness: Harness, device: str) -> None:
     with pytest.raises(EESDError, match="do not fit the cache of 384 slots"):
-        kv_cache.reserve(385)
-    kv_cache.reset()
-    assert kv_cache.slots == (16 if device == "cpu" else 384)
-    assert (kv_cache.data.data_ptr() == place) == (device == "cuda")
+        small_cache(harness, device).reserve(385)
 
 
-def test_caches_are_the_slab(rig: Rig) -> None:
-    """Both engines write there and nowhere else: no copy, and the draft's layers alone."""
-    verify, draft = both(rig.directory)
+def test_bound_engines_follow_the_cache_when_it_grows(harness: Harness) -> None:
+    """Calls that were bound before the cache grew read and write its new memory afterwards."""
+    manifest = harness.manifest
+    verify, draft = open_on_cpu(harness.directory)
+    nodes, positions = draft_tree(3)
+    tokens, mask = [node.token for node in nodes], tree_mask(nodes)
+    results = []
+    for slots_after_prompt in (128, 129):
+        kv_cache = verify.new_kv_cache()
+        verifier, drafter = verify.bind(kv_cache), draft.bind(kv_cache)
+        for start in (0, 3):  # the same calls before and after
+            verifier.forward([5, 9, 3], range(start, start + 3), start)
+            drafted = drafter.draft_chain(7, start + 3, 4)
+            outputs = verifier.forward(tokens, [start + position for position in positions], start + 3, start + 3, mask)
+            kv_cache.reserve(slots_after_prompt)
+        assert kv_cache.version == (slots_after_prompt > 128)
+        caches = [kv_cache.read(index)[kind][..., :12, :] for index in range(manifest.num_caches) for kind in (0, 1)]
+        assert drafted.topk_logprobs is not None and all(cache.any(3).all() for cache in caches)
+        results.append([outputs.logits.copy(), drafted.topk_logprobs.copy(), *caches])
+    for fixed, grown in zip(*results, strict=True):
+        np.testing.assert_allclose(grown, fixed, rtol=0, atol=2e-4)
+
+
+def test_engines_write_to_their_own_layers_of_the_shared_cache(harness: Harness) -> None:
+    verify, draft = open_on_cpu(harness.directory)
     kv_cache = draft.new_kv_cache()
     draft.bind(kv_cache).forward([5, 6], [0, 1], 0)
-    used = kv_cache.data[..., :2, :].flatten(1).any(1)
+    written = kv_cache.data[..., :2, :].flatten(1).any(1)
     assert isinstance(module_of(draft), Draft)
-    assert used.nonzero().flatten().tolist() == [0, rig.manifest.geometry.num_layers] and not kv_cache.data[..., 2:, :].any()
+    assert written.nonzero().flatten().tolist() == [0, harness.manifest.geometry.num_layers]
+    assert not kv_cache.data[..., 2:, :].any()
     verify.bind(kv_cache).forward([5, 6], [0, 1], 0)
     assert kv_cache.data[..., :2, :].flatten(1).any(1).all() and not kv_cache.data[..., 2:, :].any()
 
 
-def test_logits_are_fetched_when_they_are_asked_for() -> None:
+def test_logits_are_fetched_once_when_first_used() -> None:
     fetched: list[int] = []
 
     def fetch() -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -271,12 +333,12 @@ def test_logits_are_fetched_when_they_are_asked_for() -> None:
 
 
 def cut_hidden_size(directory: Path) -> None:
-    edit_manifest(directory, "hidden_size", 16)
+    edit_manifest(directory, "geometry/hidden_size", 16)
 
 
-def other_file(directory: Path) -> None:
-    """Point the first weight of a graph somewhere else."""
-    path = directory / "draft.onnx"
+def rename_weight_file(directory: Path) -> None:
+    """Let the first weight of verify refer to a file that does not exist."""
+    path = directory / "verify.onnx"
     path.write_bytes(path.read_bytes().replace(b"weights.bin", b"weights.bim", 1))
 
 
@@ -285,42 +347,42 @@ def other_file(directory: Path) -> None:
     [
         (garble, ("onnx cannot read", "verify.onnx")),
         (swap_graphs, ("do not fit its manifest",)),
-        (other_file, ("do not fit its manifest",)),
+        (rename_weight_file, ("do not fit its manifest",)),
         (cut_hidden_size, ("do not fit its manifest",)),
-        (lambda d: edit_manifest(d, "intermediate_size", 2**62), ("do not fit its manifest",)),
-        (lambda d: edit_manifest(d, "qk_norm", True), ("do not fit its manifest",)),
-        (lambda d: edit_manifest(d, "tied_embeddings", True), ("do not fit its manifest",)),
+        (lambda d: edit_manifest(d, "geometry/intermediate_size", 2**62), ("do not fit its manifest",)),
+        (lambda d: edit_manifest(d, "geometry/qk_norm", True), ("do not fit its manifest",)),
+        (lambda d: edit_manifest(d, "geometry/tied_embeddings", True), ("do not fit its manifest",)),
         (lambda d: edit_manifest(d, "dtype", "bfloat16"), ("do not fit its manifest",)),
     ],
 )
-def test_bad_engine(engine_copy: Path, damage: Damage, words: tuple[str, ...]) -> None:
+def test_damaged_directory_is_refused(engine_copy: Path, damage: Damage, words: tuple[str, ...]) -> None:
     damage(engine_copy)
     assert_refused(
         run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "torch"), *words, "export the model again"
     )
 
 
-def test_sixteen_bits_on_onnx_runtime_name_the_way_out(narrow: Path) -> None:
+def test_onnx_runtime_refuses_16_bit_engines_and_names_the_remedies(narrow: Path) -> None:
     with pytest.raises(EESDError, match=r"float16 engines.*--dtype float32.*--backend torch"):
         eesd.load(narrow, "ort")
 
 
-def test_unknown_backend(engine: Path) -> None:
+def test_unknown_backend_lists_the_known_ones(engine: Path) -> None:
     with pytest.raises(EESDError, match="no backend 'jax'; there are auto, tensorrt, ort, torch"):
         eesd.load(engine, "jax")
 
 
-def test_what_does_not_fit_the_gpu_is_said() -> None:
-    with pytest.raises(EESDError, match="The weights do not fit the GPU"), fitting_gpu("The weights"):
+def test_out_of_memory_error_names_what_did_not_fit() -> None:
+    with pytest.raises(EESDError, match="The weights do not fit the GPU"), explain_out_of_memory("The weights"):
         raise torch.OutOfMemoryError
 
 
-def test_command(engine: Path) -> None:
+def test_eesd_run_prints_the_same_text_with_torch_and_ort(engine: Path) -> None:
     options = ("--engine-dir", engine, "-p", "for i in range", "-n", 30, "--no-stats", "--threads", 1)
     assert succeed(main, *options, "--backend", "torch").stdout == succeed(main, *options, "--backend", "ort").stdout
 
 
-def test_missing_torch_says_what_to_install(engine: Path) -> None:
+def test_missing_torch_error_says_what_to_install(engine: Path) -> None:
     code = BLOCK + "from eesd.runtime.cli import main\nmain()"
     arguments = ["--engine-dir", str(engine), "-p", "hello", "--backend", "torch"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
@@ -333,8 +395,8 @@ LOAD = "import sys, eesd; eesd.load(sys.argv[1], threads=1).generate([5, 6], max
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize("driver", [False, True])
-def test_auto_without_a_gpu(engine: Path, tmp_path: Path, driver: bool) -> None:
-    """Torch is not even imported, unless there is a driver to ask it about; ONNX Runtime runs either way."""
+def test_auto_without_a_gpu_imports_torch_only_if_there_is_a_driver(engine: Path, tmp_path: Path, driver: bool) -> None:
+    """ONNX Runtime runs in both cases."""
     if Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi"):
         pytest.skip("there is a driver")
     if driver:
@@ -346,7 +408,7 @@ def test_auto_without_a_gpu(engine: Path, tmp_path: Path, driver: bool) -> None:
     assert done.stdout == f"{driver}\n", done.stderr
 
 
-def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_whether_the_torch_engine_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = json.loads(succeed(doctor.main, "--json").stdout)["jobs"]
     assert jobs["run on the CPU (torch)"] == "yes, engines of every type"
     assert jobs["run on a GPU (torch)"].startswith("yes" if torch.cuda.is_available() else "no: ")

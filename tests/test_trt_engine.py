@@ -1,10 +1,11 @@
-"""Plans through TensorRT's API, of which there is a stand-in here (fake_tensorrt.py): it runs graphs on the addresses that
-it is given and refuses what the original would. Real plans on a GPU: test_gpu.py."""
+"""The TensorRT engine, on a fake of TensorRT's Python API (support/fake_tensorrt.py). Real plans on a GPU: test_gpu.py."""
 
 import logging
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from eesd.export.build import main as build_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime.cli import main
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.embed import Host, open_given
+from eesd.runtime.embed import Host, open_host_engines
 from eesd.runtime.engines import trt_engine, trt_plans
 from eesd.runtime.engines.backends import Engines
-from eesd.runtime.engines.device import Place
+from eesd.runtime.engines.device import DeviceStream
 from eesd.runtime.llm import LLM, Speculation
 
-CPU = Place(torch.device("cpu"))
+CPU = DeviceStream(torch.device("cpu"))
 PROMPTS = [[5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12], [token % 97 for token in range(3, 50)]]
 SAMPLINGS = {"greedy": Sampling(), "coupled": Sampling(temperature=0.9, top_p=0.9, seed=4)}
 
@@ -47,24 +48,23 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Give a number of stages, get a four-layer model in so many. Not to be changed."""
-    directory = tmp_path_factory.mktemp("stages")
-    model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
-    made: dict[int, Path] = {}
+    """The engine directory of a four-layer model with plans, by its number of stages. Copy it before changing anything."""
+    root = tmp_path_factory.mktemp("stages")
+    model = tiny_models.build(root / "model", 97, layers=4, damping=0.3, seed=0)
 
-    def export(stages: int) -> Path:
-        if stages not in made:
-            made[stages] = tiny_models.export_tiny(model, directory / f"plans-{stages}", slots=96, stages=stages)
-            fake.write_plans(made[stages])
-        return made[stages]
+    @cache
+    def directory(stages: int) -> Path:
+        exported = tiny_models.export_tiny(model, root / f"plans-{stages}", slots=96, stages=stages)
+        fake.write_plans(exported)
+        return exported
 
-    return export
+    return directory
 
 
 def contexts_of(llm: LLM) -> dict[str, list[fake.Context]]:
-    """Those that were made for each graph."""
-    engines = [*llm.engines.verify.programs, *llm.engines.draft.programs]  # type: ignore[attr-defined, union-attr]
-    return {program._graph.file: program._make_context.args[0].contexts for program in engines}
+    """The execution contexts that were made for each graph."""
+    stages = [*llm.engines.verify.stages, *llm.engines.draft.stages]  # type: ignore[attr-defined, union-attr]
+    return {stage.graph.file: stage._make_context.args[0].contexts for stage in stages}
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -76,14 +76,14 @@ def contexts_of(llm: LLM) -> dict[str, list[fake.Context]]:
         Speculation("beta-ts", 3, guard=False),
         Speculation("fixed:k=4", guard=False, tree_budget=True),
     ],
-    ids=["chain ahead", "tree of 2", "tree of 3", "chain ahead, budget"],
+    ids=["chain of known length", "tree of width 2", "tree of width 3", "chain with a budget"],
 )
 @pytest.mark.parametrize(("stages", "flavour"), [(1, "tensorrt"), (3, "tensorrt-rtx")])
 @pytest.mark.usefixtures("installed")
-def test_same_tokens(
+def test_tokens_match_onnx_runtime_until_the_cache_is_full(
     staged: Callable[[int], Path], tmp_path: Path, stages: int, speculation: Speculation, name: str, flavour: str
 ) -> None:
-    """Until the cache is full: the last calls no longer fit a bucket."""
+    """The last calls have no room for a bucket."""
     directory = shutil.copytree(staged(stages), tmp_path / "plans")
     fake.write_plans(directory, flavour)
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
@@ -92,47 +92,47 @@ def test_same_tokens(
         expected = plain.generate(prompt, SAMPLINGS[name], max_new_tokens=200, ignore_eos=True)
         completion = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=200, ignore_eos=True)
         assert completion.tokens == expected.tokens and len(prompt) + len(completion.tokens) == 96
-        assert completion.stats.accepted > 5
-        alone = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=200, draft=False, ignore_eos=True)
-        assert alone.tokens == expected.tokens
+        assert completion.stats.accepted_tokens > 5
+        undrafted = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=200, draft=False, ignore_eos=True)
+        assert undrafted.tokens == expected.tokens
 
 
 @pytest.mark.usefixtures("installed")
-def test_calls_are_of_few_sizes(staged: Callable[[int], Path]) -> None:
-    """Each has a context of its own, of the profile that is made for it, and exists before the first round."""
+def test_calls_are_padded_to_buckets_prepared_before_the_first_round(staged: Callable[[int], Path]) -> None:
+    """Each bucket has its own execution context with the profile for its node count."""
     llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("threshold:p=0.1", guard=False))
-    before = None
     for _ in range(2):
         with llm.session(PROMPTS[2], max_new_tokens=20) as session:
-            found = {file: [(context.count, context.profile) for context in made] for file, made in contexts_of(llm).items()}
+            prepared = {file: [(context.count, context.profile) for context in made] for file, made in contexts_of(llm).items()}
+            assert prepared == {
+                "draft.onnx": [(1, 0)],
+                "verify.onnx": [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0), (8, 0), (12, 0), (13, 0), (16, 1)],
+            }
             session.step()
-            assert before in (None, found)
-            before = found
-    assert before == {
-        "draft.onnx": [(1, 0)],
-        "verify.onnx": [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0), (8, 0), (12, 0), (13, 0), (16, 1)],
-    }
     runs = {context.count: context.runs for context in contexts_of(llm)["verify.onnx"]}
-    assert runs[16] == 1 + 3 * 2, "twice the prompt's 46 tokens, in chunks of which the last is filled up"
+    assert runs[16] == 1 + 3 * 2, "warm-up, and twice 46 tokens of the prompt in 3 chunks"
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_length_known_ahead_asks_the_host_for_no_step(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chain_of_known_length_is_drafted_without_waiting_for_the_host(
+    staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("fixed:k=5", guard=False))
     waits: list[int] = []
-    monkeypatch.setattr(Place, "wait", lambda _: waits.append(1))
+    monkeypatch.setattr(DeviceStream, "synchronize", lambda _: waits.append(1))
     with llm.session(PROMPTS[0], max_new_tokens=30) as session:
-        session.step()
+        session.step()  # prepares the chain, which waits once more
         waits.clear()
         session.step()
         assert session.stats.draft_steps >= 6
-    # A wait while the chain's context was made would be one more; from the second round on there are two.
-    assert len(waits) == 2
+    assert len(waits) == 2, "one for the chain, one for verify"
 
 
 @pytest.mark.usefixtures("installed")
-def test_kernels_are_kept(staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT-RTX compiles for this GPU once; what another GPU left is made anew; nothing breaks where nobody may write."""
+def test_compiled_kernels_are_saved_for_the_next_start(
+    staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of another GPU are compiled again. A directory that is not writable is no error."""
     directory = shutil.copytree(staged(1), tmp_path / "plans")
     fake.write_plans(directory, "tensorrt-rtx")
 
@@ -142,8 +142,8 @@ def test_kernels_are_kept(staged: Callable[[int], Path], tmp_path: Path, monkeyp
         return [made[0]._config.cache for made in contexts_of(llm).values()]  # type: ignore[union-attr, misc]
 
     assert not any(cache.loaded for cache in caches())
-    kept = {path.name: path.read_bytes() for path in directory.glob("*.kernels")}
-    assert kept.keys() == {"draft.kernels", "verify.kernels"} and b"0:8" in kept["verify.kernels"]
+    saved = {path.name: path.read_bytes() for path in directory.glob("*.kernels")}
+    assert saved.keys() == {"draft.kernels", "verify.kernels"} and b"0:8" in saved["verify.kernels"]
     assert all(cache.loaded for cache in caches())
     monkeypatch.setattr(fake.RuntimeCache, "gpu", "another GPU")
     assert not any(cache.loaded for cache in caches())
@@ -160,14 +160,14 @@ def test_kernels_are_kept(staged: Callable[[int], Path], tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("installed")
-def test_messages_go_to_logging(staged: Callable[[int], Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_the_library_go_to_logging(staged: Callable[[int], Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "eesd.tensorrt"):
         eesd.load(staged(1), "tensorrt")
     assert [record.getMessage() for record in caplog.records] == ["Loaded engine", "Loaded engine"]
 
 
-def given(directory: Path) -> Host:
-    """What a service would have: engines that it loaded by itself, and memory."""
+def host_of(directory: Path) -> Host:
+    """A service with its own engines and memory."""
     manifest, runtime = load_manifest(directory), fake.Runtime(fake.ILogger())
     engines = {
         graph.file: runtime.deserialize_cuda_engine((directory / manifest.plans[graph.file].file).read_bytes())
@@ -185,28 +185,24 @@ def given(directory: Path) -> Host:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_embedded(staged: Callable[[int], Path], stages: int) -> None:
-    """Engines and memory of somebody else; their library is not even looked for."""
+def test_embedded_llm_runs_on_the_engines_and_memory_of_the_host(staged: Callable[[int], Path], stages: int) -> None:
+    """It does not look for a TensorRT library: none is installed here."""
     directory = staged(stages)
-    manifest, host = load_manifest(directory), given(directory)
-    llm = LLM(directory, manifest, open_given(manifest, host, CPU), Speculation("beta-ts", guard=False))
+    manifest, host = load_manifest(directory), host_of(directory)
+    llm = LLM(directory, manifest, open_host_engines(manifest, host, CPU), Speculation("beta-ts", guard=False))
     expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(PROMPTS[1], max_new_tokens=60)
     assert llm.generate(PROMPTS[1], max_new_tokens=60).tokens == expected.tokens
-    assert all(part.any() for part in host.kv_cache), "the caches are in the memory given"
+    assert all(shard.any() for shard in host.kv_cache), "the cache is not in the host's memory"
     kv_cache = llm.engines.verify.new_kv_cache()
     assert np.array_equal(kv_cache.read(0)[0], host.kv_cache[0][0, 0].numpy()) and kv_cache.read(0)[0].any()
 
 
-def change(host: Host, **values: Any) -> Host:
-    return Host(**(vars(host) | values))
-
-
-def test_embedding_refuses_what_does_not_fit(staged: Callable[[int], Path]) -> None:
+def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable[[int], Path]) -> None:
     directory = staged(1)
-    manifest, host = load_manifest(directory), given(directory)
+    manifest, host = load_manifest(directory), host_of(directory)
 
-    def opened(**values: Any) -> Engines:
-        return open_given(manifest, change(host, **values), CPU)
+    def opened(**changes: Any) -> Engines:
+        return open_host_engines(manifest, replace(host, **changes), CPU)
 
     with pytest.raises(EESDError, match="The manifest has 1 stages of verify, and 2 engines are given"):
         opened(verify=[*host.verify, *host.verify])
@@ -214,13 +210,13 @@ def test_embedding_refuses_what_does_not_fit(staged: Callable[[int], Path]) -> N
         opened(verify=[host.draft])
     with pytest.raises(EESDError, match=r"kv_cache given is \[3\] of torch.float32 on cpu; .* \[5, 2, 1, 2, 96, 8\]"):
         opened(kv_cache=[torch.zeros(3)]).verify.new_kv_cache()
-    with pytest.raises(EESDError, match="5 bytes of working memory are given, and these engines need 4096"):
+    with pytest.raises(EESDError, match="5 bytes of scratch memory are given, and these engines need 4096"):
         opened(scratch=torch.zeros(5, dtype=torch.uint8))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_a_real_library_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real plan, which the real library refuses where CUDA is missing: one sentence out of all that it says."""
+def test_real_library_without_a_driver_ends_in_one_error_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real TensorRT-RTX cannot load a real plan without CUDA, and prints much more than one line about it."""
     pytest.importorskip("tensorrt_rtx")
     model = tiny_models.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0, head_dim=32)
     directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=64, dtype="float16")
@@ -273,7 +269,7 @@ def change_plans(**values: Any) -> Callable[[Path], None]:
     ],
 )
 @pytest.mark.usefixtures("installed")
-def test_bad_plans(
+def test_unusable_plans_are_refused_with_a_remedy(
     staged: Callable[[int], Path], tmp_path: Path, damage: Callable[[Path], Any], words: tuple[str, ...]
 ) -> None:
     directory = shutil.copytree(staged(1), tmp_path / "plans")
@@ -282,13 +278,13 @@ def test_bad_plans(
 
 
 @pytest.mark.usefixtures("installed")
-def test_command(engine_copy: Path) -> None:
+def test_eesd_run_prints_the_same_text_with_tensorrt_and_ort(engine_copy: Path) -> None:
     options = ("--engine-dir", engine_copy, "-p", "for i in range", "-n", 30, "--no-stats")
     fake.write_plans(engine_copy)
     assert succeed(main, *options, "--backend", "tensorrt").stdout == succeed(main, *options, "--backend", "ort").stdout
 
 
-def test_a_missing_library_says_what_to_install(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_error_says_what_to_install(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.write_plans(engine_copy)
     monkeypatch.setattr(trt_plans.importlib.util, "find_spec", lambda _: None)
     result = run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
@@ -296,7 +292,7 @@ def test_a_missing_library_says_what_to_install(engine_copy: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("installed")
-def test_without_a_driver(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_driver_error_names_other_backends(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.write_plans(engine_copy)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: False)
     result = run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
@@ -304,12 +300,12 @@ def test_without_a_driver(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("installed")
-def test_inspector(staged: Callable[[int], Path]) -> None:
+def test_inspect_lists_the_layers_of_plans(staged: Callable[[int], Path]) -> None:
     shown = succeed(inspect_main, staged(1), "--layers").stdout
     assert "verify.plan: 3 layers, 1 attentions, 1 cache updates" in shown and "draft.plan: 3 layers" in shown
     assert "node_Attention_3" in shown and "gemm" in shown
 
 
-def test_layers_refused(engine: Path) -> None:
+def test_inspect_refuses_layers_as_json_or_without_plans(engine: Path) -> None:
     assert_refused(run(inspect_main, engine, "--layers", "--json"), "--layers has no JSON form")
     assert_refused(run(inspect_main, engine, "--layers"), "has no plan of draft.onnx", "eesd-build")

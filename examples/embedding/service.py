@@ -1,10 +1,9 @@
-"""A TensorRT service as many have one, with EESD embedded: it keeps its own logger, allocator, stream, engines and memory.
+"""A typical TensorRT service with EESD embedded. The service keeps its own logger, allocator, stream, engines and memory.
 
     python service.py plans/ "def fibonacci(n):"
 
-Everything above ``speculate`` is what such a service has anyway. EESD adds the decode loop: it takes the engines, makes its
-execution contexts through the service, works in the service's stream and in memory that the service gives, starts no thread,
-handles no signal, and logs through ``logging``.
+Everything above ``speculate`` is the service without EESD. EESD adds the decode loop: it uses the service's engines, execution
+contexts, stream and memory, starts no thread, handles no signal, and logs through ``logging``.
 """
 
 import importlib
@@ -25,7 +24,7 @@ LOG = logging.getLogger("service")
 
 
 class Service:
-    """Loads plans and owns all that they need on one GPU."""
+    """Loads plans, and owns everything that they need on one GPU."""
 
     def __init__(self, directory: Path, device: int = 0) -> None:
         self.manifest = load_manifest(directory)
@@ -49,17 +48,19 @@ class Service:
         return engine
 
     def make_context(self, engine: Any) -> Any:
-        """A context that works in memory which is given to it later."""
+        """Make an execution context that gets its memory later."""
         strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         return engine.create_execution_context(strategy)
 
     def memory(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the service's own; any library's would do (``torch.from_dlpack``)."""
+        """Allocate memory. Memory of another library works too, through ``torch.from_dlpack``."""
         with torch.cuda.stream(self.stream):
             return torch.zeros(shape, dtype=dtype, device="cuda")
 
 
 def make_logger(trt: Any) -> Any:
+    """Make a TensorRT logger that writes to the service's log."""
+
     class Logger(trt.ILogger):
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
@@ -72,7 +73,7 @@ def make_logger(trt: Any) -> Any:
 
 
 def make_allocator(trt: Any, device: int) -> Any:
-    """Device memory for TensorRT from the pool that the rest of the service uses."""
+    """Make an allocator that gives TensorRT memory from the pool of the rest of the service."""
 
     class Allocator(trt.IGpuAllocator):
         def __init__(self) -> None:
@@ -89,7 +90,7 @@ def make_allocator(trt: Any, device: int) -> Any:
 
 
 def speculate(service: Service, directory: Path) -> LLM:
-    """The one function that is about EESD."""
+    """Make an LLM on the service's engines. This is the only function that uses EESD."""
     manifest: Manifest = service.manifest
     dtype = getattr(torch, manifest.dtype)
     sizes = 2, 1, manifest.geometry.num_kv_heads, manifest.max_seq_len, manifest.geometry.head_dim
@@ -111,7 +112,7 @@ def speculate(service: Service, directory: Path) -> LLM:
 @click.option("-n", "--max-new-tokens", default=128, show_default=True)
 @one_line_errors
 def main(directory: Path, prompt: str, max_new_tokens: int) -> None:
-    """Generate behind PROMPT with the plans in DIRECTORY."""
+    """Continue PROMPT with the plans in DIRECTORY."""
     logging.basicConfig(level=logging.INFO)
     llm = speculate(Service(directory), directory)
     for piece in llm.stream(prompt, max_new_tokens=max_new_tokens):

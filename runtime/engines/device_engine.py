@@ -1,55 +1,67 @@
-"""An engine on devices, whatever runs its graphs there: node counts in buckets, CUDA graphs, stages, chains drafted ahead."""
+"""The engine that the GPU backends share: padding to buckets, CUDA graphs, stages, and chains drafted on the device.
+
+A forward call copies its inputs to the device in one piece, computes the attention mask there, runs the graph, and copies the
+few results that the host needs back in one piece. Host memory is pinned. On a GPU all of this is captured in a CUDA graph, one
+for each stage.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eesd.common.manifest import PREFILL_CHUNK, GraphInfo, Manifest
+from eesd.common.manifest import MASKED, PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.model.decoder import KV
 from eesd.runtime.engines.base import KVCache, StepOutputs
-from eesd.runtime.engines.device import Call, DeviceKVCache, Mask, Program, Repeated
+from eesd.runtime.engines.device import ALIGNMENT, DeviceKVCache, DeviceStream, StageRunner, StepInputs
 
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Node counts that GPU passes are made for; others are filled up to the next with nodes that nobody looks at."""
-ALIGNED = 32
-"""Numbers (int64) between two inputs in one buffer: TensorRT wants addresses in steps of 256 bytes."""
+"""Node counts that calls on a GPU are padded to. Results of padding nodes are ignored."""
+STRIDE = ALIGNMENT // 8
+"""Inputs in one int64 buffer begin at multiples of this many elements."""
 
 
 def buckets_for(manifest: Manifest, prefill_chunk: int) -> tuple[int, ...]:
-    """Counts for rounds, and that of a prefill as the last."""
+    """The buckets of an engine directory: up to the largest round, and the prefill chunk."""
     most = manifest.max_tree_nodes + 1
     return (*(count for count in BUCKETS if count < most), most, *((prefill_chunk,) if prefill_chunk > most else ()))
 
 
 class DeviceEngine:
-    """A draft or verify graph, or the stages of one, on their devices: ``programs``, and ``drafts`` says which of the two.
+    """A draft or verify engine on devices.
 
-    With ``fill`` calls are filled up to the next of a few node counts, ``buckets``; without, they run as they are. A new
-    binding runs those that will occur, and then calls ``warmed``.
+    Attributes:
+        manifest: Manifest of the engine directory.
+        stages: The stages in order; a draft engine has one.
+        is_draft: Whether this is the draft engine.
+        buckets: Node counts that calls are padded to; empty if they are not padded.
+        prefill_chunk: Tokens of the prompt that one call takes at most.
+        on_warm_up: Called with each graph when a new binding has run all its usual calls once.
+        cuda_graphs: Whether bindings that are made from now on use CUDA graphs. It has no effect on the CPU.
     """
 
     def __init__(
         self,
         manifest: Manifest,
-        programs: Sequence[Program],
-        drafts: bool,
+        stages: Sequence[StageRunner],
+        is_draft: bool,
         make_kv_cache: Callable[[], DeviceKVCache],
+        buckets: tuple[int, ...],
         prefill_chunk: int,
-        fill: bool,
-        warmed: Callable[[], None],
+        on_warm_up: Callable[[GraphInfo], None],
     ) -> None:
         self.manifest = manifest
-        self.programs = programs
-        self.drafts = drafts
-        self.buckets = buckets_for(manifest, prefill_chunk) if fill else ()
+        self.stages = stages
+        self.is_draft = is_draft
+        self.buckets = buckets
         self.prefill_chunk = prefill_chunk
-        self.warmed = warmed
+        self.on_warm_up = on_warm_up
         self.cuda_graphs = True
-        """Whether bindings made from now on record their calls on a GPU."""
         self._make_kv_cache = make_kv_cache
 
     def new_kv_cache(self) -> DeviceKVCache:
@@ -63,47 +75,59 @@ class DeviceEngine:
         return binding
 
 
-def engine_pair(
+def make_engines(
     manifest: Manifest,
-    verify: Sequence[Program],
-    draft: Program | None,
+    verify: Sequence[StageRunner],
+    draft: StageRunner | None,
     make_kv_cache: Callable[[], DeviceKVCache],
-    fill: bool,
+    *,
+    pad: bool,
     prefill_chunk: int | None = None,
-    warmed: Callable[[GraphInfo], None] = lambda _: None,
+    on_warm_up: Callable[[GraphInfo], None] = lambda _: None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
-    """The verify engine over its stages and, if there is a program for it, the draft engine; ``warmed`` is told each graph
-    whose calls have run."""
+    """Build the engines of an engine directory from stage runners.
+
+    Args:
+        manifest: Manifest of the engine directory.
+        verify: The stages of verify in order.
+        draft: The draft; None: no draft engine.
+        make_kv_cache: Makes a KV cache for both engines.
+        pad: Whether to pad calls to buckets.
+        prefill_chunk: Tokens of the prompt that one call takes at most. Default: 128, or the slots of the cache if fewer.
+        on_warm_up: See :class:`DeviceEngine`.
+
+    Returns:
+        The verify engine and the draft engine.
+    """
     chunk = prefill_chunk or min(PREFILL_CHUNK, manifest.max_seq_len)
-
-    def engine(programs: Sequence[Program], graphs: Sequence[GraphInfo], drafts: bool) -> DeviceEngine:
-        def tell() -> None:
-            for graph in graphs:
-                warmed(graph)
-
-        return DeviceEngine(manifest, programs, drafts, make_kv_cache, chunk, fill, tell)
-
-    return engine(verify, manifest.verify, False), engine([draft], [manifest.draft], True) if draft else None
+    buckets = buckets_for(manifest, chunk) if pad else ()
+    engine = partial(
+        DeviceEngine, manifest, make_kv_cache=make_kv_cache, buckets=buckets, prefill_chunk=chunk, on_warm_up=on_warm_up
+    )
+    return engine(verify, is_draft=False), engine([draft], is_draft=True) if draft else None
 
 
 class DeviceBinding:
-    """A :class:`DeviceEngine` on one kv_cache. A call is done when it returns."""
+    """A :class:`DeviceEngine` bound to one KV cache. A call is finished when it returns."""
 
     def __init__(self, engine: DeviceEngine, kv_cache: DeviceKVCache) -> None:
         self._engine = engine
         self._kv_cache = kv_cache
-        self._generation = kv_cache.generation
-        self._passes: dict[tuple[int, bool], _Pass] = {}
-        self._chain: _Chain | None = None
-        capture = engine.cuda_graphs and engine.programs[0].place.stream is not None
+        self._version = kv_cache.version
+        self._steps: dict[tuple[int, bool], ForwardStep] = {}
+        self._draft_loop: DraftLoop | None = None
+        capture = engine.cuda_graphs and engine.stages[0].stream.on_gpu
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
     def warm_up(self) -> None:
-        """Run the usual calls once, into slots that hold nothing yet, so that no round has to wait for it. The draft of a
-        chain takes one node a call."""
-        for count in self._engine.buckets[:1] if self._engine.drafts else self._engine.buckets:
+        """Run a chain of each usual node count once, so that no round waits for the preparation.
+
+        The calls write to slots that hold no token yet. A draft engine's chain has one node a call.
+        """
+        for count in self._engine.buckets[:1] if self._engine.is_draft else self._engine.buckets:
             self.forward([0] * count, range(count), 0)
-        self._engine.warmed()
+        for stage in self._engine.stages:
+            self._engine.on_warm_up(stage.graph)
 
     @torch.inference_mode()
     def forward(
@@ -111,225 +135,342 @@ class DeviceBinding:
         tokens: Sequence[int],
         positions: Sequence[int],
         slot: int,
-        base: int = 0,
-        visible: NDArray[np.bool_] | None = None,
+        context_len: int = 0,
+        tree_mask: NDArray[np.bool_] | None = None,
     ) -> StepOutputs:
-        self._refresh()
+        self._drop_stale()
         count = len(tokens)
-        # Nodes filled in behind write to slots that no token owns, if there are so many.
-        rows = next((bucket for bucket in self._engine.buckets if bucket >= count), count)
-        if slot + rows > self._kv_cache.slots:
-            rows = count
-        with self._active():
-            work = self._pass(rows, visible is not None)
-            work.fill(tokens, positions, slot, base, visible)
-            work.launch()
-            return work.outputs(count)
-
-    def _active(self) -> ExitStack:
-        """On every device its stream: memory that is taken within belongs to it."""
-        with ExitStack() as stack:
-            for program in self._engine.programs:
-                stack.enter_context(program.place.active())
-            return stack.pop_all()
-
-    def _refresh(self) -> None:
-        """Forget what is bound to memory that the kv_cache has left."""
-        if self._generation != self._kv_cache.generation:
-            self._generation = self._kv_cache.generation
-            self._passes.clear()
-            self._chain = None
-
-    def _pass(self, rows: int, tree: bool) -> "_Pass":
-        found = self._passes.get((rows, tree))
-        if found is None:
-            engine = self._engine
-            repeated = rows in engine.buckets or (not engine.buckets and rows <= engine.manifest.max_tree_nodes + 1)
-            width = engine.manifest.max_tree_nodes + 1 if tree else 0
-            found = _Pass(engine, self._kv_cache, rows, width, self._pool if repeated else None)
-            if repeated:
-                self._passes[rows, tree] = found
-        return found
+        padded = next((bucket for bucket in self._engine.buckets if bucket >= count), count)
+        # Padding nodes write to the slots behind the last token. At the end of the cache there are none left.
+        if slot + padded > self._kv_cache.slots:
+            padded = count
+        with self._streams():
+            step = self._step(padded, tree_mask is not None)
+            step.set_inputs(tokens, positions, slot, context_len, tree_mask)
+            step.run()
+            return step.outputs(count)
 
     @torch.inference_mode()
     def draft_chain(self, token: int, slot: int, count: int) -> StepOutputs:
-        """As in :class:`eesd.runtime.engine.ChainBinding`."""
-        self._refresh()
-        with self._active():
-            if self._chain is None:
-                self._chain = _Chain(self._engine, self._kv_cache, self._pool)
-            ids, logprobs = self._chain.run(token, slot, count)
+        """See :class:`~eesd.runtime.engines.base.ChainBinding`."""
+        self._drop_stale()
+        with self._streams():
+            if self._draft_loop is None:
+                self._draft_loop = DraftLoop(self._engine, self._kv_cache, self._pool)
+            ids, logprobs = self._draft_loop.run(token, slot, count)
         return StepOutputs(_no_logits, ids, logprobs)
+
+    def _streams(self) -> ExitStack:
+        """Make the engine's stream current on every device, also for memory that is allocated meanwhile."""
+        with ExitStack() as stack:
+            for stage in self._engine.stages:
+                stack.enter_context(stage.stream.activate())
+            return stack.pop_all()
+
+    def _drop_stale(self) -> None:
+        """Drop the calls that are bound to memory that the KV cache no longer uses."""
+        if self._version != self._kv_cache.version:
+            self._version = self._kv_cache.version
+            self._steps.clear()
+            self._draft_loop = None
+
+    def _step(self, count: int, is_tree: bool) -> "ForwardStep":
+        """The call of ``count`` nodes. It is kept, and captured, if this node count is usual."""
+        step = self._steps.get((count, is_tree))
+        if step is None:
+            engine, largest_round = self._engine, self._engine.manifest.max_tree_nodes + 1
+            usual = count in engine.buckets if engine.buckets else count <= largest_round
+            step = ForwardStep(engine, self._kv_cache, count, largest_round if is_tree else 0, self._pool if usual else None)
+            if usual:
+                self._steps[count, is_tree] = step
+        return step
 
 
 def _no_logits() -> NDArray[np.float32]:
-    raise AssertionError("a chain drafted ahead keeps no logits")
+    raise AssertionError("draft_chain returns no logits")
 
 
-def _caches(program: Program, kv_cache: DeviceKVCache) -> list[KV]:
-    caches = (kv_cache.cache(index) for index in program.caches)
-    return [(keys, values) for keys, values in caches]
+Buffer = TypeVar("Buffer", Tensor, NDArray[np.int64])
+
+
+class InputViews(NamedTuple, Generic[Buffer]):
+    """The inputs of a call as views of one int64 buffer, which is copied to the device in one piece.
+
+    Attributes:
+        tokens: [n].
+        positions: [n].
+        slot: Slot of the first node, [1].
+        context_len: See :meth:`~eesd.runtime.engines.base.Binding.forward`; [1].
+        tree_mask: 1 where a node sees a slot, else 0; [n, width].
+    """
+
+    tokens: Buffer
+    positions: Buffer
+    slot: Buffer
+    context_len: Buffer
+    tree_mask: Buffer
+
+
+def _buffer_size(count: int, width: int) -> int:
+    return 2 * _aligned(count) + STRIDE + count * width
+
+
+def _input_views(buffer: Buffer, count: int, width: int) -> InputViews[Buffer]:
+    """The inputs of ``count`` nodes in a buffer of :func:`_buffer_size` elements."""
+    positions, slot = _aligned(count), 2 * _aligned(count)
+    return InputViews(
+        buffer[:count],
+        buffer[positions : positions + count],
+        buffer[slot : slot + 1],
+        buffer[slot + 1 : slot + 2],
+        buffer[slot + STRIDE :].reshape(count, width),
+    )
 
 
 def _aligned(count: int) -> int:
-    return -(-count // ALIGNED) * ALIGNED
+    return -(-count // STRIDE) * STRIDE
 
 
-def _sections(numbers: Tensor, count: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Parts of a call's numbers: tokens [n], positions [n], slot [1], base [1], and what a tree's nodes see [n, width]."""
-    step = _aligned(count)
-    slot = 2 * step
-    visible = numbers[slot + ALIGNED :].view(count, width) if width else numbers[:0]
-    return numbers[:count], numbers[step : step + count], numbers[slot : slot + 1], numbers[slot + 1 : slot + 2], visible
+class AttentionMask:
+    """The additive attention mask [1, 1, n, S] of a call, computed on the device."""
+
+    def __init__(self, mask: Tensor, slot: Tensor, context_len: Tensor | None = None, tree_mask: Tensor | None = None) -> None:
+        """All tensors are on the device.
+
+        Args:
+            mask: The mask to write, [1, 1, n, S].
+            slot: Slot of the first node, [1]; a chain's mask depends on it alone.
+            context_len: For a tree: every node sees the slots below it, [1].
+            tree_mask: For a tree: 1 where a node sees a slot from ``context_len`` on, [n, width]. Columns without a node are 0.
+        """
+        self._mask, self._slot, self._context_len, self._tree_mask = mask[0, 0], slot, context_len, tree_mask
+        count, slots = self._mask.shape
+        self._slots = torch.arange(slots, device=mask.device)
+        self._rows = torch.arange(count, device=mask.device)[:, None]
+
+    def update(self) -> None:
+        """Compute the mask from the present values of the other tensors."""
+        if self._tree_mask is None or self._context_len is None:
+            hidden = self._slots > self._rows + self._slot
+        else:
+            column = self._slots - self._context_len
+            width = self._tree_mask.shape[1]
+            hidden = (self._tree_mask[:, column.clamp(0, width - 1)] == 0) | (column >= width)
+            hidden &= column >= 0
+        self._mask.copy_(hidden)
+        self._mask.mul_(MASKED)
 
 
-class _Stage:
-    """One stage's part of a pass: numbers to the device, mask, run."""
+class CapturedGraph:
+    """Work on a device that is captured in a CUDA graph and replayed. Without a pool it simply runs each time."""
+
+    def __init__(self, body: Callable[[], None], stream: DeviceStream, pool: Any) -> None:
+        """Wrap work that is not captured yet.
+
+        Args:
+            body: Does the work.
+            stream: Where it is done.
+            pool: Memory pool that the CUDA graph shares with others. None: do not capture.
+        """
+        self._body = body
+        self._stream = stream
+        self._pool = pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def needs_capture(self) -> bool:
+        return self._pool is not None and self._graph is None
+
+    def capture(self) -> None:
+        """Run the work once, because libraries initialize themselves in their first call, and then capture it."""
+        self._body()
+        self._stream.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of the process may use the GPU meanwhile without breaking the capture.
+        with torch.cuda.graph(self._graph, self._pool, self._stream.cuda_stream, capture_error_mode="thread_local"):
+            self._body()
+
+    def __call__(self) -> None:
+        if self._graph is None:
+            self._body()
+        else:
+            self._graph.replay()
+
+
+def _caches(stage: StageRunner, kv_cache: DeviceKVCache) -> list[KV]:
+    layers = (kv_cache.layer(index) for index in stage.graph.caches)
+    return [(keys, values) for keys, values in layers]
+
+
+class _StageStep:
+    """One stage's part of a :class:`ForwardStep`: copy the inputs to the device, compute the mask, run the graph."""
 
     def __init__(
-        self, program: Program, kv_cache: DeviceKVCache, numbers: Tensor, shape: tuple[int, int], x: Tensor | None
+        self, stage: StageRunner, kv_cache: DeviceKVCache, host_inputs: Tensor, count: int, width: int, hidden: Tensor | None
     ) -> None:
-        """``numbers`` (pinned) is laid out as in :func:`_sections`. Without an ``x`` of its own the stage takes the tokens."""
-        (count, width), device = shape, program.place.device
-        self.program = program
-        self._host, self._numbers = numbers, torch.zeros_like(numbers, device=device)
-        tokens, positions, slot, base, visible = _sections(self._numbers, count, width)
-        mask = torch.zeros((1, 1, count, kv_cache.slots), dtype=kv_cache.parts[0].dtype, device=device)
-        self._mask = Mask(mask, slot, base, visible if width else None)
-        self.x = tokens[None] if x is None else x
-        self._run = program.prepare(Call(self.x, positions[None], slot, mask, _caches(program, kv_cache)))
+        """Prepare the stage.
+
+        Args:
+            stage: The stage.
+            kv_cache: The KV cache.
+            host_inputs: Inputs in host memory, laid out as in :func:`_input_views`.
+            count: n.
+            width: Columns of the tree mask; 0: a chain.
+            hidden: Memory for the previous stage's hidden state [1, n, hidden]; None: this stage takes the tokens.
+        """
+        device = stage.stream.device
+        self.stage = stage
+        self._host_inputs, self._device_inputs = host_inputs, torch.zeros_like(host_inputs, device=device)
+        views = _input_views(self._device_inputs, count, width)
+        mask = torch.zeros((1, 1, count, kv_cache.slots), dtype=kv_cache.shards[0].dtype, device=device)
+        self._mask = AttentionMask(mask, views.slot, views.context_len, views.tree_mask if width else None)
+        self.x = views.tokens[None] if hidden is None else hidden
+        self._call = stage.prepare(StepInputs(self.x, views.positions[None], views.slot, mask, _caches(stage, kv_cache)))
         self.results: list[Tensor] = []
 
     def body(self) -> None:
-        self._numbers.copy_(self._host, non_blocking=True)
-        self._mask.fill()
-        self.results = self._run()
+        self._device_inputs.copy_(self._host_inputs, non_blocking=True)
+        self._mask.update()
+        self.results = self._call()
 
 
-class _Pass:
-    """A call of one node count through all stages."""
+class ForwardStep:
+    """A forward call of one node count through all stages of an engine."""
 
     def __init__(self, engine: DeviceEngine, kv_cache: DeviceKVCache, count: int, width: int, pool: object) -> None:
-        """``width`` columns say what the nodes of a tree see; 0 for a chain."""
-        self._count, manifest = count, engine.manifest
-        pinned = engine.programs[0].place.stream is not None
-        size = 2 * _aligned(count) + ALIGNED + count * width
-        self._numbers = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
-        self._sections = [section.numpy() for section in _sections(self._numbers, count, width)]
-        self._stages: list[_Stage] = []
-        for program in engine.programs:
-            x = None
+        """Prepare the call.
+
+        Args:
+            engine: The engine.
+            kv_cache: The KV cache.
+            count: n, padding included.
+            width: Columns of the tree mask; 0: a chain.
+            pool: Memory pool for CUDA graphs; None: do not capture.
+        """
+        manifest, pinned = engine.manifest, engine.stages[0].stream.on_gpu
+        self._count, self._is_draft = count, engine.is_draft
+        host_inputs = torch.zeros(_buffer_size(count, width), dtype=torch.int64, pin_memory=pinned)
+        self._inputs = _input_views(host_inputs.numpy(), count, width)
+        self._stages: list[_StageStep] = []
+        for stage in engine.stages:
+            hidden = None
             if self._stages:
                 shape = (1, count, manifest.geometry.hidden_size)
-                x = torch.zeros(shape, dtype=kv_cache.parts[0].dtype, device=program.place.device)
-            self._stages.append(_Stage(program, kv_cache, self._numbers, (count, width), x))
-        found = (2, count, manifest.draft_top_k) if engine.drafts else (1, count, 1)
-        self._results = torch.zeros(found, dtype=torch.float32, pin_memory=pinned)
-        bodies = [*(stage.body for stage in self._stages[:-1]), self._last]
-        self._work = [
-            Repeated(body, stage.program.place, pool if stage.program.capturable else None)
-            for body, stage in zip(bodies, self._stages, strict=True)
+                hidden = torch.zeros(shape, dtype=kv_cache.shards[0].dtype, device=stage.stream.device)
+            self._stages.append(_StageStep(stage, kv_cache, host_inputs, count, width, hidden))
+        shape = (2, count, manifest.draft_top_k) if engine.is_draft else (1, count, 1)
+        self._host_results = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
+        bodies = [*(step.body for step in self._stages[:-1]), self._last_body]
+        self._graphs = [
+            CapturedGraph(body, step.stage.stream, pool if step.stage.capturable else None)
+            for body, step in zip(bodies, self._stages, strict=True)
         ]
 
-    def _last(self) -> None:
-        """The last stage, and its results to the host."""
+    def _last_body(self) -> None:
+        """Run the last stage, and copy its results to the host."""
         self._stages[-1].body()
-        self._results.copy_(pack(self._stages[-1].results), non_blocking=True)
+        self._host_results.copy_(pack_results(self._stages[-1].results), non_blocking=True)
 
-    def fill(
+    def set_inputs(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
         slot: int,
-        base: int,
-        visible: NDArray[np.bool_] | None,
+        context_len: int,
+        tree_mask: NDArray[np.bool_] | None,
     ) -> None:
-        all_tokens, all_positions, its_slot, its_base, seen = self._sections
-        given = len(tokens)
-        all_tokens[:given], all_tokens[given:] = tokens, 0
-        all_positions[:given] = positions
-        # Behind the last they count up, within the rotary tables because a slot is there for each.
-        all_positions[given:] = range(slot + given, slot + self._count)
-        its_slot[0], its_base[0] = slot, base
-        if visible is not None:
-            seen[:] = 0
-            seen[:given, : visible.shape[1]] = visible
+        """Write the inputs of up to n nodes; see :meth:`~eesd.runtime.engines.base.Binding.forward`."""
+        inputs, given = self._inputs, len(tokens)
+        inputs.tokens[:given], inputs.tokens[given:] = tokens, 0
+        inputs.positions[:given] = positions
+        # Positions of padding nodes must be within the rotary tables. Their slots are, because the cache has room for them.
+        inputs.positions[given:] = range(slot + given, slot + self._count)
+        inputs.slot[0], inputs.context_len[0] = slot, context_len
+        if tree_mask is not None:
+            inputs.tree_mask[:] = 0
+            inputs.tree_mask[:given, : tree_mask.shape[1]] = tree_mask
 
-    def launch(self) -> None:
-        before: _Stage | None = None
-        for stage, work in zip(self._stages, self._work, strict=True):
-            with stage.program.place.active():
-                if before is not None:
-                    stage.x.copy_(before.results[0], non_blocking=True)
-                if not work.prepared:
-                    work.prepare()
-                work()
-            before = stage
-        self._stages[-1].program.place.wait()
+    def run(self) -> None:
+        """Run all stages, and wait for the results."""
+        previous: _StageStep | None = None
+        for step, graph in zip(self._stages, self._graphs, strict=True):
+            with step.stage.stream.activate():
+                if previous is not None:
+                    step.x.copy_(previous.results[0], non_blocking=True)
+                if graph.needs_capture:
+                    graph.capture()
+                graph()
+            previous = step
+        self._stages[-1].stage.stream.synchronize()
 
     def outputs(self, count: int) -> StepOutputs:
-        """Results of the first ``count`` nodes."""
+        """The results of the first ``count`` nodes."""
         logits = self._stages[-1].results[0]
-        packed = self._results[:, :count].numpy()
-        if len(packed) == 1:
-            return StepOutputs(lambda: to_host(logits[0, :count]), best=packed[0, :, 0].astype(np.int64))
-        return StepOutputs(lambda: to_host(logits[0, :count]), packed[0].astype(np.int64), packed[1])
+        results = self._host_results[:, :count].numpy()
+        if self._is_draft:
+            return StepOutputs(lambda: fetch(logits[0, :count]), results[0].astype(np.int64), results[1])
+        return StepOutputs(lambda: fetch(logits[0, :count]), argmax_ids=results[0, :, 0].astype(np.int64))
 
 
-class _Chain:
-    """Single-node draft passes, each fed by the one before on the device; the host looks at the end."""
+class DraftLoop:
+    """Draft steps of one node, where each takes its token from the step before it on the device. The host waits once."""
 
     def __init__(self, engine: DeviceEngine, kv_cache: DeviceKVCache, pool: object) -> None:
-        (program,), manifest = engine.programs, engine.manifest
-        self._place, device = program.place, program.place.device
-        pinned = self._place.stream is not None
-        self._host = torch.zeros((4, ALIGNED), dtype=torch.int64, pin_memory=pinned)
-        self._numbers = torch.zeros_like(self._host, device=device)
-        """Token, position, slot, and the number of the step, each at the beginning of a row."""
-        token, position, slot, self._step = self._numbers[:, :1].unbind()
-        mask = torch.zeros((1, 1, 1, kv_cache.slots), dtype=kv_cache.parts[0].dtype, device=device)
-        self._mask = Mask(mask, slot)
-        self._token, self._counters = token, self._numbers[1:, 0]
-        self._run = program.prepare(Call(token[None], position[None], slot, mask, _caches(program, kv_cache)))
+        """Prepare the step; ``pool`` is the memory pool for its CUDA graph, None: do not capture."""
+        (stage,), manifest = engine.stages, engine.manifest
+        self._stream, device = stage.stream, stage.stream.device
+        pinned = stage.stream.on_gpu
+        # Token, position, slot and number of the step, each at the beginning of a row.
+        self._host_inputs = torch.zeros((4, STRIDE), dtype=torch.int64, pin_memory=pinned)
+        self._device_inputs = torch.zeros_like(self._host_inputs, device=device)
+        self._token, position, slot, self._step = self._device_inputs[:, :1].unbind()
+        self._counters = self._device_inputs[1:, 0]
+        mask = torch.zeros((1, 1, 1, kv_cache.slots), dtype=kv_cache.shards[0].dtype, device=device)
+        self._mask = AttentionMask(mask, slot)
+        self._call = stage.prepare(StepInputs(self._token[None], position[None], slot, mask, _caches(stage, kv_cache)))
         shape = (manifest.max_tree_nodes, 2, 1, manifest.draft_top_k)
-        self._found = torch.zeros(shape, device=device)
-        self._found_host = torch.zeros(shape, pin_memory=pinned)
-        self._work = Repeated(self._body, self._place, pool if program.capturable else None)
+        self._results = torch.zeros(shape, device=device)
+        self._host_results = torch.zeros(shape, pin_memory=pinned)
+        self._graph = CapturedGraph(self._body, self._stream, pool if stage.capturable else None)
 
     def _body(self) -> None:
-        self._mask.fill()
-        results = self._run()
-        self._found.index_copy_(0, self._step, pack(results)[None])
+        self._mask.update()
+        results = self._call()
+        self._results.index_copy_(0, self._step, pack_results(results)[None])
         self._token.copy_(results[1][0, :, 0])
         self._counters.add_(1)
 
     def run(self, token: int, slot: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Ids and log-probabilities of the steps, each [count, K]."""
-        self._host.numpy()[:, 0] = token, slot, slot, 0
-        self._numbers.copy_(self._host, non_blocking=True)
-        if not self._work.prepared:
-            self._work.prepare()
-            self._numbers.copy_(self._host, non_blocking=True)
+        """Run ``count`` steps behind ``token``. Returns the ids and the log-probabilities of each step, [count, K]."""
+        self._host_inputs.numpy()[:, 0] = token, slot, slot, 0
+        self._device_inputs.copy_(self._host_inputs, non_blocking=True)
+        if self._graph.needs_capture:
+            self._graph.capture()
+            self._device_inputs.copy_(self._host_inputs, non_blocking=True)  # capture() ran a step
         for _ in range(count):
-            self._work()
-        self._found_host[:count].copy_(self._found[:count], non_blocking=True)
-        self._place.wait()
-        found = self._found_host[:count, :, 0].numpy()
-        return found[:, 0].astype(np.int64), found[:, 1].copy()
+            self._graph()
+        self._host_results[:count].copy_(self._results[:count], non_blocking=True)
+        self._stream.synchronize()
+        results = self._host_results[:count, :, 0].numpy()
+        return results[:, 0].astype(np.int64), results[:, 1].copy()
 
 
-def pack(results: Sequence[Tensor]) -> Tensor:
-    """What the host wants to know first, as one float32 tensor, which holds every id below 2^24 exactly.
+def pack_results(results: Sequence[Tensor]) -> Tensor:
+    """The results that the host always needs, as one float32 tensor; float32 holds every id below 2^24 exactly.
 
-    Of a draft its candidates, ids over log-probabilities [2, n, K]; of verify the likeliest tokens [1, n, 1].
+    Args:
+        results: Results of a :data:`~eesd.runtime.engines.device.PreparedCall`.
+
+    Returns:
+        For a draft, ids and log-probabilities of the candidates [2, n, K]; for verify, the most likely tokens [1, n, 1].
     """
     if len(results) == 1:
         return results[0].argmax(-1, keepdim=True).float()
     return torch.cat((results[1].float(), results[2]))
 
 
-def to_host(tensor: Tensor) -> NDArray[np.float32]:
-    """A float32 tensor of the current stream as an array; on the CPU a view."""
+def fetch(tensor: Tensor) -> NDArray[np.float32]:
+    """Copy a float32 tensor of the current stream to the host; on the CPU the array is a view."""
     if tensor.device.type == "cuda":
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU: caches bound in place, everything else in buffers that are bound once for each node count."""
+"""ONNX Runtime on the CPU. Caches and all other inputs and outputs are bound once for each node count, and updated in place."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,35 +14,48 @@ from eesd.common.manifest import MASKED, PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.runtime.engines.base import KVCache, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
 
-CPU = ["CPUExecutionProvider"]
-TYPES = {
+CPU_PROVIDERS = ["CPUExecutionProvider"]
+ORT_TYPES = {
     "tensor(float)": "float32",
     "tensor(int64)": "int64",
     "tensor(float16)": "float16",
     "tensor(bfloat16)": "bfloat16",
 }
+"""Element types by ONNX Runtime's names."""
 FLOAT32_ACTIVATIONS = "1"
-"""Accuracy level of MatMulNBits. With level 4 activations become int8 on the way, where the last bit of one may turn a whole
-level of it: a pass over several nodes then differs from a pass over one by 0.1 in a logit, and drafting changes tokens."""
+"""Accuracy level of MatMulNBits. Level 4 rounds activations to int8, where a difference in the last bit of a float can become a
+whole int8 step. A pass over several nodes then differs from a pass over one node by 0.1 in a logit, and drafting changes
+tokens."""
 
 
 class OrtEngine:
-    """One graph of an engine directory, or the stages of one in order, each in an ONNX Runtime session.
+    """A graph of an engine directory, or its stages in order, each in an ONNX Runtime session.
 
-    Its threads spin within a call, where they wait for one another hundreds of times, and stop at its end: draft and verify
-    alternate, and a pool that goes on spinning takes the cores from the other's.
+    The threads of a session spin during a call, in which they wait for each other hundreds of times, and stop spinning at its
+    end. Draft and verify alternate: a thread pool that went on spinning would take the cores from the other engine's pool.
     """
 
     prefill_chunk = PREFILL_CHUNK
 
     def __init__(self, directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], threads: int) -> None:
+        """Load the stages.
+
+        Args:
+            directory: Engine directory.
+            manifest: Its manifest.
+            stages: The stages of verify, or the draft graph.
+            threads: CPU threads of each session.
+
+        Raises:
+            EESDError: The graphs are not float32, or ONNX Runtime cannot load them.
+        """
         if manifest.dtype != "float32":
             raise EESDError(
-                f"{directory} holds {manifest.dtype} engines, ONNX Runtime on the CPU runs float32: "
-                "export with --dtype float32, or run them as they are with --backend torch."
+                f"{directory} holds {manifest.dtype} engines, and ONNX Runtime on the CPU runs float32 only: "
+                "export with --dtype float32, or run this directory with --backend torch."
             )
         self.manifest = manifest
-        self.stages = [(graph, load_session(directory, manifest, graph, threads, CPU)) for graph in stages]
+        self.stages = [(graph, load_session(directory, manifest, graph, threads, CPU_PROVIDERS)) for graph in stages]
 
     def new_kv_cache(self) -> HostKVCache:
         return HostKVCache(self.manifest)
@@ -53,7 +66,19 @@ class OrtEngine:
 
 
 def load_session(directory: Path, manifest: Manifest, graph: GraphInfo, threads: int, providers: Sequence[Any]) -> Any:
-    """The session of a graph file, which must have the tensors that the manifest says: buffers are bound by that."""
+    """Load a graph into an ONNX Runtime session.
+
+    Args:
+        directory: Engine directory.
+        manifest: Its manifest.
+        graph: The graph.
+        threads: CPU threads of the session.
+        providers: Execution providers.
+
+    Raises:
+        EESDError: The graph cannot be loaded, or has other inputs and outputs than the manifest says. Buffers are bound by what
+            the manifest says.
+    """
     path = directory / graph.file
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -61,29 +86,36 @@ def load_session(directory: Path, manifest: Manifest, graph: GraphInfo, threads:
     options.log_severity_level = 3
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", FLOAT32_ACTIVATIONS)
-    if providers == CPU and manifest.quantization is not None and manifest.quantization.weights == "int8":
-        # With float32 activations MatMulNBits has a kernel for int4 only; int8 weights become float32 at load.
+    if providers == CPU_PROVIDERS and manifest.quantization is not None and manifest.quantization.weights == "int8":
+        # With float32 activations, MatMulNBits has an int4 kernel only. Without it, int8 weights become float32 at load time.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     try:
         session = ort.InferenceSession(str(path), options, providers=providers)
-    except Exception as error:  # its exceptions share no base class
+    except Exception as error:  # ONNX Runtime's exceptions have no common base class
         reason = str(error).splitlines()[0][:200]
         raise EESDError(f"ONNX Runtime cannot load {path} ({reason}); export again.") from None
-    found = [(t.name, tuple(t.shape), TYPES.get(t.type)) for t in (*session.get_inputs(), *session.get_outputs())]
+    found = [(t.name, tuple(t.shape), ORT_TYPES.get(t.type)) for t in (*session.get_inputs(), *session.get_outputs())]
     if found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
         raise EESDError(f"{path} is not the graph that the manifest describes; export again.")
     return session
 
 
 @dataclass
-class _Bound:
-    """The buffers for one node count, and the binding of each stage that points at them and at the kv_cache.
+class _BoundCall:
+    """The buffers of a call of n nodes, and the I/O bindings that point at them.
 
-    ``passed`` holds what each stage gives: hidden states, which the next one reads where they are, and at last the logits.
+    Attributes:
+        io_bindings: The I/O binding of each stage.
+        stage_outputs: The first output of each stage: hidden states, which the next stage reads in place, and the logits. An
+            I/O binding does not keep its buffers alive.
+        input_ids, position_ids: [1, n].
+        write_indices: [1].
+        mask: Additive attention mask [n, S].
+        outputs: Views of the last stage's outputs.
     """
 
-    ios: list[Any]
-    passed: list[NDArray[Any]]
+    io_bindings: list[Any]
+    stage_outputs: list[NDArray[Any]]
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     write_indices: NDArray[np.int64]
@@ -92,17 +124,17 @@ class _Bound:
 
 
 class OrtBinding:
-    """An :class:`OrtEngine` on one kv_cache.
+    """An :class:`OrtEngine` bound to one KV cache.
 
-    Buffers are bound when a node count first occurs and kept until the kv_cache grows; those of prefill chunks, whose counts
-    are many and whose logits are large, are not kept.
+    A call is bound when its node count first occurs and kept until the KV cache grows. Calls larger than a round, which only
+    prefill makes, are not kept: they have many node counts and large logits.
     """
 
     def __init__(self, engine: OrtEngine, kv_cache: HostKVCache) -> None:
         self._engine = engine
         self._kv_cache = kv_cache
-        self._generation = kv_cache.generation
-        self._bound: dict[int, _Bound] = {}
+        self._version = kv_cache.version
+        self._calls: dict[int, _BoundCall] = {}
         self._slots = np.arange(kv_cache.slots)
 
     def forward(
@@ -110,68 +142,67 @@ class OrtBinding:
         tokens: Sequence[int],
         positions: Sequence[int],
         slot: int,
-        base: int = 0,
-        visible: NDArray[np.bool_] | None = None,
+        context_len: int = 0,
+        tree_mask: NDArray[np.bool_] | None = None,
     ) -> StepOutputs:
-        if self._generation != self._kv_cache.generation:
-            self._generation = self._kv_cache.generation
-            self._bound.clear()
+        if self._version != self._kv_cache.version:
+            self._version = self._kv_cache.version
+            self._calls.clear()
             self._slots = np.arange(self._kv_cache.slots)
         count = len(tokens)
-        bound = self._bound.get(count)
-        if bound is None:
-            bound = self._bind(count)
+        call = self._calls.get(count)
+        if call is None:
+            call = self._bind(count)
             if count <= self._engine.manifest.max_tree_nodes + 1:
-                self._bound[count] = bound
-        bound.input_ids[0] = tokens
-        bound.position_ids[0] = positions
-        bound.write_indices[0] = slot
-        if visible is None:
-            np.multiply(self._slots > np.arange(slot, slot + count)[:, None], MASKED, out=bound.mask)
+                self._calls[count] = call
+        call.input_ids[0] = tokens
+        call.position_ids[0] = positions
+        call.write_indices[0] = slot
+        if tree_mask is None:
+            np.multiply(self._slots > np.arange(slot, slot + count)[:, None], MASKED, out=call.mask)
         else:
-            bound.mask.fill(MASKED)
-            bound.mask[:, :base] = 0
-            bound.mask[:, base : base + visible.shape[1]] = np.where(visible, np.float32(0), np.float32(MASKED))
-        self._run(bound)
-        return bound.outputs
+            call.mask.fill(MASKED)
+            call.mask[:, :context_len] = 0
+            end = context_len + tree_mask.shape[1]
+            call.mask[:, context_len:end] = np.where(tree_mask, np.float32(0), np.float32(MASKED))
+        self._run(call)
+        return call.outputs
 
     def run_again(self, count: int) -> None:
-        """The raw sessions' calls of the last ``forward`` over ``count`` nodes, and nothing around them: for measuring."""
-        self._run(self._bound[count])
+        """Repeat the session calls of the last ``forward`` over ``count`` nodes without the code around them, to time them."""
+        self._run(self._calls[count])
 
-    def _run(self, bound: _Bound) -> None:
-        for (_, session), io in zip(self._engine.stages, bound.ios, strict=True):
-            session.run_with_iobinding(io)
+    def _run(self, call: _BoundCall) -> None:
+        for (_, session), io_binding in zip(self._engine.stages, call.io_bindings, strict=True):
+            session.run_with_iobinding(io_binding)
 
-    def _bind(self, count: int) -> _Bound:
-        """Bind every stage to the same inputs, to its caches, and to the hidden state that the stage before it writes."""
+    def _bind(self, count: int) -> _BoundCall:
+        """Bind every stage to the shared inputs, its layer caches, and the hidden state of the previous stage."""
         ids, positions = np.zeros((1, count), np.int64), np.zeros((1, count), np.int64)
         slot = np.zeros(1, np.int64)
         mask = np.zeros((1, 1, count, self._kv_cache.slots), np.float32)
         shared: dict[str, NDArray[Any]] = {"position_ids": positions, "write_indices": slot, "attn_mask": mask}
         x: NDArray[Any] = ids
-        ios, passed = [], []
+        io_bindings, stage_outputs = [], []
         for graph, session in self._engine.stages:
-            io = session.io_binding()
+            io_binding = session.io_binding()
             for name, array in {graph.inputs[0].name: x, **shared}.items():
-                io.bind_input(name, *_place(array))
+                io_binding.bind_input(name, *_buffer(array))
             for index in graph.caches:
-                for part, name in enumerate(("key", "value")):
-                    place = _place(self._kv_cache.cache(index)[part])
-                    io.bind_input(f"{name}_{index}", *place)
-                    io.bind_output(f"{name}_{index}_out", *place)
-            infos = graph.results
-            results = [np.zeros((1, count, int(info.shape[2])), info.dtype) for info in infos]
-            for info, result in zip(infos, results, strict=True):
-                io.bind_output(info.name, *_place(result))
+                for kind, cache in zip(("key", "value"), self._kv_cache.layer(index), strict=True):
+                    io_binding.bind_input(f"{kind}_{index}", *_buffer(cache))
+                    io_binding.bind_output(f"{kind}_{index}_out", *_buffer(cache))
+            results = [np.zeros((1, count, int(info.shape[2])), info.dtype) for info in graph.results]
+            for info, result in zip(graph.results, results, strict=True):
+                io_binding.bind_output(info.name, *_buffer(result))
             x = results[0]
-            ios.append(io)
-            passed.append(x)
+            io_bindings.append(io_binding)
+            stage_outputs.append(x)
         assert x.shape[2] == self._engine.manifest.geometry.vocab_size
         topk = [result[0] for result in results[1:]] or [None, None]
-        return _Bound(ios, passed, ids, positions, slot, mask[0, 0], StepOutputs(x[0], *topk))
+        return _BoundCall(io_bindings, stage_outputs, ids, positions, slot, mask[0, 0], StepOutputs(x[0], *topk))
 
 
-def _place(array: NDArray[Any]) -> tuple[Any, ...]:
-    """Where and what an array is, in ONNX Runtime's words."""
+def _buffer(array: NDArray[Any]) -> tuple[Any, ...]:
+    """The arguments that ``bind_input`` and ``bind_output`` take for an array."""
     return "cpu", 0, array.dtype.type, array.shape, array.ctypes.data

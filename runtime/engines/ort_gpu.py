@@ -1,6 +1,6 @@
-"""ONNX Runtime over memory on a GPU (its CUDA provider): the graphs as they were exported, without a plan to build.
+"""ONNX Runtime's CUDA provider: runs the exported graphs on a GPU, without plans to build.
 
-Calls are not recorded as CUDA graphs, because ONNX Runtime copies some shapes to the host on its way.
+Calls are not captured in CUDA graphs, because ONNX Runtime copies some shapes to the host during a call.
 """
 
 from functools import partial
@@ -12,67 +12,84 @@ import torch
 from torch import Tensor
 
 from eesd.common.manifest import GraphInfo, Manifest
-from eesd.runtime.engines.device import Call, DeviceKVCache, Place, Run, device_streams, empty_results, named_tensors
-from eesd.runtime.engines.device_engine import DeviceEngine, engine_pair
-from eesd.runtime.engines.ort_cpu import CPU, load_session
+from eesd.runtime.engines.device import (
+    DeviceKVCache,
+    DeviceStream,
+    PreparedCall,
+    StepInputs,
+    allocate_results,
+    device_streams,
+    tensors_by_name,
+)
+from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
+from eesd.runtime.engines.ort_cpu import CPU_PROVIDERS, load_session
 
-ELEMENT = {torch.float32: 1, torch.int64: 7, torch.float16: 10, torch.bfloat16: 16}
-"""ONNX's numbers for element types: NumPy has no bfloat16."""
+ONNX_TYPES = {torch.float32: 1, torch.int64: 7, torch.float16: 10, torch.bfloat16: 16}
+"""Numbers of the element types in ``TensorProto.DataType``. NumPy types do not do, because NumPy has no bfloat16."""
 
 
 class OrtStageRunner:
-    """A session at a place."""
+    """A graph in an ONNX Runtime session."""
 
     capturable = False
 
-    def __init__(self, session: Any, graph: GraphInfo, place: Place) -> None:
-        self.place = place
-        self.caches = graph.caches
+    def __init__(self, session: Any, graph: GraphInfo, stream: DeviceStream) -> None:
+        self.graph = graph
+        self.stream = stream
         self._session = session
-        self._graph = graph
         self._options = ort.RunOptions()
-        # The pass waits for its stream by itself, once.
+        # The engine waits for the stream itself, once for all stages.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
-    def prepare(self, call: Call) -> Run:
-        io = self._session.io_binding()
-        results = empty_results(self._graph, call)
-        inputs, outputs = named_tensors(self._graph, call, results)
-        for name, tensor in inputs.items():
-            io.bind_input(name, *_where(tensor))
+    def prepare(self, inputs: StepInputs) -> PreparedCall:
+        io_binding = self._session.io_binding()
+        results = allocate_results(self.graph, inputs)
+        named, outputs = tensors_by_name(self.graph, inputs, results)
+        for name, tensor in named.items():
+            io_binding.bind_input(name, *_buffer(tensor))
         for name, tensor in outputs.items():
-            io.bind_output(name, *_where(tensor))
+            io_binding.bind_output(name, *_buffer(tensor))
 
         def run() -> list[Tensor]:
-            self._session.run_with_iobinding(io, self._options)
+            self._session.run_with_iobinding(io_binding, self._options)
             return results
 
         return run
 
 
-def _where(tensor: Tensor) -> tuple[Any, ...]:
-    """Where and what a tensor is, in ONNX Runtime's words."""
+def _buffer(tensor: Tensor) -> tuple[Any, ...]:
+    """The arguments that ``bind_input`` and ``bind_output`` take for a tensor."""
     device = tensor.device
-    return device.type, device.index or 0, ELEMENT[tensor.dtype], list(tensor.shape), tensor.data_ptr()
+    return device.type, device.index or 0, ONNX_TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr()
 
 
-def open_ort_device(
+def open_ort_gpu(
     directory: Path, manifest: Manifest, threads: int, draft: bool, device: str | None = None
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
-    """Verify and (if wanted) draft, each stage of verify on a GPU of its own if there are so many."""
-    places = device_streams(len(manifest.verify), device)
-    on_cpu = places[0].stream is None
+    """Load the engines of a directory.
 
-    def program(graph: GraphInfo, place: Place) -> OrtStageRunner:
-        return OrtStageRunner(load_session(directory, manifest, graph, threads, _providers(place)), graph, place)
+    Args:
+        directory: Engine directory.
+        manifest: Its manifest.
+        threads: CPU threads of each session.
+        draft: Whether to load the draft engine.
+        device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
 
-    verify = [program(graph, place) for graph, place in zip(manifest.verify, places, strict=True)]
-    make_kv_cache = partial(DeviceKVCache, manifest, places, grow=on_cpu)
-    drafter = program(manifest.draft, places[0]) if draft else None
-    return engine_pair(manifest, verify, drafter, make_kv_cache, fill=not on_cpu)
+    Returns:
+        The verify engine and the draft engine.
+    """
+    streams = device_streams(len(manifest.verify), device)
+
+    def load(graph: GraphInfo, stream: DeviceStream) -> OrtStageRunner:
+        return OrtStageRunner(load_session(directory, manifest, graph, threads, _providers(stream)), graph, stream)
+
+    verify = [load(graph, stream) for graph, stream in zip(manifest.verify, streams, strict=True)]
+    on_gpu = streams[0].on_gpu
+    make_kv_cache = partial(DeviceKVCache, manifest, streams, grow=not on_gpu)
+    return make_engines(manifest, verify, load(manifest.draft, streams[0]) if draft else None, make_kv_cache, pad=on_gpu)
 
 
-def _providers(place: Place) -> list[Any]:
-    if place.stream is None:
-        return CPU
-    return [("CUDAExecutionProvider", {"device_id": place.device.index, "user_compute_stream": str(place.handle)})]
+def _providers(stream: DeviceStream) -> list[Any]:
+    if not stream.on_gpu:
+        return CPU_PROVIDERS
+    return [("CUDAExecutionProvider", {"device_id": stream.device.index, "user_compute_stream": str(stream.handle)})]

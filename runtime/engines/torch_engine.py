@@ -1,35 +1,36 @@
-"""The plain torch engine: the modules of ``model/`` themselves, on the CPU or on GPUs, in the engine directory's own type."""
+"""The torch engine: runs the modules of ``model/`` on the CPU or on GPUs, in the engine directory's own element type."""
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from torch import Tensor, set_num_threads
 
-from eesd.common.manifest import Manifest
+from eesd.common.manifest import GraphInfo, Manifest
 from eesd.model.decoder import Inputs
 from eesd.model.graphs import Draft, Verify
-from eesd.runtime.engines.device import Call, DeviceKVCache, Place, Run, device_streams
-from eesd.runtime.engines.device_engine import DeviceEngine, engine_pair
+from eesd.runtime.engines.device import DeviceKVCache, DeviceStream, PreparedCall, StepInputs, device_streams
+from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
 from eesd.runtime.engines.torch_weights import load_modules
 
 
 class TorchStageRunner:
-    """A module with its weights at a place, and the rotary tables [S, D/2] there."""
+    """A torch module with its weights and rotary tables [S, D/2] on a device."""
 
     capturable = True
 
-    def __init__(self, module: Draft | Verify, caches: Sequence[int], tables: tuple[Tensor, Tensor], place: Place) -> None:
+    def __init__(
+        self, module: Draft | Verify, graph: GraphInfo, rotary_tables: tuple[Tensor, Tensor], stream: DeviceStream
+    ) -> None:
         self.module = module
-        self.caches = caches
-        self.place = place
-        self._tables = tables
+        self.graph = graph
+        self.stream = stream
+        self._rotary_tables = rotary_tables
 
-    def prepare(self, call: Call) -> Run:
-        inputs = Inputs(*self._tables, call.position_ids, call.write_indices, call.attn_mask)
+    def prepare(self, inputs: StepInputs) -> PreparedCall:
+        shared = Inputs(*self._rotary_tables, inputs.position_ids, inputs.write_indices, inputs.attn_mask)
 
         def run() -> list[Tensor]:
-            results: list[Tensor] = list(self.module(call.x, inputs, call.caches)[:-1])
+            results: list[Tensor] = list(self.module(inputs.x, shared, inputs.caches)[:-1])
             return results
 
         return run
@@ -38,18 +39,28 @@ class TorchStageRunner:
 def open_torch(
     directory: Path, manifest: Manifest, threads: int, draft: bool, device: str | None = None
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
-    """Verify and (if wanted) draft over one set of weights, on the GPUs if torch sees any. On the CPU ``threads`` becomes the
-    number of threads of this process's torch, which has one for all."""
-    places = device_streams(len(manifest.verify), device)
-    on_cpu = places[0].stream is None
-    if on_cpu:
+    """Load the engines of a directory over one set of weights.
+
+    Args:
+        directory: Engine directory.
+        manifest: Its manifest.
+        threads: On the CPU, the number of threads of torch in this process; torch has one setting for all engines.
+        draft: Whether to load the draft engine.
+        device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
+
+    Returns:
+        The verify engine and the draft engine.
+    """
+    streams = device_streams(len(manifest.verify), device)
+    on_gpu = streams[0].on_gpu
+    if not on_gpu:
         set_num_threads(threads)
-    stages = load_modules(directory, manifest, [place.device for place in places], draft)
+    stages = load_modules(directory, manifest, [stream.device for stream in streams], draft)
     verify = [
-        TorchStageRunner(stage.verify, graph.caches, stage.tables, place)
-        for stage, graph, place in zip(stages, manifest.verify, places, strict=True)
+        TorchStageRunner(stage.verify, graph, stage.rotary_tables, stream)
+        for stage, graph, stream in zip(stages, manifest.verify, streams, strict=True)
     ]
-    make_kv_cache = partial(DeviceKVCache, manifest, places, grow=on_cpu)
     first = stages[0]
-    drafter = TorchStageRunner(first.draft, manifest.draft.caches, first.tables, places[0]) if first.draft else None
-    return engine_pair(manifest, verify, drafter, make_kv_cache, fill=not on_cpu)
+    drafter = TorchStageRunner(first.draft, manifest.draft, first.rotary_tables, streams[0]) if first.draft else None
+    make_kv_cache = partial(DeviceKVCache, manifest, streams, grow=not on_gpu)
+    return make_engines(manifest, verify, drafter, make_kv_cache, pad=on_gpu)

@@ -1,7 +1,7 @@
-"""An engine directory's weights in the modules of ``model/``: mapped from the weight files, each once, not read.
+"""Load an engine directory's weights into the modules of ``model/``. The weight files are mapped into memory, not read.
 
-The graphs say where every weight lies: their external data carry the names of the modules' parameters. Quantized weights are
-dequantized to the element type while they are loaded: this engine is the reference, not a small engine.
+The external data of the graphs say where every weight is; its tensors have the names of the modules' parameters. Quantized
+weights are dequantized at load time, so quantization saves no memory here: the torch engine is the reference.
 """
 
 import warnings
@@ -18,48 +18,53 @@ from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import WEIGHTS, GraphInfo, Manifest
+from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
 from eesd.common.weights import ROTARY_TABLES, SCALES, StoredWeight
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.quantize import dequantize
-from eesd.runtime.engines.device import fitting_gpu
+from eesd.runtime.engines.device import explain_out_of_memory
 
 
 @dataclass(frozen=True)
 class StageModules:
-    """One stage of verify and, with the first stage if asked for, the draft, over the same weights; and the rotary tables
-    [S, D/2] of both."""
+    """The modules of one device.
+
+    Attributes:
+        verify: The stage of verify.
+        draft: The draft, over the same weights; only on the device of the first stage.
+        rotary_tables: cos and sin, each [S, D/2].
+    """
 
     verify: Verify
     draft: Draft | None
-    tables: tuple[Tensor, Tensor]
+    rotary_tables: tuple[Tensor, Tensor]
 
 
 def load_modules(directory: Path, manifest: Manifest, devices: Sequence[torch.device], draft: bool) -> list[StageModules]:
-    """Load the stages of verify, each on its device. On the CPU the weights are the pages of the files themselves.
+    """Load the stages of verify. On the CPU, the weights are the mapped pages of the files, not copies.
 
     Args:
         directory: Engine directory.
         manifest: Its manifest.
-        devices: One for each stage.
-        draft: Whether to load the draft. Without it, weights that only the draft uses are not read.
+        devices: The device of each stage.
+        draft: Whether to load the draft. Without it, weights that only the draft uses are not loaded.
 
     Raises:
-        EESDError: Graphs, weights and manifest are not of one export, or the weights do not fit the GPU.
+        EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the GPU.
     """
-    files = _map_files(directory, (WEIGHTS, *manifest.linked))
+    files = _map_files(directory, (WEIGHTS_FILE, *manifest.linked))
     stages = []
     for number, (graph, device) in enumerate(zip(manifest.verify, devices, strict=True)):
         with_draft = draft and number == 0
-        with _one_export(directory):
-            weights = _weights(directory, manifest, [graph, manifest.draft] if with_draft else [graph], files)
-        with fitting_gpu("The weights"):
+        with _explain_mismatch(directory):
+            weights = _load_weights(directory, manifest, [graph, manifest.draft] if with_draft else [graph], files)
+        with explain_out_of_memory("The weights"):
             weights = {name: tensor.to(device) for name, tensor in weights.items()}
         cos, sin = (weights.pop(name) for name in ROTARY_TABLES)
-        with _one_export(directory):
-            decoder, head = _modules(manifest, weights)
+        with _explain_mismatch(directory):
+            decoder, head = _make_modules(manifest, weights)
         verify = Verify(decoder, head, manifest.stage_layers[number]).eval()
         drafter = Draft(decoder, head, manifest.draft_top_k).eval() if with_draft else None
         stages.append(StageModules(verify, drafter, (cos, sin)))
@@ -67,16 +72,16 @@ def load_modules(directory: Path, manifest: Manifest, devices: Sequence[torch.de
 
 
 @contextmanager
-def _one_export(directory: Path) -> Iterator[None]:
-    """Turn a weight that is missing, or has a shape that cannot be, into one sentence."""
+def _explain_mismatch(directory: Path) -> Iterator[None]:
+    """Turn the errors of a missing weight or a wrong shape into an :class:`EESDError`."""
     try:
         yield
     except (KeyError, ValueError, RuntimeError, OverflowError):
         raise EESDError(f"The graphs and weights in {directory} do not fit its manifest; export the model again.") from None
 
 
-def _modules(manifest: Manifest, weights: dict[str, Tensor]) -> tuple[Decoder, ExitHead]:
-    """Modules with these weights in them. Parameters without a weight stay empty."""
+def _make_modules(manifest: Manifest, weights: dict[str, Tensor]) -> tuple[Decoder, ExitHead]:
+    """Make modules with these weights. Parameters without a weight stay on the meta device."""
     with torch.device("meta"):
         decoder, head = Decoder(manifest.geometry), ExitHead(manifest.geometry, manifest.exit_head)
     modules = Draft(decoder, head, manifest.draft_top_k)
@@ -88,41 +93,64 @@ def _modules(manifest: Manifest, weights: dict[str, Tensor]) -> tuple[Decoder, E
 
 
 def _map_files(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """The bytes of the weight files."""
+    """Map files into memory as bytes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the memory is read-only; nothing writes to it
         return {name: torch.from_numpy(np.memmap(directory / name, np.uint8, mode="r")) for name in names}
 
 
-def _weights(directory: Path, manifest: Manifest, graphs: Sequence[GraphInfo], files: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of some graphs by name, those of linear layers as [out, in]. Raises ValueError or KeyError for others."""
+def _load_weights(
+    directory: Path, manifest: Manifest, graphs: Sequence[GraphInfo], files: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Weights of graphs by name; linear weights as [out, in].
+
+    Args:
+        directory: Engine directory.
+        manifest: Its manifest.
+        graphs: The graphs whose weights to load.
+        files: Bytes of the weight files by name.
+
+    Raises:
+        KeyError, ValueError: The graphs do not have the weights that the manifest says.
+    """
     weights: dict[str, Tensor] = {}
     for graph in graphs:
         stored = _external_tensors(directory / graph.file)
         expected = manifest.weights_of(graph)
         for name, weight in expected.items():
             if name not in weights:
-                linked = ExternalDataInfo(stored[name]).location != WEIGHTS
+                linked = ExternalDataInfo(stored[name]).location != WEIGHTS_FILE
                 as_stored = replace(weight, transposed=False, quantization=None) if linked else weight
-                weights[name] = _load(as_stored, stored, files)
+                weights[name] = _load_weight(as_stored, stored, files)
         if any(name.removesuffix(SCALES) not in expected for name in stored):
-            raise ValueError("a weight that the manifest does not have")
+            raise ValueError("a weight that is not in the manifest")
     return weights
 
 
-def _load(weight: StoredWeight, stored: dict[str, TensorProto], files: dict[str, Tensor]) -> Tensor:
+def _load_weight(weight: StoredWeight, stored: dict[str, TensorProto], files: dict[str, Tensor]) -> Tensor:
+    """A weight as [out, in]: a view of its file, or a dequantized copy."""
     quantization = weight.quantization
     if quantization is None:
-        tensor = _view(stored[weight.name], weight.dtype, weight.stored_shape, files)
+        tensor = _stored_tensor(stored[weight.name], weight.dtype, weight.stored_shape, files)
     else:
-        levels = _view(stored[weight.name], quantization.weights, weight.stored_shape, files)
-        scales = _view(stored[weight.name + SCALES], weight.dtype, weight.scales_shape, files)
+        levels = _stored_tensor(stored[weight.name], quantization.weights, weight.stored_shape, files)
+        scales = _stored_tensor(stored[weight.name + SCALES], weight.dtype, weight.scales_shape, files)
         tensor = dequantize(levels, scales, quantization.weights)
     return tensor.t() if weight.transposed else tensor
 
 
-def _view(tensor: TensorProto, dtype: str, shape: Sequence[int], files: dict[str, Tensor]) -> Tensor:
-    """A tensor in its file: the bytes of a quantized one, else with its type and shape."""
+def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files: dict[str, Tensor]) -> Tensor:
+    """A view of a tensor in its file: flat bytes if it is quantized, otherwise with its type and shape.
+
+    Args:
+        tensor: The tensor of the graph.
+        dtype: The element type that it must have.
+        shape: The shape that it must have.
+        files: Bytes of the weight files by name.
+
+    Raises:
+        KeyError, ValueError: The tensor is in another file, or has another type or shape.
+    """
     info = ExternalDataInfo(tensor)
     kind = TensorProto.DataType.Value("FLOAT" if dtype == "float32" else dtype.upper())
     if tensor.data_type != kind or tuple(tensor.dims) != tuple(shape) or info.offset is None or info.length is None:
@@ -132,9 +160,9 @@ def _view(tensor: TensorProto, dtype: str, shape: Sequence[int], files: dict[str
 
 
 def _external_tensors(path: Path) -> dict[str, TensorProto]:
-    """The weights of a graph file by name, without their data."""
+    """The external tensors of a graph file by name, without their data."""
     try:
         graph = onnx.load(path, load_external_data=False).graph
-    except Exception:  # of protobuf, which is not a dependency of this project
+    except Exception:  # protobuf's DecodeError; protobuf is no dependency of this project
         raise EESDError(f"onnx cannot read {path}; export the model again.") from None
     return {tensor.name: tensor for tensor in graph.initializer if tensor.data_location == TensorProto.EXTERNAL}

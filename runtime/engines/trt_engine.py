@@ -1,4 +1,4 @@
-"""TensorRT or TensorRT-RTX: engines over one KV cache and one working memory, wherever the engines come from."""
+"""TensorRT and TensorRT-RTX: runs built engines on torch's device memory, wherever the engines come from."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,26 +10,23 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.runtime.engines.device import (
-    Call,
+    ALIGNMENT,
     DeviceKVCache,
-    Place,
-    Run,
+    DeviceStream,
+    PreparedCall,
+    StepInputs,
+    allocate_results,
     device_streams,
-    empty_results,
-    fitting_gpu,
-    named_tensors,
+    explain_out_of_memory,
+    tensors_by_name,
 )
-from eesd.runtime.engines.device_engine import DeviceEngine, engine_pair
-
-ALIGNMENT = 256
-"""Bytes: what TensorRT asks of the addresses of inputs and outputs."""
+from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
 
 
 class TrtStageRunner:
-    """An engine at a place.
+    """A graph in a TensorRT engine.
 
-    Each node count gets an execution context of its own: a recorded CUDA graph depends on the shapes that its context has.
-    Contexts run one after another and work in one ``scratch`` memory.
+    Each prepared call has its own execution context, because a captured CUDA graph depends on the shapes that its context has.
     """
 
     def __init__(
@@ -37,53 +34,61 @@ class TrtStageRunner:
         graph: GraphInfo,
         decode_nodes: int,
         make_context: Callable[[], Any],
-        place: Place,
+        stream: DeviceStream,
         scratch: Tensor,
     ) -> None:
-        """``decode_nodes`` is the largest call of profile 0; larger ones are prefills, of profile 1."""
-        self.place = place
-        self.caches = graph.caches
+        """Wrap an engine.
+
+        Args:
+            graph: The graph.
+            decode_nodes: Largest node count of profile 0. Larger calls are prefill and use profile 1.
+            make_context: Makes an execution context that has no memory.
+            stream: The device, and the stream to run in.
+            scratch: Memory that the contexts work in. They run one after another, so they share it.
+        """
+        self.graph = graph
+        self.stream = stream
         self.capturable = True
-        self._graph = graph
         self._decode_nodes = decode_nodes
         self._make_context = make_context
         self._scratch = scratch
 
-    def prepare(self, call: Call) -> Run:
-        count, place = call.position_ids.shape[1], self.place
+    def prepare(self, inputs: StepInputs) -> PreparedCall:
+        graph, count, stream = self.graph, inputs.position_ids.shape[1], self.stream
         context = self._make_context()
         if context is None:
-            raise EESDError(f"TensorRT makes no execution context of {self._graph.file}; the GPU's memory may be too small.")
-        context.set_optimization_profile_async(int(count > self._decode_nodes), place.handle)
-        place.wait()
-        results = empty_results(self._graph, call)
-        inputs, outputs = named_tensors(self._graph, call, results)
-        for name, tensor in inputs.items():
-            _agreed(context.set_input_shape(name, tuple(tensor.shape)), self._graph, count)
-        for name, tensor in (inputs | outputs).items():
+            raise EESDError(f"TensorRT cannot create an execution context of {graph.file}; the GPU's memory may be too small.")
+        context.set_optimization_profile_async(int(count > self._decode_nodes), stream.handle)
+        stream.synchronize()
+        results = allocate_results(graph, inputs)
+        named, outputs = tensors_by_name(graph, inputs, results)
+        for name, tensor in named.items():
+            _check(context.set_input_shape(name, tuple(tensor.shape)), graph, count)
+        for name, tensor in (named | outputs).items():
             if tensor.storage_offset() * tensor.itemsize % ALIGNMENT:
-                raise EESDError(f"TensorRT wants {name} aligned; export with a --max-seq-len that is a multiple of 16.")
-            _agreed(context.set_tensor_address(name, tensor.data_ptr()), self._graph, count)
-        _agreed(not context.infer_shapes(), self._graph, count)
+                raise EESDError(f"TensorRT needs {name} aligned; export with a --max-seq-len that is a multiple of 16.")
+            _check(context.set_tensor_address(name, tensor.data_ptr()), graph, count)
+        _check(not context.infer_shapes(), graph, count)
         context.set_device_memory(self._scratch.data_ptr(), self._scratch.nbytes)
-        if place.stream is not None and hasattr(context, "is_stream_capturable"):
-            self.capturable &= bool(context.is_stream_capturable(place.handle))
+        if stream.on_gpu and hasattr(context, "is_stream_capturable"):
+            self.capturable &= bool(context.is_stream_capturable(stream.handle))
 
         def run() -> list[Tensor]:
-            if not context.execute_async_v3(place.handle):
-                raise EESDError(f"TensorRT could not run {self._graph.file}; its log (eesd.tensorrt) says why.")
+            if not context.execute_async_v3(stream.handle):
+                raise EESDError(f"TensorRT could not run {graph.file}; its log (eesd.tensorrt) says why.")
             return results
 
         return run
 
 
-def _agreed(answer: bool, graph: GraphInfo, count: int) -> None:
-    if not answer:
+def _check(accepted: bool, graph: GraphInfo, count: int) -> None:
+    """Raise an error if TensorRT did not accept a call of ``count`` nodes."""
+    if not accepted:
         raise EESDError(f"The plan of {graph.file} takes no call of {count} nodes; build it again with: eesd-build --force.")
 
 
-class Source(Protocol):
-    """Where engines come from: the plans of a directory, or a service that has loaded them."""
+class EngineSource(Protocol):
+    """Where TensorRT engines come from: the plans of a directory, or a service that has loaded them."""
 
     @property
     def prefill_chunk(self) -> int:
@@ -94,59 +99,88 @@ class Source(Protocol):
         """The ``ICudaEngine`` of a graph, on the current GPU."""
         ...
 
-    def context(self, engine: Any, graph: GraphInfo) -> Any:
-        """An execution context without memory of its own."""
+    def make_context(self, engine: Any, graph: GraphInfo) -> Any:
+        """An execution context that has no memory."""
         ...
 
-    def keep_kernels(self, graph: GraphInfo) -> None:
-        """Every call of the graph has run once: what was compiled for it may be kept."""
+    def save_kernels(self, graph: GraphInfo) -> None:
+        """Called when all usual calls of a graph have run once, so that the kernels compiled for them can be saved."""
         ...
 
 
 def open_tensorrt(
     manifest: Manifest,
-    source: Source,
+    source: EngineSource,
     draft: bool,
-    places: Sequence[Place] | None = None,
-    kv_cache: Sequence[Tensor] = (),
+    streams: Sequence[DeviceStream] | None = None,
+    kv_memory: Sequence[Tensor] = (),
     scratch: Tensor | None = None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
-    """Verify and (if wanted) draft, each stage of verify on a GPU of its own if there are so many.
+    """Load the engines of a directory.
 
-    ``kv_cache`` and ``scratch`` are memory that somebody else owns; without them it is taken from torch.
+    Args:
+        manifest: Manifest of the engine directory.
+        source: Where the TensorRT engines come from.
+        draft: Whether to load the draft engine.
+        streams: The stream of each stage of verify. Default: the stages are spread over the GPUs.
+        kv_memory: Memory for the KV cache, as in :class:`~eesd.runtime.engines.device.DeviceKVCache`. Default: allocate with
+            torch.
+        scratch: Memory that execution contexts work in. Default: allocate with torch.
+
+    Returns:
+        The verify engine and the draft engine.
+
+    Raises:
+        EESDError: An engine cannot be loaded, or ``scratch`` is too small.
     """
-    places = places or device_streams(len(manifest.verify))
-    graphs = [*zip(manifest.verify, places, strict=True), *([(manifest.draft, places[0])] if draft else [])]
+    streams = streams or device_streams(len(manifest.verify))
+    graphs = [*zip(manifest.verify, streams, strict=True), *([(manifest.draft, streams[0])] if draft else [])]
     engines = {}
-    for graph, place in graphs:
-        with place.active():
+    for graph, stream in graphs:
+        with stream.activate():
             engines[graph.file] = source.load(graph)
-    shared = _scratch(graphs, engines, scratch)
-    programs = [
+    scratches = _scratch_memory(graphs, engines, scratch)
+    stages = [
         TrtStageRunner(
             graph,
             manifest.max_tree_nodes + 1,
-            partial(source.context, engines[graph.file], graph),
-            place,
-            shared[place],
+            partial(source.make_context, engines[graph.file], graph),
+            stream,
+            scratches[stream],
         )
-        for graph, place in graphs
+        for graph, stream in graphs
     ]
-    make_kv_cache = partial(DeviceKVCache, manifest, places, given=kv_cache)
-    drafter = programs.pop() if draft else None
-    return engine_pair(
-        manifest, programs, drafter, make_kv_cache, fill=True, prefill_chunk=source.prefill_chunk, warmed=source.keep_kernels
+    drafter = stages.pop() if draft else None
+    make_kv_cache = partial(DeviceKVCache, manifest, streams, memory=kv_memory)
+    return make_engines(
+        manifest,
+        stages,
+        drafter,
+        make_kv_cache,
+        pad=True,
+        prefill_chunk=source.prefill_chunk,
+        on_warm_up=source.save_kernels,
     )
 
 
-def _scratch(graphs: Sequence[tuple[GraphInfo, Place]], engines: dict[str, Any], given: Tensor | None) -> dict[Place, Tensor]:
-    """Memory for the contexts of each place: they run one after another, so the largest need is enough."""
-    needs: dict[Place, int] = {}
-    for graph, place in graphs:
-        needs[place] = max(needs.get(place, 1), engines[graph.file].device_memory_size_v2)
-    if given is not None:
-        if given.nbytes < max(needs.values()):
-            raise EESDError(f"{given.nbytes} bytes of working memory are given, and these engines need {max(needs.values())}.")
-        return dict.fromkeys(needs, given)
-    with fitting_gpu("The engines' working memory"):
-        return {place: torch.empty(size, dtype=torch.uint8, device=place.device) for place, size in needs.items()}
+def _scratch_memory(
+    graphs: Sequence[tuple[GraphInfo, DeviceStream]], engines: dict[str, Any], scratch: Tensor | None
+) -> dict[DeviceStream, Tensor]:
+    """Memory for the execution contexts of each stream, as large as its largest engine needs.
+
+    Args:
+        graphs: Each graph with the stream it runs in.
+        engines: TensorRT engines by the name of the graph file.
+        scratch: Memory to use for all streams; None: allocate.
+    """
+    sizes: dict[DeviceStream, int] = {}
+    for graph, stream in graphs:
+        sizes[stream] = max(sizes.get(stream, 1), engines[graph.file].device_memory_size_v2)
+    if scratch is not None:
+        if scratch.nbytes < max(sizes.values()):
+            raise EESDError(
+                f"{scratch.nbytes} bytes of scratch memory are given, and these engines need {max(sizes.values())}."
+            )
+        return dict.fromkeys(sizes, scratch)
+    with explain_out_of_memory("The engines' scratch memory"):
+        return {stream: torch.empty(size, dtype=torch.uint8, device=stream.device) for stream, size in sizes.items()}

@@ -1,4 +1,7 @@
-"""TensorRT plans, checked before they are loaded, because the loader's own words for what is wrong help nobody."""
+"""The TensorRT plans of an engine directory.
+
+Plans are checked before they are loaded, because the errors of TensorRT's loader do not say what to do.
+"""
 
 import importlib
 import importlib.util
@@ -11,39 +14,42 @@ from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
+from eesd.common.machine import compute_capability, nvidia_driver
 from eesd.common.manifest import FLAVOURS, GraphInfo, Manifest, PlanInfo
-from eesd.runtime.doctor import compute_capability
-from eesd.runtime.engines.backends import nvidia_driver
 
 LOGGER = logging.getLogger("eesd.tensorrt")
-LOGGER.addHandler(logging.NullHandler())  # or errors would be printed beside the sentence that we make of them
+LOGGER.addHandler(logging.NullHandler())  # without a handler, logging prints errors to stderr
 
 
-class Plans:
-    """The plans of one engine directory: the library that made them, and the kernels it compiled for this GPU.
+class PlanDirectory:
+    """The plans of an engine directory, and the library that built them.
 
-    TensorRT-RTX finishes its kernels when a plan is first run; they are kept beside the plans, for a fast second start.
+    TensorRT-RTX compiles the kernels of a plan when they first run. They are stored beside the plan, so the next start is fast.
+
+    Attributes:
+        trt: The Python module of the plans' flavour.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
+        """Check the plans, and import their library. Raises :class:`EESDError` if they cannot run here."""
         self._directory = directory
         self._manifest = manifest
-        self._infos = [_info(directory, manifest, graph) for graph in manifest.graphs]
-        self.trt = _library(directory, self._infos)
+        self._plans = [_find_plan(directory, manifest, graph) for graph in manifest.graphs]
+        self.trt = _import_library(directory, self._plans)
         self._check_profiles()
-        _check_gpu(directory, self._infos[0])
-        self._complaints: list[str] = []
-        self._runtime = self.trt.Runtime(_logger(self.trt, self._complaints))
-        self._kernels: dict[str, Any] = {}
+        _check_gpu(directory, self._plans[0])
+        self._errors: list[str] = []
+        self._runtime = self.trt.Runtime(_make_logger(self.trt, self._errors))
+        self._kernel_caches: dict[str, Any] = {}
 
     @property
     def prefill_chunk(self) -> int:
         """Tokens of the prompt that every plan takes in one call."""
-        return min(plan.profiles[1][2] for plan in self._infos)
+        return min(plan.profiles[1][2] for plan in self._plans)
 
     def _check_profiles(self) -> None:
         most = self._manifest.max_tree_nodes + 1
-        for plan in self._infos:
+        for plan in self._plans:
             if len(plan.profiles) != 2 or plan.profiles[0][2] != most or plan.profiles[1][2] > self._manifest.max_seq_len:
                 raise EESDError(
                     f"{self._directory / plan.file} was not built for the manifest's rounds of {most} nodes in "
@@ -51,72 +57,72 @@ class Plans:
                 )
 
     def load(self, graph: GraphInfo) -> Any:
-        """The engine of a graph, on the current GPU; :class:`EESDError` with the loader's first complaint if it cannot be."""
+        """Load the engine of a graph on the current GPU. Raises :class:`EESDError` with the loader's first error."""
         path = self._directory / self._manifest.plans[graph.file].file
-        self._complaints.clear()
+        self._errors.clear()
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
             engine = self._runtime.deserialize_cuda_engine(plan)
         if engine is None:
-            reason = self._complaints[0].splitlines()[0][:300] if self._complaints else "it does not say why"
+            reason = self._errors[0].splitlines()[0][:300] if self._errors else "it does not say why"
             remedy = "update the NVIDIA driver" if "driver" in reason else _rebuild(self._directory)
-            raise EESDError(f"{self._infos[0].flavour} cannot load {path} ({reason}); {remedy}.")
-        if not computes(engine, graph):
+            raise EESDError(f"{self._plans[0].flavour} cannot load {path} ({reason}); {remedy}.")
+        if not matches_graph(engine, graph):
             raise EESDError(f"{path} is not the plan of {graph.file}; {_rebuild(self._directory)}.")
         return engine
 
     def layers(self, graph: GraphInfo) -> list[tuple[str, str]]:
-        """Name and kind of every layer of the built engine, as the engine inspector tells them."""
+        """Name and type of every layer of a plan, from TensorRT's engine inspector."""
         inspector = self.load(graph).create_engine_inspector()
-        told = json.loads(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))["Layers"]
-        named = [layer if isinstance(layer, dict) else {"Name": layer} for layer in told]
-        return [(layer.get("Name", ""), layer.get("LayerType", "")) for layer in named]
+        information = json.loads(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))["Layers"]
+        layers = [layer if isinstance(layer, dict) else {"Name": layer} for layer in information]
+        return [(layer.get("Name", ""), layer.get("LayerType", "")) for layer in layers]
 
-    def context(self, engine: Any, graph: GraphInfo) -> Any:
-        """An execution context that brings no memory of its own, with the kernels that an earlier start compiled."""
+    def make_context(self, engine: Any, graph: GraphInfo) -> Any:
+        """Make an execution context that has no memory, with the kernels that an earlier start compiled."""
         strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if not hasattr(self.trt, "IRuntimeCache"):  # TensorRT compiled everything when it built the plan
+        if not hasattr(self.trt, "IRuntimeCache"):  # TensorRT compiles all kernels when it builds the plan
             return engine.create_execution_context(strategy)
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
-        # A CUDA graph keeps the kernels that it was recorded with, so these must not be stand-ins for others to come.
+        # A CUDA graph keeps the kernels that it captured. They must not be fallbacks that run until the real ones are compiled.
         config.dynamic_shapes_kernel_specialization_strategy = self.trt.DynamicShapesKernelSpecializationStrategy.EAGER
-        if graph.file not in self._kernels:
-            self._kernels[graph.file] = kernels = config.create_runtime_cache()
+        if graph.file not in self._kernel_caches:
+            self._kernel_caches[graph.file] = cache = config.create_runtime_cache()
             path = self._kernel_file(graph)
-            if path.exists() and not kernels.deserialize(path.read_bytes()):
-                LOGGER.info("%s is of another GPU, driver or version; its kernels are compiled anew", path)
-        config.set_runtime_cache(self._kernels[graph.file])
+            if path.exists() and not cache.deserialize(path.read_bytes()):
+                LOGGER.info("%s is of another GPU, driver or version; its kernels are compiled again", path)
+        config.set_runtime_cache(self._kernel_caches[graph.file])
         return engine.create_execution_context(config)
 
-    def keep_kernels(self, graph: GraphInfo) -> None:
-        """Write what was compiled for a graph beside its plan, where that is allowed and it is new."""
-        kernels, path = self._kernels.get(graph.file), self._kernel_file(graph)
-        if kernels is None:
+    def save_kernels(self, graph: GraphInfo) -> None:
+        """Write the kernels that were compiled for a graph beside its plan, if they are new and the directory is writable."""
+        cache, path = self._kernel_caches.get(graph.file), self._kernel_file(graph)
+        if cache is None:
             return
-        with kernels.serialize() as memory:
+        with cache.serialize() as memory:
             data = bytes(memory)
         try:
             if not path.exists() or path.read_bytes() != data:
                 with written_whole(path) as temporary:
                     temporary.write_bytes(data)
         except OSError as error:
-            LOGGER.info("%s is not kept: %s", path, error)
+            LOGGER.info("%s was not written: %s", path, error)
 
     def _kernel_file(self, graph: GraphInfo) -> Path:
         return self._directory / Path(graph.file).with_suffix(".kernels").name
 
 
-def computes(engine: Any, graph: GraphInfo) -> bool:
-    """Whether an engine has the inputs and outputs of a graph, by their names."""
-    found = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
-    return found == {tensor.name for tensor in (*graph.inputs, *graph.outputs)}
+def matches_graph(engine: Any, graph: GraphInfo) -> bool:
+    """Whether a TensorRT engine has the inputs and outputs of a graph, by their names."""
+    names = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
+    return names == {tensor.name for tensor in (*graph.inputs, *graph.outputs)}
 
 
 def _rebuild(directory: Path) -> str:
     return f"build it again with: eesd-build --force {directory}"
 
 
-def _info(directory: Path, manifest: Manifest, graph: GraphInfo) -> PlanInfo:
+def _find_plan(directory: Path, manifest: Manifest, graph: GraphInfo) -> PlanInfo:
     plan = manifest.plans.get(graph.file)
     if plan is None:
         raise EESDError(f"{directory} has no plan of {graph.file}; build it with: eesd-build {directory}.")
@@ -128,9 +134,9 @@ def _info(directory: Path, manifest: Manifest, graph: GraphInfo) -> PlanInfo:
     return plan
 
 
-def _library(directory: Path, infos: list[PlanInfo]) -> Any:
-    """The module that loads these plans: of their flavour, and of the version that built them."""
-    flavours, versions = {plan.flavour for plan in infos}, {plan.version for plan in infos}
+def _import_library(directory: Path, plans: list[PlanInfo]) -> Any:
+    """Import the library of the plans' flavour. It must have the version that built them."""
+    flavours, versions = {plan.flavour for plan in plans}, {plan.version for plan in plans}
     if len(flavours) != 1 or len(versions) != 1:
         raise EESDError(f"The plans in {directory} were built by different versions; {_rebuild(directory)}.")
     flavour, built = flavours.pop(), versions.pop()
@@ -158,8 +164,8 @@ def _check_gpu(directory: Path, plan: PlanInfo) -> None:
         )
 
 
-def _logger(trt: Any, complaints: list[str]) -> Any:
-    """What the library says goes to Python's logging, under ``eesd.tensorrt``."""
+def _make_logger(trt: Any, errors: list[str]) -> Any:
+    """A TensorRT logger that writes to Python's logging under ``eesd.tensorrt``, and appends error messages to ``errors``."""
     levels = {
         trt.ILogger.INTERNAL_ERROR: logging.ERROR,
         trt.ILogger.ERROR: logging.ERROR,
@@ -174,7 +180,7 @@ def _logger(trt: Any, complaints: list[str]) -> Any:
 
         def log(self, severity: Any, message: str) -> None:
             if levels[severity] == logging.ERROR:
-                complaints.append(message)
+                errors.append(message)
             LOGGER.log(levels[severity], message)
 
     return Logger()

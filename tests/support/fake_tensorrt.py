@@ -1,8 +1,8 @@
-"""TensorRT's Python API over ONNX Runtime, for machines without a GPU: it runs a "plan" on addresses in host memory.
+"""A fake of TensorRT's Python API for machines without a GPU. Its plans name ONNX graphs, which ONNX Runtime runs.
 
-It is stricter than the original where mistakes would go unnoticed there: shapes outside the profile, addresses that are not
-set, caches whose output is elsewhere than their input, contexts without working memory, and a context that changes its
-shapes after it ran are all refused.
+Tensors are at addresses in host memory. Mistakes that the real API may ignore are errors here: shapes outside the profile,
+addresses that are not set, a cache whose output address differs from its input address, too little scratch memory, and new
+shapes for a context that has run.
 """
 
 import json
@@ -16,34 +16,44 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from eesd.common.manifest import NAME, Manifest, PlanInfo, load_manifest, sha256_of
+from eesd.common.manifest import MANIFEST_FILE, Manifest, PlanInfo, load_manifest, sha256_of
 
 VERSION = "99.1"
 SCRATCH = {"draft.onnx": 300, "verify.onnx": 4096}
 
 
 def write_plans(directory: Path, flavour: str = "tensorrt", chunk: int = 16, capabilities: tuple[str, ...] = ()) -> Manifest:
-    """Plans for every graph of a directory, in its manifest too."""
+    """Write a fake plan for each graph of a directory, and record the plans in its manifest.
+
+    Args:
+        directory: Engine directory.
+        flavour: Flavour of the plans.
+        chunk: Tokens of the prompt that one call takes at most.
+        capabilities: Compute capabilities that the plans are for; empty: any.
+
+    Returns:
+        The new manifest.
+    """
     manifest, plans = load_manifest(directory), {}
     for graph in manifest.graphs:
         profiles = ((1, 4, manifest.max_tree_nodes + 1), (1, chunk, chunk))
         path = directory / Path(graph.file).with_suffix(".plan").name
         path.write_text(json.dumps({"onnx": str(directory / graph.file), "profiles": profiles, "graph": graph.file}))
         plans[graph.file] = PlanInfo(
-            path.name,
-            path.stat().st_size,
-            sha256_of(path),
-            flavour,
-            VERSION,
-            capabilities,
-            "",
-            1,
-            profiles,
-            len(graph.caches),
-            2 * len(graph.caches),
+            file=path.name,
+            size=path.stat().st_size,
+            sha256=sha256_of(path),
+            flavour=flavour,
+            version=VERSION,
+            compute_capabilities=capabilities,
+            source="",
+            max_batch=1,
+            profiles=profiles,
+            fused_attentions=len(graph.caches),
+            fused_cache_updates=2 * len(graph.caches),
         )
     manifest = replace(manifest, plans=plans)
-    (directory / NAME).write_text(manifest.to_json())
+    (directory / MANIFEST_FILE).write_text(manifest.to_json())
     return manifest
 
 
@@ -74,7 +84,7 @@ class Runtime:
 
 
 class Engine:
-    """An ``ICudaEngine``; ``contexts`` keeps all that were made of it."""
+    """An ``ICudaEngine``. ``contexts`` lists the execution contexts that were made of it."""
 
     def __init__(self, path: str, profiles: list[list[int]], name: str) -> None:
         options = ort.SessionOptions()
@@ -106,7 +116,7 @@ class Engine:
         return RuntimeConfig()
 
     def create_engine_inspector(self) -> Any:
-        """Of an engine built with detailed verbosity, whose layers the original gives as objects, and else as names."""
+        """An inspector whose layers are objects (detailed verbosity) or names (any other verbosity)."""
         layers = [{"Name": "node_Attention_3", "LayerType": "attention"}, {"Name": "kv_cache_update 7"}, "gemm"]
         return SimpleNamespace(get_engine_information=lambda _: json.dumps({"Layers": layers, "Bindings": []}))
 
@@ -175,7 +185,7 @@ def _type(tensor: Any) -> type:
 
 
 class RuntimeCache:
-    """TensorRT-RTX's compiled kernels; those of another GPU are refused."""
+    """TensorRT-RTX's compiled kernels. It refuses kernels of another GPU."""
 
     gpu = "this GPU"
 
@@ -213,7 +223,7 @@ class RuntimeConfig:
 
 
 def module(flavour: str) -> ModuleType:
-    """The module of a flavour, as ``import`` would give it."""
+    """The module that importing a flavour gives."""
     made = ModuleType(flavour.replace("-", "_"))
     made.__spec__ = SimpleNamespace(name=made.__name__)  # type: ignore[assignment]
     made.ILogger, made.Runtime, made.ExecutionContextAllocationStrategy = ILogger, Runtime, Strategy  # type: ignore[attr-defined]
