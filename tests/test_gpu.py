@@ -4,10 +4,12 @@ import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from support import tiny_models
 from support.command import succeed
 
@@ -75,7 +77,7 @@ def test_logits_and_caches_match_the_cpu(opened: Callable[[str], Path], backend:
         assert cosine(expected, actual) > 0.999 and expected.std() > 0
 
 
-def cosine(a: np.ndarray, b: np.ndarray) -> float:  # type: ignore[type-arg]
+def cosine(a: NDArray[Any], b: NDArray[Any]) -> float:
     a, b = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
     return float(a @ b / np.sqrt((a @ a) * (b @ b)))
 

@@ -1,5 +1,6 @@
 """The TensorRT engine, on a fake of TensorRT's Python API (support/fake_tensorrt.py). Real plans on a GPU: test_gpu.py."""
 
+import importlib.util
 import logging
 import shutil
 import sys
@@ -286,7 +287,7 @@ def test_eesd_run_prints_the_same_text_with_tensorrt_and_ort(engine_copy: Path) 
 
 def test_missing_library_error_says_what_to_install(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.write_plans(engine_copy)
-    monkeypatch.setattr(trt_plans.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     result = run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
     assert_refused(result, "need tensorrt; install it with: pip install 'eesd[tensorrt]'")
 

@@ -95,7 +95,7 @@ class Engine:
         self.device_memory_size_v2 = SCRATCH.get(name, 1000)
         self.inputs = {tensor.name: tensor for tensor in self.session.get_inputs()}
         self.outputs = {tensor.name: tensor for tensor in self.session.get_outputs()}
-        self.names = [*self.inputs, *self.outputs]
+        self.names: list[str] = [*self.inputs, *self.outputs]
         self.num_io_tensors = len(self.names)
         self.contexts: list[Context] = []
 
