@@ -1,1 +1,4 @@
-"""Benchmarks: traces of real runs, controllers replayed on them, and measurements on the wall clock."""
+"""Benchmarks: measure engines (``measure``), replay controllers on recorded traces (``replay``), write reports (``report``).
+
+``report`` imports ``replay`` and ``measure``, ``replay`` imports ``measure``, and never the other way.
+"""

@@ -1,4 +1,4 @@
-"""What each part contributes: exit heads one after another, then with the last of them trees and controllers."""
+"""Ablation: what each exit head contributes, and, with the last head, what trees and controllers contribute."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,58 +7,73 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from eesd.bench.campaign import Campaign
-from eesd.bench.results import read_json
-from eesd.bench.run import CANDIDATES, Bench
-from eesd.bench.tasks import Prompt
+from eesd.bench.measure.results import read_json
+from eesd.bench.measure.resumable import ResumableRun
+from eesd.bench.measure.run import CANDIDATES, Bench
+from eesd.bench.measure.tasks import TaskPrompt
 from eesd.common.errors import EESDError
-from eesd.common.manifest import NAME as MANIFEST
-from eesd.common.manifest import SLOTS
+from eesd.common.manifest import DEFAULT_SLOTS, MANIFEST_FILE
 
 EXIT_HEAD = "exit_head.json"
 
 
 class Part(NamedTuple):
-    """A head of the ablation: an exit head's directory, an engine directory, or None for one that is only initialised."""
+    """A head to measure.
+
+    Attributes:
+        name: Name in the report.
+        directory: Directory of an exit head, or an engine directory. None: an initialised head without training.
+    """
 
     name: str
     directory: Path | None
 
     @property
     def is_engine(self) -> bool:
-        return self.directory is not None and (self.directory / MANIFEST).exists()
+        return self.directory is not None and (self.directory / MANIFEST_FILE).exists()
 
 
 def parse_head(spec: str) -> Part:
-    """``NAME`` or ``NAME=DIR``. Raises :class:`EESDError` when DIR is neither an exit head nor an engine directory."""
-    name, given, place = spec.partition("=")
-    directory = Path(place)
-    if not name or (given and not any((directory / file).exists() for file in (MANIFEST, EXIT_HEAD))):
-        raise EESDError(f"--head {spec} is not NAME=DIR with a DIR that has {EXIT_HEAD} or {MANIFEST}.")
-    return Part(name, directory if given else None)
+    """Parse ``NAME`` or ``NAME=DIR``. Raises :class:`EESDError` if DIR is neither an exit head nor an engine directory."""
+    name, equals, path = spec.partition("=")
+    directory = Path(path)
+    if not name or (equals and not any((directory / file).exists() for file in (MANIFEST_FILE, EXIT_HEAD))):
+        raise EESDError(f"--head {spec} is not NAME or NAME=DIR; DIR must have {EXIT_HEAD} or {MANIFEST_FILE}.")
+    return Part(name, directory if equals else None)
 
 
-def ablate(campaign: Campaign, parts: Sequence[Part], model: str | None, dtype: str, prompts: Sequence[Prompt]) -> None:
-    """Measure every part; only the last with more than fixed lengths on chains. Each against plain decoding of its own."""
+def ablate(run: ResumableRun, parts: Sequence[Part], model: str | None, dtype: str, prompts: Sequence[TaskPrompt]) -> None:
+    """Measure every head with all fixed lengths on chains, and the last head also with trees and the other controllers.
+
+    Args:
+        run: Receives the measurements.
+        parts: The heads.
+        model: Base model of the heads that must be exported.
+        dtype: Element type to export with.
+        prompts: Prompts to tune on and to report.
+
+    Raises:
+        EESDError: Two heads have the same name, or a head must be exported and there is no model for it.
+    """
     if len({part.name for part in parts}) < len(parts):
-        raise EESDError("Two heads have the same name; give each its own.")
+        raise EESDError("Two heads have the same name; names must be unique.")
     if model is None and not all(part.is_engine for part in parts):
-        raise EESDError("--model is missing; the heads must be exported with the model that they belong to.")
-    options = campaign.options
+        raise EESDError("--model is missing; heads are exported together with their base model.")
+    options = run.options
     lengths = CANDIDATES["fixed"]
     for number, part in enumerate(parts):
         others = [name for name in options.controllers if name != "fixed"] if number == len(parts) - 1 else []
         widths, budgeted = (options.widths, options.budgeted) if others else (options.widths[:1], ())
         with _engine_directory(part, parts, model, dtype) as directory:
             bench = Bench(directory, options.backend, options.threads)
-            own = replace(options, controllers=(*lengths, *others), widths=widths, budgeted=budgeted)
-            campaign.add(part.name, bench, prompts, own)
-            del bench  # its files are about to vanish
+            measured = replace(options, controllers=(*lengths, *others), widths=widths, budgeted=budgeted)
+            run.measure_engine(part.name, bench, prompts, measured)
+            del bench  # its files are about to be deleted
 
 
 @contextmanager
 def _engine_directory(part: Part, parts: Sequence[Part], model: str | None, dtype: str) -> Iterator[Path]:
-    """The part's engines: where they are, or exported into a temporary directory."""
+    """The head's engine directory. An exit head is exported into a temporary directory."""
     if part.is_engine:
         assert part.directory is not None
         yield part.directory
@@ -71,24 +86,25 @@ def _engine_directory(part: Part, parts: Sequence[Part], model: str | None, dtyp
 
 
 def _export(part: Part, parts: Sequence[Part], model: str, dtype: str, output: Path) -> None:
-    """As ``eesd-export`` does, with its default sizes."""
+    """Export like ``eesd-export`` with its default sizes."""
     try:
         from eesd.export.engine_dir import export, stored_head, untrained_head
-        from eesd.export.graph import ExportOptions
+        from eesd.export.onnx_graph import ExportOptions
         from eesd.model.checkpoint import Checkpoint
         from eesd.model.hub import find_model
     except ImportError as error:
         raise EESDError(f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'.") from None
     checkpoint = Checkpoint(find_model(model))
     head = stored_head(checkpoint, part.directory) if part.directory else untrained_head(checkpoint, _exit_layer(parts))
-    options = ExportOptions(dtype, min(checkpoint.config.max_positions, SLOTS))
-    export(checkpoint, head, options, output, lambda _: None, lambda *_: None, lambda *_: None)
+    options = ExportOptions(dtype, min(checkpoint.config.max_positions, DEFAULT_SLOTS))
+    export(checkpoint, head, options, output)
 
 
 def _exit_layer(parts: Sequence[Part]) -> int:
-    """A head that is only initialised leaves after the layer of the first one that is trained."""
+    """Exit layer of the first head that has a directory. Initialised heads use it, too."""
     for part in parts:
         if part.directory is not None:
-            key = "exit_layer" if part.is_engine else "layer"
-            return int(read_json(part.directory / (MANIFEST if part.is_engine else EXIT_HEAD))[key])
-    raise EESDError("Every head is only initialised; give at least one with a directory.")
+            if part.is_engine:
+                return int(read_json(part.directory / MANIFEST_FILE)["exit_head"]["layer"])
+            return int(read_json(part.directory / EXIT_HEAD)["layer"])
+    raise EESDError("Every head is only initialised; give at least one head with a directory.")

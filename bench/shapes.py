@@ -1,10 +1,10 @@
-"""What passes cost at the shapes of real models, with random weights: against the memory bandwidth, and with what overhead.
+"""Time engine calls at the shapes of real models with random weights, and compare them with the memory bandwidth.
 
     python bench/shapes.py --shape 7b --backend torch --work DIR --json 7b.json
 
-Writes a random checkpoint, exports it (once for a --work directory), builds plans where the backend is tensorrt, and times
-draft steps, verify passes, the prefill and whole rounds. Export and build run in processes of their own, so that the peak of
-memory is that of running.
+Writes a random checkpoint, exports it (once for a --work directory), builds plans if the backend is tensorrt, and times draft
+steps, verify passes, the prefill and whole rounds. Export and build run in separate processes, so that they do not raise the
+peak memory of this one.
 """
 
 import json
@@ -23,18 +23,19 @@ from typing import Any
 import click
 import numpy as np
 
-from eesd.bench.results import describe_machine
+from eesd.bench.measure.results import describe_machine
 from eesd.common.cli import one_line_errors
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
-from eesd.common.manifest import NAME, GraphInfo, Manifest, load_manifest
-from eesd.export.memory import estimate_memory, graph_weights, size, slot_bytes
+from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest, load_manifest
+from eesd.common.weights import EMBEDDINGS, ROTARY_TABLES, model_shapes
+from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
 from eesd.runtime.engines.backends import BACKENDS, Engines, open_engines
 from eesd.runtime.engines.base import Binding
 from eesd.runtime.llm import LLM, Speculation
 
 Shape = tuple[dict[str, int], int]
-"""The sizes of a Llama, and the layer it exits after."""
+"""Sizes of a Llama for ``config.json``, and the exit layer."""
 
 
 def _llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, exit_layer: int) -> Shape:
@@ -57,24 +58,23 @@ SHAPES = {
 PROMPT, SLOTS, TREE_NODES = 512, 1024, 64
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 BLOCK = 1 << 22
-"""Random numbers that a checkpoint repeats: billions of fresh ones would take minutes and time the same."""
-COPIED = 1 << 28
-"""Bytes of a copy that measures the bandwidth: beyond every cache."""
+"""Distinct random numbers of a checkpoint, which repeats them: billions would take minutes and not change the timing."""
+COPY_BYTES = 1 << 28
+"""Size of the copy that measures the bandwidth, larger than any cache."""
 ROUND_TOKENS, ROUND_DRAFTS = 64, 4
-SLABS = 2
-"""One for passes by themselves, one for rounds."""
+NUM_KV_CACHES = 2
+"""One for single passes, one for rounds."""
 
 
 def write_checkpoint(directory: Path, shape: Shape) -> None:
-    """A float16 Llama with random weights in one safetensors file."""
-    from eesd.model.checkpoint import expected_shapes
+    """Write a float16 Llama with random weights in one safetensors file."""
     from eesd.model.config import load_config
 
     directory.mkdir(parents=True)
     config = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "dtype": "float16"}
     (directory / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": 2} | shape[0]))
     header, end = {}, 0
-    shapes = expected_shapes(load_config(directory).geometry)
+    shapes = model_shapes(load_config(directory).geometry)
     for name, sizes in shapes.items():
         start, end = end, end + 2 * prod(sizes)
         header[name] = {"dtype": "F16", "shape": sizes, "data_offsets": [start, end]}
@@ -90,9 +90,21 @@ def write_checkpoint(directory: Path, shape: Shape) -> None:
 
 
 def prepare(work: Path, shape: str, dtype: str, build: bool) -> Path:
-    """The engine directory in ``work``, made if it is not there. The checkpoint goes before plans come: disks are small."""
+    """Make the engine directory in ``work``, unless it exists.
+
+    The checkpoint is deleted before plans are built, to save disk space.
+
+    Args:
+        work: Directory of the engine directory.
+        shape: Key of ``SHAPES``.
+        dtype: Element type of the export.
+        build: Whether to build TensorRT plans.
+
+    Returns:
+        The engine directory.
+    """
     output = work / f"{shape}-{dtype}"
-    if not (output / NAME).exists():
+    if not (output / MANIFEST_FILE).exists():
         model = work / f"{shape}-checkpoint"
         shutil.rmtree(model, ignore_errors=True)
         try:
@@ -107,15 +119,15 @@ def prepare(work: Path, shape: str, dtype: str, build: bool) -> Path:
 
 
 def _run(module: str, *arguments: object) -> None:
-    """A command of EESD in a process of its own. Raises :class:`EESDError` with what it says when it fails."""
+    """Run a command of EESD in a separate process. Raises :class:`EESDError` with its message if it fails."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise EESDError((done.stderr.strip().splitlines() or ["it failed without a word"])[-1].removeprefix("error: "))
+        raise EESDError((done.stderr.strip().splitlines() or ["it failed without a message"])[-1].removeprefix("error: "))
 
 
 def median_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Of calls that are done when they return, after two that are not counted."""
+    """Median seconds of a synchronous call, after two warm-up calls."""
     seconds = []
     for _ in range(repeats + 2):
         started = time.perf_counter()
@@ -125,10 +137,10 @@ def median_seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def bandwidth(on_gpu: bool, repeats: int) -> float:
-    """Bytes per second, read and written, of a large copy in the memory that the engines use."""
+    """Bytes per second, read plus written, of a large copy in the memory that the engines use."""
     import torch
 
-    source = torch.ones(COPIED, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
     target = torch.empty_like(source)
 
     def copy() -> None:
@@ -136,20 +148,36 @@ def bandwidth(on_gpu: bool, repeats: int) -> float:
         if on_gpu:
             torch.cuda.synchronize()
 
-    return 2 * COPIED / median_seconds(copy, repeats)
+    return 2 * COPY_BYTES / median_seconds(copy, repeats)
 
 
 def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int) -> int:
-    """What a pass has to read at least: the weights, of the embedding table a row or so, and the cache of so many slots."""
-    weights = graph_weights(manifest, graph)
+    """Bytes that a pass must read at least: the weights, without the embedding table unless it is the LM head, and the cache.
+
+    Args:
+        manifest: The engine directory's manifest.
+        graph: The graph that runs.
+        slots: Filled slots of the KV cache.
+    """
+    weights = manifest.weights_of(graph)
     if not (manifest.geometry.tied_embeddings and graph in (manifest.draft, manifest.verify[-1])):
-        weights.pop("embeddings", None)
-    weights.pop("rotary tables")
-    return sum(weights.values()) + slots * slot_bytes(manifest, len(graph.caches))
+        weights.pop(EMBEDDINGS, None)
+    nbytes = sum(weight.nbytes for name, weight in weights.items() if name not in ROTARY_TABLES)
+    return nbytes + slots * slot_bytes(manifest, len(graph.caches))
 
 
 def time_passes(manifest: Manifest, engines: Engines, repeats: int, per_second: float) -> dict[str, Any]:
-    """Seconds of a draft step, of verify by node count, of the prefill; and the part of them that the bandwidth explains."""
+    """Time draft steps, verify passes by node count, and the prefill.
+
+    Args:
+        manifest: The engine directory's manifest.
+        engines: Its engines.
+        repeats: Calls of each kind.
+        per_second: Memory bandwidth in bytes per second.
+
+    Returns:
+        Seconds of each kind of call, and as ``of_floor`` the share that reading the weights and the cache must take.
+    """
     assert engines.draft is not None
     kv_cache = engines.verify.new_kv_cache()
     verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)
@@ -174,7 +202,7 @@ def _prefill(verify: Binding, chunk: int) -> None:
 
 
 def time_rounds(directory: Path, manifest: Manifest, engines: Engines) -> dict[str, float]:
-    """Seconds of a round with a fixed number of drafts, by where they go; the second of two generations."""
+    """Seconds per round with a fixed draft length, by part. The first of two generations warms up."""
     llm = LLM(directory, manifest, engines, Speculation(f"fixed:k={ROUND_DRAFTS}", guard=False))
     for _ in range(2):
         with llm.session([7] * PROMPT, max_new_tokens=ROUND_TOKENS, ignore_eos=True) as session:
@@ -185,8 +213,8 @@ def time_rounds(directory: Path, manifest: Manifest, engines: Engines) -> dict[s
     return parts | {"host_share": stats.host_share, "drafts": ROUND_DRAFTS}
 
 
-class Memory:
-    """Bytes taken since it was made: of the GPU's memory as its driver counts, else of the process at its peak."""
+class MemoryUse:
+    """Bytes taken since it was created: GPU memory as the driver counts it, or the peak of this process on a CPU."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
@@ -205,24 +233,31 @@ class Memory:
 
 
 def measure(directory: Path, backend: str, threads: int | None, repeats: int) -> dict[str, Any]:
-    """Everything of one engine directory; without CUDA graphs, too, on a GPU with engines that can do without."""
+    """Measure one engine directory. On a GPU also without CUDA graphs, if the engines can run without them.
+
+    Args:
+        directory: The engine directory.
+        backend: Backend of the engines.
+        threads: CPU threads of an engine.
+        repeats: Calls of each kind.
+    """
     import torch
 
     manifest, on_gpu = load_manifest(directory), torch.cuda.is_available()
     per_second = bandwidth(on_gpu, max(repeats // 3, 3))
     torch.cuda.empty_cache()
-    memory = Memory(on_gpu)
+    memory = MemoryUse(on_gpu)
     engines = open_engines(directory, manifest, backend, threads, True)
     result: dict[str, Any] = {"bandwidth": per_second, "machine": describe_machine()}
     result |= {"passes": time_passes(manifest, engines, repeats, per_second)}
     result |= {"round": time_rounds(directory, manifest, engines)}
-    plans = estimate_memory(manifest, 1)
-    weights = sum(plan.draft_weights + plan.verify_weights - plan.shared_weights for plan in plans)
+    devices = estimate_memory(manifest, 1)
+    weights = sum(device.draft_weights + device.verify_weights - device.shared_weights for device in devices)
     result["memory"] = {
         "taken": memory.taken(),
         "weights": weights,
-        "kv_cache": sum(plan.kv_cache for plan in plans),
-        "KV caches": SLABS,
+        "kv_cache": sum(device.kv_cache for device in devices),
+        "kv_caches": NUM_KV_CACHES,
     }
     if on_gpu and hasattr(engines.verify, "cuda_graphs"):
         for engine in engines:
@@ -233,7 +268,7 @@ def measure(directory: Path, backend: str, threads: int | None, repeats: int) ->
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The measurement as tables."""
+    """The result of :func:`measure` as Markdown tables."""
     lines = [
         f"Copy bandwidth: {result['bandwidth'] / 1e9:.0f} GB/s. {result['machine']['CPU']}; GPU: {result['machine']['GPU']}."
     ]
@@ -241,14 +276,17 @@ def markdown(result: dict[str, Any]) -> str:
         if f"passes{suffix}" not in result:
             continue
         passes, parts = result[f"passes{suffix}"], result[f"round{suffix}"]
-        lines += ["", f"| pass{title} | ms | of the bandwidth floor |", "|---|---|---|"]
+        lines += ["", f"| pass{title} | ms | share of bandwidth |", "|---|---|---|"]
         rows = [("draft step", passes["draft"]), *((f"verify {row['nodes']}", row) for row in passes["verify"])]
         lines += [f"| {name} | {row['seconds'] * 1e3:.3f} | {row['of_floor']:.0%} |" for name, row in rows]
         lines += [f"| prefill {PROMPT} | {passes['prefill']['seconds'] * 1e3:.2f} | |", ""]
         times = ", ".join(f"{name} {parts[name] * 1e3:.3f} ms" for name in ("draft", "verify", "host"))
-        lines += [f"A round of {parts['drafts']} drafts: {times}; the host is {parts['host_share']:.1%} of it."]
-    sizes = {name: size(result["memory"][name]) for name in ("taken", "weights", "kv_cache")}
-    lines += ["", f"Memory taken: {sizes['taken']}; weights {sizes['weights']}, {SLABS} KV caches of {sizes['kv_cache']}."]
+        lines += [f"A round of {parts['drafts']} draft steps: {times}; the host takes {parts['host_share']:.1%}."]
+    sizes = {name: format_bytes(result["memory"][name]) for name in ("taken", "weights", "kv_cache")}
+    lines += [
+        "",
+        f"Memory taken: {sizes['taken']}; weights {sizes['weights']}, {NUM_KV_CACHES} KV caches of {sizes['kv_cache']}.",
+    ]
     return "\n".join(lines)
 
 
@@ -257,16 +295,16 @@ def markdown(result: dict[str, Any]) -> str:
 @click.option("--backend", type=click.Choice(BACKENDS), default="torch")
 @click.option("--dtype", type=click.Choice(("float32", "float16", "bfloat16")), default="float16")
 @click.option(
-    "--work", type=click.Path(path_type=Path), help="Keep the engines there, for another backend.  [default: nowhere]"
+    "--work", type=click.Path(path_type=Path), help="Keep the engine directory here, for another backend.  [default: delete it]"
 )
-@click.option("--threads", type=int, help="CPU threads of an engine.  [default: the processors of this process]")
-@click.option("--repeats", type=click.IntRange(min=3), default=30)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there, too.")
+@click.option("--threads", type=int, help="CPU threads of an engine.  [default: processors, one fewer if more than four]")
+@click.option("--repeats", type=click.IntRange(min=3), default=30, help="Calls of each kind.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
 @one_line_errors
 def main(
     shape: str, backend: str, dtype: str, work: Path | None, threads: int | None, repeats: int, json_file: Path | None
 ) -> None:
-    """Time passes of a model of this shape, with random weights."""
+    """Time engine calls of a model of this shape, with random weights."""
     with TemporaryDirectory(prefix="eesd-shapes-") as temporary:
         directory = prepare(work or Path(temporary), shape, dtype, build=backend == "tensorrt")
         result = {"shape": shape, "backend": backend, "dtype": dtype} | measure(directory, backend, threads, repeats)

@@ -1,4 +1,4 @@
-"""eesd-bench measures what it says it does, keeps what it measured, and reports it. What it says of speed is not for tests."""
+"""eesd-bench measures every configuration, keeps what it measured, and reports it. The tests do not check speeds."""
 
 import json
 from pathlib import Path
@@ -9,20 +9,22 @@ from click.testing import Result as Finished
 from support.bundled import EXAMPLE
 from support.command import assert_refused, listing, run, succeed
 
-from eesd.bench.campaign import Campaign
 from eesd.bench.cli import main
-from eesd.bench.results import Configuration, Result, Sweep
-from eesd.bench.run import Bench, Encoded, Options
-from eesd.bench.tasks import Prompt
+from eesd.bench.measure.results import CallLatency, Configuration, Result
+from eesd.bench.measure.resumable import ResumableRun
+from eesd.bench.measure.run import Bench, EncodedPrompt, Options
+from eesd.bench.measure.tasks import TaskPrompt
 from eesd.common.geometry import ExitConfig
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint
 
 FEW = ("--per-task", 1, "--tuning-per-task", 1, "-n", 6, "--threads", 1)
-PROMPTS = [Prompt(f"{task}-{number}", task, f"{task} {number}: 1, 2, 3") for task in ("count", "list") for number in range(4)]
+PROMPTS = [
+    TaskPrompt(f"{task}-{number}", task, f"{task} {number}: 1, 2, 3") for task in ("count", "list") for number in range(4)
+]
 
 
-def bench(engine: Path, output: Path, *options: object) -> Finished:
+def run_bench(engine: Path, output: Path, *options: object) -> Finished:
     return run(main, "--engine-dir", engine, "--output", output, *options)
 
 
@@ -31,8 +33,8 @@ def own_prompts(path: Path) -> str:
     return f"prompts={path}"
 
 
-def test_the_bundled_model(bundled: Path, tmp_path: Path) -> None:
-    """Every controller on chains and trees in every sampling: all equal, and every figure of the report is there."""
+def test_all_configurations_give_the_tokens_of_plain_decoding_and_are_reported(bundled: Path, tmp_path: Path) -> None:
+    """Controllers on chains and trees, with and without a tree budget, in every sampling."""
     output = tmp_path / "out"
     options = ("--controllers", "beta-ts fixed threshold:p=0.6", "--task", own_prompts(tmp_path / "prompts.jsonl"), *FEW)
     succeed(main, "--engine-dir", bundled, "--output", output, *options, "--budgeted", 1)
@@ -60,47 +62,45 @@ def test_the_bundled_model(bundled: Path, tmp_path: Path) -> None:
     assert "run-1-speedup.png" in listing(output / "report")
 
 
-def test_counts_of_a_run(engine: Path) -> None:
-    """The rounds by shape and the statistics tell of the same generation."""
-    measured = Bench(engine, "ort", 1)
-    drafting = measured.drafting(Configuration("", "greedy", "fixed:k=3", 2), Options())
-    done = measured.generate([5, 6, 7], Options().sampling("greedy", 0), drafting, 20)
-    assert sum(done.rounds.values()) == done.stats.rounds
-    assert sum(steps * count for (steps, _), count in done.rounds.items()) == done.stats.draft_steps
-    assert sum(nodes * count for (_, nodes), count in done.rounds.items()) == done.stats.drafted
-    assert max(done.rounds) == (3, 6)
-    assert len(done.tokens) == 20
+def test_rounds_by_shape_add_up_to_the_statistics(engine: Path) -> None:
+    bench = Bench(engine, "ort", 1)
+    drafting = bench.drafting_llm(Configuration("", "greedy", "fixed:k=3", 2), Options())
+    generation = bench.generate([5, 6, 7], Options().sampling("greedy", 0), drafting, 20)
+    assert sum(generation.rounds.values()) == generation.stats.rounds
+    assert sum(steps * count for (steps, _), count in generation.rounds.items()) == generation.stats.draft_steps
+    assert sum(nodes * count for (_, nodes), count in generation.rounds.items()) == generation.stats.draft_tokens
+    assert max(generation.rounds) == (3, 6)
+    assert len(generation.tokens) == 20
 
 
-def test_sweeps_cover_what_a_round_may_hold(engine: Path) -> None:
-    measured = Bench(engine, "ort", 1)
-    sweeps = measured.sweeps("", Encoded(0, "a", [5, 6, 7]), Options(widths=(1, 3)))
-    assert [sweep.width for sweep in sweeps] == [1, 3]
-    chain, tree = ([int(nodes) for nodes, _ in sweep.verify] for sweep in sweeps)
+def test_latencies_cover_all_node_counts_of_a_round(engine: Path) -> None:
+    latencies = Bench(engine, "ort", 1).latencies("", EncodedPrompt(0, "a", [5, 6, 7]), Options(widths=(1, 3)))
+    assert [latency.width for latency in latencies] == [1, 3]
+    chain, tree = ([int(nodes) for nodes, _ in latency.verify] for latency in latencies)
     assert chain == [1, 2, 3, 4, 5, 6, 7, 9, 13, 17, 25, 33]
     assert tree == [1, 4, 7, 10, 13, 16, 19, 25]
-    assert all(seconds > 0 for sweep in sweeps for _, seconds in sweep.verify)
+    assert all(seconds > 0 for latency in latencies for _, seconds in latency.verify)
 
 
-class Interrupted(Bench):
-    """A user who has enough at the second prompt."""
+class InterruptedBench(Bench):
+    """Raises KeyboardInterrupt at the second prompt."""
 
-    def sweeps(self, engine: str, prompt: Encoded, options: Options) -> list[Sweep]:
+    def latencies(self, engine: str, prompt: EncodedPrompt, options: Options) -> list[CallLatency]:
         if prompt.number == 1:
             raise KeyboardInterrupt
-        return super().sweeps(engine, prompt, options)
+        return super().latencies(engine, prompt, options)
 
 
-def test_an_interrupted_measurement_goes_on(engine: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed(engine: Path, tmp_path: Path) -> None:
     options = Options(("beta-ts", "fixed"), (1,), ("greedy",), max_new_tokens=4, per_task=2, tuning_per_task=1)
-    campaign = Campaign("run", options, tmp_path, resume=False, overwrite=False)
+    first = ResumableRun("run", options, tmp_path, resume=False, overwrite=False)
     with pytest.raises(KeyboardInterrupt):
-        campaign.add("model", Interrupted(engine, "ort", 1), PROMPTS, options)
+        first.measure_engine("model", InterruptedBench(engine, "ort", 1), PROMPTS, options)
     kept = Result.load(tmp_path / "result.json")
     assert [run.prompt for run in kept.runs] == ["count-1"] * 3 and not kept.complete
 
-    again = Campaign("run", options, tmp_path, resume=True, overwrite=False)
-    again.add("model", Bench(engine, "ort", 1), PROMPTS, options)
+    again = ResumableRun("run", options, tmp_path, resume=True, overwrite=False)
+    again.measure_engine("model", Bench(engine, "ort", 1), PROMPTS, options)
     again.finish()
     whole = Result.load(tmp_path / "result.json")
     assert whole.complete and whole.runs[:3] == kept.runs and whole.tunings == kept.tunings
@@ -108,14 +108,13 @@ def test_an_interrupted_measurement_goes_on(engine: Path, tmp_path: Path) -> Non
     assert listing(tmp_path) == ["result.json"]
 
 
-def test_results_are_not_lost(engine: Path, tmp_path: Path) -> None:
-    """Neither overwritten unasked nor mixed with those of another measurement."""
+def test_results_are_neither_overwritten_nor_mixed_with_another_measurement(engine: Path, tmp_path: Path) -> None:
     task = own_prompts(tmp_path / "prompts.jsonl")
     options = ("--task", task, *FEW, "--samplings", "greedy", "--tree-widths", 1, "--controllers", "beta-ts", "--no-plots")
-    assert bench(engine, tmp_path / "out", *options).exit_code == 0
+    assert run_bench(engine, tmp_path / "out", *options).exit_code == 0
     before = (tmp_path / "out/result.json").read_bytes()
-    assert_refused(bench(engine, tmp_path / "out", *options), "--resume", "--overwrite")
-    assert_refused(bench(engine, tmp_path / "out", *options, "--seed", 1, "--resume"), "another options")
+    assert_refused(run_bench(engine, tmp_path / "out", *options), "--resume", "--overwrite")
+    assert_refused(run_bench(engine, tmp_path / "out", *options, "--seed", 1, "--resume"), "another options")
     assert (tmp_path / "out/result.json").read_bytes() == before
     assert (
         "tokens of plain decoding"
@@ -123,8 +122,8 @@ def test_results_are_not_lost(engine: Path, tmp_path: Path) -> None:
     )
 
 
-def test_ablation(text_model: Path, engine: Path, tmp_path: Path) -> None:
-    """A head that is only initialised, the same one stored, the same in an engine directory: they draft the same."""
+def test_ablation_of_one_head_given_in_three_ways(text_model: Path, engine: Path, tmp_path: Path) -> None:
+    """An initialised head, the same head in a directory, and the same head in an engine directory draft the same tokens."""
     checkpoint = Checkpoint(text_model)
     made = exit_head.initialise(checkpoint.decoder(), ExitConfig(1, base=checkpoint.fingerprint()))
     exit_head.save(made.requires_grad_(False), tmp_path / "head", torch.float32)
@@ -165,14 +164,14 @@ def test_ablation(text_model: Path, engine: Path, tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value),
 )
-def test_bad_options(engine: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
-    assert_refused(bench(engine, tmp_path / "out", *options), *words)
+def test_bad_options_are_refused(engine: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
+    assert_refused(run_bench(engine, tmp_path / "out", *options), *words)
     assert not (tmp_path / "out/result.json").exists()
 
 
-def test_bad_commands(engine: Path, tmp_path: Path) -> None:
+def test_bad_commands_are_refused(engine: Path, tmp_path: Path) -> None:
     assert_refused(run(main), "--engine-dir")
-    assert_refused(bench(tmp_path, tmp_path / "out"), "manifest.json")
+    assert_refused(run_bench(tmp_path, tmp_path / "out"), "manifest.json")
     head = ("ablation", "--output", tmp_path / "out", "--controllers", "beta-ts", "--head")
     assert_refused(run(main, *head, f"a={tmp_path}"), "exit_head.json")
     assert_refused(run(main, *head, "a"), "--model")

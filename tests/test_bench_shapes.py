@@ -1,4 +1,4 @@
-"""bench/shapes.py runs on every backend that runs here. What it says of speed is not for tests."""
+"""bench/shapes.py runs on every CPU backend. The tests do not check speeds."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent.parent / "bench/shapes.py"
 
 
 def measured(backend: str, work: Path) -> dict[str, Any]:
-    """One export serves both backends."""
+    """What shapes.py measures with this backend. Both backends share one export."""
     file = work / f"{backend}.json"
     options = ("--backend", backend, "--dtype", "float32", "--work", work, "--threads", 1, "--repeats", 3, "--json", file)
     assert "| verify 64 |" in succeed(main, "--shape", "tiny", *options).stdout
@@ -23,7 +23,7 @@ def measured(backend: str, work: Path) -> dict[str, Any]:
     return found
 
 
-def test_shapes(tmp_path: Path) -> None:
+def test_a_tiny_shape_is_exported_and_measured_on_both_backends(tmp_path: Path) -> None:
     for backend in ("ort", "torch"):
         found = measured(backend, tmp_path)
         assert [row["nodes"] for row in found["passes"]["verify"]] == list(NODE_COUNTS)
@@ -32,17 +32,16 @@ def test_shapes(tmp_path: Path) -> None:
             found["bandwidth"],
         ]
         assert min(times) > 0 and 0 < found["round"]["host_share"] < 1
-    assert listing(tmp_path) == ["ort.json", "tiny-float32", "torch.json"]  # the checkpoint is gone
+    assert listing(tmp_path) == ["ort.json", "tiny-float32", "torch.json"]  # the checkpoint is deleted
 
     manifest = load_manifest(tmp_path / "tiny-float32")
     verify = bytes_of_pass(manifest, manifest.verify[0], 0)
     blocks = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 2 * 64)
-    exits = 64 * 32 * 2 + 64  # the exit block's keys and values and the norm in front of them
+    exits = 64 * 32 * 2 + 64  # key and value projections of the exit block, and the norm before them
     assert verify == 4 * (blocks + exits + 64 + 64 * 256)
     assert bytes_of_pass(manifest, manifest.verify[0], 10) - verify == 10 * 2 * 5 * 2 * 16 * 4
 
 
-def test_script() -> None:
-    """It is a script, too."""
+def test_shapes_runs_as_a_script() -> None:
     result = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=False)
     assert result.returncode == 0 and "--shape" in result.stdout, result.stderr

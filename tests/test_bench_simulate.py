@@ -1,4 +1,4 @@
-"""eesd-bench simulate: traces recorded once and replayed by anyone, in one JSON that reports are made of."""
+"""eesd-bench simulate: traces are recorded once, can be replayed without an engine, and give one JSON file for reports."""
 
 import json
 from dataclasses import replace
@@ -9,14 +9,13 @@ import pytest
 from click.testing import Result as Finished
 from support.command import assert_refused, listing, run, succeed
 
-from eesd.bench import simulation
 from eesd.bench.cli import main
-from eesd.bench.recording import Recording
-from eesd.bench.run import Bench, Options
-from eesd.bench.simulation import Simulation
-from eesd.bench.streams import STREAMS
-from eesd.bench.tasks import load_tasks
-from eesd.bench.traces import ROWS, Trace, load_trace
+from eesd.bench.measure.run import Bench, Options
+from eesd.bench.measure.tasks import load_tasks
+from eesd.bench.replay import simulation
+from eesd.bench.replay.simulation import Simulation
+from eesd.bench.replay.streams import STREAMS
+from eesd.bench.replay.traces import ARRAYS, Trace, TraceRecorder, load_trace
 from eesd.common.errors import EESDError
 
 FEW = ("-n", 16, "--depth", 6, "--per-task", 2, "--tuning-per-task", 1, "--threads", 1, "--backend", "ort")
@@ -53,42 +52,42 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def recorded(engine: Path, prompts: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a run with an engine."""
+    """Output of a simulation that recorded its traces."""
     output = tmp_path_factory.mktemp("recorded") / "out"
     finished = succeed(main, "simulate", "--engine-dir", engine, "--task", prompts, "--output", output, *FEW)
     assert "| cost-aware-ts |" in finished.stdout
     return output
 
 
-def replayed(recorded: Path, output: Path, *options: object) -> Finished:
+def replay_recorded(recorded: Path, output: Path, *options: object) -> Finished:
     pair = ("--trace", recorded / "trace.npz", "--tuning-trace", recorded / "tuning.npz")
     return run(main, "simulate", *pair, "--output", output, *options)
 
 
-def test_everything_is_kept_and_reported(recorded: Path) -> None:
+def test_every_comparison_is_saved_and_reported(recorded: Path) -> None:
     assert listing(recorded) == ["report", "report.md", "simulation.json", "trace.npz", "tuning.npz"]
     found = Simulation.load(recorded / "simulation.json")
-    assert [replays.name for replays in found.replays] == ["measured", "70b"]
+    assert [comparison.name for comparison in found.replays] == ["measured", "70b"]
     assert found.prompts == {"count": 2, "list": 2} and found.tuning_prompts == {"count": 1, "list": 1}
     trace = load_trace(recorded / "trace.npz")
-    assert trace.costs and found.replays[0].costs.table(6) == pytest.approx(trace.costs.table(6), rel=1e-4)
-    for replays in found.replays:
-        assert [row.controller for row in replays.rows] == CONTROLLERS
-        assert all(row.by_task.keys() == {"count", "list"} for row in replays.rows)
-        assert all(curve.tokens[0] == 1 and curve.tokens[-1] == 4 * 16 for curve in replays.regret)
-    assert [replays.name for replays in found.streams] == [stream.name for stream in STREAMS]
-    for replays in found.streams:
-        assert replays.row("optimal").of_ceiling.value == 1
-        assert all(len(curve.tokens) == len(curve.regret) == 200 and curve.tokens[-1] == 800 for curve in replays.regret)
+    assert trace.costs and found.replays[0].costs.chain_costs(6) == pytest.approx(trace.costs.chain_costs(6), rel=1e-4)
+    for comparison in found.replays:
+        assert [row.controller for row in comparison.rows] == CONTROLLERS
+        assert all(row.by_task.keys() == {"count", "list"} for row in comparison.rows)
+        assert all(curve.tokens[0] == 1 and curve.tokens[-1] == 4 * 16 for curve in comparison.regret)
+    assert [comparison.name for comparison in found.streams] == [stream.name for stream in STREAMS]
+    for comparison in found.streams:
+        assert comparison.row("optimal").of_ceiling.value == 1
+        assert all(len(curve.tokens) == len(curve.regret) == 200 and curve.tokens[-1] == 800 for curve in comparison.regret)
     report = (recorded / "report.md").read_text()
-    pictures = [f"replay-1-regret-{name}.png" for name in ("70b", "measured", "streams")]
-    assert listing(recorded / "report") == pictures and all(f"(report/{name})" in report for name in pictures)
-    assert "4 prompts (count, list) x 16 new tokens, greedy" in report and "| persistent |" in report
+    plots = [f"replay-1-regret-{name}.png" for name in ("70b", "measured", "streams")]
+    assert listing(recorded / "report") == plots and all(f"(report/{name})" in report for name in plots)
+    assert "4 prompts (count, list) with 16 new tokens each, greedy" in report and "| persistent |" in report
 
 
-def test_replays_of_kept_traces_are_those_of_the_run_that_recorded(recorded: Path, tmp_path: Path) -> None:
-    """No engine, the same decisions; speeds but for the controllers' own time, which is measured anew."""
-    assert replayed(recorded, tmp_path / "out", "--no-plots").exit_code == 0
+def test_replaying_recorded_traces_without_an_engine_gives_the_same_decisions(recorded: Path, tmp_path: Path) -> None:
+    """Speeds differ only by the controllers' own time, which is measured again."""
+    assert replay_recorded(recorded, tmp_path / "out", "--no-plots").exit_code == 0
     first, again = (Simulation.load(path / "simulation.json") for path in (recorded, tmp_path / "out"))
     assert again.origin == first.origin and again.options == first.options and again.streams[0].costs == first.streams[0].costs
     for one, other in zip(first.replays, again.replays, strict=True):
@@ -101,15 +100,14 @@ def test_replays_of_kept_traces_are_those_of_the_run_that_recorded(recorded: Pat
     assert listing(tmp_path / "out") == ["report.md", "simulation.json"]
 
 
-def test_traces_hold_half_precision(recorded: Path) -> None:
-    """Whatever the request may draft is there, and nothing more."""
+def test_traces_are_float16_and_cover_exactly_what_a_request_may_draft(recorded: Path) -> None:
     for request in load_trace(recorded / "trace.npz").requests:
         assert request.logprob.dtype == np.float16 and request.logprob.shape == (16, 6)
         assert np.isnan(request.logprob[-1]).all() and not np.isnan(request.logprob[0]).any()
         assert request.accepted[-1] == 0 and (request.accepted <= 6).all()
 
 
-def test_an_interrupted_recording_goes_on(engine: Path, prompts: str, recorded: Path, tmp_path: Path) -> None:
+def test_an_interrupted_recording_is_resumed(engine: Path, prompts: str, recorded: Path, tmp_path: Path) -> None:
     options = Options(
         samplings=("greedy",),
         widths=(1,),
@@ -120,8 +118,8 @@ def test_an_interrupted_recording_goes_on(engine: Path, prompts: str, recorded: 
         backend="ort",
         tasks=(prompts,),
     )
-    steps = Recording(Bench(engine, "ort", 1), load_tasks([prompts]), options, 6, tmp_path, keep=False).steps()
-    for _ in zip(range(3), steps, strict=False):  # both prompts to tune on, the first to report
+    steps = TraceRecorder(Bench(engine, "ort", 1), load_tasks([prompts]), options, 6, tmp_path, resume=False).run()
+    for _ in zip(range(3), steps, strict=False):  # both tuning prompts and the first reported prompt
         pass
     begun = load_trace(tmp_path / "trace.npz")
     assert len(begun.requests) == 1
@@ -134,23 +132,22 @@ def test_an_interrupted_recording_goes_on(engine: Path, prompts: str, recorded: 
     for one, other in zip(whole.requests, expected.requests, strict=True):
         assert one.task == other.task
         np.testing.assert_array_equal(one.accepted, other.accepted)
-        for name in ROWS[:3]:
+        for name in ARRAYS[:3]:
             np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=2e-3, atol=1e-4)
 
 
-def test_coupled_sampling(engine: Path, prompts: str, tmp_path: Path) -> None:
-    """Every prompt has noise of its own."""
+def test_coupled_sampling_is_replayed(engine: Path, prompts: str, tmp_path: Path) -> None:
     options = ("--sampling", "coupled", "--temperature", 0.9, "--no-plots", "--costs", "7b", *FEW)
     finished = succeed(main, "simulate", "--engine-dir", engine, "--task", prompts, "--output", tmp_path / "out", *options)
     assert "coupled at temperature 0.9" in finished.stdout
-    assert [replays.name for replays in Simulation.load(tmp_path / "out/simulation.json").replays] == ["7b"]
+    assert [comparison.name for comparison in Simulation.load(tmp_path / "out/simulation.json").replays] == ["7b"]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--costs", "nonesuch"], ["nonesuch", "measured, bundled"]),
-        (["--sampling", "rejection"], ["depends on what was drafted"]),
+        (["--sampling", "rejection"], ["depends on the drafts"]),
         (["--sampling", "hot"], ["hot", "greedy"]),
         (["--depth", "99"], ["99", "allows 1 to"]),
         (["--depth", "0"], ["depth", "allows 1 to"]),
@@ -161,13 +158,13 @@ def test_coupled_sampling(engine: Path, prompts: str, tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value),
 )
-def test_bad_recordings(engine: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
+def test_bad_recordings_are_refused(engine: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
     finished = run(main, "simulate", "--engine-dir", engine, "--output", tmp_path / "out", "--threads", 1, *options)
     assert_refused(finished, *words)
     assert not (tmp_path / "out/trace.npz").exists() and not (tmp_path / "out/simulation.json").exists()
 
 
-def test_bad_replays(recorded: Path, tmp_path: Path) -> None:
+def test_bad_replays_are_refused(recorded: Path, tmp_path: Path) -> None:
     trace, tuning, output = recorded / "trace.npz", recorded / "tuning.npz", ("--output", tmp_path / "out")
     assert_refused(run(main, "simulate", *output), "--engine-dir", "--tuning-trace")
     assert_refused(run(main, "simulate", "--trace", trace, *output), "--engine-dir", "--tuning-trace")
@@ -187,7 +184,7 @@ def test_bad_replays(recorded: Path, tmp_path: Path) -> None:
     pair = ("--trace", tmp_path / "no-costs.npz", "--tuning-trace", tuning)
     assert_refused(run(main, "simulate", *pair, *output), "no measured costs")
     assert not (tmp_path / "out").exists()
-    assert_refused(replayed(recorded, recorded), "simulation.json", "--overwrite")
+    assert_refused(replay_recorded(recorded, recorded), "simulation.json", "--overwrite")
 
 
 @pytest.mark.parametrize(
@@ -195,20 +192,19 @@ def test_bad_replays(recorded: Path, tmp_path: Path) -> None:
     [({"schema": 99}, "schema 99"), ({"replays": [{}]}, "damaged"), ({"extra": 1}, "damaged"), ({"kind": "x"}, "not a simul")],
     ids=["schema", "replays", "key", "kind"],
 )
-def test_damaged_simulations(recorded: Path, change: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_damaged_simulations_are_refused(recorded: Path, change: dict[str, object], words: str, tmp_path: Path) -> None:
     path = tmp_path / "simulation.json"
     path.write_text(json.dumps(json.loads((recorded / "simulation.json").read_text()) | change))
     with pytest.raises(EESDError, match=words):
         Simulation.load(path)
 
 
-def test_simulations_are_read_as_they_were_written(recorded: Path, tmp_path: Path) -> None:
+def test_a_saved_simulation_loads_and_saves_unchanged(recorded: Path, tmp_path: Path) -> None:
     Simulation.load(recorded / "simulation.json").save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (recorded / "simulation.json").read_bytes()
 
 
-def test_a_report_can_be_made_again(recorded: Path, tmp_path: Path) -> None:
-    """Together with that of a measurement, the same bytes each time."""
+def test_a_report_of_a_simulation_and_a_measurement_is_the_same_each_time(recorded: Path, tmp_path: Path) -> None:
     measured = Path(__file__).parent / "data/bench_result.json"
     for name in ("a", "b"):
         succeed(main, "report", recorded / "simulation.json", measured, "--output", tmp_path / name / "results.md")

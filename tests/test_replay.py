@@ -1,4 +1,4 @@
-"""Traces and their replay: against formulas, against the optimal policy, and against real sessions round by round."""
+"""Traces and replays, compared with formulas, with the optimal policy, and with real sessions round by round."""
 
 import json
 from dataclasses import replace
@@ -6,23 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.harness import Rig, finish
+from support.harness import Harness, finish
 
-from eesd.bench.costs import BUNDLED, COST_MODELS, CostModel, Costs, layer_costs
-from eesd.bench.simulate import faster, fastest, fixed_speeds, regret, replay, replay_spec
-from eesd.bench.simulation import replays_of
-from eesd.bench.streams import STREAMS, Stream
-from eesd.bench.traces import ROWS, Request, Trace, load_trace, record
+from eesd.bench.replay.costs import BUNDLED, COST_MODELS, CallCosts, CostModel, layer_costs
+from eesd.bench.replay.oracles import Clairvoyant, OptimalPolicy
+from eesd.bench.replay.replay import fastest, regret, replay, replay_fixed_lengths, replay_seeds, speed_ratio
+from eesd.bench.replay.simulation import compare_on_trace
+from eesd.bench.replay.streams import STREAMS, SyntheticStream
+from eesd.bench.replay.traces import ARRAYS, Trace, TracedRequest, load_trace, record
 from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import RoundOutcome, make_controller
 from eesd.controllers.baselines import Fixed
 from eesd.controllers.cost_aware_ts import CostAwareTS
-from eesd.controllers.oracles import Clairvoyant, Optimal
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Speculation, load
 
-GOLDEN = {  # acceptance: for c = .05, .1, .2, .3 the best length and its speed, flat verify (Leviathan et al. 2023)
+GOLDEN = {  # by acceptance, for c = .05, .1, .2, .3: the best length and its speed, flat verify (Leviathan et al. 2023)
     0.6: [(4, 1.92), (3, 1.67), (2, 1.40), (1, 1.23)],
     0.7: [(6, 2.35), (4, 1.98), (3, 1.58), (2, 1.37)],
     0.8: [(8, 3.09), (6, 2.47), (4, 1.87), (3, 1.55)],
@@ -31,25 +31,24 @@ CEILING = {0.6: [2.33, 2.17, 1.92, 1.72], 0.7: [2.99, 2.70, 2.27, 1.96], 0.8: [4
 
 
 def flat(draft: float) -> CostModel:
-    return CostModel("flat", Costs({1: draft}, {1: 1.0}), 3e-3)
+    return CostModel("flat", CallCosts({1: draft}, {1: 1.0}), 3e-3)
 
 
 @pytest.mark.parametrize("acceptance", GOLDEN)
 @pytest.mark.parametrize("column", range(4))
-def test_golden_values(acceptance: float, column: int) -> None:
-    """Backward induction on constant acceptance finds the best fixed length and its speed."""
+def test_optimal_policy_finds_the_best_length_of_constant_acceptance(acceptance: float, column: int) -> None:
     length, speed = GOLDEN[acceptance][column]
-    optimal = Optimal([acceptance], [[1.0]], flat((0.05, 0.1, 0.2, 0.3)[column]).table(12))
+    optimal = OptimalPolicy([acceptance], [[1.0]], flat((0.05, 0.1, 0.2, 0.3)[column]).chain_costs(12))
     assert optimal.rate == pytest.approx(speed, abs=0.006)
     drafted = next(k for k in range(1, 13) if k == 12 or acceptance**k < optimal.thresholds[k][0])
     tokens = [(1 - acceptance ** (n + 1)) / (1 - acceptance) for n in (drafted, length)]
     costs = [1 + n * (0.05, 0.1, 0.2, 0.3)[column] for n in (drafted, length)]
-    assert tokens[0] / costs[0] == pytest.approx(tokens[1] / costs[1], rel=2e-3), "the same length, or one as good"
+    assert tokens[0] / costs[0] == pytest.approx(tokens[1] / costs[1], rel=2e-3), "the same length, or an equally good one"
 
 
 @pytest.mark.parametrize("acceptance", [0.6, 0.7, 0.8])
-def test_clairvoyant_is_its_formula(acceptance: float) -> None:
-    trace = Stream("constant", (acceptance,), 0.0).trace(1000, 20, seed=0, depth=24)
+def test_clairvoyant_has_the_speed_of_its_formula(acceptance: float) -> None:
+    trace = SyntheticStream("constant", (acceptance,), 0.0).trace(1000, 20, seed=0, depth=24)
     for draft, rounded in list(zip((0.05, 0.1, 0.2, 0.3), CEILING[acceptance], strict=True))[::3]:
         speed = replay("clairvoyant", Clairvoyant(), trace, flat(draft)).speed
         exact = 1 / (1 - acceptance + draft * acceptance)
@@ -57,40 +56,42 @@ def test_clairvoyant_is_its_formula(acceptance: float) -> None:
 
 
 def test_one_step_look_ahead_is_optimal_where_levels_are_independent() -> None:
-    """Monotone case: after k tokens go on iff S E[p] >= lambda (draft + v(k+2) - v(k+1)), whatever comes later."""
+    """Monotone case: after k tokens continue iff S E[p] >= lambda (draft + v(k+2) - v(k+1)), whatever comes later."""
     levels, costs = (0.7, 0.75, 0.8, 0.85, 0.9), flat(0.1)
-    optimal = Optimal(levels, Stream("narrow", levels, 0.0).transition, costs.table(16))
+    optimal = OptimalPolicy(levels, SyntheticStream("narrow", levels, 0.0).transition, costs.chain_costs(16))
     thresholds = np.array(optimal.thresholds[1:12])
-    assert thresholds == pytest.approx(optimal.rate * 0.1 / np.mean(levels), rel=0.04)  # the grid of S is as coarse
+    assert thresholds == pytest.approx(
+        optimal.rate * 0.1 / np.mean(levels), rel=0.04
+    )  # the tolerance is the spacing of the grid of S
 
 
 def test_optimal_beats_every_fixed_length_and_predicts_its_own_rate() -> None:
     stream = STREAMS[2]
-    trace, optimal = stream.trace(2000, 15, seed=1), stream.optimal(BUNDLED, 16)
+    trace, optimal = stream.trace(2000, 15, seed=1), stream.optimal_policy(BUNDLED, 16)
     run = replay("optimal", optimal, trace, BUNDLED, charge=False)
     assert run.speed == pytest.approx(optimal.rate, rel=0.02)
-    assert run.speed > 1.08 * fastest(fixed_speeds(trace, BUNDLED)).speed
+    assert run.speed > 1.08 * fastest(replay_fixed_lengths(trace, BUNDLED)).speed
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.name)
-def test_cost_aware_is_near_the_optimal_policy(stream: Stream) -> None:
+def test_cost_aware_is_near_the_optimal_policy(stream: SyntheticStream) -> None:
     trace = stream.trace(500, 30, seed=1)
-    optimal = replay("optimal", stream.optimal(BUNDLED, 16), trace, BUNDLED, charge=False)
+    optimal = replay("optimal", stream.optimal_policy(BUNDLED, 16), trace, BUNDLED, charge=False)
     found = replay("cost-aware-ts", CostAwareTS(seed=0), trace, BUNDLED, charge=False)
     assert found.speed > 0.97 * optimal.speed
-    assert found.speed > 0.98 * fastest(fixed_speeds(trace, BUNDLED)).speed
+    assert found.speed > 0.98 * fastest(replay_fixed_lengths(trace, BUNDLED)).speed
 
 
 @pytest.mark.parametrize("stream", STREAMS[2:], ids=lambda stream: stream.name)
-def test_calibration_beats_beta_where_confidence_tells(stream: Stream) -> None:
+def test_calibration_beats_beta_where_confidence_is_informative(stream: SyntheticStream) -> None:
     trace = stream.trace(500, 30, seed=2)
-    calibrated, beta = (replay_spec(name, trace, flat(0.1), seeds=2) for name in ("calibration-ts", "beta-ts"))
-    assert faster(calibrated, beta).low > 1.01
+    calibrated, beta = (replay_seeds(name, trace, flat(0.1), seeds=2) for name in ("calibration-ts", "beta-ts"))
+    assert speed_ratio(calibrated, beta).low > 1.01
 
 
 def test_regret_of_the_bandit_grows_ever_slower() -> None:
-    """Expected loss of the lengths it chose against the best, on constant acceptance: most of it in the first quarter."""
-    costs = np.array(flat(0.1).table(16))
+    """Its lengths lose less than half as much against the best length in the last quarter as in the first."""
+    costs = np.array(flat(0.1).chain_costs(16))
     tokens = (1 - 0.8 ** np.arange(1, 18)) / 0.2
     gaps = costs - tokens / (tokens / costs).max()
     lost = []
@@ -102,9 +103,9 @@ def test_regret_of_the_bandit_grows_ever_slower() -> None:
     assert last < 0.5 * first
 
 
-def test_regret_adds_up() -> None:
+def test_regret_is_the_difference_of_costs() -> None:
     trace = STREAMS[0].trace(200, 2, seed=0)
-    off, best = fixed_speeds(trace, flat(0.1))[0], fastest(fixed_speeds(trace, flat(0.1)))
+    off, best = replay_fixed_lengths(trace, flat(0.1))[0], fastest(replay_fixed_lengths(trace, flat(0.1)))
     assert not regret(best, best).any() and len(regret(best, best)) == 400
     lost = regret(off, best)
     assert lost[-1] == pytest.approx(400 - best.cost.sum()) and lost[199] == pytest.approx(200 - best.cost[0])
@@ -113,9 +114,9 @@ def test_regret_adds_up() -> None:
 
 
 def test_regret_against_the_optimal_policy_grows_ever_slower() -> None:
-    """Of those that learn what pays; the coins of beta-ts lose on and on."""
+    """That of ucb and cost-aware-ts; beta-ts draws a coin after every token, so its regret grows linearly."""
     trace, costs = STREAMS[0].trace(500, 24, seed=3), COST_MODELS["70b"]
-    optimal = replay("optimal", STREAMS[0].optimal(costs, 16), trace, costs, charge=False)
+    optimal = replay("optimal", STREAMS[0].optimal_policy(costs, 16), trace, costs, charge=False)
     lost = {}
     for spec in ("ucb:discount=1", "cost-aware-ts", "beta-ts"):
         runs = [replay(spec, make_controller(spec, seed), trace, costs, charge=False) for seed in range(3)]
@@ -125,11 +126,11 @@ def test_regret_against_the_optimal_policy_grows_ever_slower() -> None:
     assert lost["beta-ts"][1] > 0.8 * lost["beta-ts"][0], lost
 
 
-def test_reacts_to_drift() -> None:
-    """Acceptance falls from .95 to .3 without a sign in the confidence: drafts get short within 60 rounds."""
-    easy, hard = (Stream("s", (p,), 0.0).trace(400, 1, seed=4).requests[0] for p in (0.95, 0.3))
+def test_drafts_get_short_when_acceptance_falls() -> None:
+    """Acceptance falls from .95 to .3 while the confidence stays the same; drafts are short within 60 rounds."""
+    easy, hard = (SyntheticStream("s", (p,), 0.0).trace(400, 1, seed=4).requests[0] for p in (0.95, 0.3))
     blind = [
-        Request("s", np.full_like(r.logprob, np.log(0.8)), np.full_like(r.margin, 1.4), r.entropy, r.accepted)
+        TracedRequest("s", np.full_like(r.logprob, np.log(0.8)), np.full_like(r.margin, 1.4), r.entropy, r.accepted)
         for r in (easy, hard)
     ]
     run = replay("cost-aware-ts", CostAwareTS(seed=0), Trace((blind[0],) * 3 + (blind[1],), {}), flat(0.1), charge=False)
@@ -137,28 +138,28 @@ def test_reacts_to_drift() -> None:
     assert before[:20].mean() > 8 and after[60:90].mean() < 4
 
 
-def test_paired_bootstrap() -> None:
+def test_speed_ratio_is_paired_over_requests() -> None:
     trace = STREAMS[2].trace(200, 20, seed=5)
-    slow, fast = fixed_speeds(trace, flat(0.1))[0], fastest(fixed_speeds(trace, flat(0.1)))
-    assert faster(slow, slow).low == faster(slow, slow).high == 1
-    ratio = faster(fast, slow)
+    slow, fast = replay_fixed_lengths(trace, flat(0.1))[0], fastest(replay_fixed_lengths(trace, flat(0.1)))
+    assert speed_ratio(slow, slow).low == speed_ratio(slow, slow).high == 1
+    ratio = speed_ratio(fast, slow)
     assert ratio.low < ratio.value < ratio.high and ratio.value == pytest.approx(fast.speed)
     some = np.arange(20) < 5
-    assert faster(fast, slow, some).value == pytest.approx(fast.tokens[some].sum() / fast.cost[some].sum())
+    assert speed_ratio(fast, slow, some).value == pytest.approx(fast.tokens[some].sum() / fast.cost[some].sum())
 
 
-def test_plain_decoding_costs_one_a_token_and_own_time_is_charged() -> None:
+def test_plain_decoding_costs_one_step_a_token_and_own_time_is_charged() -> None:
     trace = STREAMS[0].trace(50, 3, seed=6)
-    off = fixed_speeds(trace, flat(0.1))[0]
+    off = replay_fixed_lengths(trace, flat(0.1))[0]
     assert off.speed == 1 and off.tokens.sum() == 150
     slow_machine = CostModel("flat", flat(0.1).calls, 1e-5)
     free, charged = (replay("c", CostAwareTS(), trace, slow_machine, charge=charge).cost.sum() for charge in (False, True))
     assert charged > free
 
 
-def test_every_controller_in_one_table() -> None:
+def test_a_comparison_has_every_controller_and_task() -> None:
     trace = Trace(STREAMS[2].trace(60, 4, 0, 12).requests + STREAMS[3].trace(60, 4, 1, 12).requests, {})
-    found = replays_of("13b", trace, STREAMS[2].trace(60, 4, 2, 12), COST_MODELS["13b"], seeds=1)
+    found = compare_on_trace("13b", trace, STREAMS[2].trace(60, 4, 2, 12), COST_MODELS["13b"], seeds=1)
     speeds = {row.controller: row.speedup.value for row in found.rows}
     assert {"off", "best fixed in hindsight", "fixed, tuned", "beta-ts", "cost-aware-ts", "clairvoyant"} <= speeds.keys()
     assert all(row.by_task.keys() == found.best_by_task.keys() == {"correlated", "persistent"} for row in found.rows)
@@ -169,41 +170,43 @@ def test_every_controller_in_one_table() -> None:
     assert speeds["fixed, tuned"] <= speeds["best fixed in hindsight"]
 
 
-def test_cost_models() -> None:
-    model = CostModel("m", Costs({1: 0.3, 2: 0.5}, {1: 1.0, 4: 1.3, 8: 1.5}), 1e-3)
-    assert [model.calls.of_verify(n) for n in (1, 3, 4, 6, 12)] == pytest.approx([1, 1.2, 1.3, 1.4, 1.7])
-    assert model.table(3) == pytest.approx([1, 0.3 + 1.1, 0.5 + 1.2, 0.7 + 1.3])
-    assert layer_costs("7B", 32, 4, 1e-2).calls == Costs({1: pytest.approx(6 / 33)}, {1: 1.0})
-    measured = CostModel.of_seconds("m", Costs({1: 3e-4, 2: 5e-4}, {1: 1e-3, 4: 1.3e-3, 8: 1.5e-3}))
-    assert measured.table(9) == pytest.approx(model.table(9)) and measured.plain_seconds == 1e-3
+def test_cost_models_interpolate_round_trip_and_refuse_bad_costs() -> None:
+    model = CostModel("m", CallCosts({1: 0.3, 2: 0.5}, {1: 1.0, 4: 1.3, 8: 1.5}), 1e-3)
+    assert [model.calls.verify_cost(n) for n in (1, 3, 4, 6, 12)] == pytest.approx([1, 1.2, 1.3, 1.4, 1.7])
+    assert model.chain_costs(3) == pytest.approx([1, 0.3 + 1.1, 0.5 + 1.2, 0.7 + 1.3])
+    assert layer_costs("7B", 32, 4, 1e-2).calls == CallCosts({1: pytest.approx(6 / 33)}, {1: 1.0})
+    measured = CostModel.from_seconds("m", CallCosts({1: 3e-4, 2: 5e-4}, {1: 1e-3, 4: 1.3e-3, 8: 1.5e-3}))
+    assert measured.chain_costs(9) == pytest.approx(model.chain_costs(9)) and measured.plain_seconds == 1e-3
     assert CostModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
     for verify in ({2: 1.0}, {}):
         with pytest.raises(EESDError, match="node counts from 1"):
-            CostModel("bad", Costs({1: 0.1}, verify), 1e-3)
+            CostModel("bad", CallCosts({1: 0.1}, verify), 1e-3)
     with pytest.raises(EESDError, match="not above 0"):
-        CostModel("bad", Costs({1: 0.1, 2: 0.0}, {1: 1.0}), 1e-3)
+        CostModel("bad", CallCosts({1: 0.1, 2: 0.0}, {1: 1.0}), 1e-3)
 
 
-def test_a_round_is_told_its_own_draft_seconds() -> None:
-    """The first step of a round costs more than a later one, and a controller learns so."""
+def test_an_outcome_has_the_draft_seconds_of_its_steps() -> None:
+    """The first step of a round costs more than a later one, and the controller is told so."""
     outcomes = []
 
-    class Told(Fixed):
+    class Listening(Fixed):
         def observe(self, outcome: RoundOutcome) -> None:
             outcomes.append(outcome)
 
-    replay("told", Told(3), STREAMS[0].trace(40, 1, seed=0), CostModel("m", Costs({1: 0.3, 2: 0.4}, {1: 1.0}), 1e-3))
-    assert {o.drafted: o.draft_seconds for o in outcomes}[3] == pytest.approx(5e-4)
+    replay(
+        "listening", Listening(3), STREAMS[0].trace(40, 1, seed=0), CostModel("m", CallCosts({1: 0.3, 2: 0.4}, {1: 1.0}), 1e-3)
+    )
+    assert {o.steps: o.draft_seconds for o in outcomes}[3] == pytest.approx(5e-4)
     assert all(o.verify_seconds == pytest.approx(1e-3) for o in outcomes)
 
 
-def test_trace_file(tmp_path: Path) -> None:
+def test_a_saved_trace_loads_unchanged_and_other_files_are_refused(tmp_path: Path) -> None:
     trace = replace(STREAMS[3].trace(30, 3, seed=7), costs=BUNDLED, prior=CalibrationPrior(shift=0.5))
     trace.save(tmp_path / "trace.npz")
     again = load_trace(tmp_path / "trace.npz")
     assert (again.origin, again.tasks, again.costs, again.prior) == (trace.origin, trace.tasks, trace.costs, trace.prior)
     for one, other in zip(trace.requests, again.requests, strict=True):
-        for name in ROWS:
+        for name in ARRAYS:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     (tmp_path / "text.npz").write_text("no trace")
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
@@ -218,8 +221,7 @@ def llm(bundled: Path) -> LLM:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=3)], ids=["greedy", "coupled"])
-def test_replay_is_what_a_session_does(bundled: Path, llm: LLM, sampling: Sampling) -> None:
-    """The rounds of a replayed policy are those of a real session with it, one by one."""
+def test_a_replay_has_the_rounds_of_a_session(bundled: Path, llm: LLM, sampling: Sampling) -> None:
     prompt = "class Stack:\n    def push(self, item):\n"
     trace = Trace((record(llm, "t", prompt, sampling, new_tokens=40, depth=32),), {})
     assert trace.requests[0].tokens == 40
@@ -229,16 +231,16 @@ def test_replay_is_what_a_session_does(bundled: Path, llm: LLM, sampling: Sampli
             prompt, sampling, max_new_tokens=40, ignore_eos=True
         ) as session:
             assert [len(r.tokens) for r in finish(session)] == rounds[:, 1].astype(int).tolist()
-            assert session.stats.drafted == rounds[:, 2].sum()
+            assert session.stats.draft_tokens == rounds[:, 2].sum()
 
 
 def test_rejection_sampling_cannot_be_traced(llm: LLM) -> None:
-    with pytest.raises(EESDError, match="depends on what was drafted"):
+    with pytest.raises(EESDError, match="depends on the drafts"):
         record(llm, "t", "x", Sampling(temperature=1, method="rejection"))
 
 
-def test_margins_reach_the_controller(rig: Rig) -> None:
-    """A session tells the margin of the draft's two likeliest tokens, and how many nodes it has drafted."""
+def test_margins_reach_the_controller(harness: Harness) -> None:
+    """A session tells the controller the margin between the two most likely tokens, and the number of drafted nodes."""
     seen = []
 
     class Seeing(CostAwareTS):
@@ -246,6 +248,6 @@ def test_margins_reach_the_controller(rig: Rig) -> None:
             seen.append(step)
             return step.depth < 3
 
-    session = rig.session([5, 9, 3], None, Seeing(), width=2, new_tokens=12)
+    session = harness.session([5, 9, 3], None, Seeing(), width=2, new_tokens=12)
     finish(session)
     assert seen and all(step.nodes == 2 * step.depth and step.margin >= 0 for step in seen)

@@ -1,14 +1,14 @@
-"""From raw runs to figures: paired bootstrap intervals, acceptance by depth, and the speed-up that costs and counts predict."""
+"""Statistics of a benchmark's runs: paired bootstrap intervals, and the speed-up that call costs predict."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from eesd.bench.costs import Costs, costs_of
-from eesd.bench.results import Configuration, Result, Run
+from eesd.bench.measure.results import Configuration, Result, Run, acceptance_by_depth
+from eesd.bench.replay.costs import CallCosts, mean_call_costs
 
 RESAMPLES = 10_000
 LEVEL = 0.95
@@ -23,9 +23,9 @@ class Interval(NamedTuple):
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
-    """The median of one value for each prompt with its 95 % percentile bootstrap interval (Efron 1979) over prompts.
+    """The median of one value per prompt, with its 95 % percentile bootstrap interval (Efron 1979) over prompts.
 
-    Paired when each value compares two runs of the same prompt.
+    The interval is paired if each value compares two runs of one prompt.
     """
     data = np.asarray(values, dtype=np.float64)
     rows = np.random.Generator(np.random.PCG64(seed)).integers(len(data), size=(RESAMPLES, len(data)))
@@ -33,18 +33,32 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
     return Interval(float(np.median(data)), float(low), float(high))
 
 
-def predicted_seconds(run: Run, costs: Costs) -> float:
-    """What a run should take: its rounds by the cost of their calls, and the host's measured time as a term of its own."""
-    return sum(costs.of_round(steps, nodes) * count for steps, nodes, count in run.rounds) + run.host_seconds
+def predicted_seconds(run: Run, costs: CallCosts) -> float:
+    """Predict a run's decode seconds: the costs of its rounds, plus the host's time as measured."""
+    return sum(costs.round_cost(steps, nodes) * count for steps, nodes, count in run.rounds) + run.host_seconds
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One configuration over all prompts, against plain decoding of the same prompts.
+    """One configuration over all prompts, compared with plain decoding of the same prompts.
 
-    ``speedup`` is the median ratio of decode seconds, ``speedup_total`` (and ``predicted``, what it should be) that of the sums
-    over all prompts, ``against_fixed`` the speed relative to ``reference``, the fixed draft length of the same sampling and
-    width, where there is one.
+    Attributes:
+        configuration: The configuration.
+        speedup: Median over prompts of plain over drafting decode seconds.
+        speedup_total: Plain over drafting decode seconds, each summed over all prompts.
+        against_fixed: Median over prompts of the best fixed length's decode seconds over those of this configuration, with the
+            same sampling and width. None if there is no fixed length, or if this configuration is it.
+        by_task: Median speed-up of each task.
+        predicted: What ``speedup_total`` should be by :func:`predicted_seconds`; None if call costs were not measured.
+        plain_tokens_per_second: Median over prompts, plain decoding.
+        tokens_per_second: Median over prompts.
+        acceptance: [accepted, judged] draft tokens at depth 1, 2, ...
+        tokens_per_round: Tokens committed per round.
+        steps_per_round: Draft steps per round.
+        host_share: Share of the decode time outside both engines.
+        equal: Prompts whose tokens equal those of plain decoding.
+        prompts: Number of prompts.
+        worst_gap: Largest logit gap where tokens differ; None if none differ.
     """
 
     configuration: Configuration
@@ -56,7 +70,6 @@ class Summary:
     plain_tokens_per_second: float
     tokens_per_second: float
     acceptance: list[list[int]]
-    """[accepted, offered] by depth."""
     tokens_per_round: float
     steps_per_round: float
     host_share: float
@@ -66,16 +79,21 @@ class Summary:
 
     @property
     def overall_acceptance(self) -> float:
-        """The probability that a drafted token was accepted, of those that were judged."""
-        return sum(a for a, _ in self.acceptance) / max(sum(o for _, o in self.acceptance), 1)
+        """Share of the judged draft tokens that were accepted."""
+        return sum(a for a, _ in self.acceptance) / max(sum(j for _, j in self.acceptance), 1)
 
 
 def summarize(result: Result, references: Mapping[tuple[str, str, int], str]) -> list[Summary]:
-    """A summary of each drafting configuration; ``references`` names the fixed length by (engine, sampling, width)."""
+    """Summarize each drafting configuration.
+
+    Args:
+        result: The result.
+        references: The fixed length to compare with, by (engine, sampling, width), as :func:`best_fixed_lengths` returns.
+    """
     runs: dict[Configuration, dict[str, Run]] = {}
     for run in result.runs:
         runs.setdefault(result.configurations[run.configuration], {})[run.prompt] = run
-    costs, tasks = costs_of(result.sweeps), {prompt["id"]: prompt["task"] for prompt in result.prompts}
+    costs, tasks = mean_call_costs(result.sweeps), {prompt["id"]: prompt["task"] for prompt in result.prompts}
     found = []
     for configuration, own in runs.items():
         if configuration.controller is None:
@@ -84,7 +102,7 @@ def summarize(result: Result, references: Mapping[tuple[str, str, int], str]) ->
         plain = runs[Configuration(engine, sampling, None, 1)]
         fixed = Configuration(engine, sampling, references.get((engine, sampling, width)), width)
         reference = runs.get(fixed) if fixed.controller and fixed != configuration else None
-        found.append(_summary(configuration, own, plain, reference, costs, tasks))
+        found.append(_summary(configuration, own, plain, reference, costs.get((engine, width)), tasks))
     return found
 
 
@@ -93,14 +111,18 @@ def _summary(
     own: Mapping[str, Run],
     plain: Mapping[str, Run],
     reference: Mapping[str, Run] | None,
-    costs: Mapping[tuple[str, int], Costs],
+    costs: CallCosts | None,
     tasks: Mapping[str, str],
 ) -> Summary:
+    """Summarize runs by prompt: the configuration's own, those of plain decoding, and those of the fixed length."""
     runs, plains = list(own.values()), [plain[prompt] for prompt in own]
     ratios = {prompt: plain[prompt].decode_seconds / run.decode_seconds for prompt, run in own.items()}
     by_task: dict[str, list[float]] = {}
     for prompt, ratio in ratios.items():
         by_task.setdefault(tasks[prompt], []).append(ratio)
+    predicted = None
+    if costs is not None:
+        predicted = sum(predicted_seconds(run, costs) for run in plains) / sum(predicted_seconds(run, costs) for run in runs)
     rounds = sum(run.round_count for run in runs)
     gaps = [abs(run.logit_gap) for run in runs if run.logit_gap is not None]
     return Summary(
@@ -109,7 +131,7 @@ def _summary(
         speedup_total=sum(run.decode_seconds for run in plains) / sum(run.decode_seconds for run in runs),
         against_fixed=bootstrap([reference[p].decode_seconds / own[p].decode_seconds for p in own]) if reference else None,
         by_task={task: statistics.median(values) for task, values in by_task.items()},
-        predicted=_predicted(configuration, runs, plains, costs),
+        predicted=predicted,
         plain_tokens_per_second=statistics.median(run.new_tokens / run.decode_seconds for run in plains),
         tokens_per_second=statistics.median(run.new_tokens / run.decode_seconds for run in runs),
         acceptance=acceptance_by_depth((run.accepted, run.offered) for run in runs),
@@ -122,27 +144,7 @@ def _summary(
     )
 
 
-def _predicted(
-    configuration: Configuration, runs: Sequence[Run], plains: Sequence[Run], costs: Mapping[tuple[str, int], Costs]
-) -> float | None:
-    """Predicted seconds of plain decoding over those of drafting, all prompts together; None where costs were not measured."""
-    own = costs.get((configuration.engine, configuration.width))
-    if own is None:
-        return None
-    return sum(predicted_seconds(run, own) for run in plains) / sum(predicted_seconds(run, own) for run in runs)
-
-
-def acceptance_by_depth(runs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
-    """[accepted, offered] at each depth, over all runs: what was judged there, everything before it accepted."""
-    total: list[list[int]] = []
-    for accepted, offered in runs:
-        total += [[0, 0] for _ in range(len(offered) - len(total))]
-        for sums, *counts in zip(total, accepted, offered, strict=False):
-            sums[:] = [a + b for a, b in zip(sums, counts, strict=True)]
-    return total
-
-
-def references_of(result: Result) -> dict[tuple[str, str, int], str]:
+def best_fixed_lengths(result: Result) -> dict[tuple[str, str, int], str]:
     """The best fixed length by (engine, sampling, width): as tuned, or in an ablation the best in hindsight."""
     if result.kind == "run":
         return {(t.engine, t.sampling, t.width): t.chosen for t in result.tunings if t.controller == "fixed"}

@@ -1,18 +1,19 @@
-"""Plots as small PNGs, without a background so that they sit on light and dark pages, in colours for the colour-blind, too."""
+"""Plots as small PNGs: transparent, for light and dark pages, with colours that colour-blind readers can tell apart."""
 
 from collections.abc import Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from eesd.bench.costs import Costs
-from eesd.bench.stats import Interval, Summary
+from eesd.bench.replay.costs import CallCosts
+from eesd.bench.report.stats import Interval, Summary
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 
 INK = "#7a828e"
-"""For text and axes: legible on white and on black."""
+"""Colour of text and axes, legible on white and on black."""
 COLOURS = ("#1b80c4", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8a8a00")
-"""Nearly Okabe and Ito's, in an order in which neighbours differ in lightness, too."""
+"""Close to Okabe and Ito's palette, ordered so that neighbours also differ in lightness."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLE: Any = {
     "figure.facecolor": "none",
@@ -37,12 +38,12 @@ STYLE: Any = {
     "lines.markersize": 5,
 }
 DPI = 130
-LEAST = 30
-"""Judgements that an acceptance is shown for: with fewer it says little."""
+MIN_JUDGED = 30
+"""Depths with fewer judged tokens are not plotted: the acceptance would be too uncertain."""
 
 
 def check_plots(wanted: bool) -> None:
-    """Raise :class:`EESDError` where plots are wanted and cannot be drawn; before hours of measuring, not after."""
+    """Raise :class:`EESDError` if plots are wanted and matplotlib is missing. Call it before a long measurement."""
     try:
         if wanted:
             import matplotlib  # noqa: F401
@@ -50,14 +51,25 @@ def check_plots(wanted: bool) -> None:
         raise EESDError("Plots need matplotlib; install it with: pip install 'eesd[bench]', or give --no-plots.") from None
 
 
-class Pictures:
-    """Draws plots where they are wanted and gives the lines that show them."""
+class PlotWriter:
+    """Writes a report's plots into a directory beside it. Writes nothing if plots are not wanted."""
 
-    def __init__(self, output: Path, wanted: bool) -> None:
-        self._directory = output.with_suffix("")
+    def __init__(self, report: Path, wanted: bool) -> None:
+        self._directory = report.with_suffix("")
         self._wanted = wanted
 
-    def show(self, name: str, caption: str, draw: Any, *data: Any) -> list[str]:
+    def embed(self, name: str, caption: str, draw: Any, *data: Any) -> list[str]:
+        """Draw a plot.
+
+        Args:
+            name: Name of the file, without ``.png``.
+            caption: Alternative text.
+            draw: A plot function of this module.
+            data: Its arguments, without the path.
+
+        Returns:
+            Markdown lines that show the plot; none if plots are not wanted.
+        """
         if not self._wanted:
             return []
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -78,8 +90,9 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _styled(draw: Any) -> Any:
-    """Draw in this module's style, whatever the process has set up."""
+    """Make a plot function use this module's style instead of the process's matplotlib settings."""
 
+    @wraps(draw)
     def wrapped(*args: Any) -> None:
         from matplotlib import rc_context
 
@@ -90,21 +103,26 @@ def _styled(draw: Any) -> Any:
 
 
 @_styled
-def dots(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str, path: Path) -> None:
-    """A panel for each title: (row, series, interval), a dot with its interval and value, a row's series below each other."""
+def intervals(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str, path: Path) -> None:
+    """Draw medians as dots with their intervals and values.
+
+    Args:
+        panels: (row, series, interval) entries by panel title. The series of a row lie below each other.
+        xlabel: Label of the horizontal axis.
+        path: PNG to write.
+    """
     found = [value for values in panels.values() for value in values]
     series = list(dict.fromkeys(name for _, name, _ in found))
     rows: dict[str, list[str]] = {}
     for row, name, _ in found:
         rows[row] = sorted({name, *rows.get(row, ())}, key=series.index)
     places: dict[tuple[str, str], float] = {}
-    height = 0.0  # in inches, as places are
+    height = 0.0  # in inches, like the places
     for row, names in rows.items():
         places |= {(row, name): height + 0.2 * number for number, name in enumerate(names)}
         height += 0.2 * len(names) + 0.14
     figure, axes = _figure(0.075 * max(map(len, rows)) + 2.6 * len(panels), 0.9 + height, len(panels))
-    intervals = [interval for _, _, interval in found]
-    left, right = min(0.95, *(i.low for i in intervals)), max(1.0, *(i.high for i in intervals))
+    left, right = min(0.95, *(i.low for _, _, i in found)), max(1.0, *(i.high for _, _, i in found))
     margin = 0.04 * (right - left)
     for axis, (title, values) in zip(axes, panels.items(), strict=True):
         axis.axvline(1, color=INK, linewidth=1, linestyle="--")
@@ -116,7 +134,7 @@ def dots(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str,
             note = {"textcoords": "offset points", "va": "center", "fontsize": 8}
             axis.annotate(f"{interval.median:.2f}", (interval.high, place), xytext=(4, 0), **note)
         axis.set_title(title)
-        axis.set_xlim(left - margin, right + 6 * margin)  # with room for the values
+        axis.set_xlim(left - margin, right + 6 * margin)  # room for the values
         axis.grid(False, axis="y")
         axis.set_yticks([places[row, names[0]] + 0.1 * (len(names) - 1) for row, names in rows.items()], rows)
         axis.tick_params(axis="y", length=0)
@@ -131,14 +149,19 @@ def dots(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel: str,
 
 @_styled
 def acceptance(lines: Mapping[str, Sequence[Sequence[int]]], path: Path) -> None:
-    """Acceptance by depth, a line for each name; depths that were judged rarely are left out."""
+    """Draw acceptance by depth.
+
+    Args:
+        lines: [accepted, judged] tokens by depth, for each line's name.
+        path: PNG to write.
+    """
     figure, (axis,) = _figure(5.2, 3.2)
-    depths = range(1, 1 + max(sum(offered >= LEAST for _, offered in counts) for counts in lines.values()))
+    depths = range(1, 1 + max(sum(judged >= MIN_JUDGED for _, judged in counts) for counts in lines.values()))
     for number, (name, counts) in enumerate(lines.items()):
-        rates = [accepted / offered for accepted, offered in counts if offered >= LEAST]
+        rates = [accepted / judged for accepted, judged in counts if judged >= MIN_JUDGED]
         axis.plot(depths[: len(rates)], rates, marker=MARKERS[number % 7], color=COLOURS[number % 7], label=name)
-    axis.set_xlabel("depth of the drafted token")
-    axis.set_ylabel("accepted, of those judged")
+    axis.set_xlabel("depth of the draft token")
+    axis.set_ylabel("share of judged tokens accepted")
     axis.set_xticks(depths)
     axis.set_ylim(0, 1)
     axis.legend(loc="lower left")
@@ -146,8 +169,13 @@ def acceptance(lines: Mapping[str, Sequence[Sequence[int]]], path: Path) -> None
 
 
 @_styled
-def costs(curves: Mapping[str, Costs], path: Path) -> None:
-    """A verify pass by its nodes and drafts by their steps, in plain steps."""
+def call_costs(curves: Mapping[str, CallCosts], path: Path) -> None:
+    """Draw the cost of verify passes by nodes and of drafts by steps, in plain steps.
+
+    Args:
+        curves: Measured costs in seconds, for each curve's name.
+        path: PNG to write.
+    """
     figure, (axis,) = _figure(5.2, 3.2)
     for number, (name, curve) in enumerate(curves.items()):
         plain = curve.verify[1]
@@ -158,8 +186,8 @@ def costs(curves: Mapping[str, Costs], path: Path) -> None:
         )
         steps = [count for count in curve.draft if count <= max(nodes)]
         axis.plot(steps, [curve.draft[n] / plain for n in steps], color=colour, linestyle=":", label=f"draft steps, {name}")
-    axis.set_xlabel("nodes of the pass, or draft steps")
-    axis.set_ylabel("time, in plain steps")
+    axis.set_xlabel("nodes of the verify pass, or draft steps")
+    axis.set_ylabel("time in plain steps")
     axis.set_ylim(bottom=0)
     axis.legend(loc="upper left")
     _save(figure, path)
@@ -167,7 +195,7 @@ def costs(curves: Mapping[str, Costs], path: Path) -> None:
 
 @_styled
 def predicted(summaries: Sequence[Summary], path: Path) -> None:
-    """Predicted against measured speed-up, the band of 5 % around equality."""
+    """Draw predicted against measured speed-up, with a band of 5 % around equality."""
     figure, (axis,) = _figure(4.2, 4.0)
     groups: dict[str, list[Summary]] = {}
     for summary in summaries:
@@ -191,10 +219,17 @@ def predicted(summaries: Sequence[Summary], path: Path) -> None:
 
 @_styled
 def regret(panels: Mapping[str, Sequence[tuple[str, Sequence[int], Sequence[float]]]], base: str, path: Path) -> None:
-    """Plain steps lost to ``base`` by tokens decoded: a panel for each title, in it (name, tokens, regret) lines, which are
-    named at the ends of the last panel's."""
+    """Draw plain steps lost, by tokens decoded. Lines are labelled at their ends in the last panel.
+
+    Args:
+        panels: (name, tokens, regret) lines by panel title.
+        base: What the regret is measured against.
+        path: PNG to write.
+    """
     figure, axes = _figure(1.7 + 3.0 * len(panels) + 1.3 * (len(panels) == 1), 3.6, len(panels))
-    names = list(dict.fromkeys(name for lines in panels.values() for name, _, _ in reversed(lines)))  # ours has one colour
+    names = list(
+        dict.fromkeys(name for lines in panels.values() for name, _, _ in reversed(lines))
+    )  # a name has one colour in all panels
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         axis.axhline(0, color=INK, linewidth=1, linestyle="--")
         for name, tokens, lost in lines:
@@ -202,14 +237,14 @@ def regret(panels: Mapping[str, Sequence[tuple[str, Sequence[int], Sequence[floa
         axis.set_title(title)
         axis.locator_params(axis="x", nbins=4, prune="upper")
         axis.set_xlim(0, max(tokens[-1] for _, tokens, _ in lines))
-    _name_ends(axes[-1], [*panels.values()][-1], names)
+    _label_ends(axes[-1], [*panels.values()][-1], names)
     figure.supxlabel("tokens decoded", fontsize=9.5, color=INK)
-    axes[0].set_ylabel(f"plain steps lost to {base}")
+    axes[0].set_ylabel(f"plain steps lost against {base}")
     _save(figure, path)
 
 
-def _name_ends(axis: Any, lines: Sequence[tuple[str, Sequence[int], Sequence[float]]], names: Sequence[str]) -> None:
-    """Each line's name behind its end, moved apart where ends lie close."""
+def _label_ends(axis: Any, lines: Sequence[tuple[str, Sequence[int], Sequence[float]]], names: Sequence[str]) -> None:
+    """Write each line's name at its end. Names whose lines end close together are moved apart."""
     low, high = axis.get_ylim()
     gap, place = 0.062 * (high - low), -float("inf")
     for name, tokens, lost in sorted(lines, key=lambda line: line[2][-1]):

@@ -1,0 +1,1 @@
+"""Measurements on an engine: prompts, runs, call latencies, and the JSON file that keeps them."""

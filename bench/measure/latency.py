@@ -1,0 +1,116 @@
+"""Latency of a round's engine calls, by draft steps and by verified nodes, and the overhead of our code around one call."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from eesd.controllers import Controller, DraftStep, RoundOutcome
+from eesd.runtime.decoding.session import Session
+from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.ort_cpu import OrtBinding
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+SHORT = 8
+SHORT_ROUNDS, LONG_ROUNDS = 4, 1
+"""Rounds of each length up to ``SHORT``, and of each longer length. This is roughly the mixture that controllers choose."""
+PLAIN_ROUNDS = 6
+"""Consecutive non-drafting rounds. The first half warms the processor's caches and is discarded."""
+
+
+class RandomLengths(Controller):
+    """Drafts all lengths, 0 included, in a random order that is always the same.
+
+    Lengths 0 and 1 come first, so that they are measured even if the text has room for a few tokens only.
+
+    Attributes:
+        remaining: Lengths of the rounds to come.
+    """
+
+    def __init__(self, longest: int) -> None:
+        lengths = [length for length in (0, *LENGTHS) if length <= longest]
+        order = [length for length in lengths for _ in range(SHORT_ROUNDS if length <= SHORT else LONG_ROUNDS)]
+        random.Random(0).shuffle(order)
+        self.remaining = [length for length in (0, 1, *order) for _ in range(1 if length else PLAIN_ROUNDS)]
+
+    def begin_round(self, width: int) -> int | None:
+        return None if self.remaining[0] else 0
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        return step.depth < self.remaining[0]
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        del self.remaining[0]
+
+
+class RoundTiming(NamedTuple):
+    """Draft steps and drafted nodes of one round, and the seconds spent in each engine."""
+
+    steps: int
+    nodes: int
+    draft_seconds: float
+    verify_seconds: float
+
+
+def timed_rounds(session: Session) -> Iterator[RoundTiming]:
+    """Run a session to its end, or for as many rounds as the caller takes."""
+    while session.finish_reason is None:
+        before = session.stats
+        session.step()
+        after = session.stats
+        yield RoundTiming(
+            after.draft_steps - before.draft_steps,
+            after.draft_tokens - before.draft_tokens,
+            after.draft_seconds - before.draft_seconds,
+            after.verify_seconds - before.verify_seconds,
+        )
+
+
+def measure_latency(session: Session, controller: RandomLengths) -> tuple[list[list[float]], list[list[float]]]:
+    """Measure engine calls within the rounds of a session: their cost depends on what ran before them.
+
+    Args:
+        session: A session that drafts with ``controller``. It runs until the lengths or its room are used up.
+        controller: A new controller.
+
+    Returns:
+        Median seconds of all draft steps of a round, as [[steps, seconds], ...], and of its verify pass, as
+        [[nodes, seconds], ...]. A pass over one node is a step of plain decoding.
+    """
+    drafting: dict[int, list[float]] = {}
+    verifying: dict[int, list[float]] = {}
+    plain = 0
+    for steps, nodes, draft_seconds, verify_seconds in timed_rounds(session):
+        plain = 0 if steps else plain + 1
+        if steps:
+            drafting.setdefault(steps, []).append(draft_seconds)
+        if steps or plain > PLAIN_ROUNDS // 2:
+            verifying.setdefault(1 + nodes, []).append(verify_seconds)
+        if not controller.remaining:
+            break
+    return _medians(drafting), _medians(verifying)
+
+
+def _medians(samples: dict[int, list[float]]) -> list[list[float]]:
+    return [[count, statistics.median(samples[count])] for count in sorted(samples)]
+
+
+def call_overhead(engines: Engines, repeats: int = 200) -> float | None:
+    """Median seconds that our code adds to one draft step of the ONNX Runtime session; None for other backends."""
+    assert engines.draft is not None
+    draft = engines.draft.bind(engines.verify.new_kv_cache())
+    if not isinstance(draft, OrtBinding):
+        return None
+    draft.forward([1], [0], 0)
+    calls: dict[str, Callable[[], Any]] = {
+        "ours": lambda: draft.forward([1], [0], 0),
+        "raw": lambda: draft.run_again(1),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - started)
+    return statistics.median(a - b for a, b in zip(seconds["ours"], seconds["raw"], strict=True))

@@ -1,0 +1,248 @@
+"""The result of a benchmark: one JSON file with every run, from which reports are made.
+
+Fields of the dataclasses are keys of the file. Some key names are older than the names in the code.
+"""
+
+import json
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from eesd.common import machine
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+
+SCHEMA = 2
+LIBRARIES = ("eesd", "numpy", "onnxruntime", "torch", "tokenizers")
+
+
+def describe_machine() -> dict[str, str]:
+    """Processor, cores that this process may use, GPU, memory, system and library versions."""
+    facts = machine.describe()
+    return {
+        "CPU": _cpu_model(),
+        "cores": f"{machine.cores()} cores ({', '.join(machine.cpu_features())})",
+        "memory": facts["memory"],
+        "GPU": facts["GPU"],
+        "system": f"{platform.system()}, Python {platform.python_version()}",
+        "libraries": ", ".join(f"{name} {found}" for name in LIBRARIES if (found := machine.installed(name))),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines: Sequence[str] = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = ()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to decode.
+
+    Attributes:
+        engine: Name of the engine directory.
+        sampling: ``greedy``, ``coupled`` or ``rejection``.
+        controller: Controller and its options. None: plain decoding.
+        width: Nodes of a level of the draft tree; 1 is a chain.
+        budget: Whether a :class:`~eesd.controllers.tree_budget.TreeBudget` chooses the nodes to verify.
+    """
+
+    engine: str
+    sampling: str
+    controller: str | None
+    width: int
+    budget: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt decoded in one configuration.
+
+    Attributes:
+        prompt: Id of the prompt.
+        configuration: Index in :attr:`Result.configurations`.
+        new_tokens: Tokens generated.
+        rounds: Rounds by shape: [draft steps, drafted nodes, number of rounds].
+        prefill_seconds, draft_seconds, verify_seconds: Time in the engines.
+        host_seconds: The rest of the decode time.
+        offered: Draft tokens judged at depth 1, 2, ...: all tokens before them were accepted.
+        accepted: Draft tokens accepted at depth 1, 2, ...
+        guard_rests: Times that the guard paused drafting.
+        equal: Whether the tokens equal those of plain decoding. None with rejection sampling, which promises the distribution.
+        divergence: If not equal, the index of the first different token.
+        logit_gap: If not equal, the verifier's logit of plain decoding's token minus that of the other.
+    """
+
+    prompt: str
+    configuration: int
+    new_tokens: int
+    rounds: list[list[int]]
+    prefill_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+    host_seconds: float
+    offered: list[int]
+    accepted: list[int]
+    guard_rests: int
+    equal: bool | None
+    divergence: int | None = None
+    logit_gap: float | None = None
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.draft_seconds + self.verify_seconds + self.host_seconds
+
+    @property
+    def round_count(self) -> int:
+        return sum(count for _, _, count in self.rounds)
+
+    @property
+    def draft_steps(self) -> int:
+        return sum(steps * count for steps, _, count in self.rounds)
+
+
+@dataclass(frozen=True)
+class CallLatency:
+    """Seconds of a round's calls, measured behind one prompt with trees of one width.
+
+    Attributes:
+        engine: Name of the engine directory.
+        prompt: Id of the prompt.
+        width: Nodes of a level.
+        draft: All draft steps of a round by their number: [[steps, seconds], ...].
+        verify: The verify pass by its nodes: [[nodes, seconds], ...].
+    """
+
+    engine: str
+    prompt: str
+    width: int
+    draft: list[list[float]]
+    verify: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A controller's candidate settings, measured on the tuning prompts.
+
+    Attributes:
+        engine, sampling, width: As in :class:`Configuration`.
+        controller: Name of the controller.
+        seconds: Decode seconds by candidate, all tuning prompts together.
+        acceptance: By candidate, [accepted, judged] tokens at depth 1, 2, ...
+        chosen: The fastest candidate.
+    """
+
+    engine: str
+    sampling: str
+    width: int
+    controller: str
+    seconds: dict[str, float]
+    acceptance: dict[str, list[list[int]]]
+    chosen: str
+
+    @property
+    def longest(self) -> str:
+        """The last candidate; for ``fixed`` the longest length."""
+        return list(self.seconds)[-1]
+
+
+@dataclass
+class Result:
+    """Everything that one benchmark measured.
+
+    Attributes:
+        kind: ``run`` or ``ablation``.
+        options: The :class:`~eesd.bench.measure.run.Options`.
+        engines: Description of each engine directory by name, in the order of measurement.
+        prompts: The reported prompts: id, task, number of tokens.
+        machine: Where it was measured.
+        call_overhead: By engine, the seconds that our code adds to one call of the ONNX Runtime session.
+        tunings: Tuned controllers.
+        configurations: What ``Run.configuration`` indexes.
+        sweeps: Call latencies of each prompt and width.
+        runs: All runs. Those of one prompt and engine are saved together.
+        complete: Whether every prompt was measured.
+        schema: Version of the file format.
+    """
+
+    kind: str
+    options: dict[str, Any]
+    engines: dict[str, dict[str, Any]]
+    prompts: list[dict[str, Any]]
+    machine: dict[str, str] = field(default_factory=describe_machine)
+    call_overhead: dict[str, float] = field(default_factory=dict)
+    tunings: list[Tuning] = field(default_factory=list)
+    configurations: list[Configuration] = field(default_factory=list)
+    sweeps: list[CallLatency] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    complete: bool = False
+    schema: int = SCHEMA
+
+    def has_runs(self, engine: str, prompt: str) -> bool:
+        """Whether this prompt was measured on this engine."""
+        return any(run.prompt == prompt and self.configurations[run.configuration].engine == engine for run in self.runs)
+
+    def index_of(self, configuration: Configuration) -> int:
+        """The index of a configuration. A new one is added."""
+        if configuration not in self.configurations:
+            self.configurations.append(configuration)
+        return self.configurations.index(configuration)
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically, one run a line."""
+        parts = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, list):
+                rows = [json.dumps(row if isinstance(row, dict) else rounded(asdict(row))) for row in value]
+                parts.append(f'"{item.name}": [\n' + ",\n".join(rows) + "\n]")
+            else:
+                parts.append(f'"{item.name}": {json.dumps(value)}')
+        with written_whole(path) as temporary:
+            temporary.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file, and for another schema."""
+        raw = read_json(path)
+        if not isinstance(raw, dict) or "runs" not in raw:
+            raise EESDError(f"{path} is not a result of eesd-bench; give a result.json.")
+        if raw.get("schema") != SCHEMA:
+            raise EESDError(f"{path} has schema {raw.get('schema')}, this EESD reads schema {SCHEMA}; measure again.")
+        try:
+            rows = {"tunings": Tuning, "configurations": Configuration, "sweeps": CallLatency, "runs": Run}
+            return cls(**raw | {name: [kind(**row) for row in raw[name]] for name, kind in rows.items()})
+        except (KeyError, TypeError):
+            raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None
+
+
+def acceptance_by_depth(runs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
+    """Sum up [accepted, judged] tokens at each depth over runs, each given as its (accepted, judged) counts by depth."""
+    total: list[list[int]] = []
+    for accepted, judged in runs:
+        total += [[0, 0] for _ in range(len(judged) - len(total))]
+        for sums, *counts in zip(total, accepted, judged, strict=False):
+            sums[:] = [a + b for a, b in zip(sums, counts, strict=True)]
+    return total
+
+
+def rounded(value: Any) -> Any:
+    """Round every float of a JSON value to 7 decimals, a tenth of a microsecond: more would be noise, and double the file."""
+    if isinstance(value, float):
+        return round(value, 7)
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value of a file. Raises :class:`EESDError` if the file is not JSON."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise EESDError(f"{path} is not JSON; give a file that eesd-bench wrote.") from None

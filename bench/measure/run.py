@@ -1,0 +1,328 @@
+"""The measurement: every prompt is decoded plainly and in each configuration in turn, so drift of the machine affects all."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from eesd.bench.measure.latency import RandomLengths, call_overhead, measure_latency, timed_rounds
+from eesd.bench.measure.results import CallLatency, Configuration, Result, Run, Tuning, acceptance_by_depth
+from eesd.bench.measure.tasks import TaskPrompt
+from eesd.common.errors import EESDError
+from eesd.common.manifest import WEIGHTS_FILE
+from eesd.controllers import CONTROLLERS, make_controller
+from eesd.runtime.compare import first_divergence
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.stats import Stats
+from eesd.runtime.llm import LLM, Speculation, load
+
+T = TypeVar("T")
+
+SAMPLINGS = ("greedy", "coupled", "rejection")
+CANDIDATES = {
+    "fixed": tuple(f"fixed:k={k}" for k in (1, 2, 3, 4, 6, 8)),
+    "threshold": tuple(f"threshold:p={p}" for p in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)),
+}
+"""Controllers that are tuned if they are named without options: the fastest candidate on the tuning prompts is measured."""
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure. Raises :class:`EESDError` for invalid values.
+
+    Attributes:
+        controllers: Controllers, with or without options.
+        widths: Tree widths; 1 is a chain.
+        samplings: Some of ``SAMPLINGS``.
+        temperature: Temperature of the samplings that are not greedy.
+        max_new_tokens: Tokens to generate behind each prompt.
+        per_task: Largest number of reported prompts of each task.
+        tuning_per_task: Largest number of tuning prompts of each task.
+        guard: Whether the guard may pause drafting. It does in normal use, but it hides differences between controllers.
+        chat: Whether prompts are given as chat messages.
+        seed: Seed of controllers and sampling.
+        backend: Backend of the engines.
+        threads: CPU threads of an engine; None for the backend's default.
+        tasks: ``NAME=FILE`` of each task; none for the bundled prompts.
+        budgeted: Those of ``widths`` that are also measured with a tree budget.
+    """
+
+    controllers: tuple[str, ...] = tuple(CONTROLLERS)
+    widths: tuple[int, ...] = (1, 3)
+    samplings: tuple[str, ...] = SAMPLINGS
+    temperature: float = 0.7
+    max_new_tokens: int = 64
+    per_task: int = 6
+    tuning_per_task: int = 2
+    guard: bool = False
+    chat: bool = False
+    seed: int = 0
+    backend: str = "auto"
+    threads: int | None = None
+    tasks: tuple[str, ...] = ()
+    budgeted: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in self.samplings:
+            if name not in SAMPLINGS:
+                raise EESDError(f"There is no sampling {name!r}; there are {', '.join(SAMPLINGS)}.")
+        for spec in self.controllers:
+            make_controller(spec)
+        if not (self.samplings and self.controllers and self.widths):
+            raise EESDError("Samplings, controllers and tree widths need at least one value each.")
+        if not set(self.budgeted) <= set(self.widths):
+            raise EESDError("--budgeted has a width that --tree-widths lacks; add it to --tree-widths.")
+        if not 0 < self.temperature < 100:
+            raise EESDError(f"temperature is {self.temperature}; it must be above 0 and below 100 (for 0 use greedy).")
+        if min(self.max_new_tokens, self.per_task, self.tuning_per_task) < 1:
+            raise EESDError("max_new_tokens and the numbers of prompts must be at least 1.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON values."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values
+
+    def sampling(self, name: str, number: int) -> Sampling:
+        """The sampling ``name`` for the prompt with this number. Each prompt has its own noise."""
+        if name == "greedy":
+            return Sampling()
+        return Sampling(temperature=self.temperature, seed=self.seed + number, method=name)
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as token ids. ``number`` is its index among the prompts; it seeds the noise and rotates the order of runs."""
+
+    number: int
+    id: str
+    tokens: list[int]
+
+
+class Generation(NamedTuple):
+    """New tokens, statistics, and the number of rounds by (draft steps, drafted nodes)."""
+
+    tokens: list[int]
+    stats: Stats
+    rounds: Counter[tuple[int, int]]
+
+
+class Bench:
+    """The engines of one directory. All configurations share them, and the KV cache, too."""
+
+    def __init__(self, directory: Path, backend: str, threads: int | None) -> None:
+        self.llm = load(directory, backend, threads=threads)
+        self.manifest = self.llm.manifest
+
+    def describe(self) -> dict[str, Any]:
+        """The model, and a hash that identifies the engine directory, for :attr:`Result.engines`."""
+        manifest = self.manifest
+        return {
+            "model": manifest.model,
+            "architecture": manifest.geometry.architecture,
+            "dtype": manifest.dtype,
+            "num_layers": manifest.geometry.num_layers,
+            "exit_layer": manifest.exit_head.layer,
+            "exit_blocks": manifest.exit_head.blocks,
+            "exit_trained": manifest.exit_head.trained,
+            "max_tree_nodes": manifest.max_tree_nodes,
+            "weights_sha256": manifest.files[WEIGHTS_FILE].sha256,
+        }
+
+    def check_widths(self, widths: Iterable[int]) -> None:
+        """Raise :class:`EESDError` for a tree width that the engine does not allow."""
+        widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
+        for width in widths:
+            if not 1 <= width <= widest:
+                raise EESDError(f"A tree width is {width}; this engine allows 1 to {widest}.")
+
+    def encode(self, prompts: Sequence[TaskPrompt], options: Options) -> list[EncodedPrompt]:
+        """Encode the prompts, and skip those that leave no room for the new tokens: truncated texts would measure less.
+
+        Raises :class:`EESDError` if none is left.
+        """
+        found: list[EncodedPrompt] = []
+        for prompt in prompts:
+            text = [{"role": "user", "content": prompt.text}] if options.chat else prompt.text
+            tokens = self.llm.encode(text)
+            if len(tokens) + options.max_new_tokens <= self.manifest.max_seq_len:
+                found.append(EncodedPrompt(len(found), prompt.id, tokens))
+        if not found:
+            raise EESDError(
+                f"No prompt leaves room for {options.max_new_tokens} new tokens in {self.manifest.max_seq_len} slots; "
+                "give shorter prompts or fewer new tokens."
+            )
+        return found
+
+    def drafting_llm(self, configuration: Configuration, options: Options) -> LLM | None:
+        """An LLM for a configuration, with a new controller and, if wanted, a guard; None for plain decoding."""
+        if configuration.controller is None:
+            return None
+        return self.llm.with_speculation(
+            Speculation(
+                configuration.controller, configuration.width, options.guard, options.seed, tree_budget=configuration.budget
+            )
+        )
+
+    def generate(self, tokens: list[int], sampling: Sampling, drafting: LLM | None, new_tokens: int) -> Generation:
+        """Generate exactly ``new_tokens`` tokens, past any EOS, so that every configuration does the same work.
+
+        Args:
+            tokens: The prompt.
+            sampling: How to sample.
+            drafting: Of :meth:`drafting_llm`. None: decode plainly.
+            new_tokens: Tokens to generate.
+        """
+        llm, draft = drafting or self.llm, drafting is not None
+        with llm.session(tokens, sampling, max_new_tokens=new_tokens, draft=draft, ignore_eos=True) as session:
+            rounds = Counter((timing.steps, timing.nodes) for timing in timed_rounds(session))
+            return Generation(session.tokens[len(tokens) :], session.stats, rounds)
+
+    def warm_up(self, engine: str, prompt: EncodedPrompt, configurations: Sequence[Configuration], options: Options) -> None:
+        """Run every configuration, and rounds of every depth: engines prepare a call when its size first occurs."""
+        for width in options.widths:
+            for depth in range(1, self.manifest.max_tree_nodes // width + 1):
+                drafting = self.drafting_llm(Configuration(engine, "greedy", f"fixed:k={depth}", width), options)
+                self.generate(prompt.tokens[:2], Sampling(), drafting, depth + 2)
+        for configuration in configurations:
+            sampling = options.sampling(configuration.sampling, 0)
+            drafting = self.drafting_llm(configuration, options)
+            self.generate(prompt.tokens, sampling, drafting, min(WARM_UP_TOKENS, options.max_new_tokens))
+        self.latencies(engine, prompt, options)
+
+    def latencies(self, engine: str, prompt: EncodedPrompt, options: Options) -> list[CallLatency]:
+        """Measure the latency of calls behind this prompt, for each tree width."""
+        found = []
+        room = self.manifest.max_seq_len - len(prompt.tokens)
+        for width in options.widths:
+            llm = self.llm.with_speculation(Speculation(tree_width=width, guard=False))
+            llm.controller = controller = RandomLengths(self.manifest.max_tree_nodes // width)
+            with llm.session(prompt.tokens, max_new_tokens=room, ignore_eos=True) as session:
+                found.append(CallLatency(engine, prompt.id, width, *measure_latency(session, controller)))
+        return found
+
+
+def tune(bench: Bench, engine: str, prompts: Sequence[EncodedPrompt], options: Options, result: Result) -> Iterator[None]:
+    """Find the fastest candidate of each controller that is named without options, for each sampling and width.
+
+    Args:
+        bench: The engines.
+        engine: Their name in ``result``.
+        prompts: Tuning prompts.
+        options: What to measure.
+        result: Receives the tunings. Those that it has already are skipped.
+
+    Yields:
+        After each prompt of a sampling and width.
+    """
+    known = {(t.engine, t.sampling, t.width) for t in result.tunings}
+    kinds = [name for name in options.controllers if name in CANDIDATES]
+    for sampling in options.samplings if kinds else ():
+        for width in options.widths:
+            if (engine, sampling, width) in known:
+                continue
+            specs = [spec for kind in kinds for spec in CANDIDATES[kind]]
+            drafting = {spec: bench.drafting_llm(Configuration(engine, sampling, spec, width), options) for spec in specs}
+            stats: dict[str, list[Stats]] = {spec: [] for spec in specs}
+            for prompt in prompts:
+                for spec in _rotated(specs, prompt.number):
+                    chosen = options.sampling(sampling, prompt.number)
+                    generation = bench.generate(prompt.tokens, chosen, drafting[spec], options.max_new_tokens)
+                    stats[spec].append(generation.stats)
+                yield
+            for kind in kinds:
+                seconds = {spec: sum(s.decode_seconds for s in stats[spec]) for spec in CANDIDATES[kind]}
+                acceptance = {
+                    spec: acceptance_by_depth((s.accepted_at_depth, s.verified_at_depth) for s in stats[spec])
+                    for spec in seconds
+                }
+                fastest = min(seconds, key=seconds.__getitem__)
+                result.tunings.append(Tuning(engine, sampling, width, kind, seconds, acceptance, fastest))
+
+
+def chosen_configurations(engine: str, options: Options, tunings: Sequence[Tuning]) -> list[Configuration]:
+    """For each sampling: plain decoding, and every controller with every width. Tuned controllers have their best setting."""
+    tuned = {(t.engine, t.sampling, t.width, t.controller): t.chosen for t in tunings}
+    found = []
+    for sampling in options.samplings:
+        found.append(Configuration(engine, sampling, None, 1))
+        for width in options.widths:
+            names = [tuned.get((engine, sampling, width, name), name) for name in options.controllers]
+            for budget in (False, True) if width in options.budgeted else (False,):
+                found += [Configuration(engine, sampling, name, width, budget) for name in dict.fromkeys(names)]
+    return found
+
+
+def measure(
+    bench: Bench,
+    engine: str,
+    prompts: Sequence[EncodedPrompt],
+    configurations: Sequence[Configuration],
+    options: Options,
+    result: Result,
+) -> Iterator[None]:
+    """Run every prompt in every configuration, in an order that rotates from prompt to prompt.
+
+    Args:
+        bench: The engines.
+        engine: Their name in ``result``.
+        prompts: Reported prompts.
+        configurations: What to run; plain decoding must be among them for each sampling.
+        options: What to measure.
+        result: Receives runs and call latencies. Prompts that it has already are skipped.
+
+    Yields:
+        After each prompt, when ``result`` has all of its runs.
+    """
+    overhead = call_overhead(bench.llm.engines)
+    if overhead is not None:
+        result.call_overhead[engine] = overhead
+    drafting = {configuration: bench.drafting_llm(configuration, options) for configuration in configurations}
+    for prompt in prompts:
+        if result.has_runs(engine, prompt.id):
+            continue
+        runs = []
+        for sampling in options.samplings:
+            chosen = options.sampling(sampling, prompt.number)
+            group = [configuration for configuration in configurations if configuration.sampling == sampling]
+            generations = {
+                configuration: bench.generate(prompt.tokens, chosen, drafting[configuration], options.max_new_tokens)
+                for configuration in _rotated(group, prompt.number)
+            }
+            plain = generations[Configuration(engine, sampling, None, 1)].tokens
+            runs += [_run(bench, prompt, c, result.index_of(c), generations[c], plain) for c in group]
+        latencies = bench.latencies(engine, prompt, options)
+        result.runs += runs
+        result.sweeps += latencies
+        yield
+
+
+def _run(
+    bench: Bench, prompt: EncodedPrompt, configuration: Configuration, index: int, generation: Generation, plain: list[int]
+) -> Run:
+    stats, equal, divergence = generation.stats, None, None
+    if configuration.sampling != "rejection":
+        divergence = first_divergence(bench.llm, prompt.tokens, plain, generation.tokens)
+        equal = divergence is None
+    return Run(
+        prompt=prompt.id,
+        configuration=index,
+        new_tokens=stats.new_tokens,
+        rounds=[[*shape, count] for shape, count in sorted(generation.rounds.items())],
+        prefill_seconds=stats.prefill_seconds,
+        draft_seconds=stats.draft_seconds,
+        verify_seconds=stats.verify_seconds,
+        host_seconds=stats.host_seconds,
+        offered=stats.verified_at_depth,
+        accepted=stats.accepted_at_depth,
+        guard_rests=stats.guard_pauses,
+        equal=equal,
+        divergence=divergence.index if divergence else None,
+        logit_gap=divergence.logit_gap if divergence else None,
+    )
+
+
+def _rotated(items: Sequence[T], by: int) -> list[T]:
+    start = by % len(items) if items else 0
+    return [*items[start:], *items[:start]]

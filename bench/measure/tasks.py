@@ -1,0 +1,152 @@
+"""Prompts to measure: bundled ones, or public benchmarks from local files. Some are tuned on, the others are reported."""
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from eesd.common.errors import EESDError
+
+BUNDLED = Path(__file__).parent / "tasks.jsonl"
+TUNING_EVERY = 4
+"""Every fourth prompt of a task is for tuning and never reported."""
+
+
+@dataclass(frozen=True)
+class TaskPrompt:
+    """A prompt as text.
+
+    Attributes:
+        id: Unique among the prompts of a measurement.
+        task: The task that reports list it under.
+        text: The prompt.
+    """
+
+    id: str
+    task: str
+    text: str
+
+
+def _prompts(row: dict[str, Any], _: int) -> TaskPrompt:
+    return TaskPrompt(_text(row, "id"), _text(row, "task"), _text(row, "prompt"))
+
+
+def _first_turn(row: dict[str, Any]) -> str:
+    turns = row["turns"]
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
+        raise TypeError("turns")
+    return turns[0]
+
+
+def _spec_bench(row: dict[str, Any], _: int) -> TaskPrompt:
+    return TaskPrompt(f"spec-bench-{row['question_id']}", _text(row, "category"), _first_turn(row))
+
+
+def _mt_bench(row: dict[str, Any], _: int) -> TaskPrompt:
+    return TaskPrompt(f"mt-bench-{row['question_id']}", "mt-bench", _first_turn(row))
+
+
+def _humaneval(row: dict[str, Any], _: int) -> TaskPrompt:
+    return TaskPrompt(_text(row, "task_id"), "humaneval", _text(row, "prompt"))
+
+
+def _gsm8k(row: dict[str, Any], line: int) -> TaskPrompt:
+    return TaskPrompt(f"gsm8k-{line}", "gsm8k", f"Question: {_text(row, 'question')}\nAnswer:")
+
+
+def _xsum(row: dict[str, Any], _: int) -> TaskPrompt:
+    return TaskPrompt(f"xsum-{row['id']}", "xsum", f"Article: {_text(row, 'document')}\nSummary:")
+
+
+def _text(row: dict[str, Any], key: str) -> str:
+    value = row[key]
+    if not isinstance(value, str) or not value:
+        raise TypeError(key)
+    return value
+
+
+LOADERS: dict[str, tuple[Callable[[dict[str, Any], int], TaskPrompt], str]] = {
+    "prompts": (_prompts, "id, task, prompt"),
+    "spec-bench": (_spec_bench, "question_id, category, turns"),
+    "mt-bench": (_mt_bench, "question_id, turns"),
+    "humaneval": (_humaneval, "task_id, prompt"),
+    "gsm8k": (_gsm8k, "question"),
+    "xsum": (_xsum, "id, document"),
+}
+"""By ``--task`` name: the function that reads a row, and the keys it needs. Of several turns only the first is used."""
+
+
+def load_task(spec: str) -> list[TaskPrompt]:
+    """Read ``NAME=FILE``: JSON lines in the public format NAME, gzipped if FILE ends in ``.gz``.
+
+    Raises :class:`EESDError` for an unknown name, and for the first line that does not have the format.
+    """
+    name, _, file = spec.partition("=")
+    if name not in LOADERS or not file:
+        raise EESDError(f"--task {spec} is not NAME=FILE; NAME must be one of {', '.join(LOADERS)}.")
+    path = Path(file)
+    read, keys = LOADERS[name]
+    prompts = []
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(read(json.loads(line), number))
+        except json.JSONDecodeError:
+            raise EESDError(f"{path}, line {number} is not JSON; a {name} file has one JSON object per line.") from None
+        except (KeyError, TypeError):
+            raise EESDError(f"{path}, line {number} is not a row of {name}: a row needs {keys}.") from None
+    if not prompts:
+        raise EESDError(f"{path} has no prompts; it needs at least one line.")
+    return prompts
+
+
+def _read(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError):
+        raise EESDError(f"{path} is not UTF-8 text (gzipped if its name ends in .gz).") from None
+
+
+def load_tasks(specs: Sequence[str]) -> list[TaskPrompt]:
+    """Read all ``specs``; the bundled prompts if there are none. Raises :class:`EESDError` if an id occurs twice."""
+    prompts = [prompt for spec in specs or [f"prompts={BUNDLED}"] for prompt in load_task(spec)]
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise EESDError(f"The prompt id {prompt.id} occurs twice; ids must be unique.")
+        seen.add(prompt.id)
+    return prompts
+
+
+def split_prompts(prompts: Sequence[TaskPrompt], tuning: int, reported: int) -> tuple[list[TaskPrompt], list[TaskPrompt]]:
+    """Split prompts into those to tune on and those to report.
+
+    Args:
+        prompts: All prompts.
+        tuning: Largest number of tuning prompts of each task.
+        reported: Largest number of reported prompts of each task.
+
+    Returns:
+        (tuning prompts, reported prompts), each with the tasks in turn.
+
+    Raises:
+        EESDError: A task has fewer than two prompts.
+    """
+    by_task: dict[str, list[TaskPrompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    for task, found in by_task.items():
+        if len(found) < 2:
+            raise EESDError(f"The task {task} has one prompt; it needs at least two, one to tune on and one to report.")
+    tune = [found[::TUNING_EVERY][:tuning] for found in by_task.values()]
+    report = [[p for i, p in enumerate(found) if i % TUNING_EVERY][:reported] for found in by_task.values()]
+    return _interleaved(tune), _interleaved(report)
+
+
+def _interleaved(groups: Sequence[Sequence[TaskPrompt]]) -> list[TaskPrompt]:
+    return [prompt for row in zip_longest(*groups) for prompt in row if prompt is not None]

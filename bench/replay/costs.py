@@ -1,0 +1,166 @@
+"""Cost models: what a round costs by its draft steps and verified nodes. Measured, or computed from layer counts."""
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from eesd.bench.measure.results import CallLatency
+from eesd.common.errors import EESDError
+
+
+@dataclass(frozen=True)
+class CallCosts:
+    """Costs of a round's calls, in any unit.
+
+    The draft's cost is not proportional to its steps: the verify pass evicts the draft's weights from the processor's caches,
+    so the first step costs more than later ones.
+
+    Attributes:
+        draft: Cost of all draft steps of a round, by their number.
+        verify: Cost of a verify pass, by its nodes, root included.
+    """
+
+    draft: Mapping[int, float]
+    verify: Mapping[int, float]
+
+    def verify_cost(self, nodes: int) -> float:
+        """v(n): cost of a pass over ``nodes`` nodes, root included."""
+        return _interpolated(self.verify, nodes)
+
+    def draft_cost(self, steps: int) -> float:
+        """d(k): cost of all draft steps of a round. If only one count is known, the cost is proportional to the steps."""
+        return _interpolated({0: 0.0, **self.draft}, steps)
+
+    def round_cost(self, steps: int, nodes: int) -> float:
+        """Cost of a round with this number of draft steps and drafted nodes."""
+        return self.draft_cost(steps) + self.verify_cost(nodes + 1)
+
+    def scaled(self, factor: float) -> "CallCosts":
+        """The costs in another unit."""
+        draft, verify = ({count: cost * factor for count, cost in part.items()} for part in (self.draft, self.verify))
+        return CallCosts(draft, verify)
+
+
+def _interpolated(costs: Mapping[int, float], count: int) -> float:
+    """Linear between known counts; beyond the largest it continues the last segment."""
+    counts = sorted(costs)
+    if count <= counts[-1] or len(counts) == 1:
+        return float(np.interp(count, counts, [costs[known] for known in counts]))
+    before, last = counts[-2:]
+    return costs[last] + (costs[last] - costs[before]) / (last - before) * (count - last)
+
+
+def mean_call_costs(latencies: Iterable[CallLatency]) -> dict[tuple[str, int], CallCosts]:
+    """Seconds by (engine, tree width): at each count the mean over all prompts, without the lowest and the highest tenth."""
+    groups: dict[tuple[str, int], list[CallLatency]] = {}
+    for latency in latencies:
+        groups.setdefault((latency.engine, latency.width), []).append(latency)
+    return {
+        key: CallCosts(_means(latency.draft for latency in group), _means(latency.verify for latency in group))
+        for key, group in groups.items()
+    }
+
+
+def _means(tables: Iterable[list[list[float]]]) -> dict[int, float]:
+    """Trimmed means by count, over all tables that have the count."""
+    found: dict[int, list[float]] = {}
+    for count, seconds in (row for table in tables for row in table):
+        found.setdefault(int(count), []).append(seconds)
+    return {count: _trimmed_mean(found[count]) for count in sorted(found)}
+
+
+def _trimmed_mean(values: list[float]) -> float:
+    trimmed = len(values) // 10
+    return statistics.fmean(sorted(values)[trimmed : len(values) - trimmed])
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of one model on one device. Raises :class:`EESDError` for costs that are missing or not above 0.
+
+    Attributes:
+        name: Name in reports.
+        calls: Costs in plain steps. A plain step is a verify pass over one node, as in plain decoding.
+        plain_seconds: Seconds of a plain step. It converts a controller's own time to plain steps.
+    """
+
+    name: str
+    calls: CallCosts
+    plain_seconds: float
+
+    def __post_init__(self) -> None:
+        calls = self.calls
+        if min(calls.verify, default=0) != 1:
+            raise EESDError(f"The verify costs of {self.name} must be given for node counts from 1.")
+        if not calls.draft or not min(*calls.draft.values(), self.plain_seconds, *calls.verify.values()) > 0:
+            raise EESDError(f"A cost of {self.name} is not above 0.")
+
+    @classmethod
+    def from_seconds(cls, name: str, seconds: CallCosts) -> Self:
+        """Make a cost model from measured costs. Raises :class:`EESDError` if drafts or plain steps were not measured."""
+        if 1 not in seconds.verify or not seconds.draft:
+            raise EESDError("No prompt leaves room to measure costs; give shorter prompts.")
+        plain = seconds.verify[1]
+        return cls(name, seconds.scaled(1 / plain), plain)
+
+    def chain_costs(self, longest: int) -> list[float]:
+        """Plain steps of a round that drafts a chain of 0, 1, ... ``longest`` tokens."""
+        return [self.calls.round_cost(n, n) for n in range(longest + 1)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The model as JSON values."""
+        calls = self.calls
+        return {
+            "name": self.name,
+            "draft": [[steps, cost] for steps, cost in calls.draft.items()],
+            "verify": [[nodes, cost] for nodes, cost in calls.verify.items()],
+            "plain_seconds": self.plain_seconds,
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Self:
+        """Read what :meth:`to_dict` returned. Raises KeyError, TypeError or ValueError for anything else."""
+        draft, verify = ({int(count): float(cost) for count, cost in value[name]} for name in ("draft", "verify"))
+        return cls(value["name"], CallCosts(draft, verify), value["plain_seconds"])
+
+
+def layer_costs(
+    name: str, layers: int, exit_layer: int, plain_seconds: float, *, exit_blocks: int = 1, head: float = 1.0
+) -> CostModel:
+    """Compute costs from layer counts: a round of n draft steps takes n (N + E + h) + L + h layers.
+
+    The verify pass costs the same for all node counts: at batch 1 a GPU is limited by reading the weights.
+
+    Args:
+        name: Name in reports.
+        layers: L, the layers of the model.
+        exit_layer: N, the layers before the exit head.
+        plain_seconds: Seconds of a plain step.
+        exit_blocks: E, the decoder blocks of the exit head.
+        head: h, the cost of the LM head, in layers.
+    """
+    draft = (exit_layer + exit_blocks + head) / (layers + head)
+    return CostModel(name, CallCosts({1: draft}, {1: 1.0}), plain_seconds)
+
+
+BUNDLED = CostModel(
+    "bundled, 2 CPU cores",
+    CallCosts(
+        {1: 0.28, 2: 0.43, 3: 0.60, 4: 0.74, 5: 0.87, 6: 1.01, 8: 1.20, 12: 1.59, 16: 1.90},
+        {1: 1.0, 2: 1.24, 3: 1.32, 4: 1.43, 5: 1.48, 7: 1.66, 9: 1.67, 13: 2.06, 17: 2.08, 25: 2.58, 33: 2.69},
+    ),
+    2.9e-3,
+)
+"""The bundled model, float32, ONNX Runtime, measured on two cores."""
+
+COST_MODELS = {
+    "bundled": BUNDLED,
+    "7b": layer_costs("7B, exit after 4 of 32 layers", 32, 4, 10e-3),
+    "13b": layer_costs("13B, exit after 4 of 40 layers", 40, 4, 19e-3),
+    "70b": layer_costs("70B, exit after 5 of 80 layers", 80, 5, 50e-3),
+}
+"""Cost models by name. Those of 7B, 13B and 70B are computed, not measured: their plain step reads the float16 weights at
+1.5 TB/s (70B: 3 TB/s)."""

@@ -1,0 +1,191 @@
+"""Replay one controller on a trace under a cost model: thousands of rounds per second, without an engine.
+
+Costs are in plain steps, so tokens per unit of cost is the speed relative to plain decoding. All comparisons are paired: all
+controllers decode the same text, and the bootstrap resamples whole requests.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.bench.replay.costs import CostModel
+from eesd.bench.replay.oracles import Clairvoyant
+from eesd.bench.replay.traces import Trace
+from eesd.common.prior import CalibrationPrior
+from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
+from eesd.controllers.baselines import Fixed
+
+Array = NDArray[np.float64]
+OFF = "off"
+"""Plain decoding, in tables and JSON."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One controller on one trace. Costs are in plain steps and include the controller's own time, spread over the rounds.
+
+    Attributes:
+        name: The controller and its options.
+        tokens: Tokens of each request [R].
+        cost: Cost of each request [R].
+        rounds: One row for each round: request, committed tokens, draft tokens, cost [n, 4]. Of several seeds the first one's.
+        spent: Cost up to and including each token of the trace.
+        own_seconds: The controller's own time per round, measured on this machine.
+    """
+
+    name: str
+    tokens: Array
+    cost: Array
+    rounds: Array
+    spent: Array
+    own_seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per plain step over all requests, which is the speed-up over plain decoding in total time."""
+        return float(self.tokens.sum() / self.cost.sum())
+
+
+def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, charge: bool = True) -> Replay:
+    """Run a controller over all requests in order. As in an :class:`~eesd.runtime.llm.LLM`, it keeps what it learned.
+
+    Args:
+        name: Name of the result.
+        controller: A new controller.
+        trace: The trace.
+        costs: What rounds cost.
+        charge: Whether the controller pays for its own time. A :class:`Clairvoyant` never does.
+    """
+    table, plain = costs.chain_costs(trace.depth), costs.plain_seconds
+    seconds = [(costs.calls.draft_cost(n) * plain, costs.calls.verify_cost(n + 1) * plain) for n in range(len(table))]
+    rounds: list[tuple[int, int, int, float]] = []
+    own, clock = 0.0, time.thread_time  # CPU time, because other processes may take the core
+    clairvoyant = controller if isinstance(controller, Clairvoyant) else None
+    for index, request in enumerate(trace.requests):
+        controller.begin_request()
+        steps, accepted_at = request.steps, request.accepted.tolist()
+        position = 0
+        while position < request.tokens:
+            room = request.room(position)
+            if clairvoyant:
+                clairvoyant.accepted = accepted_at[position]
+            started = clock()
+            drafted = draft_length(controller, steps[position], room)
+            own += clock() - started
+            accepted = min(drafted, accepted_at[position])
+            draft_seconds, verify_seconds = seconds[drafted]
+            outcome = RoundOutcome(
+                steps=drafted,
+                draft_seconds=draft_seconds,
+                depth=drafted,
+                nodes=drafted,
+                verify_seconds=verify_seconds,
+                accepted=accepted,
+                num_expanded=accepted,
+            )
+            started = clock()
+            controller.observe(outcome)
+            own += clock() - started
+            rounds.append((index, accepted + 1, drafted, table[drafted]))
+            position += accepted + 1
+    found, per_round = np.array(rounds, float), own / len(rounds)
+    if charge and not clairvoyant:
+        found[:, 3] += per_round / plain
+    which = found[:, 0].astype(int)
+    tokens, cost = (np.bincount(which, found[:, column], len(trace.requests)).astype(np.float64) for column in (1, 3))
+    spent = np.repeat(found[:, 3] / found[:, 1], found[:, 1].astype(int)).cumsum()
+    return Replay(name, tokens, cost, found, spent, per_round)
+
+
+def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) -> int:
+    """Ask a controller, as a session does, how many tokens of a chain to draft.
+
+    Args:
+        controller: The controller.
+        steps: What it is told about each token of the chain.
+        room: Largest number of tokens.
+    """
+    if not room:
+        return 0
+    length = controller.begin_round(1)
+    if length is not None:
+        return min(length, room)
+    drafted = 1
+    while drafted < room and controller.keep_drafting(steps[drafted - 1]):
+        drafted += 1
+    return drafted
+
+
+def replay_seeds(spec: str, trace: Trace, costs: CostModel, seeds: int = 1, prior: CalibrationPrior | None = None) -> Replay:
+    """Replay a controller with several seeds and take the mean.
+
+    Args:
+        spec: The controller and its options.
+        trace: The trace.
+        costs: What rounds cost.
+        seeds: Number of seeds.
+        prior: Calibration prior of the controller.
+    """
+    return mean_replay([replay(spec, make_controller(spec, seed, prior), trace, costs) for seed in range(seeds)])
+
+
+def mean_replay(replays: Sequence[Replay]) -> Replay:
+    """Mean costs of a controller's replays on one trace, or on traces of equal lengths."""
+    cost, spent = (np.mean([getattr(run, name) for run in replays], axis=0) for name in ("cost", "spent"))
+    return replace(replays[0], cost=cost, spent=spent, own_seconds=float(np.mean([run.own_seconds for run in replays])))
+
+
+def replay_fixed_lengths(trace: Trace, costs: CostModel) -> list[Replay]:
+    """Replay every fixed length from 0 (plain decoding) to the depth of the trace. Their own time is not charged."""
+    return [replay(f"fixed:k={k}" if k else OFF, _FixedLength(k), trace, costs, charge=False) for k in range(trace.depth + 1)]
+
+
+class _FixedLength(Fixed):
+    """Like :class:`Fixed`, but allows length 0."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+
+def fastest(replays: Sequence[Replay]) -> Replay:
+    """The replay with the highest speed. Of :func:`replay_fixed_lengths`, the best fixed length in hindsight."""
+    return max(replays, key=lambda run: run.speed)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two speeds and the bounds of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def speed_ratio(
+    run: Replay, base: Replay, requests: NDArray[np.bool_] | None = None, draws: int = 2000, seed: int = 0
+) -> Ratio:
+    """Speed of ``run`` over the speed of ``base``, with the 95 % interval of a paired bootstrap over requests.
+
+    Args:
+        run: A replay.
+        base: A replay on the same trace.
+        requests: Mask [R] of the requests to use. None: all.
+        draws: Bootstrap samples.
+        seed: Seed of the bootstrap.
+    """
+    columns = np.stack([run.tokens, run.cost, base.tokens, base.cost], axis=1)
+    if requests is not None:
+        columns = columns[requests]
+    picks = np.random.default_rng(seed).integers(len(columns), size=(draws, len(columns)))
+    totals = np.concatenate([columns.sum(axis=0)[None], columns[picks].sum(axis=1)])
+    ratios = totals[:, 0] / totals[:, 1] / (totals[:, 2] / totals[:, 3])
+    low, high = np.quantile(ratios[1:], [0.025, 0.975])
+    return Ratio(float(ratios[0]), float(low), float(high))
+
+
+def regret(run: Replay, base: Replay) -> Array:
+    """Plain steps lost against ``base`` on the same text [tokens]: element n is the extra cost of the first n + 1 tokens."""
+    return np.asarray(run.spent - base.spent)

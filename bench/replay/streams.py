@@ -1,0 +1,75 @@
+"""Synthetic traces with known chances of acceptance, for which the optimal policy can be computed."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from eesd.bench.replay.costs import CostModel
+from eesd.bench.replay.oracles import OptimalPolicy
+from eesd.bench.replay.traces import Trace, TracedRequest
+
+
+@dataclass(frozen=True)
+class SyntheticStream:
+    """Text whose positions have levels, a Markov chain.
+
+    Attributes:
+        name: Name in reports.
+        levels: Probability of acceptance of each level, ascending.
+        stay: Probability that a position has its predecessor's level. Otherwise the level is drawn uniformly.
+    """
+
+    name: str
+    levels: tuple[float, ...]
+    stay: float
+
+    @property
+    def transition(self) -> list[list[float]]:
+        """Transition probabilities between levels."""
+        count = len(self.levels)
+        return [[(1 - self.stay) / count + self.stay * (i == j) for j in range(count)] for i in range(count)]
+
+    def optimal_policy(self, costs: CostModel, depth: int) -> OptimalPolicy:
+        """The optimal policy that drafts at most ``depth`` tokens a round."""
+        return OptimalPolicy(self.levels, self.transition, costs.chain_costs(depth))
+
+    def trace(self, tokens: int, requests: int, seed: int, depth: int = 16) -> Trace:
+        """Draw a trace. Its draft steps show the true probability of acceptance, and its log-odds as the margin.
+
+        Args:
+            tokens: Tokens of each request.
+            requests: Number of requests.
+            seed: Seed of the random generator.
+            depth: Tokens drafted from every position.
+        """
+        rng = np.random.default_rng(seed)
+        return Trace(tuple(self._request(tokens, depth, rng) for _ in range(requests)), {"stream": self.name})
+
+    def _request(self, tokens: int, depth: int, rng: np.random.Generator) -> TracedRequest:
+        count = len(self.levels)
+        fresh = rng.integers(count, size=tokens + depth)
+        level, stays = fresh.copy(), rng.random(tokens + depth) < self.stay
+        for i in range(1, len(level)):
+            if stays[i]:
+                level[i] = level[i - 1]
+        chances = np.array(self.levels)[level]
+        # One draw per text position, shared by all roots. Every policy judges a position at most once, so the distribution is
+        # that of a draw per root, and two policies on one stream have the same luck.
+        right = rng.random(tokens + depth) < chances
+        probability, right = (sliding_window_view(array, depth)[1 : tokens + 1] for array in (chances, right))
+        room = np.minimum(tokens - 1 - np.arange(tokens), depth)
+        accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), room).astype(np.int32)
+        p = probability.astype(np.float32)
+        entropy = -(p * np.log(p) + (1 - p) * np.log1p(-p))
+        return TracedRequest(self.name, np.log(p), np.log(p / (1 - p)), entropy, accepted)
+
+
+STREAMS = (
+    SyntheticStream("constant", (0.8,), 0.0),
+    SyntheticStream("narrow", (0.7, 0.75, 0.8, 0.85, 0.9), 0.0),
+    SyntheticStream("correlated", (0.5, 0.65, 0.8, 0.95, 0.99), 0.8),
+    SyntheticStream("persistent", (0.5, 0.65, 0.8, 0.95, 0.99), 0.99),
+)
+"""Streams with a mean acceptance of about .8. It is constant; varies a little; is similar within a round; is similar for about
+100 tokens."""

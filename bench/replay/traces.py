@@ -1,0 +1,272 @@
+"""Traces of real runs, on which any drafting policy can be replayed exactly, and their recording.
+
+Decoding is lossless (greedy, or ``coupled`` with a fixed seed), so the text of a request does not depend on the policy. The
+policy only determines which positions of the text become roots. A trace therefore holds, for *every* position of the text as
+root, the chain that the draft proposes there: up to ``depth`` draft tokens, each conditioned on those before it, what a
+controller is told about each, and how many the verifier accepts. A replay starts at position 0, lets the policy draft n tokens
+of the chain, and continues at position + min(n, accepted) + 1. Its rounds are those of a real run with this policy.
+
+Chains continue behind their first wrong token, because a policy may draft beyond it.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import log
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.bench.measure.run import Bench, EncodedPrompt, Options
+from eesd.bench.measure.tasks import TaskPrompt, split_prompts
+from eesd.bench.replay.costs import CostModel, mean_call_costs
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+from eesd.common.manifest import Manifest
+from eesd.common.prior import CalibrationPrior
+from eesd.controllers import DraftStep
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.llm import LLM, Prompt
+
+TRACE_FILE, TUNING_TRACE_FILE = "trace.npz", "tuning.npz"
+FORMAT = 2
+ARRAYS = ("logprob", "margin", "entropy", "accepted")
+FloatArray = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """One generation of T new tokens. Row t belongs to the root behind which t new tokens are committed.
+
+    Attributes:
+        task: Task of the prompt.
+        logprob: Logarithm of the probability in :class:`~eesd.controllers.DraftStep`, [T, depth]; NaN beyond the last token
+            that the request may draft. The logarithm keeps probabilities near 0 and near 1 precise in float16.
+        margin: As in :class:`~eesd.controllers.DraftStep`, [T, depth].
+        entropy: As in :class:`~eesd.controllers.DraftStep`, [T, depth].
+        accepted: Number of tokens of each chain that the verifier accepts [T].
+    """
+
+    task: str
+    logprob: FloatArray
+    margin: FloatArray
+    entropy: FloatArray
+    accepted: NDArray[np.int32]
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.accepted)
+
+    @cached_property
+    def steps(self) -> list[list[DraftStep]]:
+        """What a controller is told, by position and depth."""
+        logprob = self.logprob.astype(np.float64)
+        arrays = (np.exp(logprob), np.exp(np.cumsum(logprob, axis=1)), self.entropy, self.margin)
+        columns = [array.tolist() for array in arrays]
+        return [
+            [DraftStep(k + 1, p, path, h, margin, k + 1) for k, (p, path, h, margin) in enumerate(zip(*row, strict=True))]
+            for row in zip(*columns, strict=True)
+        ]
+
+    def room(self, position: int) -> int:
+        """Tokens that a round at ``position`` may draft: the bonus token must fit behind them."""
+        return min(self.tokens - 1 - position, int(self.logprob.shape[1]))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order in which they ran.
+
+    Attributes:
+        requests: The requests.
+        origin: Engine, options and prompts. Two traces with equal origins have equal requests.
+        costs: Costs measured on the engine that ran the requests.
+        prior: Calibration prior in its engine directory.
+    """
+
+    requests: tuple[TracedRequest, ...]
+    origin: dict[str, Any]
+    costs: CostModel | None = None
+    prior: CalibrationPrior | None = None
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest chain."""
+        return max(int(request.logprob.shape[1]) for request in self.requests)
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks, in order of first appearance."""
+        return list(dict.fromkeys(request.task for request in self.requests))
+
+    def save(self, path: Path) -> None:
+        """Write one npz file with the rows of all requests concatenated, without pickled objects."""
+        meta = {
+            "format": FORMAT,
+            "origin": self.origin,
+            "tasks": [request.task for request in self.requests],
+            "costs": self.costs.to_dict() if self.costs else None,
+            "prior": self.prior.to_dict() if self.prior else None,
+        }
+        arrays: dict[str, Any] = {
+            name: np.concatenate([getattr(request, name) for request in self.requests]) for name in ARRAYS
+        }
+        with written_whole(path) as partial, partial.open("wb") as file:
+            np.savez_compressed(
+                file, meta=np.array(json.dumps(meta)), tokens=np.array([r.tokens for r in self.requests]), **arrays
+            )
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a file that :meth:`Trace.save` wrote. Raises :class:`EESDError` for any other file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            meta = json.loads(str(file["meta"]))
+            if meta["format"] != FORMAT:
+                raise EESDError(f"{path} has trace format {meta['format']}, this EESD reads format {FORMAT}; record it again.")
+            ends = np.cumsum(file["tokens"])[:-1]
+            parts = [np.split(file[name], ends) for name in ARRAYS]
+        requests = tuple(TracedRequest(task, *rows) for task, *rows in zip(meta["tasks"], *parts, strict=True))
+        costs = CostModel.from_dict(meta["costs"]) if meta["costs"] else None
+        return Trace(requests, meta["origin"], costs, CalibrationPrior.from_dict(meta["prior"]) if meta["prior"] else None)
+    except FileNotFoundError:
+        raise EESDError(f"There is no trace {path}; record one first.") from None
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, zlib.error):
+        raise EESDError(f"{path} is not a trace; record one first.") from None
+
+
+def check_same_origin(trace: Trace, tuning: Trace) -> None:
+    """Raise :class:`EESDError` unless both traces have the same engine and options, and different prompts."""
+    if trace.origin.get("prompts") == tuning.origin.get("prompts"):
+        raise EESDError("Both traces have the same prompts; tune on prompts that are not reported.")
+    if trace.origin | {"prompts": ""} != tuning.origin | {"prompts": ""}:
+        raise EESDError("The traces are from different engines or options; record both with one command.")
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise :class:`EESDError` for a sampling whose text depends on the drafts."""
+    if not sampling.greedy and sampling.method != "coupled":
+        raise EESDError("Traces need greedy or coupled sampling: with rejection sampling the text depends on the drafts.")
+
+
+def check_depth(manifest: Manifest, depth: int) -> None:
+    """Raise :class:`EESDError` for chains that are longer than a round of this engine allows."""
+    if not 1 <= depth <= manifest.max_tree_nodes:
+        raise EESDError(f"The depth of a trace is {depth}; this engine allows 1 to {manifest.max_tree_nodes}.")
+
+
+def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: int = 128, depth: int = 16) -> TracedRequest:
+    """Generate behind a prompt, and draft from every position. Each token takes a plain step and ``depth`` draft steps.
+
+    Args:
+        llm: Loaded with speculation. Its controller is not used.
+        task: Task of the prompt.
+        prompt: The prompt.
+        sampling: Greedy or coupled.
+        new_tokens: Tokens to generate.
+        depth: Tokens to draft from each position.
+
+    Raises:
+        EESDError: The sampling is ``rejection``, or the engine does not allow the depth.
+    """
+    check_sampling(sampling)
+    check_depth(llm.manifest, depth)
+    assert llm.engines.draft is not None
+    features = np.full((3, new_tokens, depth), np.nan, np.float16)
+    chains: list[list[int]] = []
+    with llm.session(prompt, sampling, max_new_tokens=new_tokens, draft=False, ignore_eos=True) as session:
+        draft = llm.engines.draft.bind(session.kv_cache)
+        while session.finish_reason is None:
+            chain, steps = session.propose(draft, depth)
+            rows = [(log(max(step.probability, 1e-300)), step.margin, step.entropy) for step in steps]
+            features[:, len(chains), : len(rows)] = np.array(rows).reshape(-1, 3).T
+            chains.append(chain)
+            session.step()
+        text = session.tokens[session.stats.prompt_tokens :]
+    accepted = [_num_equal(chain, text[position:]) for position, chain in enumerate(chains)]
+    logprob, margin, entropy = features[:, : len(text)]
+    return TracedRequest(task, logprob, margin, entropy, np.array(accepted, np.int32))
+
+
+def _num_equal(chain: list[int], text: list[int]) -> int:
+    """Length of the common prefix of the chain and the text."""
+    return next((i for i, (drafted, verified) in enumerate(zip(chain, text, strict=False)) if drafted != verified), len(chain))
+
+
+class TraceRecorder:
+    """Records two traces of one engine: one of the reported prompts and one of the tuning prompts.
+
+    Both files are in ``output``. Each is rewritten atomically after every prompt.
+    """
+
+    def __init__(
+        self, bench: Bench, prompts: Sequence[TaskPrompt], options: Options, depth: int, output: Path, resume: bool
+    ) -> None:
+        """Prepare the recording.
+
+        Args:
+            bench: The engines.
+            prompts: Prompts to tune on and to report.
+            options: How to sample, and how many prompts of each task to record.
+            depth: Tokens to draft from each position.
+            output: Directory of the traces.
+            resume: Continue the traces in ``output``. If not, they are deleted.
+
+        Raises:
+            EESDError: The depth is not allowed, no prompt fits, or a trace to resume has another origin.
+        """
+        check_depth(bench.manifest, depth)
+        self._bench, self._options, self._depth = bench, options, depth
+        self._tasks = {prompt.id: prompt.task for prompt in prompts}
+        groups = [bench.encode(part, options) for part in split_prompts(prompts, options.tuning_per_task, options.per_task)]
+        self._parts = []
+        for path, encoded in zip((output / TUNING_TRACE_FILE, output / TRACE_FILE), groups, strict=True):
+            origin = _origin(bench, encoded, options, depth)
+            self._parts.append((path, encoded, origin, _resumed(path, origin) if resume and path.exists() else None))
+            if not resume:
+                path.unlink(missing_ok=True)  # a recording that is interrupted must not leave one old and one new trace
+        output.mkdir(parents=True, exist_ok=True)
+
+    def run(self) -> Iterator[None]:
+        """Record the missing prompts; yields after each."""
+        bench, options = self._bench, self._options
+        costs = next((resumed.costs for _, _, _, resumed in self._parts if resumed), None)
+        costs = costs or _measure_costs(bench, self._parts[0][1], options)
+        for path, encoded, origin, resumed in self._parts:
+            requests = list(resumed.requests) if resumed else []
+            for prompt in encoded[len(requests) :]:
+                sampling = options.sampling(options.samplings[0], prompt.number)
+                task, length = self._tasks[prompt.id], options.max_new_tokens
+                requests.append(record(bench.llm, task, prompt.tokens, sampling, length, self._depth))
+                Trace(tuple(requests), origin, costs, bench.manifest.exit_head.calibration).save(path)
+                yield
+
+
+def _measure_costs(bench: Bench, prompts: Sequence[EncodedPrompt], options: Options) -> CostModel:
+    """Costs of a chain's calls, measured in rounds behind these prompts."""
+    latencies = [latency for prompt in prompts for latency in bench.latencies("", prompt, options)]
+    manifest = bench.manifest
+    return CostModel.from_seconds(f"{manifest.model}, {manifest.dtype}, as measured", mean_call_costs(latencies)["", 1])
+
+
+def _origin(bench: Bench, prompts: Sequence[EncodedPrompt], options: Options, depth: int) -> dict[str, Any]:
+    """Everything that the requests of a trace depend on."""
+    names = ("samplings", "temperature", "seed", "max_new_tokens", "backend", "threads")
+    chosen = {name: value for name, value in options.to_dict().items() if name in names}
+    digest = hashlib.sha256(json.dumps([prompt.tokens for prompt in prompts]).encode()).hexdigest()
+    prior = bench.manifest.exit_head.calibration
+    return bench.describe() | chosen | {"depth": depth, "prompts": digest, "prior": prior.to_dict() if prior else None}
+
+
+def _resumed(path: Path, origin: dict[str, Any]) -> Trace:
+    found = load_trace(path)
+    if found.origin != origin:
+        raise EESDError(f"{path} was recorded with other options, engines or prompts; use --overwrite.")
+    return found
