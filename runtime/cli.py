@@ -47,7 +47,7 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 @click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded.")
 @click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", help=AUTO)
-@click.option("--threads", type=int, help="CPU threads of an engine.  [default: processors, one fewer if over four]")
+@click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")
 @click.option("--show-drafts", is_flag=True, help="Colour the tokens that were drafted (on a terminal).")
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; show speed-up and equality.")
