@@ -112,7 +112,7 @@ def test_parts_of_a_room_import_one_way(part: str) -> None:
         if not name.startswith(f"{part}."):
             continue
         for imported, _ in imports(path):
-            inside = imported.removeprefix("eesd.")
+            inside = f"{imported.removeprefix('eesd.')}."
             if inside.startswith(f"{room}.") and not inside.startswith(f"{part}."):
                 assert any(inside.startswith(f"{other}.") for other in MAY_IMPORT_INSIDE[part]), f"{path} imports {imported}"
 
