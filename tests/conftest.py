@@ -23,7 +23,7 @@ from support.command import add_tokenizer, export_engine, succeed  # noqa: E402
 from support.harness import Harness  # noqa: E402
 from support.tiny_checkpoints import FAMILIES, build  # noqa: E402
 
-from eesd.export import engine_dir  # noqa: E402
+from eesd.export import onnx_graph  # noqa: E402
 from eesd.export.cli import main as export_main  # noqa: E402
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
@@ -53,7 +53,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
 def traced_once() -> Iterator[None]:
     """Tracing a graph takes seconds, so each is traced once for all exports of a test process."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(engine_dir, "trace", lru_cache(maxsize=128)(engine_dir.trace))
+        monkeypatch.setattr("eesd.export.engine_dir.trace", lru_cache(maxsize=128)(onnx_graph.trace))
         yield
 
 

@@ -121,7 +121,7 @@ def test_labels_behind_the_first_rejection_are_not_counted(name: str, drafted: i
     assert isinstance(controller, CalibrationTS | CostAwareTS)
     learned: list[bool] = []
     controller.begin_round(1)
-    controller.accept.learn = lambda z, label: learned.append(label)  # type: ignore[method-assign]
+    controller.accept.learn = lambda z, accepted: learned.append(accepted)  # type: ignore[method-assign]
     for depth in range(1, drafted + 1):
         controller.keep_drafting(step(depth))
     controller.observe(outcome(drafted, accepted))
@@ -163,7 +163,8 @@ def test_cost_ignores_stalls_and_follows_change() -> None:
     curve.add(1, 30.0)  # the first call binds its buffers
     for _ in range(300):
         curve.add(1, float(random.normal(1, 0.05)) + (50 if random.random() < 0.02 else 0))
-    assert curve.samples[1] == (301, pytest.approx(1, rel=0.05))
+    samples, mean = curve.samples[1]
+    assert samples == 301 and mean == pytest.approx(1, rel=0.05)
     for _ in range(300):
         curve.add(1, 1.5)
     assert curve.samples[1][1] == pytest.approx(1.5, rel=0.02)

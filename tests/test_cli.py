@@ -107,7 +107,7 @@ def test_statistics_go_to_stderr(engine: Path, api: LLM) -> None:
 
 def test_no_draft(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text, and the draft engine is not even loaded."""
-    loaded = []
+    loaded: list[str] = []
     original = ort_cpu.OrtEngine
 
     def load(directory: Path, manifest: Any, stages: Any, threads: int) -> Any:
@@ -246,8 +246,13 @@ def test_doctor_asks_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_speculation_options_reach_the_engine(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    seen: list[dict[str, Any]] = []
     original = llm.load
-    monkeypatch.setattr("eesd.runtime.cli.load", lambda *a, **k: seen.append(k) or original(*a, **k))
+
+    def load(*arguments: Any, **options: Any) -> llm.LLM:
+        seen.append(options)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr("eesd.runtime.cli.load", load)
     text_of(engine, "-p", PROMPT, "--controller", "fixed:k=2", "--tree-width", 2, "--no-guard", "--seed", 3, "--threads", 1)
     assert seen[0]["speculation"] == Speculation("fixed:k=2", 2, False, 3) and seen[0]["threads"] == 1

@@ -104,7 +104,8 @@ def learned(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_value_anywhere_is_restored_or_refused(engine: Path, learned: Path, data: st.DataObject) -> None:
     """Whatever stands in the file: an :class:`EESDError`, or a controller that generates the right tokens."""
     saved = json.loads(learned.read_text())
-    *keys, last = ("state", *data.draw(st.sampled_from(places(saved["state"])[1:])))
+    path: tuple[Any, ...] = ("state", *data.draw(st.sampled_from(places(saved["state"])[1:])))
+    *keys, last = path
     target = saved
     for key in keys:
         target = target[key]

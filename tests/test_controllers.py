@@ -76,7 +76,7 @@ def test_stored_state_does_not_change_with_the_controller(spec: str) -> None:
     assert json.dumps(state) == stored
 
 
-DAMAGE = [None, [], {}, {"unknown": 1}]
+DAMAGE: list[object] = [None, [], {}, {"unknown": 1}]
 
 
 @pytest.mark.parametrize("spec", SPECS)

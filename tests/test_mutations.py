@@ -30,7 +30,7 @@ from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import Coupled, Rejection
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Session
-from eesd.runtime.engines.base import StepOutputs
+from eesd.runtime.engines.base import Logits, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
 
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]
@@ -124,7 +124,7 @@ def test_trimming_counterexample() -> None:
     assert zeros[True] / draws == pytest.approx(0.55, abs=0.025)
 
 
-def filters_first(logits: sampling.Logits, options: Sampling) -> sampling.Vector:
+def filters_first(logits: Logits, options: Sampling) -> sampling.Vector:
     """Temperature after top-k, top-p and min-p."""
     kept = sampling.warp(logits, replace(options, temperature=1.0))
     return sampling.normalize(kept / options.temperature)

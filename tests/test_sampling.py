@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy.stats import gumbel_r, kstest  # type: ignore[import-untyped]
+from scipy.stats import gumbel_r, kstest
 from support.lossless_checks import Vector, reference_probabilities
 
 from eesd.common.errors import EESDError

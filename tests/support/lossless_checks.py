@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import chi2  # type: ignore[import-untyped]
+from scipy.stats import chi2
 
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
