@@ -25,13 +25,12 @@ from eesd.bench.replay.traces import (
 )
 from eesd.bench.report.markdown import write_report
 from eesd.bench.report.plots import check_plots
-from eesd.common.cli import one_line_errors
+from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.runtime.engines.backends import BACKENDS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 QUICK = {"per_task": 1, "tuning_per_task": 1, "max_new_tokens": 32, "widths": "1"}
 """Values that ``--quick`` gives to options that are not on the command line."""
 DEFAULT = Options()
@@ -68,7 +67,7 @@ def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output:
             click.option("--chat", is_flag=True, help="Send prompts as chat messages."),
             click.option("--seed", default=DEFAULT.seed, help="Seed of controllers and sampling."),
             click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend),
-            click.option("--threads", type=int, help="CPU threads of an engine.  [default: processors, one fewer if more than four]"),
+            click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]"),
             click.option("-o", "--output", type=click.Path(path_type=Path), default=Path(output), help="Directory to write."),
             click.option("--resume", is_flag=True, help="Continue an interrupted run in --output."),
             click.option("--overwrite", is_flag=True, help="Replace existing results in --output."),
@@ -145,11 +144,10 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
     click.echo(f"{path}, {report}", err=True)
 
 
-@click.group(invoke_without_command=True, context_settings=HELP)
+@cli.group(invoke_without_command=True)
 @click.option("--engine-dir", type=click.Path(path_type=Path), help="Directory that eesd-export wrote.")
 @measurement_options(DEFAULT.controllers, DEFAULT.samplings)
 @click.pass_context
-@one_line_errors
 def main(context: click.Context, /, engine_dir: Path | None, **given: Any) -> None:
     """Measure drafting against plain decoding, for every controller, tree width and sampling, and compare all tokens."""
     if context.invoked_subcommand is not None:
@@ -165,14 +163,14 @@ def main(context: click.Context, /, engine_dir: Path | None, **given: Any) -> No
         run.measure_engine(bench.manifest.model, bench, prompts, options)
 
 
-@main.command(context_settings=HELP)
+@main.command(context_settings=cli.HELP)
 @click.option("--model", help="Base model of the heads. Not needed for engine directories.")
 @click.option("--head", "heads", multiple=True, required=True, metavar="NAME[=DIR]", help="Exit head; repeatable.")
 @click.option(
     "--dtype", type=click.Choice(("float32", "float16", "bfloat16")), default="float32", help="Element type of exports."
 )
 @measurement_options(("threshold", "beta-ts", "calibration-ts", "cost-aware-ts"), ("greedy",))
-@one_line_errors
+@cli.one_line_errors
 def ablation(model: str | None, heads: tuple[str, ...], dtype: str, **given: Any) -> None:
     """Measure what each part contributes: every head with fixed draft lengths, the last one also with trees and controllers.
 
@@ -196,7 +194,7 @@ def _refuse_recording_options(names: Iterable[str]) -> None:
             raise EESDError(f"{option.opts[-1]} is for recording traces and has no effect with --trace; remove it.")
 
 
-@main.command(context_settings=HELP)
+@main.command(context_settings=cli.HELP)
 @click.option(
     "--engine-dir", type=click.Path(path_type=Path), help="Record traces with this directory, which eesd-export wrote."
 )
@@ -206,7 +204,7 @@ def _refuse_recording_options(names: Iterable[str]) -> None:
 @click.option("--sampling", default="greedy", help="greedy or coupled.")
 @click.option("--depth", default=16, help="Tokens to draft from every position.")
 @prompt_options(128, 99, 99, "simulation")
-@one_line_errors
+@cli.one_line_errors
 def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | None, **given: Any) -> None:
     """Replay all controllers on recorded traces under several cost models, and compare their speed."""
     plots, output, costs, depth = (given.pop(name) for name in ("plots", "output", "costs", "depth"))
@@ -240,11 +238,11 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
     show_report([], [simulation], result, plots)
 
 
-@main.command(context_settings=HELP)
+@main.command(context_settings=cli.HELP)
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("docs/results.md"), help="Markdown to write.")
 @click.option("--plots/--no-plots", default=True, help="Also draw plots (needs matplotlib).")
-@one_line_errors
+@cli.one_line_errors
 def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
     """Write Markdown and plots from RESULTS: result.json and simulation.json files."""
     check_plots(plots)

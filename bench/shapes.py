@@ -24,7 +24,7 @@ import click
 import numpy as np
 
 from eesd.bench.measure.results import describe_machine
-from eesd.common.cli import one_line_errors
+from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest, load_manifest
@@ -290,17 +290,16 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@cli.command()
 @click.option("--shape", type=click.Choice(list(SHAPES)), required=True)
 @click.option("--backend", type=click.Choice(BACKENDS), default="torch")
 @click.option("--dtype", type=click.Choice(("float32", "float16", "bfloat16")), default="float16")
 @click.option(
     "--work", type=click.Path(path_type=Path), help="Keep the engine directory here, for another backend.  [default: delete it]"
 )
-@click.option("--threads", type=int, help="CPU threads of an engine.  [default: processors, one fewer if more than four]")
+@click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("--repeats", type=click.IntRange(min=3), default=30, help="Calls of each kind.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
-@one_line_errors
 def main(
     shape: str, backend: str, dtype: str, work: Path | None, threads: int | None, repeats: int, json_file: Path | None
 ) -> None:

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eesd.common.cli import clean_up_on_sigterm, one_line_errors
+from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.weights import DTYPES
 from eesd.distill.options import OPTIMIZERS, PRECISIONS
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch loads after the options are parsed, so that --help is
 PATH = click.Path(path_type=Path)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@cli.command()
 @click.option("--model", required=True, help="Model directory, Hugging Face id, or short name.")
 @click.option("--exit-layer", type=int, help="Number of model layers before the exit head (N).")
 @click.option("-o", "--output", type=PATH, required=True, help="Directory for the head, checkpoints and metrics.")
@@ -74,7 +74,6 @@ PATH = click.Path(path_type=Path)
 @click.option("--save-every", default=500, help="Steps between checkpoints.")
 @click.option("--compile/--eager", "compiled", default=False, help="Use torch.compile, or not.")
 @click.option("--seed", default=0, help="Seed of data order, prompt selection and generation.")
-@one_line_errors
 def main(**options: Any) -> None:
     """Train an exit head for a frozen model on text that the model generates.
 
@@ -86,7 +85,7 @@ def main(**options: Any) -> None:
         from eesd.distill.run import make_run
     except ImportError as error:
         raise EESDError(f"Distillation needs {error.name}; install it with: pip install 'eesd[distill]'.") from None
-    clean_up_on_sigterm()
+    cli.clean_up_on_sigterm()
     layers = _parse_numbers("--search-exit-layer", options.pop("search_exit_layer"), int)
     blocks = _parse_numbers("--search-blocks", options.pop("search_blocks"), int)
     options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float)

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import torch
 
-from eesd.common.cli import one_line_errors
+from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.manifest import FLAVOURS, Manifest, load_manifest
 from eesd.runtime.embed import Host, embed
@@ -106,11 +106,10 @@ def speculate(service: Service, directory: Path) -> LLM:
     return embed(directory, host, Speculation())
 
 
-@click.command()
+@cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.argument("prompt")
 @click.option("-n", "--max-new-tokens", default=128, show_default=True)
-@one_line_errors
 def main(directory: Path, prompt: str, max_new_tokens: int) -> None:
     """Continue PROMPT with the plans in DIRECTORY."""
     logging.basicConfig(level=logging.INFO)

@@ -9,17 +9,16 @@ from pathlib import Path
 import click
 import torch
 
-from eesd.common.cli import one_line_errors
+from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint
 
 
-@click.command()
+@cli.command()
 @click.argument("heads", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--model", type=click.Path(path_type=Path), required=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True)
-@one_line_errors
 def main(heads: tuple[Path, ...], model: Path, output: Path) -> None:
     """Average the weights of HEADS, which must have the same exit layer and shape."""
     checkpoint = Checkpoint(model)

@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import click
 
@@ -12,17 +12,30 @@ import eesd
 from eesd.common.errors import EESDError
 
 P = ParamSpec("P")
+C = TypeVar("C", bound=click.Command)
+HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
 def command(**settings: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """``click.command`` with ``-h``, ``--version``, shown defaults, and :func:`one_line_errors`."""
+    """``click.command(**settings)`` with ``-h``, ``--version``, shown defaults, and :func:`one_line_errors`."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        context = {"help_option_names": ["-h", "--help"], "show_default": True}
-        made = click.command(context_settings=context, **settings)(one_line_errors(function))
-        return click.version_option(eesd.__version__, message="%(prog)s %(version)s")(made)
+        return _with_version(click.command(context_settings=HELP, **settings)(one_line_errors(function)))
 
     return decorate
+
+
+def group(**settings: Any) -> Callable[[Callable[..., None]], click.Group]:
+    """The same for ``click.group``."""
+
+    def decorate(function: Callable[..., None]) -> click.Group:
+        return _with_version(click.group(context_settings=HELP, **settings)(one_line_errors(function)))
+
+    return decorate
+
+
+def _with_version(made: C) -> C:
+    return click.version_option(eesd.__version__, message="%(prog)s %(version)s")(made)
 
 
 def one_line_errors(function: Callable[P, None]) -> Callable[P, None]:
