@@ -188,7 +188,7 @@ def test_16_bit_engines_differ_from_plain_decoding_by_rounding_at_most(narrow: P
     """Caches have the engines' type. Drafting changes a token only if the logits of both are equal up to 16-bit rounding."""
     llm = torch_llm(narrow, device, Speculation("fixed:k=4", width, guard=False))
     dtype = getattr(torch, llm.manifest.dtype)
-    assert llm.engines.verify.new_kv_cache().data.dtype == dtype  # type: ignore[attr-defined]
+    assert llm.engines.verify.new_kv_cache().shards[0].dtype == dtype  # type: ignore[attr-defined]
     for prompt in PROMPTS:
         plain = llm.generate(prompt, max_new_tokens=100, draft=False, ignore_eos=True)
         drafted = llm.generate(prompt, max_new_tokens=100, ignore_eos=True)
@@ -244,8 +244,8 @@ def test_loading_and_running_copies_no_weights(tmp_path: Path, dtype: str) -> No
 def small_cache(harness: Harness, device: str) -> DeviceKVCache:
     """A cache whose first 16 slots hold the numbers of the slots. It has 16 slots on the CPU, and all 384 on a GPU."""
     kv_cache = DeviceKVCache(harness.manifest, device_streams(1, device), grow=device == "cpu", slots=16)
-    assert kv_cache.data.shape == (harness.manifest.num_caches, 2, 1, 2, 16 if device == "cpu" else 384, 8)
-    kv_cache.data[..., :16, :] = torch.arange(16.0)[:, None]
+    assert kv_cache.shards[0].shape == (harness.manifest.num_caches, 2, 1, 2, 16 if device == "cpu" else 384, 8)
+    kv_cache.shards[0][..., :16, :] = torch.arange(16.0)[:, None]
     return kv_cache
 
 
@@ -255,7 +255,7 @@ def test_cache_on_the_cpu_grows_with_its_contents(harness: Harness) -> None:
     assert kv_cache.slots == 16 and kv_cache.version == 0
     kv_cache.reserve(17)
     assert kv_cache.slots == 128 and kv_cache.version == 1
-    assert (kv_cache.data[..., :16, :] == torch.arange(16.0)[:, None]).all() and not kv_cache.data[..., 16:, :].any()
+    assert (kv_cache.shards[0][..., :16, :] == torch.arange(16.0)[:, None]).all() and not kv_cache.shards[0][..., 16:, :].any()
     kv_cache.reset()
     assert kv_cache.slots == 16 and kv_cache.version == 2
 
@@ -264,11 +264,11 @@ def test_cache_on_the_cpu_grows_with_its_contents(harness: Harness) -> None:
 def test_cache_on_a_gpu_keeps_its_memory(harness: Harness) -> None:
     """CUDA graphs have captured its address."""
     kv_cache = small_cache(harness, "cuda")
-    address = kv_cache.data.data_ptr()
+    address = kv_cache.shards[0].data_ptr()
     kv_cache.reserve(384)
     kv_cache.reset()
-    assert kv_cache.slots == 384 and kv_cache.version == 0 and kv_cache.data.data_ptr() == address
-    assert (kv_cache.data[..., :16, :] == torch.arange(16.0, device="cuda")[:, None]).all()
+    assert kv_cache.slots == 384 and kv_cache.version == 0 and kv_cache.shards[0].data_ptr() == address
+    assert (kv_cache.shards[0][..., :16, :] == torch.arange(16.0, device="cuda")[:, None]).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -276,7 +276,7 @@ def test_compaction_moves_accepted_slots_together(harness: Harness, device: str)
     kv_cache = small_cache(harness, device)
     kv_cache.compact(4, [5, 6, 9])
     expected = torch.tensor([0, 1, 2, 3, 5, 6, 9, 7, 8], device=device)
-    assert (kv_cache.data[..., :9, :] == expected[:, None]).all()
+    assert (kv_cache.shards[0][..., :9, :] == expected[:, None]).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -312,12 +312,12 @@ def test_engines_write_to_their_own_layers_of_the_shared_cache(harness: Harness)
     verify, draft = open_on_cpu(harness.directory)
     kv_cache = draft.new_kv_cache()
     draft.bind(kv_cache).forward([5, 6], [0, 1], 0)
-    written = kv_cache.data[..., :2, :].flatten(1).any(1)
+    written = kv_cache.shards[0][..., :2, :].flatten(1).any(1)
     assert isinstance(module_of(draft), Draft)
     assert written.nonzero().flatten().tolist() == [0, harness.manifest.geometry.num_layers]
-    assert not kv_cache.data[..., 2:, :].any()
+    assert not kv_cache.shards[0][..., 2:, :].any()
     verify.bind(kv_cache).forward([5, 6], [0, 1], 0)
-    assert kv_cache.data[..., :2, :].flatten(1).any(1).all() and not kv_cache.data[..., 2:, :].any()
+    assert kv_cache.shards[0][..., :2, :].flatten(1).any(1).all() and not kv_cache.shards[0][..., 2:, :].any()
 
 
 def test_logits_are_fetched_once_when_first_used() -> None:

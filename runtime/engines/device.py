@@ -114,11 +114,6 @@ class DeviceKVCache(GrowingKVCache):
         self._memory = memory
         super().__init__(manifest, slots if grow else manifest.max_seq_len, [stage.caches for stage in manifest.verify])
 
-    @property
-    def data(self) -> Tensor:
-        """The first shard, which is the whole cache if there is one stage."""
-        return self.shards[0]
-
     def _zeros(self, shard: int, shape: tuple[int, ...]) -> Tensor:
         stream = self._streams[shard]
         if self._memory:

@@ -41,7 +41,7 @@ class DeviceEngine:
         is_draft: Whether this is the draft engine.
         buckets: Node counts that calls are padded to; empty if they are not padded.
         prefill_chunk: Tokens of the prompt that one call takes at most.
-        on_warm_up: Called with each graph when a new binding has run all its usual calls once.
+        on_warm_up: Called with each graph after a new binding has warmed up.
         cuda_graphs: Whether bindings that are made from now on use CUDA graphs. It has no effect on the CPU.
     """
 
@@ -120,9 +120,9 @@ class DeviceBinding:
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
     def warm_up(self) -> None:
-        """Run a chain of each usual node count once, so that no round waits for the preparation.
+        """Prepare and run a chain call for each bucket, so that no round waits for it. A draft's chain call has one node.
 
-        The calls write to slots that hold no token yet. A draft engine's chain has one node a call.
+        The calls write to slots that hold no token yet.
         """
         for count in self._engine.buckets[:1] if self._engine.is_draft else self._engine.buckets:
             self.forward([0] * count, range(count), 0)
@@ -175,13 +175,13 @@ class DeviceBinding:
             self._draft_loop = None
 
     def _step(self, count: int, is_tree: bool) -> "ForwardStep":
-        """The call of ``count`` nodes. It is kept, and captured, if this node count is usual."""
+        """The call of ``count`` nodes. It is captured and kept if ``count`` is a bucket or, without buckets, fits a round."""
         step = self._steps.get((count, is_tree))
         if step is None:
             engine, largest_round = self._engine, self._engine.manifest.max_tree_nodes + 1
-            usual = count in engine.buckets if engine.buckets else count <= largest_round
-            step = ForwardStep(engine, self._kv_cache, count, largest_round if is_tree else 0, self._pool if usual else None)
-            if usual:
+            reused = count in engine.buckets if engine.buckets else count <= largest_round
+            step = ForwardStep(engine, self._kv_cache, count, largest_round if is_tree else 0, self._pool if reused else None)
+            if reused:
                 self._steps[count, is_tree] = step
         return step
 

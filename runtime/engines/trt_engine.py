@@ -104,7 +104,7 @@ class EngineSource(Protocol):
         ...
 
     def save_kernels(self, graph: GraphInfo) -> None:
-        """Called when all usual calls of a graph have run once, so that the kernels compiled for them can be saved."""
+        """Called after a binding has warmed up, to save the kernels that were compiled for a graph."""
         ...
 
 
