@@ -20,7 +20,8 @@ def command(**settings: Any) -> Callable[[Callable[..., None]], click.Command]:
     """``click.command(**settings)`` with ``-h``, ``--version``, shown defaults, and :func:`one_line_errors`."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        return _with_version(click.command(context_settings=HELP, **settings)(one_line_errors(function)))
+        made = click.command(None, click.Command, context_settings=HELP, **settings)(one_line_errors(function))
+        return _with_version(made)
 
     return decorate
 
@@ -29,7 +30,8 @@ def group(**settings: Any) -> Callable[[Callable[..., None]], click.Group]:
     """The same for ``click.group``."""
 
     def decorate(function: Callable[..., None]) -> click.Group:
-        return _with_version(click.group(context_settings=HELP, **settings)(one_line_errors(function)))
+        made = click.command(None, click.Group, context_settings=HELP, **settings)(one_line_errors(function))
+        return _with_version(made)
 
     return decorate
 
