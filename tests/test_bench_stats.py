@@ -44,7 +44,8 @@ def test_costs_of_a_round_are_interpolated_and_predict_its_seconds() -> None:
 
 def test_costs_are_trimmed_means_over_prompts() -> None:
     latencies = [CallLatency("m", str(i), 1, [[1, 0.1 * i], [2, 0.5]], [[1, 1.0 * i], [2, 2.0]]) for i in (1, 2, 9)]
-    assert mean_call_costs(latencies)["m", 1] == CallCosts({1: pytest.approx(0.4), 2: 0.5}, {1: 4.0, 2: 2.0})
+    costs = mean_call_costs(latencies)["m", 1]
+    assert costs.draft == pytest.approx({1: 0.4, 2: 0.5}) and costs.verify == {1: 4.0, 2: 2.0}
     outliers = (replace(latencies[0], verify=[[1, 1000.0]]), replace(latencies[0], verify=[[1, 0.0]]))
     assert mean_call_costs([*latencies * 3, *outliers])["m", 1].verify[1] == 4.0, "a tenth at either end does not count"
 

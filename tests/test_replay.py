@@ -174,7 +174,8 @@ def test_cost_models_interpolate_round_trip_and_refuse_bad_costs() -> None:
     model = CostModel("m", CallCosts({1: 0.3, 2: 0.5}, {1: 1.0, 4: 1.3, 8: 1.5}), 1e-3)
     assert [model.calls.verify_cost(n) for n in (1, 3, 4, 6, 12)] == pytest.approx([1, 1.2, 1.3, 1.4, 1.7])
     assert model.chain_costs(3) == pytest.approx([1, 0.3 + 1.1, 0.5 + 1.2, 0.7 + 1.3])
-    assert layer_costs("7B", 32, 4, 1e-2).calls == CallCosts({1: pytest.approx(6 / 33)}, {1: 1.0})
+    computed = layer_costs("7B", 32, 4, 1e-2).calls
+    assert computed.draft == pytest.approx({1: 6 / 33}) and computed.verify == {1: 1.0}
     measured = CostModel.from_seconds("m", CallCosts({1: 3e-4, 2: 5e-4}, {1: 1e-3, 4: 1.3e-3, 8: 1.5e-3}))
     assert measured.chain_costs(9) == pytest.approx(model.chain_costs(9)) and measured.plain_seconds == 1e-3
     assert CostModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model

@@ -48,12 +48,12 @@ def write_report(results: Sequence[Result], simulations: Sequence[Simulation], o
 def _section(result: Result, plot_writer: PlotWriter, name: str) -> list[str]:
     references = best_fixed_lengths(result)
     summaries = summarize(result, references)
-    body = _ablation if result.kind == "ablation" else _run
+    tables = _ablation_tables if result.kind == "ablation" else _run_tables
     return [
         f"## {'What each part contributes' if result.kind == 'ablation' else 'Speed'}: {_model(result)}",
         "",
         *_setting(result),
-        *body(result, summaries, plot_writer, name),
+        *tables(result, summaries, plot_writer, name),
         *_prediction(summaries, plot_writer, name),
         *_call_costs(result, plot_writer, name),
     ]
@@ -82,7 +82,7 @@ def _setting(result: Result) -> list[str]:
     return lines
 
 
-def _run(result: Result, summaries: Sequence[Summary], plot_writer: PlotWriter, name: str) -> list[str]:
+def _run_tables(result: Result, summaries: Sequence[Summary], plot_writer: PlotWriter, name: str) -> list[str]:
     panels: dict[str, list[tuple[str, str, Interval]]] = {}
     for s in summaries:
         panels.setdefault(s.configuration.sampling, []).append((_kind(s, result), _shape(s.configuration), s.speedup))
@@ -99,7 +99,7 @@ def _run(result: Result, summaries: Sequence[Summary], plot_writer: PlotWriter, 
     )
 
 
-def _ablation(result: Result, summaries: Sequence[Summary], plot_writer: PlotWriter, name: str) -> list[str]:
+def _ablation_tables(result: Result, summaries: Sequence[Summary], plot_writer: PlotWriter, name: str) -> list[str]:
     best, last = best_fixed_lengths(result), list(result.engines)[-1]
     rows: list[tuple[str, Summary]] = []
     by_configuration = {summary.configuration: summary for summary in summaries}
