@@ -1,1 +1,1 @@
-"""From a model to an engine directory: ``draft.onnx``, ``verify.onnx``, ``weights.bin``, tokenizer and ``manifest.json``."""
+"""Export models to engine directories, inspect them, and build TensorRT plans."""

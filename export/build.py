@@ -1,37 +1,45 @@
-"""``eesd-build``: compile the graphs of an engine directory to TensorRT plans."""
+"""``eesd-build``: build TensorRT plans from the graphs of an engine directory."""
 
 import resource
 import shutil
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from eesd.common.cli import clean_up_on_sigterm, one_line_errors
+from eesd.common.cli import clean_up_on_sigterm, command
 from eesd.common.errors import EESDError
-from eesd.common.manifest import FLAVOURS, NAME, PREFILL_CHUNK, GraphInfo, Manifest, PlanInfo, load_manifest, verify_files
+from eesd.common.machine import available_memory, compute_capability
+from eesd.common.manifest import (
+    FLAVOURS,
+    MANIFEST_FILE,
+    PREFILL_CHUNK,
+    GraphInfo,
+    Manifest,
+    PlanInfo,
+    load_manifest,
+    verify_files,
+)
+from eesd.export import plans
 from eesd.export.memory import build_memory
-from eesd.runtime.doctor import available_memory, compute_capability
 from eesd.runtime.engines.backends import open_engines
 
-if TYPE_CHECKING:  # onnx loads only after the options were checked
-    from eesd.export.plans import BuildOptions
 
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--target", type=click.Choice(tuple(FLAVOURS)), help="Flavour to build with.  [default: the one installed]")
-@click.option("--precision", help="Refuse to build anything but this element type, such as float16.")
-@click.option("--batch", type=click.IntRange(1, 64), default=1, help="Sequences of a call at most.")
-@click.option("--prefill-chunk", type=click.IntRange(min=1), help="Tokens of the prompt in a call at most.  [default: 128]")
-@click.option("--compute-capability", "capabilities", multiple=True, help="tensorrt-rtx: GPU to build for, such as 8.9.")
-@click.option("--force", is_flag=True, help="Build plans that are up to date, too.")
-@click.option("--check", is_flag=True, help="Then compare what the plans compute with the graphs. Needs a GPU.")
-@one_line_errors
+@click.option("--target", type=click.Choice(tuple(FLAVOURS)), help="Flavour to build.  [default: the installed one]")
+@click.option("--precision", help="Fail unless the engines have this element type, such as float16.")
+@click.option("--batch", type=click.IntRange(1, 64), default=1, help="Largest number of sequences of a call.")
+@click.option("--prefill-chunk", type=click.IntRange(min=1), help="Largest number of prompt tokens of a call.  [default: 128]")
+@click.option(
+    "--compute-capability", "capabilities", multiple=True, help="tensorrt-rtx: GPU to build for, such as 8.9. Repeatable."
+)
+@click.option("--force", is_flag=True, help="Also build plans that are up to date.")
+@click.option("--check", is_flag=True, help="Then run the plans and compare them with their graphs. Needs a GPU.")
 def main(
     directory: Path,
     target: str | None,
@@ -42,12 +50,8 @@ def main(
     force: bool,
     check: bool,
 ) -> None:
-    """Build draft.plan and verify.plan from the graphs in DIRECTORY and record them in its manifest."""
-    try:
-        from eesd.export import plans
-    except ImportError as error:
-        raise EESDError(f"Building needs {error.name}; install it with: pip install 'eesd[tensorrt-rtx]'.") from None
-    clean_up_on_sigterm()  # or a partial plan would be left behind
+    """Build a plan from each graph in DIRECTORY, and record the plans in its manifest."""
+    clean_up_on_sigterm()  # so that a stopped build leaves no partial plan behind
     manifest = load_manifest(directory)
     plans.check_precision(manifest)
     if precision not in (None, manifest.dtype):
@@ -58,7 +62,7 @@ def main(
     options = plans.BuildOptions(plans.find_flavour(target), batch, chunk, capabilities)
     plans.check_options(manifest, options)
     outdated = [g for g in manifest.graphs if force or not plans.up_to_date(directory, manifest, g, options)]
-    if outdated or _touched(directory, manifest):
+    if outdated or _files_changed(directory, manifest):
         verify_files(directory, manifest)
     for graph in manifest.graphs:
         if graph in outdated:
@@ -69,17 +73,15 @@ def main(
         _check(directory, manifest)
 
 
-def _touched(directory: Path, manifest: Manifest) -> bool:
-    """Whether a file was written after the manifest, which an export writes last, and a build when it has verified all."""
-    written = (directory / NAME).stat().st_mtime_ns
+def _files_changed(directory: Path, manifest: Manifest) -> bool:
+    """Whether a file is newer than the manifest. Exports and builds write the manifest last."""
+    written = (directory / MANIFEST_FILE).stat().st_mtime_ns
     return any((directory / name).stat().st_mtime_ns > written for name in manifest.sizes)
 
 
-def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: "BuildOptions") -> Manifest:
-    """Build one plan, say what it took, and give the manifest that has it."""
-    from eesd.export import plans
-
-    estimate = check_room(directory, graph)
+def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: plans.BuildOptions) -> Manifest:
+    """Build one plan, report time and memory, and return the manifest that records it."""
+    estimate = check_resources(directory, manifest, graph)
     started = time.perf_counter()
     with _progress(Console(stderr=True)) as bar:
         plan = plans.build(directory, manifest, graph, options, partial(_monitor, bar))
@@ -87,62 +89,72 @@ def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     click.echo(
         f"{plan.file}: {plan.size / 1e6:.1f} MB by {plan.flavour} {plan.version} in {time.perf_counter() - started:.1f} s, "
-        f"memory {peak / 1e9:.2f} GB at most (estimated {estimate / 1e9:.2f} GB), "
+        f"peak memory {peak / 1e9:.2f} GB (estimated {estimate / 1e9:.2f} GB), "
         f"{plan.fused_attentions} fused attentions, {plan.fused_cache_updates} cache updates in place"
     )
     _warn_unfused(manifest, graph, plan)
     return manifest
 
 
-def _check(directory: Path, manifest: Manifest) -> None:
-    """Compare the plans with their graphs, and print the cosines. Without a GPU, or too little memory, say that it is not done."""
-    from eesd.export.validate import LEAST_COSINE, memory_needed, validate
+def check_resources(directory: Path, manifest: Manifest, graph: GraphInfo) -> int:
+    """Check that memory and disk suffice to build a plan.
 
-    needed = memory_needed(manifest)
-    if compute_capability() is None:
-        _skip("there is no NVIDIA GPU here; run the same command on a machine that has one")
-        return
-    if needed > available_memory():
-        _skip(f"the reference takes about {needed / 1e9:.0f} GB of memory; try an export with --layers")
-        return
-    cosines = validate(open_engines(directory, manifest, "tensorrt", None, True), directory, manifest)
-    least = LEAST_COSINE[manifest.dtype]
-    for what, cosine in cosines.items():
-        click.echo(f"{what}: cosine {cosine:.6f} or better (required: {least})")
-    if min(cosines.values()) < least:
-        raise EESDError("The plans do not compute what their graphs do; please report this model.")
+    Args:
+        directory: Engine directory.
+        manifest: Its manifest.
+        graph: Graph to build the plan from.
 
+    Returns:
+        The estimated memory in bytes.
 
-def _skip(reason: str) -> None:
-    click.secho(f"The plans were not checked: {reason}.", fg="yellow", err=True)
-
-
-def check_room(directory: Path, graph: GraphInfo) -> int:
-    """Estimate the memory of a build in bytes; :class:`EESDError` where memory or disk are too little for it."""
-    from eesd.export import plans
-
-    weights = plans.weight_bytes(directory, graph)
+    Raises:
+        EESDError: Memory or disk are too small.
+    """
+    weights = manifest.weight_bytes(graph)
     needed = build_memory(weights)
-    available = available_memory() + weights  # the file of weights is mapped, and may leave memory again
+    available = available_memory() + weights  # the estimate includes the mapped file of weights, which can be evicted
     if needed > available:
         raise EESDError(
-            f"Building {graph.file} takes about {needed / 1e9:.0f} GB of memory and {available / 1e9:.0f} GB are there; "
+            f"Building {graph.file} needs about {needed / 1e9:.0f} GB of memory, and {available / 1e9:.0f} GB are available; "
             "build on a larger machine, or split the graph with eesd-export --stages."
         )
     size = round(1.05 * weights) + 100_000_000
     free = shutil.disk_usage(directory).free
     if size > free:
         raise EESDError(
-            f"The plan of {graph.file} takes about {size / 1e9:.1f} GB and {directory} has {free / 1e9:.1f} GB free; "
+            f"The plan of {graph.file} needs about {size / 1e9:.1f} GB, and {directory} has {free / 1e9:.1f} GB free; "
             "free some space."
         )
     return needed
 
 
+def _check(directory: Path, manifest: Manifest) -> None:
+    """Compare the plans with their graphs and print the cosines. Without a GPU or enough memory, only say so."""
+    from eesd.export.parity import LEAST_COSINE, compare_engines, compare_engines_memory
+
+    needed = compare_engines_memory(manifest)
+    if compute_capability() is None:
+        _skip_check("there is no NVIDIA GPU here; run the same command on a machine with one")
+        return
+    if needed > available_memory():
+        _skip_check(f"the reference needs about {needed / 1e9:.0f} GB of memory; try an export with --layers")
+        return
+    cosines = compare_engines(open_engines(directory, manifest, "tensorrt", None, True), directory, manifest)
+    least = LEAST_COSINE[manifest.dtype]
+    for name, cosine in cosines.items():
+        click.echo(f"{name}: lowest cosine {cosine:.6f} (required: {least})")
+    if min(cosines.values()) < least:
+        raise EESDError("The plans do not compute what their graphs compute; please report this model.")
+
+
+def _skip_check(reason: str) -> None:
+    click.secho(f"The plans were not checked: {reason}.", fg="yellow", err=True)
+
+
 def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
-    """Say so when fewer attentions or cache updates than the graph has are single kernels: decoding would be slow."""
-    only_written = graph == manifest.verify[0]  # the cache of the last exit block
-    attentions, updates = len(graph.caches) - only_written, 2 * len(graph.caches)
+    """Warn if some attentions or cache updates of the graph are not single kernels, which makes decoding slow."""
+    first_stage = graph == manifest.verify[0]  # it writes the cache of the last exit block without an attention
+    attentions, updates = len(graph.caches) - first_stage, 2 * len(graph.caches)
     if plan.fused_attentions < attentions or plan.fused_cache_updates < updates:
         click.secho(
             f"{graph.file}: only {plan.fused_attentions} of {attentions} attentions and {plan.fused_cache_updates} of "
@@ -158,7 +170,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _monitor(bar: Progress, base: Any) -> Any:
-    """The builder's phases as bars."""
+    """A progress monitor of the builder's class ``base`` that shows each phase as a bar."""
 
     class Monitor(base):  # type: ignore[misc]
         def __init__(self) -> None:

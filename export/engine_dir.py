@@ -1,4 +1,4 @@
-"""The export as a whole: checkpoint and exit head in, a complete engine directory out, or nothing."""
+"""Export a checkpoint and an exit head to an engine directory. The directory appears complete or not at all."""
 
 import contextlib
 import json
@@ -17,22 +17,33 @@ from torch import Tensor
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest import FORMAT_VERSION, NAME, WEIGHTS, FileInfo, LinkInfo, Manifest, sha256_of
-from eesd.export.graph import ExportOptions, Graph, to_proto, trace
-from eesd.export.links import link_files, linkable
-from eesd.export.stages import split_layers
-from eesd.export.weights import TensorSource, WeightLayout, check_space, layout_weights, write_weights
+from eesd.common.manifest import FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, LinkInfo, Manifest, sha256_of
+from eesd.common.weights import EXIT_HEAD
+from eesd.export.memory import split_layers
+from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
+from eesd.export.weights import (
+    TensorSource,
+    WeightLayout,
+    check_space,
+    layout_weights,
+    link_files,
+    linkable_tensors,
+    write_weights,
+)
 from eesd.model import exit_head
-from eesd.model.checkpoint import Checkpoint, exit_tensors
+from eesd.model.checkpoint import Checkpoint, exit_head_tensors
 from eesd.model.decoder import rotary_tables
 
-REPLACED = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache")
-"""Kinds of files that a directory may hold when an export takes its place: those of the last export and plans built of it."""
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_REPLACEABLE = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache", ".kernels")
+"""Suffixes of the files that exports, builds and the runtime write. An export replaces a directory with only such files."""
+_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of the current step or weight, the bytes just written, and the bytes to write in all (0: unknown)."""
 
 
-class Computed:
-    """A weight that is computed rather than read: the rotary tables."""
+class ComputedTensor:
+    """A tensor that is computed instead of read: a rotary table."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self.read = compute
@@ -40,21 +51,33 @@ class Computed:
 
 @dataclass(frozen=True)
 class Head:
-    """The exit head of an export: its configuration and where each of its tensors comes from."""
+    """The exit head of an export.
+
+    Attributes:
+        config: Its configuration.
+        sources: Its tensors by their names in the head.
+    """
 
     config: ExitConfig
     sources: Mapping[str, TensorSource]
 
 
 def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
-    """A trained head from its directory; refused if it was trained on another model."""
+    """Open a trained exit head.
+
+    Args:
+        checkpoint: The base model.
+        directory: Directory of the head.
+
+    Raises:
+        EESDError: The head is missing or damaged, or was trained for another model.
+    """
     config = exit_head.read_exit_config(directory, checkpoint.fingerprint())
-    exit_head.check_exit(checkpoint.geometry, config.layer, config.blocks)
-    return Head(config, exit_tensors(checkpoint.geometry, config, directory))
+    return Head(config, exit_head_tensors(checkpoint.geometry, config, directory))
 
 
 def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:
-    """A head that reuses the model's last layer and norm as they are."""
+    """Make an exit head after ``layer`` layers from the model's last layer, final norm and LM head."""
     exit_head.check_exit(checkpoint.geometry, layer, 1)
     config = ExitConfig(layer=layer, base=checkpoint.fingerprint())
     names = exit_head.initial_names(checkpoint.geometry, config)
@@ -66,65 +89,85 @@ def export(
     head: Head,
     options: ExportOptions,
     output: Path,
-    stage: Callable[[str], None],
-    progress: Callable[[str, int, int], None],
-    check: Callable[[Path, Manifest], None],
+    check: Callable[[Path, Manifest], None] | None = None,
+    progress: Progress = lambda *_: None,
 ) -> Manifest:
-    """Write an engine directory; it appears under its name only when it is complete and ``check`` did not raise.
+    """Write an engine directory.
 
-    ``stage`` is told what begins; ``progress`` each weight's name, its bytes, and the bytes of all weights.
+    Everything is written into a temporary directory beside ``output``, which is renamed at the end. An engine directory that is
+    already there is replaced.
+
+    Args:
+        checkpoint: The base model.
+        head: The exit head.
+        options: Options of the export.
+        output: The engine directory to write.
+        check: Called with the temporary directory and its manifest. If it raises, nothing is left behind.
+        progress: Called when a step begins, and after each weight.
+
+    Raises:
+        EESDError: The options do not fit the model, the disk is too small, or ``output`` holds other files.
     """
     check_output(output)
-    splits = split_layers(checkpoint, head.config, options)
+    splits = split_layers(checkpoint.geometry, head.config, options.dtype, options.quantization, options.stages)
     sources = weight_sources(checkpoint, head, options.max_seq_len)
-    linked = linkable(sources, options.dtype) if options.link_weights else {}
-    in_place = frozenset(linked)
-    stage("tracing the draft graph")
-    graphs = {"draft": trace("draft", checkpoint.geometry, head.config, options, None, in_place)}
+    linked = linkable_tensors(sources, options.dtype) if options.link_weights else {}
+    linked_names = frozenset(linked)
+    progress("tracing the draft graph", 0, 0)
+    graphs = {"draft": trace("draft", checkpoint.geometry, head.config, options, None, linked_names)}
     for number, layers in enumerate(splits):
         name = f"verify_{number}" if len(splits) > 1 else "verify"
-        stage(f"tracing the {name} graph")
-        graphs[name] = trace(name, checkpoint.geometry, head.config, options, layers, in_place)
+        progress(f"tracing the {name} graph", 0, 0)
+        graphs[name] = trace(name, checkpoint.geometry, head.config, options, layers, linked_names)
     layout = layout_weights((graph.weights for graph in graphs.values()), linked)
     check_space(_existing_parent(output), layout.size + 64_000_000)
-    stage("writing the weights")
-    with _staging(output) as directory:
+    progress("writing the weights", 0, 0)
+    with _staged(output) as directory:
         links = link_files(directory, (linked[name] for name in linked.keys() & layout.locations.keys()))
-        files = _write_all(directory, checkpoint, sources, graphs, layout, progress)
+        files = _write_files(directory, checkpoint, sources, graphs, layout, progress)
         manifest = _manifest(checkpoint, head.config, options, graphs, files, links)
-        (directory / NAME).write_text(manifest.to_json())
-        stage("checking parity")
-        check(directory, manifest)
+        (directory / MANIFEST_FILE).write_text(manifest.to_json())
+        if check is not None:
+            progress("checking parity", 0, 0)
+            check(directory, manifest)
     return manifest
 
 
-def _write_all(
+def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, TensorSource]:
+    """The source of every weight of the graphs, by its name in the graphs.
+
+    Args:
+        checkpoint: The base model.
+        head: The exit head.
+        slots: S, the length of the rotary tables.
+    """
+    sources: dict[str, TensorSource] = dict(checkpoint.tensors)
+    sources |= {EXIT_HEAD + name: source for name, source in head.sources.items()}
+    sources["cos"] = ComputedTensor(lambda: rotary_tables(checkpoint.geometry, slots)[0])
+    sources["sin"] = ComputedTensor(lambda: rotary_tables(checkpoint.geometry, slots)[1])
+    return sources
+
+
+def _write_files(
     directory: Path,
     checkpoint: Checkpoint,
     sources: Mapping[str, TensorSource],
     graphs: Mapping[str, Graph],
     layout: WeightLayout,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
 ) -> dict[str, FileInfo]:
+    """Write weights, graphs and tokenizer files."""
     total = sum(weight.nbytes for weight in layout.weights)
-    files = {WEIGHTS: write_weights(directory / WEIGHTS, layout, sources, lambda name, size: progress(name, size, total))}
+    weights = write_weights(directory / WEIGHTS_FILE, layout, sources, lambda name, size: progress(name, size, total))
+    files = {WEIGHTS_FILE: weights}
     for graph in graphs.values():
         onnx.save(to_proto(graph, layout.locations), directory / graph.info.file)
         files[graph.info.file] = _file_info(directory / graph.info.file)
-    for name in TEXT_FILES:
+    for name in _TEXT_FILES:
         if (checkpoint.directory / name).exists():
             shutil.copyfile(checkpoint.directory / name, directory / name)
             files[name] = _file_info(directory / name)
     return files
-
-
-def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, TensorSource]:
-    """Where every weight of the graphs comes from, by its name in the graphs."""
-    sources: dict[str, TensorSource] = dict(checkpoint.tensors)
-    sources |= {f"exit_head.{name}": source for name, source in head.sources.items()}
-    sources["cos"] = Computed(lambda: rotary_tables(checkpoint.geometry, slots)[0])
-    sources["sin"] = Computed(lambda: rotary_tables(checkpoint.geometry, slots)[1])
-    return sources
 
 
 def _file_info(path: Path) -> FileInfo:
@@ -169,30 +212,36 @@ def _tools() -> dict[str, str]:
 
 
 def check_output(output: Path) -> None:
-    """Refuse to replace anything but an engine directory with nothing else in it: what it holds will be deleted."""
+    """Check that an export may write to ``output``.
+
+    A directory that exists must be empty, or an engine directory without other files.
+
+    Raises:
+        EESDError: ``output`` holds files that replacing it would delete, or one of its parents is a file.
+    """
     existing = output if output.exists() else _existing_parent(output)
     if not existing.is_dir():
         raise EESDError(f"{existing} is a file; give another --output.")
     if not output.exists():
         return
     paths = sorted(output.iterdir())
-    raw = _raw_manifest(output)
-    if paths and raw is None:
+    manifest = _any_manifest(output)
+    if paths and manifest is None:
         raise EESDError(f"{output} exists and is not an engine directory; give another --output.")
-    links = raw.get("linked") if raw else None
+    links = manifest.get("linked") if manifest else None
     linked = set(links) if isinstance(links, dict) else set()
-    foreign = next((p.name for p in paths if p.is_dir() or (p.suffix not in REPLACED and p.name not in linked)), None)
-    if foreign is not None:
-        raise EESDError(f"{output} also holds {foreign}, which no export wrote; move it away or give another --output.")
+    other = next((p.name for p in paths if p.is_dir() or (p.suffix not in _REPLACEABLE and p.name not in linked)), None)
+    if other is not None:
+        raise EESDError(f"{output} also holds {other}, which no export wrote; move it away or give another --output.")
 
 
-def _raw_manifest(directory: Path) -> dict[str, Any] | None:
-    """The EESD manifest there, of whatever version; other programs have a manifest.json too."""
+def _any_manifest(directory: Path) -> dict[str, Any] | None:
+    """Read an EESD manifest of any format version. Returns None for anything else: other programs have a manifest.json too."""
     try:
-        raw = json.loads((directory / NAME).read_text("utf-8"))
+        raw = json.loads((directory / MANIFEST_FILE).read_text("utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return raw if isinstance(raw, dict) and raw.keys() >= {"format_version", "base_fingerprint"} else None
+    return raw if isinstance(raw, dict) and raw.keys() >= {"format_version", "draft", "verify"} else None
 
 
 def _existing_parent(path: Path) -> Path:
@@ -200,8 +249,8 @@ def _existing_parent(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _staging(output: Path) -> Iterator[Path]:
-    """A directory beside ``output`` that takes its name when the block ends well and vanishes when it does not."""
+def _staged(output: Path) -> Iterator[Path]:
+    """A temporary directory beside ``output``. It is renamed to ``output`` if the block succeeds, and deleted if it raises."""
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
@@ -217,7 +266,7 @@ def _staging(output: Path) -> Iterator[Path]:
 
 
 def _replace(output: Path, staged: Path) -> None:
-    """Put ``staged`` in the place of ``output``, which comes back if that fails."""
+    """Replace ``output`` by ``staged``, or leave ``output`` as it was if that fails."""
     aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-old-", dir=output.parent))
     try:
         output.rename(aside / output.name)

@@ -1,4 +1,4 @@
-"""``eesd-inspect``: what is in an engine directory."""
+"""``eesd-inspect``: show the content of an engine directory."""
 
 import json
 from dataclasses import replace
@@ -9,42 +9,41 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from eesd.common.cli import one_line_errors
+from eesd.common.cli import command
 from eesd.common.errors import EESDError
-from eesd.common.manifest import Manifest, check_plan, load_manifest, verify_files
-from eesd.export import memory
+from eesd.common.manifest import PREFILL_CHUNK, Manifest, check_plan, load_manifest, verify_files
+from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--verify", is_flag=True, help="Hash every file again and compare with the manifest.")
+@click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
 @click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
-@click.option("--layers", is_flag=True, help="List the layers of the plans instead; needs the GPU that they are for.")
-@click.option("--memory", "memory_only", is_flag=True, help="Show what running it takes instead, device by device.")
-@click.option("--max-seq-len", type=click.IntRange(min=2), help="Plan for an export with so many slots.")
-@click.option("--batch", type=click.IntRange(min=1), help="Plan for so many sequences at once.  [default: 1]")
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest, or the plan, as JSON.")
-@one_line_errors
+@click.option("--layers", is_flag=True, help="List only the layers of the plans. Needs the GPU that the plans are for.")
+@click.option("--memory", is_flag=True, help="Show only an estimate of the memory that running takes, by device.")
+@click.option("--max-seq-len", type=click.IntRange(min=2), help="With --memory: slots of the KV cache.  [default: as exported]")
+@click.option("--batch", type=click.IntRange(min=1), help="With --memory: number of sequences.  [default: 1]")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest, or the memory estimate, as JSON.")
 def main(
     directory: Path,
     verify: bool,
     tensors: bool,
     layers: bool,
-    memory_only: bool,
+    memory: bool,
     max_seq_len: int | None,
     batch: int | None,
     as_json: bool,
 ) -> None:
-    """Show what an engine directory holds; --verify also re-hashes its files."""
+    """Show the content of an engine directory."""
     manifest = load_manifest(directory)
-    if not memory_only and (max_seq_len or batch):
-        raise EESDError("--max-seq-len and --batch change nothing but a memory plan; add --memory.")
+    if not memory and (max_seq_len or batch):
+        raise EESDError("--max-seq-len and --batch only apply to the memory estimate; add --memory.")
     if layers and as_json:
         raise EESDError("--layers has no JSON form; leave out --json.")
-    console = Console(markup=False, emoji=False)  # names may hold anything
+    console = Console(markup=False, emoji=False)  # file names may look like markup
     if layers:
         _layers(console, directory, manifest)
-    elif memory_only:
+    elif memory:
         _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, as_json)
     elif as_json:
         click.echo(manifest.to_json(), nl=False)
@@ -69,31 +68,62 @@ def _memory(console: Console, manifest: Manifest, slots: int, batch: int, as_jso
     if slots <= manifest.max_tree_nodes:
         raise EESDError(f"--max-seq-len {slots} has no room for the {manifest.max_tree_nodes} nodes of a round; give more.")
     manifest = replace(manifest, max_seq_len=slots)
-    devices = memory.estimate_memory(manifest, batch)
+    devices = estimate_memory(manifest, batch)
     if as_json:
         click.echo(json.dumps({"slots": slots, "batch": batch, "devices": [device.to_dict() for device in devices]}))
     else:
-        console.print(memory.table(manifest, devices, batch))
+        console.print(memory_table(manifest, devices, batch))
+
+
+def memory_table(manifest: Manifest, devices: list[DeviceMemory], batch: int) -> Table:
+    """Format a memory estimate as a table with one column for each device.
+
+    Args:
+        manifest: Manifest of the engine directory.
+        devices: The estimate.
+        batch: The number of sequences that it is for.
+    """
+    slots = f"{manifest.max_seq_len} slots" + (f" x {batch} sequences" if batch > 1 else "")
+    rows = {
+        "graphs": ["\n".join(device.graphs) for device in devices],
+        "layers": [f"{first} to {last}" for first, last in (device.layers for device in devices)],
+        "draft weights": [format_bytes(device.draft_weights) for device in devices],
+        "verify weights": [format_bytes(device.verify_weights) for device in devices],
+        "shared by both (once)": [format_bytes(-device.shared_weights) for device in devices],
+        f"KV cache, {slots}": [format_bytes(device.kv_cache) for device in devices],
+        f"buffers, {manifest.max_tree_nodes + 1} nodes": [format_bytes(device.round_buffers) for device in devices],
+        f"or prefill of {PREFILL_CHUNK} tokens": [format_bytes(device.prefill_buffers) for device in devices],
+        "total": [format_bytes(device.total) for device in devices],
+        "total without sharing": [format_bytes(device.total + device.shared_weights) for device in devices],
+        "host memory to build plan": [f"~ {format_bytes(device.build_host_memory)}" for device in devices],
+    }
+    table = Table("", *(f"device {number}" for number in range(len(devices))), box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    return table
 
 
 def _summary(directory: Path, manifest: Manifest) -> Table:
-    slot = memory.slot_bytes(manifest, manifest.num_caches)
-    trained = "" if manifest.exit_head.trained else "  (untrained: train it with eesd-distill)"
+    slot = slot_bytes(manifest, manifest.num_caches)
+    geometry, exit_head = manifest.geometry, manifest.exit_head
+    trained = "" if exit_head.trained else "  (untrained: train it with eesd-distill)"
     rows = {
-        "model": f"{manifest.model} ({manifest.geometry.architecture})",
+        "model": f"{manifest.model} ({geometry.architecture})",
         "geometry": (
-            f"{manifest.geometry.num_layers} layers of {manifest.geometry.hidden_size}, {manifest.geometry.num_heads} heads and "
-            f"{manifest.geometry.num_kv_heads} KV heads of {manifest.geometry.head_dim}, vocabulary {manifest.geometry.vocab_size}"
+            f"{geometry.num_layers} layers, hidden size {geometry.hidden_size}, {geometry.num_heads} heads and "
+            f"{geometry.num_kv_heads} KV heads of {geometry.head_dim}, vocabulary {geometry.vocab_size}"
         ),
-        "exit head": f"after layer {manifest.exit_head.layer}, {manifest.exit_head.blocks} block(s){trained}",
-        "confidence": "a prior of this head" if manifest.exit_head.calibration else "the default prior",
+        "exit head": f"after layer {exit_head.layer}, {exit_head.blocks} block(s){trained}",
+        "calibration": "prior of this head" if exit_head.calibration else "default prior",
         "element type": manifest.dtype,
         "linear weights": _linear_weights(manifest),
         "KV cache": (
             f"{manifest.num_caches} caches, {manifest.max_seq_len} slots of {slot / 1024:.1f} KiB, "
             f"{slot * manifest.max_seq_len / 2**20:.0f} MiB when full"
         ),
-        "token tree": f"{manifest.max_tree_nodes} nodes a round, {manifest.draft_top_k} candidates a step",
+        "token tree": f"at most {manifest.max_tree_nodes} nodes, {manifest.draft_top_k} candidates for each",
         "made with": ", ".join(f"{name} {value}" for name, value in manifest.tools.items()),
     }
     if len(manifest.verify) > 1:
@@ -111,7 +141,7 @@ def _linear_weights(manifest: Manifest) -> str:
     quantization = manifest.quantization
     if quantization is None:
         return manifest.dtype
-    return f"{quantization.weights}, a scale for every {quantization.block} inputs of an output"
+    return f"{quantization.weights}, one scale for {quantization.block} inputs of an output"
 
 
 def _files(manifest: Manifest) -> Table:
@@ -119,19 +149,19 @@ def _files(manifest: Manifest) -> Table:
     for name, info in manifest.files.items():
         table.add_row(name, f"{info.size:,}", info.sha256[:16])
     for name, linked in manifest.linked.items():
-        table.add_row(name, f"{linked.size:,}", f"{linked.samples[:16]} of samples: the checkpoint's own file")
+        table.add_row(name, f"{linked.size:,}", f"{linked.samples[:16]} of samples (linked checkpoint file)")
     return table
 
 
 def _plans(manifest: Manifest) -> Table:
-    table = Table("plan", "what it is")
+    table = Table("plan", "description")
     for plan in manifest.plans.values():
         gpus = ", ".join(plan.compute_capabilities)
         (_, _, most), (_, _, chunk) = plan.profiles
         table.add_row(
             plan.file,
             f"{plan.size:,} bytes by {plan.flavour} {plan.version} for "
-            f"{f'compute capability {gpus}' if gpus else 'any GPU that it supports'}\n"
+            f"{f'compute capability {gpus}' if gpus else 'any supported GPU'}\n"
             f"up to {most} nodes a call, {chunk} in prefill, batch {plan.max_batch}\n"
             f"{plan.fused_attentions} attentions and {plan.fused_cache_updates} cache updates as single kernels\n"
             f"SHA-256 {plan.sha256[:16]}",
@@ -140,10 +170,10 @@ def _plans(manifest: Manifest) -> Table:
 
 
 def _layers(console: Console, directory: Path, manifest: Manifest) -> None:
-    """A table for each plan, and how many of its layers are attentions or cache updates by their names."""
-    from eesd.runtime.engines.trt_plans import Plans
+    """Print the layers of each plan, and count attentions and cache updates by their names."""
+    from eesd.runtime.engines.trt_plans import PlanDirectory
 
-    plans = Plans(directory, manifest)
+    plans = PlanDirectory(directory, manifest)
     for graph in manifest.graphs:
         found = plans.layers(graph)
         words = [f"{name} {kind}".lower().replace("_", "") for name, kind in found]

@@ -1,26 +1,82 @@
-"""What an engine directory takes to run, device by device, computed from its manifest alone."""
+"""Memory by device: where to split verify into stages, and what a directory takes to run.
+
+Everything is computed from geometry and manifest; neither torch nor the weights are needed.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
-from rich.table import Table
+from eesd.common.errors import EESDError
+from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.manifest import PREFILL_CHUNK, Manifest
+from eesd.common.weights import BITS, Quantization, Shape, graph_shapes, layer_shapes, stored_weight
 
-from eesd.common.manifest import PREFILL_CHUNK, GraphInfo, Manifest
-from eesd.common.weights import BITS
+_BUILD_FACTOR, _BUILD_BASE = 2.7, 600_000_000
+"""Host memory of a build: bytes for each byte of weights, and a constant. Measured with TensorRT-RTX 1.7 on 1.8 GB of weights:
+2.6 for each byte, of which one is the mapped file of weights."""
 
-BUILD_FACTOR, BUILD_LEAST = 2.7, 600_000_000
-"""Host memory of a build: so much for each byte of weights, besides so much for anything. Measured with TensorRT-RTX 1.7 on
-1.8 GB of weights: 2.6, of which one part is the mapped file of weights."""
+
+def split_layers(
+    geometry: Geometry, exit_config: ExitConfig, dtype: str, quantization: Quantization | None, stages: int
+) -> list[range]:
+    """Split the layers of verify into stages, so that the fullest device holds as few bytes of weights as possible.
+
+    The first device also runs the draft, on the same caches, so the first stage has at least the N layers before the exit.
+
+    Args:
+        geometry: Geometry of the base model.
+        exit_config: Configuration of the exit head.
+        dtype: Element type of the engines.
+        quantization: Quantization of the linear weights.
+        stages: Number of stages.
+
+    Returns:
+        The layers of each stage.
+
+    Raises:
+        EESDError: The model cannot be split into that many stages.
+    """
+    layers, before_exit = geometry.num_layers, exit_config.layer
+    most = layers - before_exit + 1
+    if not 1 <= stages <= most:
+        raise EESDError(
+            f"--stages must be between 1 and {most} for this {layers}-layer model with its exit after layer {before_exit} "
+            f"(the first stage holds what the draft uses); {stages} was given."
+        )
+
+    def nbytes(shapes: Mapping[str, Shape]) -> int:
+        return sum(stored_weight(name, shape, dtype, quantization).nbytes for name, shape in shapes.items())
+
+    def graph(layers: range, draft: bool) -> dict[str, Shape]:
+        return graph_shapes(geometry, exit_config, 0, layers, draft)  # every device has rotary tables: count none
+
+    layer, prefix = nbytes(layer_shapes(geometry, [0])), range(before_exit)
+    other = [0] * stages  # bytes on each device besides the layers
+    other[0] = nbytes(graph(prefix, draft=True) | graph(prefix, draft=False)) - before_exit * layer
+    other[-1] += nbytes(graph(range(layers - 1, layers), draft=False)) - layer
+    counts = [before_exit] + [1] * (stages - 1)
+    for _ in range(layers - sum(counts)):  # layers have one size, so giving each to the emptiest device is optimal
+        counts[min(range(stages), key=lambda stage: other[stage] + counts[stage] * layer)] += 1
+    borders = [sum(counts[:stage]) for stage in range(stages + 1)]
+    return [range(*pair) for pair in pairwise(borders)]
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on the device of one stage of verify; the draft lives with the first.
+    """Memory of the device that runs one stage of verify, in bytes. The draft runs on the first device.
 
-    ``shared_weights`` are those that the draft and the stage both use, in ``draft_weights`` and in ``verify_weights``.
-    ``round_buffers`` and ``prefill_buffers`` hold one call's mask, activations and logits. ``build_host_memory`` is the
-    estimate for building the plan of the device's largest graph, in the memory of the host.
+    Attributes:
+        graphs: Files of the graphs on the device.
+        layers: First and last layer of the stage.
+        draft_weights: Weights of the draft.
+        verify_weights: Weights of the stage.
+        shared_weights: Weights that both use; they are part of both numbers.
+        kv_cache: The caches of the stage when they are full.
+        round_buffers: Mask, activations and logits of a verify pass over a full round.
+        prefill_buffers: Mask, activations and logits of a prefill call.
+        build_host_memory: Estimate of the host memory for building the plan of the device's largest graph.
     """
 
     graphs: tuple[str, ...]
@@ -35,55 +91,59 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """Everything at once, shared weights once; of the two kinds of calls the larger."""
+        """Memory of the device if draft and verify share weights. Rounds and prefill use the same buffers."""
         weights = self.draft_weights + self.verify_weights - self.shared_weights
         return weights + self.kv_cache + max(self.round_buffers, self.prefill_buffers)
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields and the total, for JSON."""
         return asdict(self) | {"total": self.total}
 
 
-def slot_bytes(manifest: Manifest, caches: int) -> int:
-    """Keys and values of one token in so many caches."""
-    return 2 * caches * manifest.geometry.num_kv_heads * manifest.geometry.head_dim * BITS[manifest.dtype] // 8
-
-
 def estimate_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
-    """One entry for each stage, for full caches of ``batch`` sequences."""
+    """Estimate the memory of each device.
+
+    Args:
+        manifest: Manifest of the engine directory.
+        batch: Number of sequences, all with full caches.
+
+    Returns:
+        One entry for each stage of verify.
+    """
     devices = []
-    for number, stage in enumerate(manifest.verify):
+    for number, (stage, layers) in enumerate(zip(manifest.verify, manifest.stage_layers, strict=True)):
         first, last = number == 0, number == len(manifest.verify) - 1
-        verify = graph_weights(manifest, stage)
-        draft = graph_weights(manifest, manifest.draft) if first else {}
-        layers = manifest.stage_layers[number]
+        verify = manifest.weights_of(stage)
+        draft = manifest.weights_of(manifest.draft) if first else {}
+        draft_weights, verify_weights = (sum(weight.nbytes for weight in weights.values()) for weights in (draft, verify))
         devices.append(
             DeviceMemory(
                 graphs=(manifest.draft.file, stage.file) if first else (stage.file,),
                 layers=(layers.start, layers.stop - 1),
-                draft_weights=sum(draft.values()),
-                verify_weights=sum(verify.values()),
-                shared_weights=sum(verify[name] for name in verify.keys() & draft.keys()),
+                draft_weights=draft_weights,
+                verify_weights=verify_weights,
+                shared_weights=sum(verify[name].nbytes for name in verify.keys() & draft.keys()),
                 kv_cache=batch * manifest.max_seq_len * slot_bytes(manifest, len(stage.caches)),
                 round_buffers=_buffers(manifest, batch * (manifest.max_tree_nodes + 1), logits=first or last),
                 prefill_buffers=_buffers(manifest, batch * PREFILL_CHUNK, logits=last),
-                build_host_memory=build_memory(max(sum(draft.values()), sum(verify.values()))),
+                build_host_memory=build_memory(max(draft_weights, verify_weights)),
             )
         )
     return devices
 
 
+def slot_bytes(manifest: Manifest, caches: int) -> int:
+    """Bytes of one token's keys and values in ``caches`` caches."""
+    return 2 * caches * manifest.geometry.num_kv_heads * manifest.geometry.head_dim * BITS[manifest.dtype] // 8
+
+
 def build_memory(weights: int) -> int:
-    """Bytes of host memory that building a plan of a graph with so many bytes of weights takes, as an estimate."""
-    return BUILD_LEAST + round(BUILD_FACTOR * weights)
-
-
-def graph_weights(manifest: Manifest, graph: GraphInfo) -> dict[str, int]:
-    """Bytes of the weights that a graph uses, by name. What two graphs share has the same name in both."""
-    return {name: weight.nbytes for name, weight in manifest.weights_of(graph).items()}
+    """Estimate the bytes of host memory for building a plan from ``weights`` bytes of weights."""
+    return _BUILD_BASE + round(_BUILD_FACTOR * weights)
 
 
 def _buffers(manifest: Manifest, tokens: int, logits: bool) -> int:
-    """Mask, hidden states in and out, and the widest moment between, as if no kernel fused attention (scores in float32)."""
+    """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused attention in float32."""
     element, hidden, slots = BITS[manifest.dtype] // 8, manifest.geometry.hidden_size, manifest.max_seq_len
     heads = (manifest.geometry.num_heads + manifest.geometry.num_kv_heads) * manifest.geometry.head_dim
     attention = (2 * hidden + 2 * heads) * element + 4 * manifest.geometry.num_heads * slots
@@ -92,32 +152,8 @@ def _buffers(manifest: Manifest, tokens: int, logits: bool) -> int:
     return tokens * ((slots + 2 * hidden) * element + max(attention, mlp, head))
 
 
-def table(manifest: Manifest, devices: list[DeviceMemory], batch: int) -> Table:
-    """The plan as a table, a column for each device, 1 GB = 10^9 bytes."""
-    slots = f"{manifest.max_seq_len} slots" + (f" x {batch} sequences" if batch > 1 else "")
-    rows: Mapping[str, list[str]] = {
-        "graphs": ["\n".join(device.graphs) for device in devices],
-        "layers": [f"{first} to {last}" for first, last in (device.layers for device in devices)],
-        "weights of the draft": [size(device.draft_weights) for device in devices],
-        "weights of verify": [size(device.verify_weights) for device in devices],
-        "of these in both (once)": [size(-device.shared_weights) for device in devices],
-        f"KV cache, {slots}": [size(device.kv_cache) for device in devices],
-        f"a round of {manifest.max_tree_nodes + 1} nodes": [size(device.round_buffers) for device in devices],
-        f"or a prefill of {PREFILL_CHUNK} tokens": [size(device.prefill_buffers) for device in devices],
-        "total": [size(device.total) for device in devices],
-        "with the draft's own copy": [size(device.total + device.shared_weights) for device in devices],
-        "host memory to build its plan": [f"~ {size(device.build_host_memory)}" for device in devices],
-    }
-    columns = Table("", *(f"device {number}" for number in range(len(devices))), box=None, pad_edge=False)
-    for column in columns.columns[1:]:
-        column.justify = "right"
-    for name, cells in rows.items():
-        columns.add_row(name, *cells)
-    return columns
-
-
-def size(count: int) -> str:
-    """Bytes as people read them."""
+def format_bytes(count: int) -> str:
+    """Format a number of bytes in MB or GB (10^6 or 10^9 bytes); 0 as ``-``."""
     if count == 0:
         return "-"
     return f"{count / 1e9:.2f} GB" if abs(count) >= 1e9 else f"{count / 1e6:.2f} MB"

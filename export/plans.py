@@ -1,8 +1,8 @@
-"""Graphs to TensorRT plans, by TensorRT or TensorRT-RTX: their Python API is one, and so is the code.
+"""Build plans with TensorRT or TensorRT-RTX. Both have the same Python API.
 
-TensorRT-RTX builds on a machine without a GPU; its plans hold portable kernels that the GPU's driver finishes when they are
-loaded. TensorRT times kernels on the GPU that will run them. Both want the cache's length S fixed, an additive float mask, and
-16-bit types for their fused attention.
+TensorRT-RTX builds on machines without a GPU: its plans hold portable kernels that are compiled when a plan is loaded. TensorRT
+times kernels on the GPU that will run them. The fused attention of both needs a fixed cache length S, an additive float mask,
+and a 16-bit element type.
 """
 
 import hashlib
@@ -18,53 +18,65 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import onnx
-
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
-from eesd.common.manifest import FLAVOURS, NAME, WEIGHTS, FileInfo, GraphInfo, Manifest, PlanInfo
-from eesd.runtime.doctor import compute_capability
+from eesd.common.machine import compute_capability
+from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, GraphInfo, Manifest, PlanInfo
 
-TIMING_CACHE = "timing.cache"
-PRECISIONS = ("float16", "bfloat16")
+_TIMING_CACHE = "timing.cache"
+_PRECISIONS = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a plan depends on besides its graph and the builder."""
+    """Options of a build.
+
+    Attributes:
+        flavour: ``tensorrt`` or ``tensorrt-rtx``.
+        max_batch: Largest number of sequences of a call.
+        prefill_chunk: Largest number of prompt tokens of a call.
+        compute_capabilities: TensorRT-RTX only: GPUs to build for, such as ``8.9``. Empty: every supported GPU.
+    """
 
     flavour: str
     max_batch: int
     prefill_chunk: int
     compute_capabilities: tuple[str, ...] = ()
-    """RTX only: GPUs to build for (``"8.9"``); none for a plan that every supported GPU can load."""
 
 
 def find_flavour(wanted: str | None) -> str:
-    """The flavour to build with: the one asked for, else the one installed, TensorRT before TensorRT-RTX."""
+    """Return the flavour to build: ``wanted``, or else the installed one, preferring TensorRT to TensorRT-RTX.
+
+    Raises:
+        EESDError: The flavour, or another package that building needs, is not installed.
+    """
     found = [flavour for flavour, module in FLAVOURS.items() if importlib.util.find_spec(module)]
     if wanted is not None and wanted not in found:
         raise EESDError(f"{wanted} is not installed; install it with: pip install 'eesd[{wanted}]'.")
     if not found:
         raise EESDError("No TensorRT is installed; install one with: pip install 'eesd[tensorrt-rtx]' or 'eesd[tensorrt]'.")
-    if not importlib.util.find_spec("polygraphy"):
-        raise EESDError(f"Building needs polygraphy; install it with: pip install 'eesd[{wanted or found[0]}]'.")
-    return wanted or found[0]
+    flavour = wanted or found[0]
+    for package in ("onnx", "polygraphy"):
+        if not importlib.util.find_spec(package):
+            raise EESDError(f"Building needs {package}; install it with: pip install 'eesd[{flavour}]'.")
+    return flavour
 
 
 def builder_version(flavour: str) -> str:
+    """Version of the installed builder."""
     return version(FLAVOURS[flavour].replace("_", "-"))
 
 
 def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> str:
-    """SHA-256 of everything that goes into a plan: equal, and the plan that is there is the plan to be built."""
-    files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS)]
+    """SHA-256 over everything that determines a plan. A plan with the same hash need not be built again."""
+    files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS_FILE)]
     files += [link.samples for link in manifest.linked.values()]
     parts = [files, asdict(options), builder_version(options.flavour), manifest.max_seq_len, manifest.max_tree_nodes]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def up_to_date(directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> bool:
+    """Whether the graph's plan exists and was built from the same sources with the same options."""
     plan = manifest.plans.get(graph.file)
     return (
         plan is not None
@@ -75,21 +87,21 @@ def up_to_date(directory: Path, manifest: Manifest, graph: GraphInfo, options: B
 
 
 def check_options(manifest: Manifest, options: BuildOptions) -> None:
-    """Refuse what the builders cannot build, before they begin."""
+    """Raise :class:`EESDError` if the builder cannot build plans with these options."""
     if options.prefill_chunk > manifest.max_seq_len:
         raise EESDError(
-            f"--prefill-chunk {options.prefill_chunk} is more than the cache's {manifest.max_seq_len} slots; give less."
+            f"--prefill-chunk {options.prefill_chunk} is more than the cache's {manifest.max_seq_len} slots; reduce it."
         )
     if options.compute_capabilities and options.flavour != "tensorrt-rtx":
-        raise EESDError("--compute-capability is for tensorrt-rtx; tensorrt builds for the GPU that is here.")
+        raise EESDError("--compute-capability is for tensorrt-rtx; tensorrt builds for the GPU of this machine.")
     if options.flavour == "tensorrt" and compute_capability() is None:
-        raise EESDError("tensorrt needs a GPU to build on and there is none; build there, or use --target tensorrt-rtx.")
+        raise EESDError("tensorrt needs a GPU to build on, and there is none; use --target tensorrt-rtx, or another machine.")
     known = _known_capabilities(options.flavour) if options.compute_capabilities else ()
     for capability in options.compute_capabilities:
         if capability not in known:
             raise EESDError(
                 f"{options.flavour} {builder_version(options.flavour)} does not build for compute capability {capability}; "
-                f"it knows {', '.join(known)}. Leave the option out for a plan that any of them can load."
+                f"supported are {', '.join(known)}. Leave the option out to build for all of them."
             )
 
 
@@ -98,18 +110,11 @@ def _known_capabilities(flavour: str) -> tuple[str, ...]:
     return tuple(f"{name[2:-1]}.{name[-1]}" for name in names if name.startswith("SM"))
 
 
-def weight_bytes(directory: Path, graph: GraphInfo) -> int:
-    """Bytes of the weights that a graph refers to."""
-    model = onnx.load(directory / graph.file, load_external_data=False)
-    entries = (entry for tensor in model.graph.initializer for entry in tensor.external_data)
-    return sum(int(entry.value) for entry in entries if entry.key == "length")
-
-
 def check_precision(manifest: Manifest) -> None:
-    """Refuse element types that the builders have no kernels for."""
-    if manifest.dtype not in PRECISIONS:
+    """Raise :class:`EESDError` if the builders have no fused attention for the directory's element type."""
+    if manifest.dtype not in _PRECISIONS:
         raise EESDError(
-            f"The directory holds {manifest.dtype} graphs, and TensorRT's fused attention has no {manifest.dtype} kernel: "
+            f"The directory holds {manifest.dtype} graphs, and TensorRT's fused attention has no {manifest.dtype} kernel; "
             "export with --dtype float16 or --dtype bfloat16."
         )
 
@@ -117,40 +122,51 @@ def check_precision(manifest: Manifest) -> None:
 def build(
     directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Callable[[Any], Any]
 ) -> PlanInfo:
-    """Build one plan and put it beside its graph; ``monitor`` makes a progress monitor of the builder's base class.
+    """Build one plan and write it beside its graph.
 
-    Raises :class:`EESDError` with the builder's first complaint when the graph cannot be built.
+    Args:
+        directory: Engine directory.
+        manifest: Its manifest.
+        graph: Graph to build the plan from.
+        options: Options of the build.
+        monitor: Creates a progress monitor, given the builder's base class for monitors.
+
+    Returns:
+        Description of the plan for the manifest.
+
+    Raises:
+        EESDError: The graph cannot be built. The message has the builder's first error.
     """
     import polygraphy.config
 
-    polygraphy.config.USE_TENSORRT_RTX = options.flavour == "tensorrt-rtx"  # before anything else of it is imported
+    polygraphy.config.USE_TENSORRT_RTX = options.flavour == "tensorrt-rtx"  # must be set before other polygraphy imports
     from polygraphy.backend.trt import network_from_onnx_path
     from polygraphy.exception import PolygraphyException
 
     trt = importlib.import_module(FLAVOURS[options.flavour])
     path = directory / Path(graph.file).with_suffix(".plan").name
-    complaints: list[str] = []
+    errors: list[str] = []
     built = None
-    with _recording(complaints), _fixed_graph(directory, manifest, graph, options) as fixed, written_whole(path) as temporary:
+    with _collect_errors(errors), _fixed_graph(directory, manifest, graph, options) as fixed, written_whole(path) as temporary:
         with suppress(PolygraphyException):
             builder, network, _parser = network_from_onnx_path(str(fixed), strongly_typed=True)
             fused = count_fused(trt, network)
             config = _config(trt, manifest, graph, options, directory, monitor)(builder, network)
-            if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # a call that took memory could not become a CUDA graph
+            if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # calls that allocate cannot be captured in a CUDA graph
                 config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
             built = _serialize(trt, builder, network, config, temporary)
         if built is None:
-            reason = complaints[0].splitlines()[0][:300] if complaints else "it does not say why"
+            reason = errors[0].splitlines()[0][:300] if errors else "the builder gave no reason"
             raise EESDError(f"{options.flavour} cannot build {directory / graph.file} ({reason}).")
         if options.flavour == "tensorrt":
-            _keep_timings(config, directory / TIMING_CACHE)
-    return _describe(path.name, built, manifest, graph, options, fused)
+            _save_timing_cache(config, directory / _TIMING_CACHE)
+    return _plan_info(path.name, built, manifest, graph, options, fused)
 
 
 def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) -> FileInfo | None:
-    """Build into a file, piece by piece, and hash it on the way; None if the builder gave up.
+    """Build a plan into a file piece by piece, and hash it at the same time. Returns None if the build fails.
 
-    The whole plan is never in memory (measured: a fifth less than with it).
+    The plan is never in memory as a whole, which saves about a fifth of the memory (measured).
     """
     digest = hashlib.sha256()
 
@@ -163,7 +179,7 @@ def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) ->
             try:
                 digest.update(data)
                 return file.write(data)
-            except OSError as error:  # an exception may not cross the builder
+            except OSError as error:  # exceptions must not propagate through the builder
                 self.failed = error
                 return 0
 
@@ -175,24 +191,24 @@ def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) ->
     return FileInfo(path.stat().st_size, digest.hexdigest()) if built else None
 
 
-def _keep_timings(config: Any, path: Path) -> None:
+def _save_timing_cache(config: Any, path: Path) -> None:
     with written_whole(path) as temporary, config.get_timing_cache().serialize() as timings:
         temporary.write_bytes(timings)
 
 
 @contextmanager
-def _recording(complaints: list[str]) -> Iterator[None]:
-    """Collect what the builder logs as errors; nothing of it goes to the terminal."""
+def _collect_errors(errors: list[str]) -> Iterator[None]:
+    """Collect the errors that the builder logs, and keep its log off the terminal."""
     from polygraphy.logger import G_LOGGER
 
     class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            complaints.append(record.getMessage())
+            errors.append(record.getMessage())
 
     logger, recorder = logging.getLogger("Polygraphy"), Recorder(logging.ERROR)
     G_LOGGER.use_python_logging_system = True
     G_LOGGER.module_severity = G_LOGGER.ERROR
-    G_LOGGER.colors = G_LOGGER.letter = False  # it would print what it lacks for colours
+    G_LOGGER.colors = G_LOGGER.letter = False  # otherwise it reports that a package for colours is missing
     logger.addHandler(recorder)
     propagate, logger.propagate = logger.propagate, False
     try:
@@ -204,14 +220,16 @@ def _recording(complaints: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> Iterator[Path]:
-    """The graph with its fixed dimensions filled in, for a moment, beside the weights that it refers to."""
+    """A temporary copy of the graph with fixed dimensions filled in. It lies beside the weights that it refers to."""
+    import onnx
+
     model = onnx.load(directory / graph.file, load_external_data=False)
     fixed = {"S": manifest.max_seq_len} | ({"B": 1} if options.max_batch == 1 else {})
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in fixed:
                 dim.dim_value = fixed[dim.dim_param]
-    del model.graph.value_info[:]  # shapes in between would contradict
+    del model.graph.value_info[:]  # the shapes of intermediate values are still symbolic
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".", suffix=".onnx") as file:
         file.write(model.SerializeToString())
         file.flush()
@@ -219,9 +237,16 @@ def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options:
 
 
 def count_fused(trt: Any, network: Any) -> tuple[int, int]:
-    """(attentions, cache updates) of a network that will run as one kernel each.
+    """Count the attentions and the cache updates of a network that will run as one kernel each.
 
-    An attention that may not be decomposed either becomes one kernel or fails the build.
+    An attention that must not be decomposed becomes one kernel, or the build fails.
+
+    Args:
+        trt: The module of the builder.
+        network: The parsed network.
+
+    Returns:
+        Number of attentions and number of cache updates.
     """
     kinds = [network.get_layer(index).type for index in range(network.num_layers)]
     attentions = kinds.count(trt.LayerType.ATTENTION_INPUT)
@@ -229,14 +254,14 @@ def count_fused(trt: Any, network: Any) -> tuple[int, int]:
 
 
 def profile_nodes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> tuple[tuple[int, int, int], ...]:
-    """(Fewest, best, most) nodes of a call: for decoding, and for a chunk of the prompt."""
-    most = manifest.max_tree_nodes + 1
-    best = 1 if graph.file == manifest.draft.file else min(8, most)
-    return (1, best, most), (1, options.prefill_chunk, options.prefill_chunk)
+    """The (min, opt, max) nodes of a call, for decoding and for prefill."""
+    largest = manifest.max_tree_nodes + 1
+    optimum = 1 if graph.file == manifest.draft.file else min(8, largest)
+    return (1, optimum, largest), (1, options.prefill_chunk, options.prefill_chunk)
 
 
 def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> list[dict[str, list[tuple[int, ...]]]]:
-    """For each profile, the least, best and most shape of every input that varies."""
+    """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile."""
     batch = options.max_batch
     profiles = []
     for counts in profile_nodes(manifest, graph, options):
@@ -258,8 +283,8 @@ def _config(trt: Any, manifest: Manifest, graph: GraphInfo, options: BuildOption
     profiles = []
     for shapes in profile_shapes(manifest, graph, options):
         profile = Profile()
-        for name, (least, best, most) in shapes.items():
-            profile.add(name, least, best, most)
+        for name, (smallest, optimum, largest) in shapes.items():
+            profile.add(name, smallest, optimum, largest)
         profiles.append(profile)
     common = {
         "profiles": profiles,
@@ -269,10 +294,10 @@ def _config(trt: Any, manifest: Manifest, graph: GraphInfo, options: BuildOption
     if options.flavour == "tensorrt-rtx":
         capabilities = [tuple(map(int, capability.split("."))) for capability in options.compute_capabilities]
         return CreateConfigRTX(compute_capabilities=capabilities or None, **common)
-    return CreateConfig(load_timing_cache=str(directory / TIMING_CACHE), **common)
+    return CreateConfig(load_timing_cache=str(directory / _TIMING_CACHE), **common)
 
 
-def _describe(
+def _plan_info(
     name: str, built: FileInfo, manifest: Manifest, graph: GraphInfo, options: BuildOptions, fused: tuple[int, int]
 ) -> PlanInfo:
     capabilities = options.compute_capabilities
@@ -294,8 +319,8 @@ def _describe(
 
 
 def record(directory: Path, manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> Manifest:
-    """Write the manifest anew with the plan in it."""
+    """Add a plan to the manifest on disk, and return the new manifest."""
     manifest = replace(manifest, plans={**manifest.plans, graph.file: plan})
-    with written_whole(directory / NAME) as temporary:
+    with written_whole(directory / MANIFEST_FILE) as temporary:
         temporary.write_text(manifest.to_json())
     return manifest

@@ -1,5 +1,14 @@
-"""The weight stage: tensors stream one by one from safetensors into ``weights.bin``, cast and transposed on the way."""
+"""Store the weights of an engine directory: stream them into ``weights.bin``, or hard-link the checkpoint's own files.
 
+Written tensors are cast, transposed and quantized one by one, so the memory needed is that of one tensor.
+
+Linked tensors stay where they are. Only hard links work with every backend: ONNX Runtime and TensorRT-RTX refuse ``..`` and
+absolute paths, and ONNX Runtime also refuses symbolic links that lead out of the directory. A linked directory survives when
+the checkpoint is moved, deleted or downloaded again. :class:`eesd.common.manifest.LinkInfo` detects a file that was modified in
+place.
+"""
+
+import errno
 import hashlib
 import os
 import shutil
@@ -13,23 +22,25 @@ import torch
 from torch import Tensor
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import WEIGHTS, FileInfo
+from eesd.common.manifest import WEIGHTS_FILE, FileInfo, LinkInfo
 from eesd.common.weights import SCALES, StoredWeight
-from eesd.model.checkpoint import StoredTensor
+from eesd.model.checkpoint import CheckpointTensor
 from eesd.model.quantize import quantize
 
 ALIGNMENT = 4096
-"""Tensors start at page borders, so that a backend may map them instead of reading them."""
+"""Alignment of tensors in ``weights.bin``: the page size, so that backends can map them."""
 
 
 class TensorSource(Protocol):
-    """Gives a tensor when asked, and does not hold it before."""
+    """Something that can read or compute a tensor."""
 
-    def read(self) -> Tensor: ...
+    def read(self) -> Tensor:
+        """Return the tensor. It is not kept in memory."""
+        ...
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor lies: ``length`` bytes at ``offset`` of a file of the engine directory."""
+    """Location of a tensor: ``length`` bytes at ``offset`` of a file of the engine directory."""
 
     file: str
     offset: int
@@ -38,7 +49,13 @@ class TensorLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """The weights to write, each once and in order; the location of every tensor, linked ones included; the bytes to write."""
+    """The content of ``weights.bin``, and the location of every tensor.
+
+    Attributes:
+        weights: The weights to write, in order.
+        locations: Location of every stored tensor by name, linked tensors included.
+        size: Size of ``weights.bin`` in bytes.
+    """
 
     weights: tuple[StoredWeight, ...]
     locations: dict[str, TensorLocation]
@@ -46,11 +63,16 @@ class WeightLayout:
 
 
 def layout_weights(
-    graphs: Iterable[tuple[StoredWeight, ...]], linked: Mapping[str, StoredTensor] | None = None
+    graphs: Iterable[tuple[StoredWeight, ...]], linked: Mapping[str, CheckpointTensor] | None = None
 ) -> WeightLayout:
-    """Lay out the weights of several graphs. A weight that several graphs use is stored once."""
+    """Lay out the weights of several graphs. A weight that several graphs use is stored once.
+
+    Args:
+        graphs: The weights of each graph.
+        linked: Weights that stay in the checkpoint's files, by name.
+    """
     locations: dict[str, TensorLocation] = {}
-    order: list[StoredWeight] = []
+    written: list[StoredWeight] = []
     end = 0
     for weight in chain.from_iterable(graphs):
         if weight.name in locations:
@@ -61,14 +83,14 @@ def layout_weights(
             continue
         for name, length in weight.tensors.items():
             offset = -(-end // ALIGNMENT) * ALIGNMENT
-            locations[name] = TensorLocation(WEIGHTS, offset, length)
+            locations[name] = TensorLocation(WEIGHTS_FILE, offset, length)
             end = offset + length
-        order.append(weight)
-    return WeightLayout(tuple(order), locations, end)
+        written.append(weight)
+    return WeightLayout(tuple(written), locations, end)
 
 
 def check_space(directory: Path, needed: int) -> None:
-    """Refuse to begin what cannot end."""
+    """Raise :class:`EESDError` if the disk of ``directory`` has less than ``needed`` bytes free."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise EESDError(
@@ -80,36 +102,36 @@ def check_space(directory: Path, needed: int) -> None:
 def write_weights(
     path: Path, layout: WeightLayout, sources: Mapping[str, TensorSource], progress: Callable[[str, int], None]
 ) -> FileInfo:
-    """Write the file and hash it on the way. Memory: one tensor.
+    """Write ``weights.bin`` tensor by tensor, and hash it at the same time.
 
     Args:
         path: File to write.
-        layout: What to write, and where in the file.
-        sources: The tensors by the names of their weights.
-        progress: Called with the name and bytes of each tensor that was written.
+        layout: The weights to write, and their locations.
+        sources: The tensors by name.
+        progress: Called with the name and the bytes of each tensor that was written.
     """
     digest = hashlib.sha256()
     end = 0
     with path.open("wb") as file:
         for weight in layout.weights:
-            for name, data in _stored(sources[weight.name].read(), weight).items():
+            for name, data in _encode(sources[weight.name].read(), weight).items():
                 _, offset, length = layout.locations[name]
                 for piece in (bytes(offset - end), data):
                     file.write(piece)
                     digest.update(piece)
                 end = offset + length
                 progress(name, length)
-            del data, piece  # or the next tensor would be read while this one is still there
+            del data, piece  # otherwise this tensor stays in memory while the next one is read
         file.flush()
         os.fsync(file.fileno())
     return FileInfo(end, digest.hexdigest())
 
 
-def _stored(tensor: Tensor, weight: StoredWeight) -> dict[str, memoryview]:
+def _encode(tensor: Tensor, weight: StoredWeight) -> dict[str, memoryview]:
     """The bytes of each tensor that is stored for a weight, by name."""
     dtype: torch.dtype = getattr(torch, weight.dtype)
     if tuple(tensor.shape) != weight.shape:
-        raise EESDError(f"The tensor {weight.name} has shape {list(tensor.shape)}, the graph wants {list(weight.shape)}.")
+        raise EESDError(f"The tensor {weight.name} has shape {list(tensor.shape)}, but the graph needs {list(weight.shape)}.")
     if weight.quantization is not None:
         levels, scales = quantize(tensor, weight.quantization.weights, dtype)
         return {weight.name: _bytes_of(levels), weight.name + SCALES: _bytes_of(scales)}
@@ -120,3 +142,54 @@ def _stored(tensor: Tensor, weight: StoredWeight) -> dict[str, memoryview]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
+
+
+def linkable_tensors(sources: Mapping[str, TensorSource], dtype: str) -> dict[str, CheckpointTensor]:
+    """Select the tensors that graphs can use in the checkpoint's own files.
+
+    They must have the engine's element type, and an offset that is a multiple of its width (torch maps no other offset).
+
+    Args:
+        sources: The tensors by name.
+        dtype: Element type of the engines.
+
+    Raises:
+        EESDError: No tensor can be linked.
+    """
+    wanted: torch.dtype = getattr(torch, dtype)
+    stored = {name: source for name, source in sources.items() if isinstance(source, CheckpointTensor)}
+    linkable = {name: t for name, t in stored.items() if t.dtype == wanted and t.offset % wanted.itemsize == 0}
+    if not linkable:
+        other = next(iter(stored.values())).dtype
+        raise EESDError(
+            f"--link-weights uses the checkpoint's weights as they are, and none of them is stored as {dtype} "
+            f"(the first is {str(other).removeprefix('torch.')}); leave the option out, or give the checkpoint's own --dtype."
+        )
+    return linkable
+
+
+def link_files(directory: Path, tensors: Iterable[CheckpointTensor]) -> dict[str, LinkInfo]:
+    """Hard-link the files of some tensors into a directory, under their own names. Symbolic links are followed.
+
+    Args:
+        directory: Directory to link into.
+        tensors: Tensors of the checkpoint.
+
+    Returns:
+        Description of each linked file by name.
+
+    Raises:
+        EESDError: The file system refuses the links.
+    """
+    paths = sorted({tensor.path for tensor in tensors})
+    for path in paths:
+        try:
+            os.link(path.resolve(), directory / path.name)  # files in the hub's cache are symbolic links
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+                raise
+            raise EESDError(
+                f"{path} cannot be linked into {directory.parent} ({error.strerror}): hard links need one file system that "
+                "supports them, and files that you own; give an --output beside the checkpoint, or leave --link-weights out."
+            ) from None
+    return {path.name: LinkInfo.of(path) for path in paths}

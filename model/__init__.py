@@ -1,1 +1,1 @@
-"""The torch definition: configuration, decoder, exit head, and reading of Hugging Face checkpoints."""
+"""The torch modules: decoder, exit head, draft and verify; and the reader of Hugging Face checkpoints."""

@@ -1,4 +1,8 @@
-"""Reading safetensors checkpoints tensor by tensor, with plain file reads: no tensor is in memory before it is asked for."""
+"""Read safetensors checkpoints tensor by tensor.
+
+The reader uses plain file reads instead of safetensors' memory maps: mapped pages count as resident memory, and plain reads
+keep the peak at one tensor. Nothing is read before it is asked for.
+"""
 
 import hashlib
 import json
@@ -14,19 +18,28 @@ from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.weights import exit_head_shapes, lm_head_name, model_shapes
 from eesd.model import exit_head
 from eesd.model.config import load_config, read_json
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-MAX_HEADER = 100_000_000
-"""The format's own limit; a longer header means that the first bytes are of some other format."""
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_MAX_HEADER = 100_000_000
+"""The limit of the format. A longer header means that the file has another format."""
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor lies: ``nbytes`` bytes at ``offset`` of ``path``."""
+class CheckpointTensor:
+    """A tensor in a safetensors file.
+
+    Attributes:
+        path: The file.
+        offset: Offset of the data in the file, in bytes.
+        nbytes: Length of the data in bytes.
+        shape: Shape of the tensor.
+        dtype: Element type of the tensor.
+    """
 
     path: Path
     offset: int
@@ -35,6 +48,7 @@ class StoredTensor:
     dtype: torch.dtype
 
     def read(self) -> Tensor:
+        """Read the tensor into memory."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             data = bytearray(self.nbytes)
@@ -43,45 +57,65 @@ class StoredTensor:
         return torch.frombuffer(data, dtype=self.dtype).reshape(self.shape)
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, from its header (8 bytes of length, then JSON); sizes are checked."""
+def read_header(path: Path) -> dict[str, CheckpointTensor]:
+    """Find the tensors of a safetensors file: 8 bytes with the length of the header, then the header in JSON, then the data.
+
+    Raises:
+        EESDError: The file is missing, truncated or damaged, or has another format.
+    """
     try:
         size = path.stat().st_size
     except FileNotFoundError:
         raise EESDError(f"{path} is missing; the checkpoint is incomplete, fetch it again.") from None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER):
-            what = "truncated" if length <= MAX_HEADER else "not a safetensors file"
-            raise EESDError(f"{path} is {what}; fetch the file again (only safetensors checkpoints are read).")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            problem = "truncated" if length <= _MAX_HEADER else "not a safetensors file"
+            raise EESDError(f"{path} is {problem}; fetch the file again (only safetensors checkpoints are supported).")
         try:
             header: dict[str, Any] = json.loads(file.read(length))
         except ValueError:
-            raise EESDError(f"{path} is not a safetensors file; only safetensors checkpoints are read.") from None
+            raise EESDError(f"{path} is not a safetensors file; only safetensors checkpoints are supported.") from None
     try:
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-        return {name: _stored(path, 8 + length, size, name, entry) for name, entry in entries}
+        return {name: _tensor(path, 8 + length, size, name, entry) for name, entry in entries}
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
-        raise EESDError(f"{path} is damaged: its header makes no sense; fetch the file again.") from None
+        raise EESDError(f"{path} is damaged: its header is invalid; fetch the file again.") from None
 
 
-def _stored(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) -> StoredTensor:
-    if entry["dtype"] not in DTYPES:
+def _tensor(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) -> CheckpointTensor:
+    """One entry of the header of a file of ``size`` bytes whose data begins at ``base``."""
+    if entry["dtype"] not in _DTYPES:
         raise EESDError(
-            f"{path}: the tensor {name} is stored as {entry['dtype']}; supported are {', '.join(DTYPES)} "
+            f"{path}: the tensor {name} is stored as {entry['dtype']}; supported are {', '.join(_DTYPES)} "
             "(give the unquantized checkpoint)."
         )
     start, end = (int(offset) for offset in entry["data_offsets"])
-    dtype, shape = DTYPES[entry["dtype"]], tuple(int(length) for length in entry["shape"])
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(int(length) for length in entry["shape"])
     if base + end > size:
         raise EESDError(f"{path} is truncated: the tensor {name} ends past the end of the file; fetch it again.")
     if start < 0 or end - start != prod(shape) * dtype.itemsize:
         raise EESDError(f"{path} is damaged: the tensor {name} has the wrong number of bytes; fetch it again.")
-    return StoredTensor(path, base + start, end - start, shape, dtype)
+    return CheckpointTensor(path, base + start, end - start, shape, dtype)
 
 
 class Checkpoint:
-    """A Hugging Face model directory: its geometry, its tensors (one file or shards), its fingerprint."""
+    """A Hugging Face model directory with safetensors weights, in one file or in shards.
+
+    Opening it reads ``config.json`` and the headers of the weight files, and checks the shapes.
+
+    Args:
+        directory: The model directory.
+
+    Attributes:
+        directory: The model directory.
+        config: Configuration of the whole checkpoint.
+        geometry: Geometry of the layers in use: all, unless :meth:`first_layers` has reduced them.
+        tensors: Every tensor of the weight files by name.
+
+    Raises:
+        EESDError: The directory is not a supported checkpoint, or it is incomplete or damaged.
+    """
 
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
@@ -89,54 +123,52 @@ class Checkpoint:
         self.directory = directory
         self.config = load_config(directory)
         self.geometry = self.config.geometry
-        self.tensors: dict[str, StoredTensor] = {}
-        self._fingerprint = ""
+        self.tensors: dict[str, CheckpointTensor] = {}
         for path in _weight_files(directory):
             self.tensors.update(read_header(path))
         self._check_shapes()
 
     def _check_shapes(self) -> None:
-        for name, shape in expected_shapes(self.geometry).items():
-            stored = self.tensors.get(name)
-            if stored is None:
+        for name, shape in model_shapes(self.geometry).items():
+            tensor = self.tensors.get(name)
+            if tensor is None:
                 raise EESDError(f"The checkpoint {self.directory} has no tensor {name}; it is incomplete, fetch it again.")
-            if stored.shape != shape:
+            if tensor.shape != shape:
                 raise EESDError(
-                    f"The tensor {name} of {self.directory} has shape {list(stored.shape)} where config.json "
-                    f"asks for {list(shape)}; weights and config are of different models."
+                    f"The tensor {name} of {self.directory} has shape {list(tensor.shape)}, but config.json "
+                    f"requires {list(shape)}; weights and config belong to different models."
                 )
 
     def first_layers(self, count: int) -> "Checkpoint":
-        """The same checkpoint with only its first ``count`` layers, for a trial. Its fingerprint is still the whole model's."""
+        """The same checkpoint reduced to its first ``count`` layers, for a trial export.
+
+        The fingerprint stays the whole model's, so exit heads that were trained for the whole model fit.
+
+        Raises:
+            EESDError: ``count`` is not between 2 and the number of layers.
+        """
         most = self.geometry.num_layers
-        if not 1 <= count <= most:
-            raise EESDError(f"--layers must be between 1 and {most} for this {most}-layer model; {count} was given.")
-        shorter = copy(self)
-        shorter._fingerprint = self.fingerprint()
-        shorter.geometry = replace(self.geometry, num_layers=count)
-        shorter.config = replace(self.config, geometry=shorter.geometry)
-        names = expected_shapes(shorter.geometry)
-        shorter.tensors = {name: tensor for name, tensor in self.tensors.items() if name in names}
-        return shorter
+        if not 2 <= count <= most:
+            raise EESDError(f"--layers must be between 2 and {most} for this {most}-layer model; {count} was given.")
+        reduced = copy(self)
+        reduced.geometry = replace(self.geometry, num_layers=count)
+        return reduced
 
     def fingerprint(self) -> str:
-        """SHA-256 over every tensor's name, shape, type and first kilobyte; the same however the model is sharded."""
-        if self._fingerprint:
-            return self._fingerprint
+        """SHA-256 over name, shape, type and first kilobyte of every tensor. It does not depend on the sharding."""
         digest = hashlib.sha256()
-        for name in sorted(expected_shapes(self.geometry)):
-            stored = self.tensors[name]
-            digest.update(f"{name} {stored.shape} {stored.dtype}".encode())
-            with stored.path.open("rb") as file:
-                file.seek(stored.offset)
-                digest.update(file.read(min(1024, stored.nbytes)))
-        self._fingerprint = digest.hexdigest()
-        return self._fingerprint
+        for name in sorted(model_shapes(self.config.geometry)):
+            tensor = self.tensors[name]
+            digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
+            with tensor.path.open("rb") as file:
+                file.seek(tensor.offset)
+                digest.update(file.read(min(1024, tensor.nbytes)))
+        return digest.hexdigest()
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
-        """The whole base model in memory, frozen."""
+        """Load the whole base model, frozen."""
         default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)  # made in its type: in float32 first, a large model would not fit
+        torch.set_default_dtype(dtype)  # creating a large model in float32 first might not fit
         try:
             model = Decoder(self.geometry).requires_grad_(False).eval()
         finally:
@@ -146,7 +178,7 @@ class Checkpoint:
         return model
 
     def initial_head(self, exit_config: ExitConfig) -> ExitHead:
-        """A head that starts from the base model's last layers; only their tensors are read."""
+        """Create an untrained exit head from the base model's last layers. Only their tensors are read."""
         exit_head.check_exit(self.geometry, exit_config.layer, exit_config.blocks)
         head = ExitHead(self.geometry, exit_config)
         names = exit_head.initial_names(self.geometry, exit_config)
@@ -154,15 +186,19 @@ class Checkpoint:
         return head
 
     def lm_head(self) -> Tensor:
-        """The LM head's weight [V, hidden] in the stored type."""
-        return self.tensors["model.embed_tokens.weight" if self.geometry.tied_embeddings else "lm_head.weight"].read()
+        """Read the LM head's weight [V, hidden] in its stored type."""
+        return self.tensors[lm_head_name(self.geometry)].read()
 
     def exit_head(self, directory: Path) -> ExitHead:
-        """A stored exit head for this model, float32."""
+        """Load an exit head of this model in float32.
+
+        Raises:
+            EESDError: The head is missing or damaged, or was trained for another model.
+        """
         exit_config = exit_head.read_exit_config(directory, self.fingerprint())
-        stored = exit_tensors(self.geometry, exit_config, directory)
+        tensors = exit_head_tensors(self.geometry, exit_config, directory)
         head = ExitHead(self.geometry, exit_config)
-        head.load_state_dict({name: tensor.read().float() for name, tensor in stored.items()})
+        head.load_state_dict({name: tensor.read().float() for name, tensor in tensors.items()})
         return head.eval()
 
 
@@ -178,23 +214,25 @@ def _weight_files(directory: Path) -> Iterator[Path]:
     else:
         raise EESDError(
             f"{directory} has neither model.safetensors nor model.safetensors.index.json; "
-            "only safetensors checkpoints are read."
+            "only safetensors checkpoints are supported."
         )
 
 
-def expected_shapes(geometry: Geometry) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of this geometry must have."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in Decoder(geometry).named_parameters()}
+def exit_head_tensors(geometry: Geometry, exit_config: ExitConfig, directory: Path) -> dict[str, CheckpointTensor]:
+    """Find the tensors of a stored exit head, and check their shapes.
 
+    Args:
+        geometry: Geometry of the base model.
+        exit_config: Configuration of the head.
+        directory: Directory of the head.
 
-def exit_tensors(geometry: Geometry, exit_config: ExitConfig, directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a stored exit head, each checked against the head's geometry."""
+    Raises:
+        EESDError: A tensor is missing or has another shape, or the model cannot have such a head.
+    """
     exit_head.check_exit(geometry, exit_config.layer, exit_config.blocks)
-    stored = read_header(directory / exit_head.WEIGHTS)
-    with torch.device("meta"):
-        wanted = {name: tuple(p.shape) for name, p in ExitHead(geometry, exit_config).named_parameters()}
-    for name, shape in wanted.items():
+    stored = read_header(directory / exit_head.WEIGHTS_FILE)
+    shapes = exit_head_shapes(geometry, exit_config)
+    for name, shape in shapes.items():
         if name not in stored or stored[name].shape != shape:
             raise EESDError(f"The exit head in {directory} has no tensor {name} of shape {list(shape)}; it is damaged.")
-    return {name: stored[name] for name in wanted}
+    return {name: stored[name] for name in shapes}

@@ -1,4 +1,4 @@
-"""The geometry of a decoder, read from a Hugging Face ``config.json``."""
+"""Read a Hugging Face ``config.json``."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,15 @@ SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a model directory says: geometry, number of positions, element type, special tokens."""
+    """The configuration of a checkpoint.
+
+    Attributes:
+        geometry: Geometry of the decoder.
+        max_positions: Number of positions that the model supports.
+        dtype: Element type of the checkpoint, such as ``bfloat16``.
+        bos_token_id: Token that begins a text; None if the model has none.
+        eos_token_ids: Tokens that end a text.
+    """
 
     geometry: Geometry
     max_positions: int
@@ -23,7 +31,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an :class:`EESDError` where there is none."""
+    """Read a JSON file that holds an object. Raises :class:`EESDError` if the file is missing or holds anything else."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -31,14 +39,15 @@ def read_json(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise EESDError(f"{path} is not valid JSON ({error}); fetch the file again.") from None
     if not isinstance(value, dict):
-        raise EESDError(f"{path} holds no JSON object; fetch the file again.")
+        raise EESDError(f"{path} does not hold a JSON object; fetch the file again.")
     return value
 
 
 def load_config(model_dir: Path) -> ModelConfig:
-    """Read ``config.json`` (and the EOS ids of ``generation_config.json``) of a model directory.
+    """Read ``config.json`` and the EOS ids of ``generation_config.json`` of a model directory.
 
-    Raises :class:`EESDError` for an architecture or an option that the decoder does not implement.
+    Raises:
+        EESDError: A file is missing or damaged, or the decoder does not implement the architecture or one of its options.
     """
     raw = read_json(model_dir / "config.json")
     architecture = (raw.get("architectures") or ["none"])[0]
@@ -60,7 +69,7 @@ def _from_raw(raw: dict[str, Any], architecture: str, eos: tuple[int, ...]) -> M
     positions = int(raw.get("max_position_embeddings", 2048))
     window = raw.get("sliding_window")
     if window and raw.get("use_sliding_window", architecture == "MistralForCausalLM"):
-        positions = min(positions, int(window))  # inside the window, sliding attention is plain attention
+        positions = min(positions, int(window))  # up to the window's length, sliding attention equals full attention
     qwen2 = architecture == "Qwen2ForCausalLM"
     bias = bool(raw.get("attention_bias", False))
     hidden = int(raw["hidden_size"])
@@ -92,11 +101,11 @@ def _from_raw(raw: dict[str, Any], architecture: str, eos: tuple[int, ...]) -> M
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling), from ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before)."""
+    """Read theta and scaling from ``rope_parameters`` (transformers 5), or from ``rope_theta`` and ``rope_scaling`` (4)."""
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     if float(parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise EESDError("Partial rotary embeddings are not supported; every head dimension must be rotated.")
+        raise EESDError("Partial rotary embeddings are not supported; the whole head must be rotated.")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return theta, None

@@ -1,11 +1,12 @@
-"""The decoder, written once for training, checking and export.
+"""The decoder over static KV caches: one definition for training, checking, export and the torch engine.
 
-It is the Llama block (RMSNorm, rotary attention with grouped heads, SwiGLU) over **static caches**: keys and values of the
-``n`` new tokens are written into ``[B, KV, S, D]`` at ``write_indices`` and attention sees all ``S`` slots through an additive
-mask ``[B, 1, n, S]``. Because position and visibility are inputs, one pass serves a prompt, one token, a chain or a token tree.
+A block is the Llama block: RMSNorm, rotary attention with grouped heads, SwiGLU. Each layer has a cache [B, KV, S, D] for keys
+and one for values. A pass writes the keys and values of its ``n`` new tokens at ``write_indices``, and attention sees all S
+slots through an additive mask [B, 1, n, S]. Positions and visibility are inputs, so the same pass serves a prompt, a single
+token, a chain or a token tree.
 
-Parameters carry their Hugging Face names, and the four operations that an engine fuses (norm, rotary, cache write, attention)
-are ONNX opset-24 operators, so that ``torch.onnx.export`` writes exactly the graph that is run.
+Parameters have their Hugging Face names. The four operations that engines fuse (norm, rotary embedding, cache write, attention)
+are exported as single ONNX opset 24 operators, so ``torch.onnx.export`` writes the graph that engines run.
 """
 
 import math
@@ -20,8 +21,15 @@ from eesd.common.manifest import MASKED
 
 @dataclass
 class Inputs:
-    """What every layer needs besides its hidden state: rotary tables [S, D/2], positions [B, n], slots [B], mask
-    [B, 1, n, S]."""
+    """The inputs of a pass that all layers share.
+
+    Attributes:
+        cos: Rotary table [S, D/2].
+        sin: Rotary table [S, D/2].
+        position_ids: Position of each token in the text, [B, n].
+        write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
+        attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, :data:`MASKED` where it does not.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -31,10 +39,12 @@ class Inputs:
 
 
 KV = tuple[Tensor, Tensor]
-"""The keys and values of one layer, each [B, KV, S, D]."""
+"""The key cache and the value cache of one layer, each [B, KV, S, D]."""
 
 
 class RMSNorm(nn.Module):
+    """Root mean square normalization; statistics in float32."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -57,7 +67,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, inputs: Inputs) -> Tensor:
-    """Rotary embedding of x [B, H, n, D] at ``position_ids`` (halves rotated, as in Hugging Face checkpoints)."""
+    """Apply the rotary embedding to x [B, H, n, D]. The two halves of D are rotated, as in Hugging Face checkpoints."""
     if torch.compiler.is_exporting():
         return torch.onnx.ops.rotary_embedding(x, inputs.cos, inputs.sin, inputs.position_ids)
     cos, sin = inputs.cos[inputs.position_ids][:, None], inputs.sin[inputs.position_ids][:, None]
@@ -66,10 +76,18 @@ def rotate(x: Tensor, inputs: Inputs) -> Tensor:
 
 
 def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
-    """The cache [B, KV, S, D] with new [B, KV, n, D] in the slots ``write_indices[b] ..``.
+    """Write new entries into a cache.
 
-    Without autograd it is the same cache, written in place, as engines do it: a copy would cost all S slots for n tokens. With
-    autograd it is a copy, because the backward pass may need what the cache held before.
+    Without autograd the cache is written in place, as engines do it: a copy would move all S slots for n tokens. With autograd
+    a copy is returned, because the backward pass may need the old content.
+
+    Args:
+        cache: Keys or values [B, KV, S, D].
+        new: Entries of the new tokens [B, KV, n, D].
+        write_indices: First slot to write for each sequence, [B].
+
+    Returns:
+        The cache with the new entries.
     """
     if torch.compiler.is_exporting():
         written: Tensor = torch.onnx.ops.symbolic(
@@ -77,14 +95,24 @@ def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
         )
         return written
     slots = write_indices[:, None] + torch.arange(new.shape[2], device=new.device)
-    places = slots[:, None, :, None].expand_as(new)
-    return cache.scatter(2, places, new) if torch.is_grad_enabled() else cache.scatter_(2, places, new)
+    index = slots[:, None, :, None].expand_as(new)
+    return cache.scatter(2, index, new) if torch.is_grad_enabled() else cache.scatter_(2, index, new)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Tensor:
-    """Attention of q [B, H, n, D] over all S slots of the caches, heads grouped; [B, H, n, D].
+    """Grouped-query attention over all S slots of the caches.
 
-    The heads of a group become more queries of the one head they share: torch would repeat the caches for each of them.
+    The heads of a group become additional queries of the KV head that they share. Torch's own grouped attention would repeat
+    the caches for every head.
+
+    Args:
+        q: Queries [B, H, n, D].
+        keys: Key cache [B, KV, S, D].
+        values: Value cache [B, KV, S, D].
+        attn_mask: Additive mask [B, 1, n, S].
+
+    Returns:
+        [B, H, n, D].
     """
     if torch.compiler.is_exporting():
         return torch.onnx.ops.attention(q, keys, values, attn_mask, scale=q.shape[-1] ** -0.5)[0]
@@ -95,6 +123,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Tensor
 
 
 class Attention(nn.Module):
+    """Self-attention over static caches."""
+
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         self.head_dim = geometry.head_dim
@@ -107,26 +137,29 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(geometry.head_dim, geometry.rms_norm_eps) if geometry.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(geometry.head_dim, geometry.rms_norm_eps) if geometry.qk_norm else nn.Identity()
 
-    def heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.head_dim)
-
-    def write(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
-        """Project x [B, n, hidden] to keys and values and write them into the caches."""
-        k = self.k_norm(self.heads(self.k_proj(x))).transpose(1, 2)
-        v = self.heads(self.v_proj(x)).transpose(1, 2)
+    def write_kv(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
+        """Project x [B, n, hidden] to keys and values, and write them into the caches."""
+        k = self.k_norm(self._split_heads(self.k_proj(x))).transpose(1, 2)
+        v = self._split_heads(self.v_proj(x)).transpose(1, 2)
         return (
             write_cache(cache[0], rotate(k, inputs), inputs.write_indices),
             write_cache(cache[1], v, inputs.write_indices),
         )
 
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
-        q = self.q_norm(self.heads(self.q_proj(x))).transpose(1, 2)
-        keys, values = self.write(x, inputs, cache)
+        """Return the attention output [B, n, hidden] and the written caches."""
+        q = self.q_norm(self._split_heads(self.q_proj(x))).transpose(1, 2)
+        keys, values = self.write_kv(x, inputs, cache)
         y = attend(rotate(q, inputs), keys, values, inputs.attn_mask)
         return self.o_proj(y.transpose(1, 2).flatten(2)), (keys, values)
 
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.head_dim)
+
 
 class MLP(nn.Module):
+    """SwiGLU feed-forward network."""
+
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(geometry.hidden_size, geometry.intermediate_size, bias=geometry.mlp_bias)
@@ -139,7 +172,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder block: x [B, n, hidden] -> (x, the layer's caches with the new tokens in them)."""
+    """One decoder block. Maps x [B, n, hidden] and the layer's caches to the new x and the written caches."""
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
@@ -153,13 +186,13 @@ class Block(nn.Module):
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
-    def write(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
-        """Only the block's keys and values for x, without its output."""
-        return self.self_attn.write(self.input_layernorm(x), inputs, cache)
+    def write_kv(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
+        """Write the block's keys and values for x [B, n, hidden] without computing its output."""
+        return self.self_attn.write_kv(self.input_layernorm(x), inputs, cache)
 
 
 class Backbone(nn.Module):
-    """Embeddings, blocks and final norm (``model.*`` in a checkpoint)."""
+    """Embeddings, blocks and final norm: ``model.*`` in a checkpoint."""
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
@@ -169,7 +202,7 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The frozen base model. ``forward`` gives logits [B, n, V] and the new caches, one :data:`KV` for each layer."""
+    """The base model."""
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
@@ -180,6 +213,16 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
+        """Run all layers.
+
+        Args:
+            input_ids: Token ids [B, n].
+            inputs: Shared inputs of the layers.
+            caches: One pair of caches for each layer.
+
+        Returns:
+            Logits [B, n, V] and the written caches.
+        """
         x = self.model.embed_tokens(input_ids)
         written = []
         for block, cache in zip(self.model.layers, caches, strict=True):
@@ -189,7 +232,7 @@ class Decoder(nn.Module):
 
 
 def rotary_tables(geometry: Geometry, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [length, D/2] in float32, with ``linear`` or ``llama3`` scaling of the frequencies applied."""
+    """Compute cos and sin [length, D/2] in float32, with the geometry's scaling of the frequencies."""
     exponents = torch.arange(0, geometry.head_dim, 2, dtype=torch.float32) / geometry.head_dim
     frequencies = 1.0 / geometry.rope_theta**exponents
     scaling = geometry.rope_scaling
@@ -207,7 +250,15 @@ def rotary_tables(geometry: Geometry, length: int) -> tuple[Tensor, Tensor]:
 
 
 def causal_inputs(geometry: Geometry, batch: int, tokens: int, slots: int, start: int = 0) -> Inputs:
-    """Inputs for ``tokens`` consecutive tokens written at slot ``start`` of caches with ``slots`` slots (float32)."""
+    """Inputs for consecutive tokens, each of which sees itself and all earlier slots (float32).
+
+    Args:
+        geometry: Geometry of the model.
+        batch: B.
+        tokens: n.
+        slots: S, the length of the caches.
+        start: Slot and position of the first token.
+    """
     cos, sin = rotary_tables(geometry, slots)
     position = torch.arange(start, start + tokens)
     hidden = torch.arange(slots)[None, :] > position[:, None]
@@ -216,6 +267,6 @@ def causal_inputs(geometry: Geometry, batch: int, tokens: int, slots: int, start
 
 
 def empty_caches(geometry: Geometry, batch: int, slots: int, layers: int) -> list[KV]:
-    """Zeroed caches for ``layers`` layers."""
+    """Create caches filled with zeros, for ``layers`` layers."""
     shape = (batch, geometry.num_kv_heads, slots, geometry.head_dim)
     return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(layers)]

@@ -1,7 +1,7 @@
-"""The exit head: what turns the hidden state after layer N into a draft of the next token.
+"""The exit head: predicts the next token from the hidden state after layer N.
 
-E decoder blocks, a norm, and the base model's LM head (or a trained copy of it). Stored as a checkpoint of its own,
-``exit_head.safetensors`` beside ``exit_head.json``, bound to its base model by a fingerprint.
+It consists of E decoder blocks, a norm, and the base model's LM head or its own. It is stored in a separate checkpoint,
+``exit_head.safetensors`` and ``exit_head.json``. The fingerprint of the base model ties the two together.
 """
 
 import json
@@ -16,14 +16,15 @@ from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.prior import CalibrationPrior
+from eesd.common.weights import FINAL_NORM, LM_HEAD, block_shapes, lm_head_name
 from eesd.model.config import read_json
 from eesd.model.decoder import KV, Block, Decoder, Inputs, RMSNorm
 
-WEIGHTS, CONFIG = "exit_head.safetensors", "exit_head.json"
+WEIGHTS_FILE, CONFIG_FILE = "exit_head.safetensors", "exit_head.json"
 
 
 class ExitHead(nn.Module):
-    """Blocks, norm and LM head on the hidden state [B, n, hidden] after layer N; caches: one for each block."""
+    """The modules of an exit head. Each block has a pair of caches, like a base layer."""
 
     def __init__(self, geometry: Geometry, exit_config: ExitConfig) -> None:
         super().__init__()
@@ -33,24 +34,35 @@ class ExitHead(nn.Module):
         self.lm_head = nn.Linear(geometry.hidden_size, geometry.vocab_size, bias=False) if exit_config.own_lm_head else None
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear) -> tuple[Tensor, list[KV]]:
-        """Draft logits [B, n, V] (through ``lm_head`` unless the head has its own) and the written caches."""
-        x, written = self.features(x, inputs, caches)
+        """Predict the next token.
+
+        Args:
+            x: Hidden state after layer N, [B, n, hidden].
+            inputs: Shared inputs of the layers.
+            caches: One pair of caches for each block.
+            lm_head: The base model's LM head. A head with its own LM head does not use it.
+
+        Returns:
+            Logits [B, n, V] and the written caches.
+        """
+        x, written = self.lm_head_input(x, inputs, caches)
         own = self.lm_head
         logits: Tensor = (lm_head if own is None else own)(x)
         return logits, written
 
-    def features(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
-        """What the LM head gets, [B, n, hidden], and the written caches."""
+    def lm_head_input(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
+        """Run blocks and norm. Returns the input of the LM head [B, n, hidden] and the written caches."""
         written = []
         for block, cache in zip(self.blocks, caches, strict=True):
             x, cache = block(x, inputs, cache)
             written.append(cache)
         return self.norm(x), written
 
-    def write(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> list[KV]:
-        """Only the keys and values: the first E - 1 blocks run, the last one just projects.
+    def write_kv(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> list[KV]:
+        """Write the caches of all blocks for x [B, n, hidden], without predicting.
 
-        The verify pass does this on its own hidden state after layer N, so the draft never has to catch up.
+        The first E - 1 blocks run; the last one only computes its keys and values. The verify pass calls this with its hidden
+        state after layer N, so that the draft finds filled caches.
         """
         written = []
         for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
@@ -58,11 +70,11 @@ class ExitHead(nn.Module):
             written.append(cache)
         last = self.blocks[-1]
         assert isinstance(last, Block)
-        return [*written, last.write(x, inputs, caches[-1])]
+        return [*written, last.write_kv(x, inputs, caches[-1])]
 
 
 def check_exit(geometry: Geometry, layer: int, blocks: int) -> None:
-    """Refuse an exit layer or a block count that the model cannot have."""
+    """Raise :class:`EESDError` unless a model of this geometry can have an exit head of ``blocks`` blocks after ``layer``."""
     if not 1 <= layer < geometry.num_layers:
         raise EESDError(
             f"The exit layer must be between 1 and {geometry.num_layers - 1} for this {geometry.num_layers}-layer model; "
@@ -73,21 +85,25 @@ def check_exit(geometry: Geometry, layer: int, blocks: int) -> None:
 
 
 def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, str]:
-    """For each parameter of an untrained head, the base parameter that it starts from: the last E layers, norm, LM head."""
-    names = {"norm.weight": "model.norm.weight"}
+    """Names of the base parameters that an untrained head starts from, by the names of the head's parameters.
+
+    The blocks start from the last E layers, the norm from the final norm, and an own LM head from the base model's.
+    """
+    names = {"norm.weight": FINAL_NORM}
     if exit_config.own_lm_head:
-        names["lm_head.weight"] = "model.embed_tokens.weight" if geometry.tied_embeddings else "lm_head.weight"
-    with torch.device("meta"):
-        block = Block(geometry)
+        names[LM_HEAD] = lm_head_name(geometry)
     for index in range(exit_config.blocks):
         layer = geometry.num_layers - exit_config.blocks + index
-        for name in block.state_dict():
-            names[f"blocks.{index}.{name}"] = f"model.layers.{layer}.{name}"
+        names |= {f"blocks.{index}.{name}": f"model.layers.{layer}.{name}" for name in block_shapes(geometry)}
     return names
 
 
 def initialise(decoder: Decoder, exit_config: ExitConfig) -> ExitHead:
-    """A head that starts from the base model's last layers, norm and (if it has its own) LM head."""
+    """Create an untrained head from copies of the base model's last layers, norm and, if it has its own, LM head.
+
+    Raises:
+        EESDError: The model cannot have such an exit head.
+    """
     check_exit(decoder.geometry, exit_config.layer, exit_config.blocks)
     head = ExitHead(decoder.geometry, exit_config)
     base = decoder.state_dict()
@@ -96,31 +112,47 @@ def initialise(decoder: Decoder, exit_config: ExitConfig) -> ExitHead:
 
 
 def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the head; each file appears whole or not at all, the JSON (which makes it a checkpoint) last."""
+    """Write a head into a directory.
+
+    Each file appears complete or not at all. The JSON file is written last, because it makes the directory a checkpoint.
+
+    Args:
+        head: The exit head.
+        directory: Directory to write into; it is created if needed.
+        dtype: Element type of the stored tensors.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     state = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
-    with written_whole(directory / WEIGHTS) as temporary:
+    with written_whole(directory / WEIGHTS_FILE) as temporary:
         save_file(state, temporary)
     save_config(head.exit_config, directory)
 
 
 def save_config(config: ExitConfig, directory: Path) -> None:
-    """Write the JSON alone, beside the weights that it describes."""
-    with written_whole(directory / CONFIG) as temporary:
+    """Write only the JSON file of a head."""
+    with written_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(json.dumps(asdict(config), indent=2) + "\n")
 
 
 def read_exit_config(directory: Path, base: str) -> ExitConfig:
-    """The configuration of a stored head; refused when it was trained on another model than the one fingerprinted ``base``."""
-    if not (directory / CONFIG).exists():
-        raise EESDError(f"{directory / CONFIG} is missing; give the directory of a trained exit head.")
-    raw = read_json(directory / CONFIG)
+    """Read the configuration of a stored head.
+
+    Args:
+        directory: Directory of the head.
+        base: Fingerprint of the base model.
+
+    Raises:
+        EESDError: The file is missing or damaged, or the head was trained for another base model.
+    """
+    if not (directory / CONFIG_FILE).exists():
+        raise EESDError(f"{directory / CONFIG_FILE} is missing; give the directory of a trained exit head.")
+    raw = read_json(directory / CONFIG_FILE)
     try:
         config = ExitConfig(**raw | {"calibration": None})
         if not isinstance(config.base, str) or not all(isinstance(n, int) for n in (config.layer, config.blocks)):
             raise TypeError
     except TypeError:
-        raise EESDError(f"{directory / CONFIG} is not an exit head's configuration; point --exit-head at one.") from None
+        raise EESDError(f"{directory / CONFIG_FILE} is not an exit head's configuration; point --exit-head at one.") from None
     if config.base != base:
         raise EESDError(
             f"The exit head in {directory} was trained on another base model "
@@ -131,6 +163,6 @@ def read_exit_config(directory: Path, base: str) -> ExitConfig:
         return replace(config, calibration=None if calibration is None else CalibrationPrior.from_dict(calibration))
     except ValueError as error:
         raise EESDError(
-            f"The calibration in {directory / CONFIG} is damaged ({error}); "
-            "delete this entry, and make it again with eesd-distill --steps 0."
+            f"The calibration in {directory / CONFIG_FILE} is damaged ({error}); "
+            "delete this entry, and fit it again with eesd-distill --steps 0."
         ) from None

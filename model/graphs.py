@@ -1,9 +1,10 @@
-"""The two programs that become engines: **draft** (prefix + exit head) and **verify** (the whole model).
+"""The torch modules that are exported as graphs: **draft** (the first N layers and the exit head) and **verify** (the model).
 
-Both take the same inputs and write the same caches. There are L + E caches: 0..L-1 belong to the base layers, L.. to the exit
-blocks. The draft uses 0..N-1 and the exit ones; the verify pass uses all, and leaves all of them right for every token it saw.
+Both take the same inputs and share one set of L + E caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks.
+The draft uses 0 .. N-1 and L .. L+E-1. Verify writes all caches, those of the exit blocks included. After a verify pass the
+draft can therefore go on at once: it has no caches to fill.
 
-A verify pass may be split by layers into stages, each for a device of its own. The first has all that the draft uses.
+Verify can be split by layers into stages that run on different devices. The first stage has every cache that the draft uses.
 """
 
 import torch
@@ -13,17 +14,13 @@ from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.exit_head import ExitHead
 
 
-def draft_layers(head: ExitHead, num_layers: int) -> list[int]:
-    """Indices of the caches that the draft uses: 0..N-1, then L..L+E-1."""
-    config = head.exit_config
-    return [*range(config.layer), *range(num_layers, num_layers + config.blocks)]
-
-
 class Draft(nn.Module):
     """The first N layers and the exit head.
 
-    ``forward`` gives logits [B, n, V] in float32, the ``top_k`` most likely token ids and their log-probabilities
-    [B, n, K], and the written caches.
+    Args:
+        decoder: The base model.
+        head: The exit head.
+        top_k: K, the number of candidates to return for each token.
     """
 
     def __init__(self, decoder: Decoder, head: ExitHead, top_k: int) -> None:
@@ -34,6 +31,17 @@ class Draft(nn.Module):
         self.top_k = top_k
 
     def forward(self, input_ids: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, Tensor, Tensor, list[KV]]:
+        """Run a draft step.
+
+        Args:
+            input_ids: Token ids [B, n].
+            inputs: Shared inputs of the layers.
+            caches: The caches 0 .. N-1 and L .. L+E-1.
+
+        Returns:
+            Logits [B, n, V] in float32; ids [B, n, K] and log-probabilities [B, n, K] of the K most likely tokens, most likely
+            first; the written caches.
+        """
         layer = self.exit_head.exit_config.layer
         x = self.model.embed_tokens(input_ids)
         written = []
@@ -48,10 +56,12 @@ class Draft(nn.Module):
 
 
 class Verify(nn.Module):
-    """The whole model, or one stage of it: the layers ``layers``.
+    """The whole model, or one stage of it.
 
-    The first stage takes ``input_ids`` [B, n] as ``x``, the others the hidden state [B, n, hidden] that the stage before them
-    gave; the last gives logits [B, n, V] in float32. All give their written caches, the first stage the exit blocks' too.
+    Args:
+        decoder: The base model.
+        head: The exit head, whose caches the pass also writes.
+        layers: The layers of the stage; None for all.
     """
 
     def __init__(self, decoder: Decoder, head: ExitHead, layers: range | None = None) -> None:
@@ -62,6 +72,16 @@ class Verify(nn.Module):
         self.layers = range(decoder.geometry.num_layers) if layers is None else layers
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
+        """Run a verify pass.
+
+        Args:
+            x: Token ids [B, n] for the first stage, the previous stage's hidden state [B, n, hidden] for the others.
+            inputs: Shared inputs of the layers.
+            caches: The caches of the stage's layers; for the first stage also those of the exit blocks.
+
+        Returns:
+            Logits [B, n, V] in float32 from the last stage, hidden state [B, n, hidden] from the others; the written caches.
+        """
         exit_layer, count = self.exit_head.exit_config.layer, len(self.layers)
         if self.layers.start == 0:
             x = self.model.embed_tokens(x)
@@ -71,7 +91,7 @@ class Verify(nn.Module):
             x, cache = self.model.layers[index](x, inputs, cache)
             written.append(cache)
             if index == exit_layer - 1:
-                exit_caches = self.exit_head.write(x, inputs, caches[count:])
+                exit_caches = self.exit_head.write_kv(x, inputs, caches[count:])
         if self.layers.stop == len(self.model.layers):
             x = self.lm_head(self.model.norm(x)).float()
         return x, written + exit_caches

@@ -1,4 +1,4 @@
-"""From a name to a model directory: a local path, a Hugging Face id, or one of the short names below."""
+"""Find a model directory by a local path, a Hugging Face id or a short name."""
 
 from pathlib import Path
 
@@ -28,12 +28,21 @@ ALIASES = {
     "qwen3-32b": "Qwen/Qwen3-32B",
 }
 
-NEEDED = ["*.json", "*.safetensors", "*.jinja"]
-UNNEEDED = ["consolidated*", "original/*"]  # the same weights again, under the names of other tools
+_INCLUDED = ["*.json", "*.safetensors", "*.jinja"]
+_EXCLUDED = ["consolidated*", "original/*"]  # copies of the weights in the formats of other tools
 
 
 def find_model(name: str) -> Path:
-    """The model's directory; downloads through huggingface_hub (its cache, its offline variables) only what is not local."""
+    """Find a model's directory, and download what is missing from it.
+
+    Downloads go through huggingface_hub, so its cache and its environment variables (such as ``HF_HUB_OFFLINE``) apply.
+
+    Args:
+        name: A local directory, a Hugging Face id, or a key of :data:`ALIASES`.
+
+    Raises:
+        EESDError: There is no such model, or it cannot be downloaded.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -44,9 +53,9 @@ def find_model(name: str) -> Path:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=NEEDED, ignore_patterns=UNNEEDED))
+        return Path(snapshot_download(repository, allow_patterns=_INCLUDED, ignore_patterns=_EXCLUDED))
     except GatedRepoError:
-        raise EESDError(f"{repository} is gated; accept its licence on its page and run `hf auth login`.") from None
+        raise EESDError(f"{repository} is gated; accept its licence on its page, then run `hf auth login`.") from None
     except RepositoryNotFoundError:
         raise EESDError(f"The hub has no model {repository} (or it is private: run `hf auth login`).") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError):

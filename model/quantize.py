@@ -1,8 +1,8 @@
-"""Weight-only quantization of linear layers: int8 or int4 in blocks of 32 weights with one scale, symmetric, no zero point.
+"""Weight-only quantization of linear layers: symmetric int8 or int4 with one scale for each block of 32 weights.
 
-A block is 32 consecutive inputs of one output, as ONNX's blockwise ``DequantizeLinear`` (axis 0 of weights stored [in, out])
-wants it. The scale is that which brings the block's largest weight to the end of the range, so that rounding to nearest
-moves no weight by more than half a scale.
+A block is 32 consecutive inputs of one output. Weights are stored as [in, out], so this is the layout of ONNX's blockwise
+``DequantizeLinear`` with axis 0. The scale maps the block's largest weight to the end of the range. Rounding to nearest then
+changes no weight by more than half a scale.
 """
 
 import torch
@@ -11,21 +11,27 @@ from torch import Tensor
 from eesd.common.weights import BITS, BLOCK
 
 LEVELS = {"int8": 127, "int4": 7}
-"""Most steps of a scale to either side of zero; -128 and -8 stay unused, so that the range is symmetric."""
+"""Largest level. The range is symmetric: -128 and -8 are not used."""
 _PIECE = 1 << 21
-"""Weights that are in float32 at a time."""
+"""Number of weights that are converted to float32 at a time."""
 
 
 def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The levels of ``weight`` [out, in] as the bytes of a tensor [in, out], int4 with two to a byte, the first in the low
-    half; and the scales [in / 32, out] in ``dtype``. ``in`` must be a multiple of 32.
+    """Quantize a weight, piece by piece, so that only the arguments and the results take much memory.
 
-    Works through the tensor in pieces: the only large things in memory are what is given and what is returned.
+    Args:
+        weight: Weight [out, in]; ``in`` must be a multiple of 32.
+        kind: ``int8`` or ``int4``.
+        dtype: Element type of the scales.
+
+    Returns:
+        The levels and the scales. The levels are the bytes of a tensor [in, out]; int4 has two levels in a byte, the first in
+        the low half. The scales are [in / 32, out].
     """
     outputs, inputs = weight.shape
     stored = torch.empty(inputs * outputs * BITS[kind] // 8, dtype=torch.uint8)
     scales = torch.empty(inputs // BLOCK, outputs, dtype=dtype)
-    # Half the least number of the type: among subnormal numbers it turns rounding to the nearest into rounding up.
+    # Half the smallest subnormal number: for subnormal scales it turns rounding to nearest into rounding up.
     half = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
     step = BLOCK * max(1, _PIECE // (BLOCK * outputs))
     for begin in range(0, inputs, step):
@@ -42,7 +48,16 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def dequantize(stored: Tensor, scales: Tensor, kind: str) -> Tensor:
-    """What :func:`quantize` made of a weight, as [in, out] in the type of ``scales``."""
+    """Undo :func:`quantize`.
+
+    Args:
+        stored: The levels.
+        scales: The scales [in / 32, out].
+        kind: ``int8`` or ``int4``.
+
+    Returns:
+        The weight [in, out] in the element type of ``scales``.
+    """
     levels = stored.view(torch.int8)
     if kind == "int4":
         levels = torch.stack(((levels << 4) >> 4, levels >> 4), -1)

@@ -1,4 +1,4 @@
-"""``eesd-build``: real plans, built by TensorRT-RTX without a GPU. Where it is not installed, all of this is skipped."""
+"""``eesd-build``: plans that TensorRT-RTX builds without a GPU. Skipped where TensorRT-RTX is not installed."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ TYPES = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 
 @pytest.fixture(scope="module")
 def built(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float16 engine directory with its plans. Copy it before changing anything."""
+    """A float16 engine directory with its plans. Tests must copy it before they change anything."""
     directory = export_engine(family_dir("qwen2"), tmp_path_factory.mktemp("built") / "plans", "--dtype", "float16")
     succeed(main, directory)
     return directory
@@ -39,8 +39,9 @@ def copy(built: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family(family_dir: Callable[[str], Path], tmp_path: Path, name: str, dtype: str) -> None:
-    """All layers' attention and cache updates are single kernels, whatever the family."""
+def test_attentions_and_cache_updates_of_every_family_are_single_kernels(
+    family_dir: Callable[[str], Path], tmp_path: Path, name: str, dtype: str
+) -> None:
     directory = export_engine(
         family_dir(name), tmp_path / "plans", "--dtype", dtype, "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check"
     )
@@ -52,8 +53,8 @@ def test_every_family(family_dir: Callable[[str], Path], tmp_path: Path, name: s
     assert (verify.fused_attentions, verify.fused_cache_updates) == (manifest.geometry.num_layers, 2 * manifest.num_caches)
 
 
-def test_stages(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """A plan for each stage, with every attention and cache update of its layers as a single kernel."""
+def test_every_stage_gets_a_plan(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its attentions and cache updates are single kernels."""
     options = ("--dtype", "float16", "--max-seq-len", 64, "--stages", 3)
     directory = export_engine(family_dir("llama-head-dim"), tmp_path / "plans", *options)
     result = succeed(main, directory)
@@ -67,8 +68,8 @@ def test_stages(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantized(family_dir: Callable[[str], Path], tmp_path: Path, kind: str, dtype: str) -> None:
-    """Weight-only plans of both stages, attention and caches as in any other."""
+def test_quantized_stages_get_plans(family_dir: Callable[[str], Path], tmp_path: Path, kind: str, dtype: str) -> None:
+    """Their attentions and cache updates are single kernels."""
     options = ("--dtype", dtype, "--quantize", kind, "--stages", 2, "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check")
     directory = export_engine(family_dir("qwen2"), tmp_path / "plans", *options)
     assert "single kernels" not in succeed(main, directory).stderr
@@ -80,7 +81,7 @@ def test_quantized(family_dir: Callable[[str], Path], tmp_path: Path, kind: str,
 
 @pytest.mark.slow
 def test_quantized_plans_are_small(tmp_path: Path) -> None:
-    """Where weights are most of a plan, it is as much smaller as they are: the builder does not widen them."""
+    """The builder does not widen the weights: the plan is little larger than they are."""
     size = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_hidden_layers": 3}
     model = write_checkpoint(tmp_path / "model", LLAMA_70B | size | {"vocab_size": 8000}, shards=1, sparse=False)
     options = ("--dtype", "float16", "--quantize", "int4", "--max-seq-len", 256, "--no-check")
@@ -88,11 +89,11 @@ def test_quantized_plans_are_small(tmp_path: Path) -> None:
     succeed(main, directory)
     manifest = load_manifest(directory)
     for graph in manifest.graphs:
-        weights = plans.weight_bytes(directory, graph)
+        weights = manifest.weight_bytes(graph)
         assert weights < manifest.plans[graph.file].size < weights + 12_000_000
 
 
-def test_what_is_recorded(built: Path) -> None:
+def test_manifest_records_the_plans(built: Path) -> None:
     manifest = load_manifest(built)
     assert manifest.plans.keys() == {"draft.onnx", "verify.onnx"}
     for plan in manifest.plans.values():
@@ -109,11 +110,11 @@ def test_what_is_recorded(built: Path) -> None:
 def test_inspect_shows_plans(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     shown = " ".join(succeed(inspect.main, built, "--verify").stdout.split())
-    assert "verify.plan" in shown and "tensorrt-rtx" in shown and "any GPU that it supports" in shown
+    assert "verify.plan" in shown and "tensorrt-rtx" in shown and "any supported GPU" in shown
     assert "3 attentions and 8 cache updates" in shown
 
 
-def test_unchanged_is_not_built_again(copy: Path) -> None:
+def test_plans_that_are_up_to_date_are_not_built_again(copy: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in copy.glob("*.plan")}
     assert succeed(main, copy).stdout == "draft.plan: up to date\nverify.plan: up to date\n"
     assert {path: path.stat().st_mtime_ns for path in copy.glob("*.plan")} == before
@@ -121,7 +122,7 @@ def test_unchanged_is_not_built_again(copy: Path) -> None:
     assert all(path.stat().st_mtime_ns > before[path] for path in before)
 
 
-def test_other_options_or_weights_are_built_again(copy: Path) -> None:
+def test_outdated_and_missing_plans_are_built_again(copy: Path) -> None:
     assert "up to date" not in succeed(main, copy, "--prefill-chunk", 64).stdout
     assert load_manifest(copy).plans["verify.onnx"].profiles[1] == (1, 64, 64)
     (copy / "verify.plan").unlink()
@@ -134,7 +135,7 @@ def test_other_options_or_weights_are_built_again(copy: Path) -> None:
     assert "MB by tensorrt-rtx" in lines[0] and lines[1] == "verify.plan: up to date"
 
 
-def test_batch_and_gpu(copy: Path) -> None:
+def test_plans_record_batch_and_compute_capabilities(copy: Path) -> None:
     succeed(main, copy, "--batch", 4, "--compute-capability", "8.9", "--compute-capability", "12.0")
     for plan in load_manifest(copy).plans.values():
         assert plan.max_batch == 4 and plan.compute_capabilities == ("8.9", "12.0")
@@ -158,29 +159,29 @@ def test_profiles_cover_decoding_and_prefill(built: Path) -> None:
         (("--target", "tensorrt"), ("tensorrt", "install")),
     ],
 )
-def test_refused_options(built: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+def test_unusable_options_are_refused(built: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
     assert_refused(run(main, built, *options), *words)
 
 
-def test_attention_without_a_kernel(engine: Path, text_model: Path, tmp_path: Path) -> None:
-    """Heads of 8 have no fused attention; a plan that decomposes it is not built in silence."""
-    assert load_manifest(engine).head_dim == 8
+def test_attention_without_a_fused_kernel_fails_the_build(engine: Path, text_model: Path, tmp_path: Path) -> None:
+    """Heads of 8 have no fused attention, and the build does not decompose it."""
+    assert load_manifest(engine).geometry.head_dim == 8
     directory = export_engine(text_model, tmp_path / "plans", "--dtype", "float16", "--no-check")
     assert_refused(run(main, directory), "cannot build", "draft.onnx")
     assert not list(directory.glob("*.plan"))
 
 
-def test_float32_is_refused(engine: Path) -> None:
+def test_float32_directory_is_refused(engine: Path) -> None:
     assert_refused(run(main, engine), "float32", "--dtype float16")
 
 
-def test_nothing_installed(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tensorrt_is_reported(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "FLAVOURS", {"tensorrt": "no_such_module", "tensorrt-rtx": "no_such_module"})
     assert_refused(run(main, built), "No TensorRT is installed", "pip install 'eesd[tensorrt-rtx]'")
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "edited"])
-def test_damaged_plan(copy: Path, damage: str) -> None:
+def test_damaged_plan_is_detected(copy: Path, damage: str) -> None:
     path = copy / "verify.plan"
     data = path.read_bytes()
     path.unlink()
@@ -191,13 +192,13 @@ def test_damaged_plan(copy: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--force",)])
-def test_edited_weights_are_not_built(copy: Path, options: tuple[str, ...]) -> None:
+def test_modified_weights_are_refused(copy: Path, options: tuple[str, ...]) -> None:
     with (copy / "weights.bin").open("r+b") as file:
         file.write(b"\x01")
     assert_refused(run(main, copy, *options), "weights.bin was changed")
 
 
-def test_nothing_is_hashed_when_there_is_nothing_to_do(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_hashed_only_before_a_build(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[Path] = []
     monkeypatch.setattr(build_cli, "verify_files", lambda directory, _: hashed.append(directory))
     succeed(main, copy)
@@ -206,20 +207,19 @@ def test_nothing_is_hashed_when_there_is_nothing_to_do(copy: Path, monkeypatch: 
     assert hashed == [copy]
 
 
-def test_graph_that_cannot_be_built(copy: Path) -> None:
-    """The builder's own complaint, in one line; the old plans and the manifest stay as they are."""
+def test_failed_build_reports_the_builders_error_and_keeps_the_old_plans(copy: Path) -> None:
     model = onnx.load(copy / "draft.onnx", load_external_data=False)
     next(node for node in model.graph.node if node.op_type == "MatMul").op_type = "NoSuchOperator"
     onnx.save(model, copy / "draft.onnx")
-    adopt_graph(copy)
+    record_graph(copy)
     before = {path.name: path.read_bytes() for path in copy.iterdir()}
     result = run(main, copy)
     assert_refused(result, "cannot build", "draft.onnx", "NoSuchOperator")
     assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
 
 
-def adopt_graph(directory: Path) -> None:
-    """Make the manifest agree with a graph that was edited."""
+def record_graph(directory: Path) -> None:
+    """Record the modified draft graph in the manifest."""
     path = directory / "manifest.json"
     raw = json.loads(path.read_text())
     graph = directory / "draft.onnx"
@@ -227,7 +227,7 @@ def adopt_graph(directory: Path) -> None:
     path.write_text(json.dumps(raw))
 
 
-def test_too_little_memory_or_disk(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_or_disk_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_cli, "available_memory", lambda: 1000)
     assert_refused(run(main, copy, "--force"), "of memory", "--stages")
     monkeypatch.undo()
@@ -235,8 +235,8 @@ def test_too_little_memory_or_disk(copy: Path, monkeypatch: pytest.MonkeyPatch) 
     assert_refused(run(main, copy, "--force"), "GB free")
 
 
-def test_full_disk_while_writing(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old plan stays, and nothing half-written beside it."""
+def test_full_disk_while_writing_keeps_the_old_plan(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No partial file is left beside it."""
     names = sorted(path.name for path in copy.iterdir())
     original = Path.open
 
@@ -251,6 +251,6 @@ def test_full_disk_while_writing(copy: Path, monkeypatch: pytest.MonkeyPatch) ->
     succeed(inspect.main, copy, "--verify")
 
 
-def test_library_refuses_too(engine: Path) -> None:
+def test_check_precision_raises_for_float32(engine: Path) -> None:
     with pytest.raises(EESDError, match="float32"):
         plans.check_precision(load_manifest(engine))

@@ -1,4 +1,4 @@
-"""Exit heads on disk: written and read back, and refused when damaged or made for another model."""
+"""Exit heads are stored and loaded; damaged heads and heads of other models are refused."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def make_head(checkpoint: Checkpoint, blocks: int = 1, own_lm_head: bool = False
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("blocks", "own_lm_head"), [(1, False), (2, True), (3, False)])
 @pytest.mark.parametrize("family", ["llama-bias", "qwen3"])
-def test_round_trip(
+def test_loaded_head_is_the_saved_head(
     family_dir: FamilyDir, tmp_path: Path, family: str, blocks: int, own_lm_head: bool, dtype: torch.dtype
 ) -> None:
     checkpoint = Checkpoint(family_dir(family))
@@ -49,12 +49,12 @@ def test_saving_again_replaces_the_head(family_dir: FamilyDir, tmp_path: Path) -
     exit_head.save(make_head(checkpoint, blocks=2), tmp_path)
     exit_head.save(make_head(checkpoint, blocks=1, own_lm_head=True), tmp_path)
     assert checkpoint.exit_head(tmp_path).exit_config.blocks == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == [exit_head.CONFIG, exit_head.WEIGHTS]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [exit_head.CONFIG_FILE, exit_head.WEIGHTS_FILE]
 
 
 @pytest.mark.parametrize("own_lm_head", [False, True])
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2"])
-def test_initialised_from_the_last_layers(family_dir: FamilyDir, family: str, own_lm_head: bool) -> None:
+def test_untrained_head_copies_the_last_layers(family_dir: FamilyDir, family: str, own_lm_head: bool) -> None:
     decoder = Checkpoint(family_dir(family)).decoder()
     head = exit_head.initialise(decoder, ExitConfig(layer=1, blocks=2, own_lm_head=own_lm_head))
     for block, layer in zip(head.blocks, decoder.model.layers[1:], strict=True):
@@ -62,7 +62,9 @@ def test_initialised_from_the_last_layers(family_dir: FamilyDir, family: str, ow
     assert torch.equal(head.norm.weight, decoder.model.norm.weight)
     if own_lm_head:
         assert head.lm_head is not None and torch.equal(head.lm_head.weight, decoder.lm_head.weight)
-        assert head.lm_head.weight.data_ptr() != decoder.lm_head.weight.data_ptr(), "training it would train the base"
+        assert head.lm_head.weight.data_ptr() != decoder.lm_head.weight.data_ptr(), (
+            "training the head must not change the base model"
+        )
 
 
 @pytest.mark.parametrize(
@@ -75,14 +77,14 @@ def test_initialised_from_the_last_layers(family_dir: FamilyDir, family: str, ow
         (1, 4, "between 1 and 3 blocks; 4 were given"),
     ],
 )
-def test_impossible_heads(family_dir: FamilyDir, layer: int, blocks: int, words: str) -> None:
+def test_impossible_heads_are_refused(family_dir: FamilyDir, layer: int, blocks: int, words: str) -> None:
     decoder = Checkpoint(family_dir("llama2")).decoder()
     with pytest.raises(EESDError, match=words):
         exit_head.initialise(decoder, ExitConfig(layer, blocks))
 
 
-def test_refused_for_another_base_model(family_dir: FamilyDir, tmp_path: Path) -> None:
-    """The same geometry with other weights: only the fingerprint tells them apart."""
+def test_head_of_another_base_model_is_refused(family_dir: FamilyDir, tmp_path: Path) -> None:
+    """The geometry is the same; only the fingerprint differs."""
     checkpoint = Checkpoint(family_dir("mistral"))
     other = Checkpoint(build(FAMILIES["mistral"], tmp_path / "other", seed=1))
     exit_head.save(make_head(checkpoint), tmp_path / "head")
@@ -101,7 +103,7 @@ def stored(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> t
 
 @pytest.fixture
 def damaged(stored: tuple[Checkpoint, Path], tmp_path: Path) -> tuple[Checkpoint, Path]:
-    """A stored head that the test may damage, with the checkpoint that it belongs to."""
+    """A checkpoint, and a copy of its stored head that the test may damage."""
     return stored[0], shutil.copytree(stored[1], tmp_path / "head")
 
 
@@ -112,19 +114,19 @@ def refused(checkpoint: Checkpoint, directory: Path, *words: str) -> None:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [exit_head.CONFIG, exit_head.WEIGHTS])
-def test_missing_file(damaged: tuple[Checkpoint, Path], name: str) -> None:
+@pytest.mark.parametrize("name", [exit_head.CONFIG_FILE, exit_head.WEIGHTS_FILE])
+def test_missing_file_is_refused(damaged: tuple[Checkpoint, Path], name: str) -> None:
     checkpoint, directory = damaged
     (directory / name).unlink()
     refused(checkpoint, directory, str(directory / name), "missing")
 
 
 @pytest.mark.parametrize("keep", [4, 100, -1])
-def test_truncated_weights(damaged: tuple[Checkpoint, Path], keep: int) -> None:
+def test_truncated_weights_are_refused(damaged: tuple[Checkpoint, Path], keep: int) -> None:
     checkpoint, directory = damaged
-    data = (directory / exit_head.WEIGHTS).read_bytes()
-    (directory / exit_head.WEIGHTS).write_bytes(data[:keep])
-    refused(checkpoint, directory, exit_head.WEIGHTS, "truncated", "fetch")
+    data = (directory / exit_head.WEIGHTS_FILE).read_bytes()
+    (directory / exit_head.WEIGHTS_FILE).write_bytes(data[:keep])
+    refused(checkpoint, directory, exit_head.WEIGHTS_FILE, "truncated", "fetch")
 
 
 @pytest.mark.parametrize(
@@ -147,23 +149,23 @@ def test_truncated_weights(damaged: tuple[Checkpoint, Path], keep: int) -> None:
         ({"calibration": CalibrationPrior().to_dict() | {"request": -1.0}}, "0 or above"),
     ],
 )
-def test_damaged_config(damaged: tuple[Checkpoint, Path], changes: dict[str, Any], words: str) -> None:
+def test_damaged_config_is_refused(damaged: tuple[Checkpoint, Path], changes: dict[str, Any], words: str) -> None:
     checkpoint, directory = damaged
-    path = directory / exit_head.CONFIG
+    path = directory / exit_head.CONFIG_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     refused(checkpoint, directory, str(directory) if "between" not in words else "", words)
 
 
-def test_config_without_a_layer(damaged: tuple[Checkpoint, Path]) -> None:
+def test_config_without_a_layer_is_refused(damaged: tuple[Checkpoint, Path]) -> None:
     checkpoint, directory = damaged
-    (directory / exit_head.CONFIG).write_text("{}")
-    refused(checkpoint, directory, exit_head.CONFIG, "not an exit head's configuration")
+    (directory / exit_head.CONFIG_FILE).write_text("{}")
+    refused(checkpoint, directory, exit_head.CONFIG_FILE, "not an exit head's configuration")
 
 
 @pytest.mark.parametrize("value", [None, torch.ones(32), torch.ones(64, dtype=torch.int8)])
-def test_damaged_tensor(damaged: tuple[Checkpoint, Path], value: torch.Tensor | None) -> None:
+def test_missing_and_wrong_tensors_are_refused(damaged: tuple[Checkpoint, Path], value: torch.Tensor | None) -> None:
     checkpoint, directory = damaged
-    tensors = load_file(directory / exit_head.WEIGHTS)
+    tensors = load_file(directory / exit_head.WEIGHTS_FILE)
     del tensors["norm.weight"]
-    save_file(tensors | ({} if value is None else {"norm.weight": value}), directory / exit_head.WEIGHTS)
+    save_file(tensors | ({} if value is None else {"norm.weight": value}), directory / exit_head.WEIGHTS_FILE)
     refused(checkpoint, directory, str(directory), "norm.weight")

@@ -1,4 +1,4 @@
-"""What ``eesd-export`` writes: complete, standard, each weight once, and computing what transformers computes."""
+"""``eesd-export`` writes complete directories of standard graphs that generate the same tokens as transformers."""
 
 import json
 from collections.abc import Callable
@@ -12,13 +12,13 @@ import torch
 from onnx import TensorProto
 from support import tiny_models
 from support.command import export_engine, listing, run, succeed
-from support.engine_dirs import graph_of, places, trained_head
+from support.engine_dirs import graph_of, tensor_locations, trained_head
 from transformers import AutoModelForCausalLM
 
 import eesd
-from eesd.common.manifest import NAME, WEIGHTS, Manifest, load_manifest, sha256_of, verify_files
+from eesd.common.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, load_manifest, sha256_of, verify_files
 from eesd.export.cli import main as export_main
-from eesd.export.graph import SYMBOLS
+from eesd.export.onnx_graph import SYMBOLS
 from eesd.export.weights import ALIGNMENT
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.llm import Speculation
@@ -31,7 +31,7 @@ PROMPT = [1, 17, 5, 40, 3, 88, 61]
 
 @pytest.fixture(scope="module")
 def exported(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Give a family's name, get its float32 engines."""
+    """A function that returns the float32 engines of a family."""
 
     @cache
     def directory(name: str) -> Path:
@@ -41,7 +41,7 @@ def exported(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def assert_generates_as_transformers(directory: Path, model: Path) -> None:
-    """Greedy tokens of plain decoding and of drafting, chain and tree, are those of ``transformers.generate``."""
+    """Plain decoding, chains and trees give the greedy tokens of ``transformers.generate``."""
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prompt = torch.tensor([PROMPT])
     with torch.no_grad():
@@ -55,7 +55,7 @@ def assert_generates_as_transformers(directory: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_manifest(exported: Callable[[str], Path], family_dir: FamilyDir, family: str) -> None:
+def test_manifest_describes_the_export(exported: Callable[[str], Path], family_dir: FamilyDir, family: str) -> None:
     directory, config = exported(family), Checkpoint(family_dir(family)).config
     manifest = load_manifest(directory)
     assert manifest.geometry == config.geometry and manifest.dtype == config.dtype
@@ -63,11 +63,11 @@ def test_manifest(exported: Callable[[str], Path], family_dir: FamilyDir, family
     assert (manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k) == (256, 32, 8)
     assert (manifest.bos_token_id, manifest.eos_token_ids) == (1, (2,))
     assert manifest.exit_head.base == Checkpoint(family_dir(family)).fingerprint()
-    assert listing(directory) == sorted([NAME, *manifest.files])
-    assert {*GRAPHS, WEIGHTS} <= manifest.files.keys()
+    assert listing(directory) == sorted([MANIFEST_FILE, *manifest.files])
+    assert {*GRAPHS, WEIGHTS_FILE} <= manifest.files.keys()
     verify_files(directory, manifest)
     assert {"eesd", "torch", "onnx"} <= manifest.tools.keys()
-    assert Manifest.to_json(manifest) == (directory / NAME).read_text()
+    assert Manifest.to_json(manifest) == (directory / MANIFEST_FILE).read_text()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,8 +89,8 @@ def test_manifest_describes_the_graphs(exported: Callable[[str], Path], family: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_weight_is_stored_once(exported: Callable[[str], Path], family_dir: FamilyDir, family: str) -> None:
     directory = exported(family)
-    draft, verify = (places(graph_of(directory, name)) for name in GRAPHS)
-    assert all(verify[name] == place for name, place in draft.items() if name in verify)
+    draft, verify = (tensor_locations(graph_of(directory, name)) for name in GRAPHS)
+    assert all(verify[name] == location for name, location in draft.items() if name in verify)
     assert "model.embed_tokens.weight" in draft.keys() & verify.keys()
     stored = sorted((draft | verify).values())
     assert all(end <= start for (_, end), (start, _) in zip(_intervals(stored), _intervals(stored)[1:], strict=False))
@@ -101,7 +101,7 @@ def test_each_weight_is_stored_once(exported: Callable[[str], Path], family_dir:
     tables = 2 * 256 * checkpoint.config.geometry.head_dim // 2 * 4
     total = sum(t.nbytes for t in checkpoint.tensors.values()) + sum(block) + tables
     assert sum(length for _, length in stored) == total
-    assert total <= (directory / WEIGHTS).stat().st_size < total + ALIGNMENT * len(stored)
+    assert total <= (directory / WEIGHTS_FILE).stat().st_size < total + ALIGNMENT * len(stored)
 
 
 def _intervals(stored: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -118,7 +118,7 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
     assert not model.functions and all(node.domain == "" for node in model.graph.node)
     caches = len(model.graph.input) // 2 - 2
     attention = [node for node in model.graph.node if node.op_type == "Attention"]
-    # TensorRT's parser takes no Attention with more than one output; the last block of the verify pass only writes its cache.
+    # TensorRT's parser accepts only one output of Attention. In verify the last exit block only writes its caches.
     assert [len(node.output) for node in attention] == [1] * (caches if name == "draft.onnx" else caches - 1)
     assert all(node.input[3:] == ["attn_mask"] for node in attention)
     scatters = [node for node in model.graph.node if node.op_type == "TensorScatter"]
@@ -128,10 +128,10 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_graphs_are_lean(exported: Callable[[str], Path], name: str) -> None:
-    """No shape arithmetic, no transposed weights, and nothing left of the numbers that stood for B, n and S."""
+def test_graphs_compute_no_shapes_and_transpose_no_weights(exported: Callable[[str], Path], name: str) -> None:
+    """The sizes that stood for B, n and S during tracing are gone, too."""
     model = graph_of(exported("llama-head-dim"), name)
-    weights = places(model).keys()
+    weights = tensor_locations(model).keys()
     kinds = {node.op_type for node in model.graph.node}
     assert not kinds & {"Shape", "Concat", "Expand", "Unsqueeze", "Identity"}
     assert not any(node.op_type == "Transpose" and node.input[0] in weights for node in model.graph.node)
@@ -140,12 +140,16 @@ def test_graphs_are_lean(exported: Callable[[str], Path], name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generates_as_transformers(exported: Callable[[str], Path], family_dir: FamilyDir, family: str) -> None:
+def test_engines_generate_the_tokens_of_transformers(
+    exported: Callable[[str], Path], family_dir: FamilyDir, family: str
+) -> None:
     assert_generates_as_transformers(exported(family), family_dir(family))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bit_types(exported: Callable[[str], Path], family_dir: FamilyDir, tmp_path: Path, dtype: str) -> None:
+def test_16_bit_engines_have_16_bit_weights_and_caches(
+    exported: Callable[[str], Path], family_dir: FamilyDir, tmp_path: Path, dtype: str
+) -> None:
     options = ["--model", family_dir("qwen2"), "--exit-layer", 1, "-o", tmp_path / "plans", "--dtype", dtype]
     result = succeed(export_main, *options, "--check")
     assert [line.split(":")[0] for line in result.stdout.splitlines()[1:]] == ["draft", "verify"]
@@ -155,65 +159,71 @@ def test_16_bit_types(exported: Callable[[str], Path], family_dir: FamilyDir, tm
     assert [tensor.dtype for tensor in manifest.draft.outputs[:3]] == ["float32", "int64", "float32"]
     for name in GRAPHS:
         onnx.checker.check_model(tmp_path / "plans" / name, full_check=True)
-    lengths, wide = ([n for _, n in places(graph_of(d, GRAPHS[1])).values()] for d in (tmp_path / "plans", exported("qwen2")))
-    assert [2 * length for length in lengths] == wide
+    directories = tmp_path / "plans", exported("qwen2")
+    narrow, wide = ([n for _, n in tensor_locations(graph_of(d, GRAPHS[1])).values()] for d in directories)
+    assert [2 * length for length in narrow] == wide
 
 
 @pytest.mark.parametrize(("blocks", "own_lm_head"), [(1, True), (2, False), (3, True)])
-def test_trained_heads(family_dir: FamilyDir, tmp_path: Path, blocks: int, own_lm_head: bool) -> None:
+def test_engines_of_trained_heads_generate_the_tokens_of_transformers(
+    family_dir: FamilyDir, tmp_path: Path, blocks: int, own_lm_head: bool
+) -> None:
     model = family_dir("qwen3-bias")
     head = trained_head(model, tmp_path / "head", blocks, own_lm_head)
     directory = export_engine(model, tmp_path / "plans", "--exit-head", head, "--check")
     manifest = load_manifest(directory)
     assert (manifest.exit_head.blocks, manifest.exit_head.trained) == (blocks, True)
     assert manifest.draft.caches == (0, *range(3, 3 + blocks))
-    assert ("exit_head.lm_head.weight" in places(graph_of(directory, "draft.onnx"))) == own_lm_head
-    assert ("lm_head.weight" in places(graph_of(directory, "draft.onnx"))) != own_lm_head
+    weights = tensor_locations(graph_of(directory, "draft.onnx"))
+    assert ("exit_head.lm_head.weight" in weights) == own_lm_head
+    assert ("lm_head.weight" in weights) != own_lm_head
     assert_generates_as_transformers(directory, model)
 
 
-def test_head_in_the_model_directory(tmp_path: Path) -> None:
+def test_head_in_the_model_directory_is_the_default(tmp_path: Path) -> None:
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     trained_head(model, model, blocks=1, own_lm_head=False, layer=2)
     for options in ([], ["--exit-layer", 2]):
         result = succeed(export_main, "--model", model, "-o", tmp_path / "plans", *options)
-        assert "exit after layer 2" in result.stdout and "untrained" not in result.output.lower()
+        assert "exit after layer 2" in result.stdout and "not trained" not in result.output.lower()
         manifest = load_manifest(tmp_path / "plans")
         assert (manifest.exit_head.layer, manifest.exit_head.trained) == (2, True)
 
 
-def test_text_files_travel(text_model: Path, engine: Path) -> None:
+def test_tokenizer_files_are_copied(text_model: Path, engine: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (engine / name).read_bytes() == (text_model / name).read_bytes()
         assert load_manifest(engine).files[name].sha256 == sha256_of(text_model / name)
 
 
-def test_limits(text_model: Path, tmp_path: Path) -> None:
+def test_limits_apply_to_graphs_and_decoding(text_model: Path, tmp_path: Path) -> None:
     options = ["--max-seq-len", 40, "--max-tree-nodes", 5, "--draft-top-k", 3]
     directory = export_engine(text_model, tmp_path / "plans", *options)
     manifest = load_manifest(directory)
     assert (manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k) == (40, 5, 3)
     assert [tensor.shape for tensor in manifest.draft.outputs[1:3]] == [("B", "n", 3)] * 2
-    assert places(graph_of(directory, "draft.onnx"))["cos"][1] == 40 * manifest.geometry.head_dim // 2 * 4
+    assert tensor_locations(graph_of(directory, "draft.onnx"))["cos"][1] == 40 * manifest.geometry.head_dim // 2 * 4
     for width in (1, 3):
         llm = eesd.load(directory, speculation=Speculation("fixed:k=30", width, guard=False), threads=1)
         completion = llm.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
         assert len(completion.tokens) == 40 - len(PROMPT) and completion.finish_reason == "length"
-        assert 0 < completion.stats.drafted <= 5 * completion.stats.drafting_rounds
+        assert 0 < completion.stats.draft_tokens <= 5 * completion.stats.drafting_rounds
 
 
-def test_candidates_are_at_most_the_vocabulary(tmp_path: Path) -> None:
+def test_draft_reports_at_most_as_many_candidates_as_tokens(tmp_path: Path) -> None:
     model = tiny_models.build(tmp_path / "model", 5, layers=2, damping=0.5, seed=0)
     assert load_manifest(export_engine(model, tmp_path / "plans")).draft_top_k == 5
 
 
 @pytest.mark.parametrize("option", [["--max-seq-len", 1], ["--max-tree-nodes", 0], ["--draft-top-k", 65]])
-def test_limits_out_of_range(text_model: Path, tmp_path: Path, option: list[Any]) -> None:
+def test_limits_out_of_range_are_refused(text_model: Path, tmp_path: Path, option: list[Any]) -> None:
     result = run(export_main, "--model", text_model, "--exit-layer", 1, "-o", tmp_path / "plans", *option)
     assert result.exit_code == 2 and option[0] in result.stderr
     assert listing(tmp_path) == []
 
 
-def test_manifest_is_plain_json(engine: Path) -> None:
-    raw = json.loads((engine / NAME).read_text())
-    assert raw["format_version"] == 2 and raw["verify"][0]["inputs"][4]["shape"] == ["B", 2, "S", 8]
+def test_manifest_is_json_of_format_version_3(engine: Path) -> None:
+    raw = json.loads((engine / MANIFEST_FILE).read_text())
+    assert raw["format_version"] == 3 and raw["verify"][0]["inputs"][4]["shape"] == ["B", 2, "S", 8]
+    assert raw["geometry"]["rope_theta"] == 10000.0 and raw["geometry"]["rope_scaling"] is None
+    assert raw["exit_head"].keys() == {"layer", "blocks", "own_lm_head", "base", "trained", "calibration"}

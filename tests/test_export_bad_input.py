@@ -1,4 +1,4 @@
-"""Models, exit heads, options and output directories that an export cannot use: one helpful line each, before any work."""
+"""``eesd-export`` refuses unusable models, exit heads, options and outputs in one line, before it writes anything."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def widen(model: Path) -> None:
         (widen, ("float64 cannot be exported", "--dtype float32|float16|bfloat16")),
     ],
 )
-def test_bad_model(model: Path, tmp_path: Path, damage: Callable[[Path], None], words: tuple[str, ...]) -> None:
+def test_damaged_model_is_refused(model: Path, tmp_path: Path, damage: Callable[[Path], None], words: tuple[str, ...]) -> None:
     damage(model)
     result = export_to(tmp_path / "plans", model)
     assert_refused(result, *words)
@@ -71,23 +71,23 @@ def test_bad_model(model: Path, tmp_path: Path, damage: Callable[[Path], None], 
 
 
 @pytest.mark.parametrize("name", ["llama-9000b", "./nowhere", "/nowhere/at/all", "a/b/c"])
-def test_unknown_model(tmp_path: Path, name: str) -> None:
+def test_unknown_model_name_is_refused(tmp_path: Path, name: str) -> None:
     assert_refused(export_to(tmp_path / "plans", name), name, "neither a directory nor a Hugging Face id", "llama-70b")
 
 
-def test_model_that_is_no_directory(text_model: Path, tmp_path: Path) -> None:
+def test_model_that_is_a_file_is_refused(text_model: Path, tmp_path: Path) -> None:
     for path in (text_model / WEIGHTS, text_model / WEIGHTS / "model"):
         assert_refused(export_to(tmp_path / "plans", path), str(path), "neither a directory")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable_model(model: Path, tmp_path: Path) -> None:
+def test_unreadable_model_is_refused(model: Path, tmp_path: Path) -> None:
     (model / "config.json").chmod(0)
     assert_refused(export_to(tmp_path / "plans", model), "Permission denied", "config.json")
 
 
 @pytest.mark.parametrize("name", ["llama-70b", "nobody/nothing"])
-def test_offline(tmp_path: Path, name: str) -> None:
+def test_model_that_is_not_in_the_cache_is_refused_offline(tmp_path: Path, name: str) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "eesd.export.cli", "--model", name, "--exit-layer", "4", "-o", str(tmp_path / "plans")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -96,14 +96,14 @@ def test_offline(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 3, -1, 10**9])
-def test_exit_layer_out_of_range(text_model: Path, tmp_path: Path, layer: int) -> None:
+def test_exit_layer_out_of_range_is_refused(text_model: Path, tmp_path: Path, layer: int) -> None:
     result = run(export_main, "--model", text_model, "-o", tmp_path / "plans", "--exit-layer", layer)
     assert_refused(result, "between 1 and 2", str(layer))
 
 
-def test_no_exit_at_all(text_model: Path, tmp_path: Path) -> None:
+def test_export_without_exit_head_or_exit_layer_is_refused(text_model: Path, tmp_path: Path) -> None:
     result = run(export_main, "--model", text_model, "-o", tmp_path / "plans")
-    assert_refused(result, "no trained exit head", "--exit-layer N", "--exit-head DIR")
+    assert_refused(result, "has no trained exit head", "--exit-layer N", "--exit-head DIR")
 
 
 def save_head(model: Path, directory: Path, **changes: Any) -> Path:
@@ -113,25 +113,25 @@ def save_head(model: Path, directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_bad_exit_heads(text_model: Path, tmp_path: Path) -> None:
+def test_exit_heads_that_do_not_fit_are_refused(text_model: Path, tmp_path: Path) -> None:
     output, head = tmp_path / "plans", save_head(text_model, tmp_path / "head")
-    assert_refused(export_to(output, text_model, "--exit-head", head), "leaves after layer 2", "--exit-layer says 1")
+    assert_refused(export_to(output, text_model, "--exit-head", head), "exit after layer 2", "--exit-layer is 1")
     other = save_head(text_model, tmp_path / "other", base="f" * 64)
     assert_refused(export_to(output, text_model, "--exit-head", other), "another base model", "ffffffffffff")
     none = tmp_path / "none"
     assert_refused(export_to(output, text_model, "--exit-head", none), str(none), "missing", "trained exit head")
-    os.truncate(head / exit_head.WEIGHTS, 1000)
-    assert_refused(export_to(output, text_model, "--exit-head", head), exit_head.WEIGHTS, "truncated")
+    os.truncate(head / exit_head.WEIGHTS_FILE, 1000)
+    assert_refused(export_to(output, text_model, "--exit-head", head), exit_head.WEIGHTS_FILE, "truncated")
     assert listing(tmp_path) == ["head", "other"]
 
 
-def test_bad_limits(text_model: Path, tmp_path: Path) -> None:
+def test_cache_lengths_that_do_not_fit_are_refused(text_model: Path, tmp_path: Path) -> None:
     for options, words in ((("--max-seq-len", 513), ("513", "512 positions")), (("--max-seq-len", 32), ("32 does not fit",))):
         result = export_to(tmp_path / "plans", text_model, *options)
         assert_refused(result, *words)
 
 
-def test_output_that_is_a_file(text_model: Path, tmp_path: Path) -> None:
+def test_output_that_is_a_file_is_refused(text_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     for output in (file, file / "plans", file / "new" / "plans"):
@@ -140,7 +140,7 @@ def test_output_that_is_a_file(text_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
-def test_output_that_holds_something_else(text_model: Path, tmp_path: Path, name: str) -> None:
+def test_directory_of_another_program_is_not_replaced(text_model: Path, tmp_path: Path, name: str) -> None:
     """Other programs have a manifest.json too."""
     (tmp_path / name).write_text('{"format_version": 1, "name": "a web app"}')
     assert_refused(export_to(tmp_path, text_model), "is not an engine directory", "another --output")
@@ -148,24 +148,25 @@ def test_output_that_holds_something_else(text_model: Path, tmp_path: Path, name
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "src/"])
-def test_output_that_also_holds_something_else(text_model: Path, engine_copy: Path, name: str) -> None:
+def test_engine_directory_with_other_files_is_not_replaced(text_model: Path, engine_copy: Path, name: str) -> None:
     (engine_copy / name).mkdir() if name.endswith("/") else (engine_copy / name).write_text("mine")
     before = contents(engine_copy)
     assert_refused(export_to(engine_copy, text_model), "also holds", name.rstrip("/"), "another --output")
     assert contents(engine_copy) == before and (engine_copy / name).exists()
 
 
-def test_engines_are_replaced(text_model: Path, engine_copy: Path) -> None:
-    """Whole, whatever version wrote them, and with the plans that were built of them."""
-    (engine_copy / "draft.plan").write_bytes(b"built of the last export")
+def test_engine_directory_of_any_version_is_replaced_with_its_plans(text_model: Path, engine_copy: Path) -> None:
+    for name in ("draft.plan", "draft.kernels", "timing.cache"):
+        (engine_copy / name).write_bytes(b"built from the last export")
     manifest = json.loads((engine_copy / "manifest.json").read_text())
     (engine_copy / "manifest.json").write_text(json.dumps(manifest | {"format_version": 0}))
     export_engine(text_model, engine_copy, "--dtype", "bfloat16")
     assert json.loads((engine_copy / "manifest.json").read_text())["dtype"] == "bfloat16"
-    assert "draft.plan" not in listing(engine_copy) and listing(engine_copy.parent) == ["plans"]
+    assert not {"draft.plan", "draft.kernels", "timing.cache"} & set(listing(engine_copy))
+    assert listing(engine_copy.parent) == ["plans"]
 
 
-def test_empty_and_linked_output(text_model: Path, tmp_path: Path) -> None:
+def test_output_may_be_a_link_to_an_empty_directory(text_model: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     succeed(export_main, "--model", text_model, "-o", tmp_path / "link", "--exit-layer", 1)

@@ -1,4 +1,4 @@
-"""Exports that fail on the way: nothing half written is left, and the last export stays as it was."""
+"""A failed export leaves nothing behind, and keeps the previous export."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ import pytest
 from click.testing import Result
 from support.command import assert_one_line, assert_refused, contents, listing, run
 
-from eesd.export import check, engine_dir, weights
+from eesd.export import engine_dir, parity, weights
 from eesd.export.cli import main as export_main
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -25,7 +25,7 @@ EXPORT = [sys.executable, "-m", "eesd.export.cli"]
 
 
 class Failure(NamedTuple):
-    """Function ``name`` of ``owner`` raises ``error`` at its ``call``-th call."""
+    """Function ``name`` of ``owner`` raises ``error`` on its ``call``-th call."""
 
     owner: Any
     name: str
@@ -55,7 +55,7 @@ FAILURES = [
     Failure(engine_dir, "sha256_of", 2, KeyboardInterrupt()),
     Failure(shutil, "copyfile", 1, FULL),
     Failure(Path, "write_text", 1, FULL),
-    Failure(check, "_run", 2, KeyboardInterrupt()),
+    Failure(parity, "_run_widened", 2, KeyboardInterrupt()),
 ]
 
 
@@ -71,14 +71,16 @@ def assert_failed(result: Result, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda f: f"{f.name}-{f.call}-{type(f.error).__name__}")
-def test_a_failure_leaves_nothing(text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Failure) -> None:
+def test_failure_leaves_nothing_behind(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Failure
+) -> None:
     failure.arrange(monkeypatch)
     assert_failed(export_to(tmp_path / "plans", text_model), failure.error)
     assert listing(tmp_path) == []
 
 
 @pytest.mark.parametrize("failure", FAILURES[1:3], ids=lambda f: type(f.error).__name__)
-def test_a_failure_keeps_the_last_export(
+def test_failure_keeps_the_previous_export(
     text_model: Path, engine_copy: Path, monkeypatch: pytest.MonkeyPatch, failure: Failure
 ) -> None:
     before = contents(engine_copy.parent)
@@ -88,16 +90,18 @@ def test_a_failure_keeps_the_last_export(
 
 
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_failure_while_replacing(text_model: Path, engine_copy: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """First the last export is moved aside, then the new one takes its name."""
+def test_failure_while_replacing_restores_the_previous_export(
+    text_model: Path, engine_copy: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """The first rename moves the previous export aside, the second gives its name to the new one."""
     before = contents(engine_copy.parent)
     Failure(Path, "rename", call, FULL).arrange(monkeypatch)
     assert_failed(export_to(engine_copy, text_model, "--dtype", "float16"), FULL)
     assert contents(engine_copy.parent) == before and listing(engine_copy.parent) == ["plans"]
 
 
-def test_a_file_that_grows_too_large(text_model: Path, tmp_path: Path) -> None:
-    """The real thing: the system refuses to write on in the middle of the weights."""
+def test_file_size_limit_leaves_nothing_behind(text_model: Path, tmp_path: Path) -> None:
+    """The operating system refuses to extend the file of weights."""
     command = [*EXPORT, "--model", str(text_model), "--exit-layer", "1", "-o", str(tmp_path / "plans")]
 
     def limit() -> None:
@@ -109,8 +113,8 @@ def test_a_file_that_grows_too_large(text_model: Path, tmp_path: Path) -> None:
     assert listing(tmp_path) == []
 
 
-def test_a_stopped_export_cleans_up(text_model: Path, tmp_path: Path) -> None:
-    """SIGTERM, as ``timeout`` and ``docker stop`` send it, in the middle of the weights."""
+def test_export_stopped_by_sigterm_leaves_nothing_behind(text_model: Path, tmp_path: Path) -> None:
+    """``timeout`` and ``docker stop`` send SIGTERM."""
     slow = "import time, eesd.export.weights as w; f = w._bytes_of; w._bytes_of = lambda *a: (time.sleep(0.5), f(*a))[1]"
     command = f"{slow}; from eesd.export.cli import main; main()"
     options = ["--model", str(text_model), "--exit-layer", "1", "-o", str(tmp_path / "plans")]
@@ -122,7 +126,7 @@ def test_a_stopped_export_cleans_up(text_model: Path, tmp_path: Path) -> None:
     assert listing(tmp_path) == []
 
 
-def test_too_little_space(text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_to_a_full_disk_is_refused(text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12 - 10**6, 10**6))  # type: ignore[attr-defined]
     result = export_to(tmp_path / "new" / "plans", text_model)
     assert_refused(result, "needs 0.1 GB", "0.0 GB free", "free some space")
@@ -130,11 +134,15 @@ def test_too_little_space(text_model: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("wrong", [1.0, np.nan])
-def test_a_wrong_graph_is_not_published(
+def test_export_with_wrong_graphs_is_not_published(
     text_model: Path, engine_copy: Path, monkeypatch: pytest.MonkeyPatch, wrong: float
 ) -> None:
-    original, before = check._run, contents(engine_copy.parent)
-    monkeypatch.setattr(check, "_run", lambda path, feeds: original(path, feeds) + np.float32(wrong))
+    original, before = parity._run_widened, contents(engine_copy.parent)
+
+    def run_wrong(path: Path, feeds: dict[str, Any]) -> dict[str, Any]:
+        return {name: value + np.float32(wrong) for name, value in original(path, feeds).items()}
+
+    monkeypatch.setattr(parity, "_run_widened", run_wrong)
     for output in (engine_copy, engine_copy.parent / "new"):
         result = export_to(output, text_model)
         assert_refused(result, "draft and verify graph", "please report")

@@ -1,4 +1,4 @@
-"""Exporting what is much larger than memory: the graph needs none of the weights, the weights one tensor at a time."""
+"""The memory of an export does not grow with the model: graphs need no weights, and weights stream one tensor at a time."""
 
 import json
 import subprocess
@@ -11,18 +11,18 @@ import torch
 from support.synthetic import LLAMA_70B, write_checkpoint
 
 from eesd.export.engine_dir import untrained_head, weight_sources
-from eesd.export.graph import ExportOptions, trace
+from eesd.export.onnx_graph import ExportOptions, trace
 from eesd.export.weights import layout_weights
 from eesd.model.checkpoint import Checkpoint
 
 GB, MB = 10**9, 10**6
 
-# The peak is read from the kernel for this memory alone; getrusage would count the process that started this one, too.
+# The kernel reports the peak of this process alone; getrusage would include the process that started it.
 COMMON = """
 import json, sys, time
 from pathlib import Path
 from eesd.export.engine_dir import untrained_head, weight_sources
-from eesd.export.graph import ExportOptions, to_proto, trace
+from eesd.export.onnx_graph import ExportOptions, to_proto, trace
 from eesd.export.weights import layout_weights, write_weights
 from eesd.model.checkpoint import Checkpoint
 
@@ -30,7 +30,7 @@ def memory(field):
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[field].split()[0]) * 1024
 
-def forget_peak():
+def reset_peak():
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
@@ -49,7 +49,7 @@ print(json.dumps({"peak": memory("VmHWM"), "seconds": seconds, "sizes": sizes, "
 """
 
 WEIGHT_STAGE = """
-before = forget_peak()
+before = reset_peak()
 info = write_weights(Path(sys.argv[4]), layout, weight_sources(checkpoint, head, 4096), lambda *_: None)
 print(json.dumps({"grown": memory("VmHWM") - before, "size": info.size, "tensors": len(layout.weights)}))
 """
@@ -63,21 +63,21 @@ def measure(code: str, *arguments: object) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_graphs_of_a_70b_model(tmp_path: Path) -> None:
-    """15 shards with nothing in them: headers, fingerprint and both graphs, in a minute and 2 GB."""
+def test_graphs_of_a_70b_model_take_a_minute_and_2_gb(tmp_path: Path) -> None:
+    """The 15 shards are sparse files: only headers, fingerprint and graphs are tested."""
     directory = write_checkpoint(tmp_path / "70b", LLAMA_70B, shards=15, sparse=True)
     assert sum(path.stat().st_size for path in directory.iterdir()) > 137 * GB
     assert sum(path.stat().st_blocks * 512 for path in directory.iterdir()) < 10 * MB
     measured = measure(GRAPH_STAGE, directory, 4, "float16")
     assert measured["weights"] > 137 * GB
     assert measured["peak"] < 2 * GB
-    assert measured["seconds"] < 60  # of the processor, so that a busy machine does not decide
+    assert measured["seconds"] < 60  # processor time, which does not depend on other processes
     assert max(measured["nodes"]) < 28 * 82 and max(measured["sizes"]) < 2 * MB
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Sharded checkpoints of 3 and 12 layers (110 and 341 MB) with equally large tensors."""
+    """Sharded checkpoints of 3 and 12 layers (110 and 341 MB) whose tensors have the same sizes."""
     parent = tmp_path_factory.mktemp("large")
     size = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 8000}
     configs = {layers: LLAMA_70B | size | {"num_hidden_layers": layers} for layers in (3, 12)}
@@ -88,11 +88,8 @@ def largest_tensor(checkpoint: Checkpoint) -> int:
     return max(tensor.nbytes for tensor in checkpoint.tensors.values())
 
 
-def test_weights_stream(checkpoints: dict[int, Path], tmp_path: Path) -> None:
-    """Memory for about one tensor, as it is mapped, read and written, however many there are.
-
-    How many pages of a mapped file count is the kernel's choice, hence the room in the bounds.
-    """
+def test_writing_weights_takes_the_memory_of_one_tensor(checkpoints: dict[int, Path], tmp_path: Path) -> None:
+    """The bounds are generous, because the kernel decides how many pages of mapped files it counts."""
     grown = {}
     for layers, directory in checkpoints.items():
         measured = measure(WEIGHT_STAGE, directory, 1, "float16", tmp_path / f"weights-{layers}")
@@ -107,21 +104,23 @@ def test_weights_stream(checkpoints: dict[int, Path], tmp_path: Path) -> None:
     assert grown[12] < grown[3] + largest + 8 * MB
 
 
-def test_widened_weights_stream(checkpoints: dict[int, Path], tmp_path: Path) -> None:
+def test_writing_widened_weights_takes_the_memory_of_one_tensor(checkpoints: dict[int, Path], tmp_path: Path) -> None:
     measured = measure(WEIGHT_STAGE, checkpoints[3], 1, "float32", tmp_path / "weights")
     assert measured["grown"] < 6 * largest_tensor(Checkpoint(checkpoints[3])) + 24 * MB
 
 
 @pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
-def test_quantized_weights_stream(checkpoints: dict[int, Path], tmp_path: Path, kind: str) -> None:
-    """One tensor, its quantized form, and a piece of it in float32."""
+def test_writing_quantized_weights_takes_the_memory_of_one_tensor(
+    checkpoints: dict[int, Path], tmp_path: Path, kind: str
+) -> None:
+    """Memory for one tensor, its quantized form, and a piece of it in float32."""
     measured = measure(WEIGHT_STAGE, checkpoints[12], 1, "float16", tmp_path / "weights", kind)
     assert measured["grown"] < 4 * largest_tensor(Checkpoint(checkpoints[12])) + 48 * MB
     assert measured["size"] < (220 if kind == "int8" else 140) * MB
 
 
 def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
-    """Some weights of the file, read back, are those of the checkpoint."""
+    """Some weights of the file are those of the checkpoint."""
     head, options = untrained_head(checkpoint, 1), ExportOptions("float16", 4096, 32, 8)
     graph = trace("verify", checkpoint.geometry, head.config, options)
     layout = layout_weights([trace("draft", checkpoint.geometry, head.config, options).weights, graph.weights])

@@ -1,4 +1,4 @@
-"""``eesd-inspect``: what it shows, and what --verify finds."""
+"""``eesd-inspect`` shows an engine directory and detects changed files."""
 
 import json
 import shutil
@@ -13,23 +13,23 @@ def words_of(output: str) -> set[str]:
     return set(output.replace("│", " ").replace(",", " ").split())
 
 
-def test_table(engine: Path) -> None:
+def test_summary_shows_geometry_exit_head_and_files(engine: Path) -> None:
     words = words_of(succeed(main, engine).stdout)
     assert {"model", "(LlamaForCausalLM)", "float32", "vocabulary", "97", "(untrained:", "slots", "512"} <= words
     assert {"draft.onnx", "verify.onnx", "weights.bin", "tokenizer.json"} <= words
     assert "input_ids" not in words
 
 
-def test_tensors(engine: Path) -> None:
+def test_tensors_lists_inputs_and_outputs(engine: Path) -> None:
     words = words_of(succeed(main, engine, "--tensors").stdout)
     assert {"input_ids", "attn_mask", "key_3", "value_0_out", "topk_logprobs", "['B'", "'S'"} <= words
 
 
-def test_json(engine: Path) -> None:
+def test_json_prints_the_manifest(engine: Path) -> None:
     assert succeed(main, engine, "--json").stdout == (engine / "manifest.json").read_text()
 
 
-def test_verify(engine_copy: Path) -> None:
+def test_verify_detects_a_changed_file(engine_copy: Path) -> None:
     assert succeed(main, engine_copy, "--verify").stdout.endswith("all files are as exported\n")
     result = succeed(main, engine_copy, "--verify", "--json")
     json.loads(result.stdout)
@@ -42,12 +42,12 @@ def test_verify(engine_copy: Path) -> None:
     assert_one_line(result.stderr, "weights.bin was changed")
 
 
-def test_not_an_engine(tmp_path: Path) -> None:
+def test_other_directories_are_refused(tmp_path: Path) -> None:
     assert_refused(run(main, tmp_path), "has no manifest.json")
     assert_refused(run(main, tmp_path / "nowhere"), "is not a directory")
 
 
-def test_names_that_look_like_markup(engine: Path, tmp_path: Path) -> None:
+def test_names_that_look_like_markup_are_printed_literally(engine: Path, tmp_path: Path) -> None:
     directory = tmp_path / "[/red]:smile:"
     shutil.copytree(engine, directory)
     assert "[/red]:smile:" in succeed(main, directory).stdout.replace("\n", "")

@@ -1,4 +1,4 @@
-"""``--link-weights``: engines over the checkpoint's own files compute what engines with a copy compute."""
+"""``eesd-export --link-weights``: engines over the checkpoint's own files compute the same as engines with a copy."""
 
 import errno
 import json
@@ -12,12 +12,12 @@ import onnx
 import pytest
 from onnx.external_data_helper import ExternalDataInfo
 from support.command import assert_one_line, assert_refused, export_engine, listing, run, succeed
-from support.engine_dirs import logits
+from support.engine_dirs import logits_of, trained_head
 from support.synthetic import LLAMA_70B, write_checkpoint
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest import WEIGHTS, load_manifest, verify_files
+from eesd.common.manifest import WEIGHTS_FILE, load_manifest, verify_files
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime.llm import Speculation
@@ -26,12 +26,12 @@ FamilyDir = Callable[[str], Path]
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
-SHARDED = "codellama"  # of float32, and in several files
+SHARDED = "codellama"  # float32, in several files
 
 
 @pytest.fixture(scope="module")
 def pair(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Engines with a copy of the weights, and with links. Copy them before changing anything."""
+    """Engines with a copy of the weights, and with links. Tests must copy them before they change anything."""
     parent = tmp_path_factory.mktemp("linked")
     model = family_dir(SHARDED)
     return export_engine(model, parent / "copied"), export_engine(model, parent / "linked", "--link-weights")
@@ -39,7 +39,7 @@ def pair(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 @pytest.fixture
 def linked(family_dir: FamilyDir, tmp_path: Path) -> Path:
-    """A linked export of a checkpoint that the test may damage, ``model`` beside it."""
+    """A linked export that the test may damage. The checkpoint is ``model`` beside it."""
     model = shutil.copytree(family_dir(SHARDED), tmp_path / "model")
     return export_engine(model, tmp_path / "plans", "--link-weights", "--no-check")
 
@@ -62,55 +62,53 @@ def flip(path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_nothing_is_copied(pair: tuple[Path, Path], family_dir: FamilyDir) -> None:
+def test_linked_export_copies_only_the_rotary_tables(pair: tuple[Path, Path], family_dir: FamilyDir) -> None:
     directory, model = pair[1], family_dir(SHARDED)
     manifest = load_manifest(directory)
     assert len(manifest.linked) > 2
     for name, info in manifest.linked.items():
         assert (directory / name).samefile(model / name) and info.size == (model / name).stat().st_size
-    assert {name for name, file in locations(directory).items() if file == WEIGHTS} == {"cos", "sin"}
-    assert set(locations(directory, "draft.onnx").values()) <= {WEIGHTS, *manifest.linked}
+    assert {name for name, file in locations(directory).items() if file == WEIGHTS_FILE} == {"cos", "sin"}
+    assert set(locations(directory, "draft.onnx").values()) <= {WEIGHTS_FILE, *manifest.linked}
     verify_files(directory, manifest)
     assert sorted(listing(directory)) == sorted(["manifest.json", *manifest.sizes])
 
 
-def test_onnx_runtime_computes_the_same(pair: tuple[Path, Path]) -> None:
-    for copied, linked in zip(*(logits(directory, "ort") for directory in pair), strict=True):
+def test_onnx_runtime_computes_the_same_with_links(pair: tuple[Path, Path]) -> None:
+    for copied, linked in zip(*(logits_of(directory, "ort") for directory in pair), strict=True):
         assert np.array_equal(copied, linked)
     speculation = Speculation("fixed:k=3", guard=False)
     tokens = [eesd.load(d, backend="ort", speculation=speculation).generate(PROMPT, max_new_tokens=40).tokens for d in pair]
     assert tokens[0] == tokens[1]
 
 
-def test_torch_computes_the_same(pair: tuple[Path, Path]) -> None:
-    for expected, actual in zip(logits(pair[0], "ort"), logits(pair[1], "torch"), strict=True):
+def test_torch_computes_the_same_with_links(pair: tuple[Path, Path]) -> None:
+    for expected, actual in zip(logits_of(pair[0], "ort"), logits_of(pair[1], "torch"), strict=True):
         assert np.allclose(expected, actual, atol=1e-4)
     tokens = [eesd.load(d, backend="torch").generate(PROMPT, max_new_tokens=40).tokens for d in pair]
     assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3-bias"])
-def test_families(family_dir: FamilyDir, tmp_path: Path, family: str) -> None:
-    """The export's own check compares both graphs with the torch module; here of tied tables and of biases."""
+def test_linked_graphs_of_other_families_pass_the_parity_check(family_dir: FamilyDir, tmp_path: Path, family: str) -> None:
+    """Families with tied embeddings and with biases."""
     directory = export_engine(family_dir(family), tmp_path / "plans", "--link-weights", "--check", "--stages", 2)
-    assert np.allclose(logits(directory, "ort")[0], logits(directory, "torch")[0], atol=1e-4)
+    assert np.allclose(logits_of(directory, "ort")[0], logits_of(directory, "torch")[0], atol=1e-4)
 
 
-def test_head_of_another_type_is_copied(tmp_path: Path) -> None:
-    """The base is linked in its float16, the head's tensors, here of float32, are cast into weights.bin."""
-    from test_export import trained_head
-
+def test_exit_head_of_another_type_is_copied(tmp_path: Path) -> None:
+    """The float16 base model is linked; the float32 tensors of the head are cast and written to weights.bin."""
     size = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97}
     model = write_checkpoint(tmp_path / "model", LLAMA_70B | size | {"num_hidden_layers": 3}, shards=2, sparse=False)
     head = trained_head(model, tmp_path / "head", blocks=1, own_lm_head=False)
     directory = export_engine(model, tmp_path / "plans", "--exit-head", head, "--link-weights", "--check")
     files = locations(directory, "draft.onnx")
-    copied = {name for name, file in files.items() if file == WEIGHTS}
+    copied = {name for name, file in files.items() if file == WEIGHTS_FILE}
     assert copied == {name for name in files if name.startswith("exit_head.")} | {"cos", "sin"}
 
 
-def test_a_tensor_that_is_not_aligned_is_copied(pair: tuple[Path, Path], family_dir: FamilyDir, tmp_path: Path) -> None:
-    """Torch maps no other; a byte more in the header moves all tensors of a file."""
+def test_unaligned_tensors_are_copied(pair: tuple[Path, Path], family_dir: FamilyDir, tmp_path: Path) -> None:
+    """Torch cannot map them. One more byte in the header moves all tensors of a file."""
     model = shutil.copytree(family_dir(SHARDED), tmp_path / "model")
     path = model / sorted(load_manifest(pair[1]).linked)[0]
     data = path.read_bytes()
@@ -118,12 +116,12 @@ def test_a_tensor_that_is_not_aligned_is_copied(pair: tuple[Path, Path], family_
     path.write_bytes((header + 1).to_bytes(8, "little") + data[8 : 8 + header] + b" " + data[8 + header :])
     directory = export_engine(model, tmp_path / "plans", "--link-weights", "--no-check")
     assert path.name not in load_manifest(directory).linked
-    assert np.array_equal(logits(directory, "ort")[0], logits(pair[0], "ort")[0])
-    assert np.allclose(logits(directory, "torch")[0], logits(pair[0], "ort")[0], atol=1e-4)
+    assert np.array_equal(logits_of(directory, "ort")[0], logits_of(pair[0], "ort")[0])
+    assert np.allclose(logits_of(directory, "torch")[0], logits_of(pair[0], "ort")[0], atol=1e-4)
 
 
-def test_through_the_links_of_a_hub_cache(family_dir: FamilyDir, tmp_path: Path) -> None:
-    """The cache's snapshots hold symbolic links to files with other names."""
+def test_symbolic_links_of_a_hub_cache_are_followed(family_dir: FamilyDir, tmp_path: Path) -> None:
+    """Snapshots in the cache hold symbolic links to files with other names."""
     snapshot, blobs = tmp_path / "snapshot", shutil.copytree(family_dir(SHARDED), tmp_path / "blobs")
     snapshot.mkdir()
     for number, path in enumerate(sorted(blobs.iterdir())):
@@ -132,20 +130,20 @@ def test_through_the_links_of_a_hub_cache(family_dir: FamilyDir, tmp_path: Path)
     directory = export_engine(snapshot, tmp_path / "plans", "--link-weights", "--no-check")
     assert not any(path.is_symlink() for path in directory.iterdir())
     shutil.rmtree(blobs)
-    assert logits(directory, "ort")
+    assert logits_of(directory, "ort")
 
 
-def test_checkpoint_moved_or_fetched_again(linked: Path, pair: tuple[Path, Path]) -> None:
+def test_linked_export_survives_a_replaced_checkpoint(linked: Path, pair: tuple[Path, Path]) -> None:
     model = linked.parent / "model"
     for path in model.glob("*.safetensors"):
         path.unlink()
         path.write_bytes(b"another model")
     shutil.rmtree(model)
     succeed(inspect_main, linked, "--verify")
-    assert np.array_equal(logits(linked, "ort")[0], logits(pair[0], "ort")[0])
+    assert np.array_equal(logits_of(linked, "ort")[0], logits_of(pair[0], "ort")[0])
 
 
-def test_checkpoint_written_into(linked: Path) -> None:
+def test_checkpoint_modified_in_place_is_detected(linked: Path) -> None:
     succeed(inspect_main, linked, "--verify")
     flip(linked.parent / "model" / shard(linked).name)
     result = run(inspect_main, linked, "--verify")
@@ -153,8 +151,8 @@ def test_checkpoint_written_into(linked: Path) -> None:
     assert_one_line(result.stderr, shard(linked).name, "the checkpoint's own file", "was changed after the export")
 
 
-def test_other_weights_with_the_old_time(linked: Path) -> None:
-    """What the time does not tell, the samples do."""
+def test_other_weights_with_the_old_modification_time_are_detected(linked: Path) -> None:
+    """The hash of the samples differs."""
     path = shard(linked)
     status = path.stat()
     path.write_bytes(bytes(status.st_size))
@@ -162,7 +160,7 @@ def test_other_weights_with_the_old_time(linked: Path) -> None:
     assert run(inspect_main, linked, "--verify").exit_code == 2
 
 
-def test_shard_cut_short_or_gone(linked: Path) -> None:
+def test_truncated_and_missing_shards_are_refused(linked: Path) -> None:
     path = shard(linked)
     os.truncate(path, 100)
     with pytest.raises(EESDError, match=rf"{path.name} has 100 bytes"):
@@ -172,7 +170,9 @@ def test_shard_cut_short_or_gone(linked: Path) -> None:
         load_manifest(linked)
 
 
-def test_another_file_system(family_dir: FamilyDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_on_another_file_system_is_refused(
+    family_dir: FamilyDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
@@ -182,13 +182,13 @@ def test_another_file_system(family_dir: FamilyDir, tmp_path: Path, monkeypatch:
     assert listing(tmp_path) == []
 
 
-def test_type_that_needs_a_cast(family_dir: FamilyDir, tmp_path: Path) -> None:
+def test_linking_weights_that_need_a_cast_is_refused(family_dir: FamilyDir, tmp_path: Path) -> None:
     arguments = ("--model", family_dir("llama2"), "-o", tmp_path / "plans", "--exit-layer", 1, "--link-weights")
     assert_refused(run(export_main, *arguments, "--dtype", "float32"), "--link-weights", "float32", "float16", "--dtype")
 
 
-def test_a_linked_directory_is_replaced(linked: Path) -> None:
-    """Its links may go, nobody else's files, and the checkpoint stays."""
+def test_linked_export_is_replaced_unless_it_holds_other_files(linked: Path) -> None:
+    """The checkpoint stays as it is."""
     model = linked.parent / "model"
     before = {path: path.stat().st_size for path in model.iterdir()}
     (linked / "exit_head.safetensors").write_bytes(b"trained for days")
@@ -200,8 +200,8 @@ def test_a_linked_directory_is_replaced(linked: Path) -> None:
     assert {path: path.stat().st_size for path in model.iterdir()} == before
 
 
-def test_plans(family_dir: FamilyDir, tmp_path: Path) -> None:
-    """A real plan of each kind of directory: the same size within a page or two, the same fused kernels."""
+def test_plans_of_copied_and_linked_weights_are_alike(family_dir: FamilyDir, tmp_path: Path) -> None:
+    """They have almost the same size, and the same fused kernels."""
     pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
     pytest.importorskip("polygraphy", reason="building plans needs polygraphy")
     from eesd.export.build import main as build_main
@@ -217,15 +217,15 @@ def test_plans(family_dir: FamilyDir, tmp_path: Path) -> None:
     assert_refused(run(build_main, directory, "--force"), shard_of_one.name, "was changed")
 
 
-def test_manifest_is_plain_json(pair: tuple[Path, Path]) -> None:
+def test_manifest_lists_linked_files(pair: tuple[Path, Path]) -> None:
     raw = json.loads((pair[1] / "manifest.json").read_text())
     assert all(entry.keys() == {"size", "mtime_ns", "samples"} for entry in raw["linked"].values())
     assert json.loads((pair[0] / "manifest.json").read_text())["linked"] == {}
 
 
 @pytest.mark.slow
-def test_70b(tmp_path: Path) -> None:
-    """15 shards of holes: no second copy on the disk, however large the model."""
+def test_linked_export_of_a_70b_model_copies_10_mb(tmp_path: Path) -> None:
+    """The 15 shards are sparse files."""
     model = write_checkpoint(tmp_path / "70b", LLAMA_70B, shards=15, sparse=True)
     directory = tmp_path / "plans"
     succeed(export_main, "--model", model, "--exit-layer", 4, "--stages", 2, "--link-weights", "-o", directory)

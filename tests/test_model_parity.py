@@ -1,4 +1,4 @@
-"""The decoder and the two graphs against transformers: same weights, same tokens, same logits."""
+"""With the same weights and tokens, the decoder and the modules of both graphs compute the logits of transformers."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from support.tiny_checkpoints import FAMILIES, LLAMA3_ORIGINAL, randomise
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from eesd.common.geometry import ExitConfig
+from eesd.common.geometry import ExitConfig, Geometry, draft_caches
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import KV, MASKED, Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
 from eesd.model.exit_head import ExitHead, initialise
-from eesd.model.graphs import Draft, Verify, draft_layers
+from eesd.model.graphs import Draft, Verify
 
 TOLERANCE = 1e-4
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9]
-"""A token tree in draft order, root first: three branches, leaves between depth 1 and 4."""
+"""A token tree in draft order, root first: three branches, leaves at depths 1 to 4."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +30,14 @@ def no_grad() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pair:
-    """One checkpoint, read by transformers and by us."""
+    """One checkpoint, loaded by transformers and by :class:`Checkpoint`."""
 
     reference: Any
     decoder: Decoder
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.decoder.geometry
 
     def expected(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.reference(tokens, use_cache=False).logits
@@ -60,41 +64,41 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 def prompt_pass(decoder: Decoder, tokens: Tensor, slots: int) -> tuple[Tensor, list[KV]]:
     batch, count = tokens.shape
-    caches = empty_caches(decoder.config, batch, slots, decoder.config.num_layers)
-    logits, caches = decoder(tokens, causal_inputs(decoder.config, batch, count, slots), caches)
+    caches = empty_caches(decoder.geometry, batch, slots, decoder.geometry.num_layers)
+    logits, caches = decoder(tokens, causal_inputs(decoder.geometry, batch, count, slots), caches)
     return logits, caches
 
 
-def test_prompt_pass(pair: Pair) -> None:
+def test_prompt_has_the_logits_of_transformers(pair: Pair) -> None:
     tokens = random_tokens(2, 24)
     expected = pair.expected(tokens)
-    assert expected.std() > 0.5, "logits near zero would agree whatever the decoder does"
+    assert expected.std() > 0.5, "logits near zero would always agree"
     assert_close(prompt_pass(pair.decoder, tokens, slots=31)[0], expected)
 
 
-def test_cached_steps(pair: Pair) -> None:
+def test_cached_steps_have_the_logits_of_transformers(pair: Pair) -> None:
     tokens = random_tokens(2, 20)
     expected = pair.expected(tokens)
     logits, caches = prompt_pass(pair.decoder, tokens[:, :13], slots=22)
     assert_close(logits, expected[:, :13])
     for step in range(13, 20):
-        inputs = causal_inputs(pair.decoder.config, 2, 1, 22, start=step)
+        inputs = causal_inputs(pair.decoder.geometry, 2, 1, 22, start=step)
         logits, caches = pair.decoder(tokens[:, step : step + 1], inputs, caches)
         assert_close(logits, expected[:, step : step + 1])
 
 
-def test_chunks_after_a_rollback(pair: Pair) -> None:
-    """Rejected tokens stay in their slots; the next chunk writes over some of them and masks the others."""
+def test_rejected_tokens_in_the_caches_do_not_matter(pair: Pair) -> None:
+    """The next chunk overwrites some of them and masks the others."""
     tokens = random_tokens(1, 16)
     rejected = random_tokens(1, 9, seed=2)
     _, caches = prompt_pass(pair.decoder, torch.cat([tokens[:, :6], rejected], dim=1), slots=18)
-    inputs = causal_inputs(pair.decoder.config, 1, 4, 18, start=6)
+    inputs = causal_inputs(pair.decoder.geometry, 1, 4, 18, start=6)
     logits, _ = pair.decoder(tokens[:, 6:10], inputs, caches)
     assert_close(logits, pair.expected(tokens)[:, 6:10])
 
 
 def ancestors(node: int) -> list[int]:
-    """The path from the root to a node, both included."""
+    """The path from the root to a node, including both."""
     path = []
     while node >= 0:
         path.append(node)
@@ -103,7 +107,7 @@ def ancestors(node: int) -> list[int]:
 
 
 def tree_inputs(decoder: Decoder, starts: list[int], slots: int) -> Inputs:
-    """Inputs for the tree after prompts of these lengths: node i lies in slot start + i, at position start + depth."""
+    """Inputs for the tree after prompts of these lengths: node i has slot start + i and position start + depth."""
     mask = torch.full((len(starts), 1, len(PARENTS), slots), MASKED)
     positions = torch.zeros(len(starts), len(PARENTS), dtype=torch.int64)
     for row, start in enumerate(starts):
@@ -112,11 +116,11 @@ def tree_inputs(decoder: Decoder, starts: list[int], slots: int) -> Inputs:
             path = ancestors(node)
             mask[row, 0, node, [start + ancestor for ancestor in path]] = 0
             positions[row, node] = start + len(path) - 1
-    return Inputs(*rotary_tables(decoder.config, slots), positions, torch.tensor(starts), mask)
+    return Inputs(*rotary_tables(decoder.geometry, slots), positions, torch.tensor(starts), mask)
 
 
-def test_token_tree(pair: Pair) -> None:
-    """Prompts of different lengths, so that every row writes elsewhere; each node against its own chain."""
+def test_every_path_of_a_token_tree_has_the_logits_of_its_chain(pair: Pair) -> None:
+    """The prompts of the batch have different lengths, so their trees have different slots."""
     starts, slots = [5, 8], 24
     prompts, tree = random_tokens(2, max(starts)), random_tokens(2, len(PARENTS), seed=2)
     _, caches = prompt_pass(pair.decoder, prompts, slots)
@@ -134,19 +138,19 @@ def test_llama3_scaling_beyond_the_original_positions(family_dir: Callable[[str]
     assert_close(prompt_pass(pair.decoder, tokens, slots=100)[0], pair.expected(tokens))
 
 
-def test_sliding_window_is_plain_attention_up_to_the_limit(family_dir: Callable[[str], Path]) -> None:
+def test_sliding_window_equals_full_attention_up_to_the_limit(family_dir: Callable[[str], Path]) -> None:
     pair = load_pair(family_dir("mistral-window"))
-    limit = pair.decoder.config.max_positions
+    limit = Checkpoint(family_dir("mistral-window")).config.max_positions
     tokens = random_tokens(1, limit + 1)
     logits = prompt_pass(pair.decoder, tokens, slots=limit + 1)[0]
     expected = pair.expected(tokens)
     assert_close(logits[:, :limit], expected[:, :limit])
-    assert (logits[:, limit] - expected[:, limit]).abs().max() > TOLERANCE, "the limit is lower than it has to be"
+    assert (logits[:, limit] - expected[:, limit]).abs().max() > TOLERANCE, "the limit is too low"
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["E=1", "E=2"])
 def head(request: pytest.FixtureRequest, pair: Pair) -> ExitHead:
-    """A head that shares nothing with the base model, so that using the wrong block or norm shows."""
+    """A head with random weights, so that using a block or norm of the base model by mistake is detected."""
     head = initialise(pair.decoder, ExitConfig(layer=1, blocks=request.param)).requires_grad_(False).eval()
     randomise(head, seed=7)
     return head
@@ -162,11 +166,11 @@ class Graphs:
 
     def inputs(self, tokens: Tensor, start: int) -> Inputs:
         batch, count = tokens.shape
-        return causal_inputs(self.decoder.config, batch, count, self.slots, start)
+        return causal_inputs(self.decoder.geometry, batch, count, self.slots, start)
 
     def caches(self) -> list[KV]:
-        layers = self.decoder.config.num_layers + self.draft.exit_head.exit_config.blocks
-        return empty_caches(self.decoder.config, 2, self.slots, layers)
+        layers = self.decoder.geometry.num_layers + self.draft.exit_head.exit_config.blocks
+        return empty_caches(self.decoder.geometry, 2, self.slots, layers)
 
     def draft_part(self, caches: list[KV]) -> list[KV]:
         return [caches[index] for index in self.used]
@@ -174,7 +178,7 @@ class Graphs:
 
 @pytest.fixture
 def graphs(pair: Pair, head: ExitHead) -> Graphs:
-    used = draft_layers(head, pair.decoder.config.num_layers)
+    used = draft_caches(pair.geometry, head.exit_config)
     return Graphs(Draft(pair.decoder, head, top_k=5), Verify(pair.decoder, head), pair.decoder, used)
 
 
@@ -186,12 +190,12 @@ def assert_same_caches(actual: list[KV], expected: list[KV]) -> None:
         torch.testing.assert_close(values, expected_values, rtol=0, atol=1e-5)
 
 
-def test_draft_layers(graphs: Graphs) -> None:
-    layers, blocks = graphs.decoder.config.num_layers, graphs.draft.exit_head.exit_config.blocks
+def test_draft_uses_the_caches_before_the_exit_and_of_the_exit_blocks(graphs: Graphs) -> None:
+    layers, blocks = graphs.decoder.geometry.num_layers, graphs.draft.exit_head.exit_config.blocks
     assert graphs.used == [0, layers, layers + 1][: 1 + blocks]
 
 
-def test_verify_is_the_decoder(graphs: Graphs) -> None:
+def test_verify_computes_the_logits_and_caches_of_the_decoder(graphs: Graphs) -> None:
     tokens = random_tokens(2, 9)
     logits, caches = graphs.verify(tokens, graphs.inputs(tokens, 0), graphs.caches())
     expected, expected_caches = prompt_pass(graphs.decoder, tokens, graphs.slots)
@@ -199,8 +203,8 @@ def test_verify_is_the_decoder(graphs: Graphs) -> None:
     assert_same_caches(caches[: len(expected_caches)], expected_caches)
 
 
-def test_verify_leaves_the_caches_as_the_draft_would(graphs: Graphs) -> None:
-    """The draft token by token, the verify pass at once, on a prompt and again on what follows it."""
+def test_verify_fills_the_draft_caches_as_draft_steps_do(graphs: Graphs) -> None:
+    """The draft runs token by token and verify in one pass, on a prompt and on its continuation."""
     tokens = random_tokens(2, 11)
     verified, drafted = graphs.caches(), graphs.draft_part(graphs.caches())
     for begin, end in ((0, 6), (6, 11)):
@@ -212,7 +216,7 @@ def test_verify_leaves_the_caches_as_the_draft_would(graphs: Graphs) -> None:
         assert_same_caches(graphs.draft_part(verified), drafted)
 
 
-def test_verify_writes_a_tree_as_the_draft_would(graphs: Graphs) -> None:
+def test_verify_writes_a_tree_into_the_draft_caches_as_the_draft_does(graphs: Graphs) -> None:
     prompt, tree = random_tokens(2, 6), random_tokens(2, len(PARENTS), seed=2)
     _, caches = graphs.verify(prompt, graphs.inputs(prompt, 0), graphs.caches())
     inputs = tree_inputs(graphs.decoder, [6, 4], graphs.slots)
@@ -221,7 +225,7 @@ def test_verify_writes_a_tree_as_the_draft_would(graphs: Graphs) -> None:
     assert_same_caches(graphs.draft_part(verified), drafted)
 
 
-def test_caches_are_written_in_place_unless_gradients_are_wanted(graphs: Graphs) -> None:
+def test_caches_are_written_in_place_without_autograd_and_copied_with_it(graphs: Graphs) -> None:
     tokens = random_tokens(2, 5)
     caches = graphs.caches()
     with torch.enable_grad():
@@ -232,38 +236,38 @@ def test_caches_are_written_in_place_unless_gradients_are_wanted(graphs: Graphs)
     assert_same_caches(caches, [(k.detach(), v.detach()) for k, v in copies])
 
 
-def test_draft_top_k(graphs: Graphs) -> None:
+def test_draft_reports_the_most_likely_tokens(graphs: Graphs) -> None:
     tokens = random_tokens(2, 9)
     logits, ids, logprobs, _ = graphs.draft(tokens, graphs.inputs(tokens, 0), graphs.draft_part(graphs.caches()))
-    everything = torch.log_softmax(logits, dim=-1)
+    expected = torch.log_softmax(logits, dim=-1)
     assert ids.shape == logprobs.shape == (2, 9, 5)
-    torch.testing.assert_close(logprobs, everything.gather(-1, ids), rtol=0, atol=1e-5)
-    torch.testing.assert_close(logprobs, everything.sort(-1, descending=True)[0][..., :5], rtol=0, atol=1e-5)
+    torch.testing.assert_close(logprobs, expected.gather(-1, ids), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logprobs, expected.sort(-1, descending=True)[0][..., :5], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("own_lm_head", [False, True])
-def test_untrained_draft_is_the_model_without_its_middle(
+def test_untrained_draft_computes_the_model_without_its_middle_layers(
     family_dir: Callable[[str], Path], blocks: int, own_lm_head: bool
 ) -> None:
     pair = load_pair(family_dir("llama-head-dim"))
-    tokens, config = random_tokens(2, 9), pair.decoder.config
+    tokens, geometry = random_tokens(2, 9), pair.geometry
     head = initialise(pair.decoder, ExitConfig(layer=1, blocks=blocks, own_lm_head=own_lm_head)).eval()
-    caches = empty_caches(config, 2, 12, 1 + blocks)
-    logits = Draft(pair.decoder, head, top_k=1)(tokens, causal_inputs(config, 2, 9, 12), caches)[0]
+    caches = empty_caches(geometry, 2, 12, 1 + blocks)
+    logits = Draft(pair.decoder, head, top_k=1)(tokens, causal_inputs(geometry, 2, 9, 12), caches)[0]
     layers = pair.reference.model.layers
     pair.reference.model.layers = nn.ModuleList([layers[0], *layers[-blocks:]])
     pair.reference.config.num_hidden_layers = 1 + blocks
     assert_close(logits, pair.expected(tokens))
 
 
-def test_own_lm_head_takes_the_place_of_the_base(family_dir: Callable[[str], Path]) -> None:
+def test_own_lm_head_replaces_the_base_models(family_dir: Callable[[str], Path]) -> None:
     decoder = load_pair(family_dir("qwen3")).decoder
     head = initialise(decoder, ExitConfig(layer=2, own_lm_head=True)).requires_grad_(False).eval()
     assert head.lm_head is not None
     head.lm_head.weight.mul_(3)
-    tokens, caches = random_tokens(1, 5), empty_caches(decoder.config, 1, 6, 3)
-    inputs = causal_inputs(decoder.config, 1, 5, 6)
+    tokens, caches = random_tokens(1, 5), empty_caches(decoder.geometry, 1, 6, 3)
+    inputs = causal_inputs(decoder.geometry, 1, 5, 6)
     tripled = Draft(decoder, head, top_k=1)(tokens, inputs, caches)[0]
     head.lm_head = None
     torch.testing.assert_close(tripled, 3 * Draft(decoder, head, top_k=1)(tokens, inputs, caches)[0])

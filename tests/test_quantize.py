@@ -1,4 +1,4 @@
-"""``eesd-export --quantize``: blocks, what engines make of them, and that drafting still changes nothing."""
+"""``eesd-export --quantize``: the blocks are exact, every backend computes with them, and drafting stays lossless."""
 
 import shutil
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from onnx import TensorProto, numpy_helper
 from safetensors.numpy import load_file, save_file
 from support.bundled import EXAMPLE, assert_lossless, prompts
 from support.command import assert_refused, export_engine, listing, run, succeed
-from support.engine_dirs import assert_weights, edit_manifest, graph_of, places, trained_head
+from support.engine_dirs import assert_weights_match_manifest, edit_manifest, graph_of, tensor_locations, trained_head
 from support.tiny_checkpoints import Family, build
 
 import eesd
@@ -36,7 +36,7 @@ Export = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """Give a family's name, what to quantize to, and more options, get its engines. Not to be changed."""
+    """A function that returns the quantized engines of a family. Tests must not change them."""
 
     @cache
     def directory(family: str, kind: str, *options: object) -> Path:
@@ -47,7 +47,7 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 
 def unpacked(stored: torch.Tensor, kind: str, shape: tuple[int, int]) -> NDArray[np.int8]:
-    """The levels, by the letter of the ONNX format: the first of two int4 lies in the low half of its byte."""
+    """The levels as the ONNX format defines them: of two int4 values the first is in the low half of the byte."""
     data = stored.numpy().tobytes()
     if kind == "int8":
         return np.frombuffer(data, np.int8).reshape(shape)
@@ -58,7 +58,7 @@ def unpacked(stored: torch.Tensor, kind: str, shape: tuple[int, int]) -> NDArray
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_is_within_half_a_scale(kind: str, dtype: torch.dtype) -> None:
-    """Blocks of every size, down to float16's subnormal numbers, and a number of outputs that no byte divides."""
+    """Scales go down to float16's subnormal numbers; the number of outputs is odd."""
     torch.manual_seed(0)
     outputs, inputs = 37, 7 * BLOCK
     weight = (torch.randn(outputs, inputs) * torch.logspace(-8, 2, outputs)[:, None]).to(dtype)
@@ -74,7 +74,7 @@ def test_every_weight_is_within_half_a_scale(kind: str, dtype: torch.dtype) -> N
     np.testing.assert_array_equal(dequantize(stored, scales.float(), kind).numpy(), levels * scale)
 
 
-def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(33, 5 * BLOCK)
     whole = quantize(weight, "int4", torch.float16)
     monkeypatch.setattr("eesd.model.quantize._PIECE", 2 * BLOCK * 33)
@@ -83,8 +83,8 @@ def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2", "llama-bias"])
-def test_graphs(exported: Export, family: str, kind: str) -> None:
-    """Standard graphs; all linear weights and nothing else quantized; both graphs share them."""
+def test_graphs_are_standard_and_quantize_only_linear_weights(exported: Export, family: str, kind: str) -> None:
+    """Both graphs share the quantized weights."""
     directory = exported(family, kind)
     manifest = load_manifest(directory)
     stored = {}
@@ -95,19 +95,19 @@ def test_graphs(exported: Export, family: str, kind: str) -> None:
         types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
         quantized = {name for name in types if name + SCALES in types}
         assert {types[name] for name in quantized} == {TensorProto.DataType.Value(kind.upper())}
-        wide = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+        dequantized = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
         products = [node.input[1] for node in model.graph.node if node.op_type == "MatMul"]
-        assert set(wide.values()) == quantized and wide.keys() <= set(products)
-        assert len(products) - len(wide) == manifest.geometry.tied_embeddings
+        assert set(dequantized.values()) == quantized and dequantized.keys() <= set(products)
+        assert len(products) - len(dequantized) == manifest.geometry.tied_embeddings
         assert ("lm_head.weight" in quantized) == (not manifest.geometry.tied_embeddings)
         assert not any(word in name for name in quantized for word in ("norm", "embed", "bias", "cos", "sin"))
-        for name, place in places(model).items():
-            assert stored.setdefault(name, place) == place
+        for name, location in tensor_locations(model).items():
+            assert stored.setdefault(name, location) == location
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_onnx_runtime_takes_the_kernels_that_fit(exported: Export, tmp_path: Path, kind: str) -> None:
-    """int4 becomes MatMulNBits; int8, which has no kernel for float32 activations, plain products of folded weights."""
+def test_onnx_runtime_keeps_int4_packed_and_widens_int8(exported: Export, tmp_path: Path, kind: str) -> None:
+    """int4 becomes MatMulNBits. int8 has no kernel for float32 activations and is folded into plain weights."""
     directory = exported("qwen2", kind)
     made: list[ort.SessionOptions] = []
     original = ort.SessionOptions
@@ -129,7 +129,7 @@ def test_onnx_runtime_takes_the_kernels_that_fit(exported: Export, tmp_path: Pat
 def test_logits_are_those_of_the_dequantized_model(
     exported: Export, family_dir: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
-    """The weights read back with onnx and numpy, as an ordinary checkpoint: its export has the same logits."""
+    """A checkpoint with the weights as onnx and numpy read them exports to engines with the same logits."""
     directory = exported("qwen2", kind)
     found = {t.name: numpy_helper.to_array(t) for t in onnx.load(directory / "verify.onnx").graph.initializer}
     model = shutil.copytree(family_dir("qwen2"), tmp_path / "model")
@@ -144,13 +144,13 @@ def test_logits_are_those_of_the_dequantized_model(
         with quantized.session(PROMPT) as one, exact.session(PROMPT) as other:
             np.testing.assert_allclose(one.peek(), other.peek(), rtol=0, atol=1e-4)
         tokens, wanted = (llm.generate(PROMPT, max_new_tokens=60, ignore_eos=True) for llm in (quantized, exact))
-        assert tokens.tokens == wanted.tokens and tokens.stats.accepted == wanted.stats.accepted
+        assert tokens.tokens == wanted.tokens and tokens.stats.accepted_tokens == wanted.stats.accepted_tokens
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2", "llama-head-dim"])
-def test_drafting_and_torch_change_no_token(exported: Export, family: str, kind: str, stages: int) -> None:
+def test_drafting_and_the_torch_engine_change_no_token(exported: Export, family: str, kind: str, stages: int) -> None:
     directory = exported(family, kind, *(("--stages", stages) if stages > 1 else ()))
     plain, torch_engine = (eesd.load(directory, backend, speculation=None, threads=1) for backend in ("ort", "torch"))
     drafting = [eesd.load(directory, "ort", speculation=speculation, threads=1) for speculation in SPECULATIONS]
@@ -162,19 +162,19 @@ def test_drafting_and_torch_change_no_token(exported: Export, family: str, kind:
         np.testing.assert_allclose(one.peek(), other.peek(), rtol=0, atol=1e-4)
 
 
-def test_torch_runs_16_bits(exported: Export) -> None:
+def test_torch_engine_runs_quantized_weights_in_bfloat16(exported: Export) -> None:
     directory = exported("qwen2", "int4", "--dtype", "bfloat16", "--check")
     llm = eesd.load(directory, "torch", speculation=SPECULATIONS[0], threads=1)
     assert len(llm.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens) == 20
 
 
 @pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
-def test_bundled_model_is_lossless(tmp_path: Path, kind: str) -> None:
+def test_drafting_with_the_quantized_bundled_model_is_lossless(tmp_path: Path, kind: str) -> None:
     options = ("--model", EXAMPLE / "model", "--dtype", "float32", "--quantize", kind, "-o", tmp_path / "plans")
     shown = succeed(export_main, *options, "--check").stdout
     assert "float32 with " + kind in shown and "verify: largest difference" in shown
-    same, of = (int(word) for word in shown.split("unquantized model's at ")[1].split(" places")[0].split(" of "))
-    assert of == 64 and same >= {"int8": 61, "int4": 54}[kind]
+    same, positions = (int(word) for word in shown.split("unquantized model's at ")[1].split(" positions")[0].split(" of "))
+    assert positions == 64 and same >= {"int8": 61, "int4": 54}[kind]
     assert_lossless(tmp_path / "plans", prompts()[:60:30], Sampling(), 40)
 
 
@@ -186,56 +186,55 @@ def test_bundled_model_is_lossless(tmp_path: Path, kind: str) -> None:
         pytest.param("qwen3", ("--stages", 2), marks=pytest.mark.slow),
     ],
 )
-def test_memory_plan(exported: Export, family: str, options: tuple[object, ...]) -> None:
+def test_manifest_counts_the_bytes_of_quantized_weights(exported: Export, family: str, options: tuple[object, ...]) -> None:
     for kind in KINDS:
-        assert_weights(exported(family, kind, *options))
+        assert_weights_match_manifest(exported(family, kind, *options))
 
 
-def test_own_lm_head(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def test_own_lm_head_of_the_exit_head_is_quantized(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     model = family_dir("qwen3-bias")
     head = trained_head(model, tmp_path / "head", 2, own_lm_head=True)
     directory = export_engine(model, tmp_path / "plans", "--exit-head", head, "--quantize", "int4", "--check")
-    assert_weights(directory)
-    assert "exit_head.lm_head.weight" + SCALES in places(graph_of(directory, "draft.onnx"))
+    assert_weights_match_manifest(directory)
+    assert "exit_head.lm_head.weight" + SCALES in tensor_locations(graph_of(directory, "draft.onnx"))
 
 
-def test_widths_without_whole_blocks(text_model: Path, tmp_path: Path) -> None:
-    """Weights that cannot be cut into blocks stay as they are; a model of only such is refused."""
+def test_weights_without_whole_blocks_stay_unquantized(text_model: Path, tmp_path: Path) -> None:
+    """A model with only such weights is refused."""
     options = ("--exit-layer", 1, "--quantize", "int4")
     shown = succeed(export_main, "--model", text_model, "-o", tmp_path / "plans", *options, "--check").stdout
-    assert "weights with 48 inputs stay float32: no multiple of 32" in shown
-    weights = places(graph_of(tmp_path / "plans", "verify.onnx"))
+    assert "weights with 48 inputs stay float32: not a multiple of 32" in shown
+    weights = tensor_locations(graph_of(tmp_path / "plans", "verify.onnx"))
     assert {name.split(".")[-2] for name in weights if name.endswith("proj.weight") and name + SCALES not in weights} == {
         "down_proj"
     }
-    assert_weights(tmp_path / "plans")
+    assert_weights_match_manifest(tmp_path / "plans")
     odd = build(Family("odd", "llama", {"hidden_size": 40, "intermediate_size": 48}), tmp_path / "odd")
     assert_refused(run(export_main, "--model", odd, "-o", tmp_path / "no", *options), "multiple of 32", "40, 48")
     assert "no" not in listing(tmp_path)
 
 
-def test_unknown_kind(text_model: Path, tmp_path: Path) -> None:
+def test_unknown_quantization_is_refused(text_model: Path, tmp_path: Path) -> None:
     result = run(export_main, "--model", text_model, "-o", tmp_path / "plans", "--exit-layer", 1, "--quantize", "int3")
     assert result.exit_code == 2 and "'int3' is not one of 'int8', 'int4'" in result.stderr
     assert not listing(tmp_path)
 
 
-def test_inspect(exported: Export) -> None:
-    assert "int4, a scale for every 32 inputs" in succeed(inspect_main, exported("qwen2", "int4")).stdout
+def test_inspect_shows_the_quantization(exported: Export) -> None:
+    assert "int4, one scale for 32 inputs" in succeed(inspect_main, exported("qwen2", "int4")).stdout
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
     [("quantization", ...), ("quantization", "int4"), ("quantization/weights", "int3"), ("quantization/block", 0)],
 )
-def test_damaged_manifest(exported: Export, tmp_path: Path, path: str, value: object) -> None:
+def test_damaged_quantization_in_the_manifest_is_refused(exported: Export, tmp_path: Path, path: str, value: object) -> None:
     directory = shutil.copytree(exported("qwen2", "int4"), tmp_path / "plans")
     edit_manifest(directory, path, value)
     assert_refused(run(run_main, "--engine-dir", directory, "-p", "x"), "manifest.json is damaged", "export")
 
 
-def test_graphs_of_another_export(exported: Export, tmp_path: Path) -> None:
-    """The torch engine refuses graphs whose weights are not what the manifest says."""
+def test_torch_engine_refuses_weights_that_differ_from_the_manifest(exported: Export, tmp_path: Path) -> None:
     directory = shutil.copytree(exported("qwen2", "int4"), tmp_path / "plans")
     edit_manifest(directory, "quantization/weights", "int8")
     assert_refused(run(run_main, "--engine-dir", directory, "-p", "x", "--backend", "torch"), "do not fit its manifest")

@@ -1,4 +1,4 @@
-"""Verify in stages, each on its own part of the layers and caches: the same tokens as in one piece."""
+"""``eesd-export --stages``: verify in stages gives the same tokens as in one piece."""
 
 import shutil
 from collections.abc import Callable
@@ -12,19 +12,18 @@ import onnx
 import pytest
 from support import tiny_models
 from support.command import assert_refused, contents, export_engine, listing, run, succeed
-from support.engine_dirs import edit_manifest, graph_of, places
-from support.harness import Rig
+from support.engine_dirs import edit_manifest, graph_of, tensor_locations
+from support.harness import Harness
 from support.lossless_checks import cache_of, check_cache, check_same_tokens
 
 import eesd
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest import WEIGHTS, Manifest, load_manifest
+from eesd.common.manifest import WEIGHTS_FILE, Manifest, load_manifest
 from eesd.controllers import make_controller
 from eesd.export.cli import main as export_main
 from eesd.export.engine_dir import untrained_head
-from eesd.export.graph import ExportOptions
 from eesd.export.inspect import main as inspect_main
-from eesd.export.stages import split_layers
+from eesd.export.memory import split_layers
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.cli import main as run_main
 from eesd.runtime.decoding.sampling import Sampling
@@ -39,7 +38,7 @@ Export = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """Give a family's name, a number of stages and more options, get its engines. Not to be changed."""
+    """A function that returns the engines of a family in some stages. Tests must not change them."""
 
     @cache
     def directory(family: str, stages: int, *options: object) -> Path:
@@ -55,64 +54,65 @@ def layers_of(manifest: Manifest) -> list[int]:
 
 @pytest.mark.parametrize("speculation", SPECULATIONS, ids=["plain", "chain", "tree"])
 @pytest.mark.parametrize(("family", "stages"), CASES)
-def test_same_as_one_stage(exported: Export, family: str, stages: int, speculation: Speculation | None) -> None:
+def test_stages_give_the_tokens_of_one_stage(
+    exported: Export, family: str, stages: int, speculation: Speculation | None
+) -> None:
     whole, split = (eesd.load(exported(family, n), speculation=speculation, threads=1) for n in (1, stages))
     assert len(split.manifest.verify) == stages and sum(layers_of(split.manifest)) == LAYERS[family]
     with whole.session(PROMPT) as one, split.session(PROMPT) as other:
         np.testing.assert_allclose(one.peek(), other.peek(), rtol=0, atol=1e-5)
     for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
-        # 160 tokens: the kv_cache grows on the way, and everything is bound anew
+        # in the course of 160 tokens the KV cache grows, and all buffers are bound again
         one_text, other_text = (llm.generate(PROMPT, sampling, max_new_tokens=160, ignore_eos=True) for llm in (whole, split))
         assert other_text.tokens == one_text.tokens
-        assert other_text.stats.accepted == one_text.stats.accepted and len(one_text.tokens) == 160
-        assert (one_text.stats.drafted > 0) == (speculation is not None)
+        assert other_text.stats.accepted_tokens == one_text.stats.accepted_tokens and len(one_text.tokens) == 160
+        assert (one_text.stats.draft_tokens > 0) == (speculation is not None)
 
 
-def test_torch_runs_stages_in_one_piece(exported: Export) -> None:
-    """It reads the weights of all stages' graphs and needs no borders."""
+def test_torch_engine_runs_a_staged_directory(exported: Export) -> None:
     directory = exported("llama-tied", 3)
     ort, torch = (eesd.load(directory, backend, speculation=SPECULATIONS[1], threads=1) for backend in ("ort", "torch"))
     expected, found = (llm.generate(PROMPT, max_new_tokens=60, ignore_eos=True) for llm in (ort, torch))
-    assert found.tokens == expected.tokens and found.stats.accepted == expected.stats.accepted > 0
+    assert found.tokens == expected.tokens and found.stats.accepted_tokens == expected.stats.accepted_tokens > 0
 
 
 @pytest.fixture(scope="module", params=[(1, 4), (2, 3), (2, 2), (3, 2)], ids=lambda pair: f"exit{pair[0]}-stages{pair[1]}")
-def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Rig]:
-    """A four-layer model with an exit head of two blocks: in one piece, and in stages. The exit may lie on a border."""
+def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Harness, Harness]:
+    """A four-layer model with an exit head of two blocks: in one piece and in stages. A stage may end at the exit."""
     (layer, stages), directory = request.param, tmp_path_factory.mktemp("split")
     model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
     whole, split = (
         tiny_models.export_tiny(model, directory / str(n), slots=384, blocks=2, layer=layer, stages=n) for n in (1, stages)
     )
-    return Rig(whole), Rig(split)
+    return Harness(whole), Harness(split)
 
 
-def test_caches_are_those_of_one_stage(split: tuple[Rig, Rig]) -> None:
+def test_stages_fill_the_caches_as_one_stage_does(split: tuple[Harness, Harness]) -> None:
     tokens = [token % 97 for token in range(5, 170)]
-    whole, staged = (cache_of(rig.fresh_prefill(tokens), tokens) for rig in split)
+    whole, staged = (cache_of(harness.fresh_prefill(tokens), tokens) for harness in split)
     assert all(cache.any() for cache in whole)
     np.testing.assert_allclose(staged, whole, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_drafts_on_the_caches_of_stages(split: tuple[Rig, Rig], width: int) -> None:
-    """Every round leaves what a prefill would, and drafting changes nothing."""
+def test_drafting_with_stages_is_lossless(split: tuple[Harness, Harness], width: int) -> None:
+    """Every round leaves the caches that a prefill would leave."""
     sampling, controller = Sampling(temperature=1.0, seed=2), make_controller("fixed:k=4")
-    assert check_same_tokens(split[1], PROMPT, sampling, controller, width, new_tokens=80).accepted
+    assert check_same_tokens(split[1], PROMPT, sampling, controller, width, new_tokens=80).accepted_tokens
     check_cache(split[1], PROMPT, sampling, controller, width)
 
 
 @pytest.mark.parametrize(("family", "stages"), CASES)
-def test_each_weight_is_stored_once(exported: Export, family: str, stages: int) -> None:
+def test_stages_share_the_weights_of_one_stage(exported: Export, family: str, stages: int) -> None:
     whole, split = exported(family, 1), exported(family, stages)
-    graphs = [places(graph_of(split, graph.file)) for graph in load_manifest(split).graphs]
+    graphs = [tensor_locations(graph_of(split, graph.file)) for graph in load_manifest(split).graphs]
     found: dict[str, tuple[int, int]] = {}
     for graph in graphs:
-        assert all(found.setdefault(name, place) == place for name, place in graph.items())
-    one = places(graph_of(whole, "draft.onnx")) | places(graph_of(whole, "verify.onnx"))
+        assert all(found.setdefault(name, location) == location for name, location in graph.items())
+    one = tensor_locations(graph_of(whole, "draft.onnx")) | tensor_locations(graph_of(whole, "verify.onnx"))
     assert {name: length for name, (_, length) in found.items()} == {name: length for name, (_, length) in one.items()}
     assert len(set(found.values())) == len(found)
-    assert (split / WEIGHTS).stat().st_size == (whole / WEIGHTS).stat().st_size
+    assert (split / WEIGHTS_FILE).stat().st_size == (whole / WEIGHTS_FILE).stat().st_size
     tied = "lm_head.weight" not in found
     assert ("model.embed_tokens.weight" in graphs[-1]) == tied and "model.embed_tokens.weight" in graphs[1]
     for number, layers in enumerate(load_manifest(split).stage_layers):
@@ -120,8 +120,7 @@ def test_each_weight_is_stored_once(exported: Export, family: str, stages: int) 
         assert named == set(layers)
 
 
-def test_graphs_and_manifest(exported: Export) -> None:
-    """Stages are standard graphs; what crosses between them is ``hidden`` in the engine's type."""
+def test_stages_are_standard_graphs_that_pass_on_a_hidden_state(exported: Export) -> None:
     directory = exported("llama-head-dim", 3, "--dtype", "bfloat16", "--check")
     manifest = load_manifest(directory)
     assert listing(directory) == sorted(["manifest.json", *manifest.files])
@@ -135,16 +134,12 @@ def test_graphs_and_manifest(exported: Export) -> None:
     assert manifest.verify[0].caches[-1] == 4 and manifest.draft.caches == (0, 4)
 
 
-def options(stages: int) -> ExportOptions:
-    return ExportOptions("float32", 256, 32, 8, stages)
-
-
 def split_sizes(checkpoint: Checkpoint, layer: int, stages: int) -> list[int]:
-    return [len(layers) for layers in split_layers(checkpoint, ExitConfig(layer), options(stages))]
+    return [len(layers) for layers in split_layers(checkpoint.geometry, ExitConfig(layer), "float32", None, stages)]
 
 
 def device_bytes(checkpoint: Checkpoint, counts: list[int]) -> list[int]:
-    """What each device holds, by the names of the checkpoint's tensors; the draft's with the first, tied tables once."""
+    """Bytes of weights on each device, from the checkpoint's tensors. The draft is on the first; a tied table counts once."""
     size = {name: tensor.nbytes for name, tensor in checkpoint.tensors.items()}
     layer = sum(nbytes for name, nbytes in size.items() if ".layers.0." in name)
     head = "model.embed_tokens.weight" if checkpoint.config.geometry.tied_embeddings else "lm_head.weight"
@@ -156,8 +151,7 @@ def device_bytes(checkpoint: Checkpoint, counts: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("layer", [1, 3, 6])
 @pytest.mark.parametrize("tied", [True, False])
-def test_borders_balance_the_bytes(tmp_path: Path, tied: bool, layer: int) -> None:
-    """Against every other split: none has less on its fullest device."""
+def test_no_other_split_has_less_on_its_fullest_device(tmp_path: Path, tied: bool, layer: int) -> None:
     model = tiny_models.build(tmp_path / "model", 900, layers=10, damping=1.0, seed=0, tied=tied)
     checkpoint = Checkpoint(model)
     for stages in range(2, 10 - layer + 2):
@@ -168,13 +162,13 @@ def test_borders_balance_the_bytes(tmp_path: Path, tied: bool, layer: int) -> No
         assert max(device_bytes(checkpoint, chosen)) == min(max(device_bytes(checkpoint, counts)) for counts in others)
 
 
-def test_one_stage_holds_all(family_dir: Callable[[str], Path]) -> None:
+def test_one_stage_has_all_layers(family_dir: Callable[[str], Path]) -> None:
     checkpoint = Checkpoint(family_dir("qwen2"))
-    assert split_layers(checkpoint, untrained_head(checkpoint, 2).config, options(1)) == [range(3)]
+    assert split_layers(checkpoint.geometry, untrained_head(checkpoint, 2).config, "float32", None, 1) == [range(3)]
 
 
 @pytest.mark.parametrize(("layer", "stages"), [(1, 0), (1, -2), (1, 4), (2, 3), (1, 10**9)])
-def test_stages_that_do_not_fit(text_model: Path, tmp_path: Path, layer: int, stages: int) -> None:
+def test_impossible_numbers_of_stages_are_refused(text_model: Path, tmp_path: Path, layer: int, stages: int) -> None:
     options = ("--model", text_model, "-o", tmp_path / "plans", "--exit-layer", layer, "--stages", stages)
     assert_refused(run(export_main, *options), f"between 1 and {4 - layer}", f"after layer {layer}", str(stages))
     assert listing(tmp_path) == []
@@ -214,16 +208,16 @@ def run_engine(directory: Path) -> Any:
         ("verify/1/caches/0", 0),
         ("verify/0/caches/1", 1),
         ("verify/0/caches", [0]),
-        ("exit_layer", 2),
+        ("exit_head/layer", 2),
         ("verify/1/file", "verify_3.onnx"),
     ],
 )
-def test_damaged_manifest(three_copy: Path, path: str, value: Any) -> None:
+def test_damaged_stages_in_the_manifest_are_refused(three_copy: Path, path: str, value: Any) -> None:
     edit_manifest(three_copy, path, value)
     assert_refused(run_engine(three_copy), "manifest.json is damaged", "export")
 
 
-def test_damaged_stages(three_copy: Path) -> None:
+def test_swapped_and_missing_stage_files_are_refused(three_copy: Path) -> None:
     (three_copy / "verify_1.onnx").write_bytes((three_copy / "verify_2.onnx").read_bytes())
     edit_manifest(three_copy, "files/verify_1.onnx/size", (three_copy / "verify_1.onnx").stat().st_size)
     assert_refused(run_engine(three_copy), "verify_1.onnx is not the graph that the manifest describes")
@@ -231,7 +225,7 @@ def test_damaged_stages(three_copy: Path) -> None:
     assert_refused(run_engine(three_copy), "verify_1.onnx is missing")
 
 
-def test_fewer_stages_replace_more(text_model: Path, three_copy: Path) -> None:
+def test_export_without_stages_replaces_all_stages(text_model: Path, three_copy: Path) -> None:
     export_engine(text_model, three_copy)
     assert not [name for name in contents(three_copy) if name.startswith("verify_")]
 

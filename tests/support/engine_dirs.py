@@ -1,4 +1,4 @@
-"""Looking into engine directories, and damaging copies of them."""
+"""Helpers that look into engine directories, and that damage copies of them."""
 
 import json
 import shutil
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest import WEIGHTS, load_manifest
-from eesd.export import memory
+from eesd.common.manifest import WEIGHTS_FILE, load_manifest
+from eesd.export.memory import estimate_memory
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.backends import open_engines
@@ -24,7 +24,7 @@ PROMPT = [1, 17, 5, 40, 3, 88, 61]
 
 
 def trained_head(model: Path, directory: Path, blocks: int, own_lm_head: bool, layer: int = 1) -> Path:
-    """A random exit head for the model, as training would leave it."""
+    """Write a random exit head for the model, marked as trained."""
     checkpoint = Checkpoint(model)
     config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), trained=True)
     head = exit_head.initialise(checkpoint.decoder(), config)
@@ -34,34 +34,37 @@ def trained_head(model: Path, directory: Path, blocks: int, own_lm_head: bool, l
 
 
 def graph_of(directory: Path, name: str) -> ModelProto:
+    """Load a graph without its weights."""
     return onnx.load(directory / name, load_external_data=False)
 
 
-def places(model: ModelProto) -> dict[str, tuple[int, int]]:
-    """(offset, length) of every weight that lies in the weight file."""
+def tensor_locations(model: ModelProto) -> dict[str, tuple[int, int]]:
+    """(offset, length) of every tensor in ``weights.bin``."""
     external = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
     found = {}
     for tensor in external:
         entries = {entry.key: entry.value for entry in tensor.external_data}
-        assert entries["location"] == WEIGHTS
+        assert entries["location"] == WEIGHTS_FILE
         found[tensor.name] = (int(entries["offset"]), int(entries["length"]))
     return found
 
 
-def assert_weights(directory: Path) -> None:
-    """For each graph the plan's bytes are those that the graph takes from the weight file; the same for what is shared."""
+def assert_weights_match_manifest(directory: Path) -> None:
+    """The manifest's bytes of weights, in all and shared by draft and verify, are those that the graphs refer to."""
     manifest = load_manifest(directory)
-    stored = [places(graph_of(directory, graph.file)) for graph in manifest.graphs]
+    stored = [tensor_locations(graph_of(directory, graph.file)) for graph in manifest.graphs]
     for graph, weights in zip(manifest.graphs, stored, strict=True):
-        assert sum(memory.graph_weights(manifest, graph).values()) == sum(length for _, length in weights.values())
-    first, *others = memory.estimate_memory(manifest, 1)
+        assert manifest.weight_bytes(graph) == sum(length for _, length in weights.values())
+        tensors = [weight.tensors for weight in manifest.weights_of(graph).values()]
+        assert {name: size for group in tensors for name, size in group.items()} == {n: s for n, (_, s) in weights.items()}
+    first, *others = estimate_memory(manifest, 1)
     assert first.shared_weights == sum(stored[0][name][1] for name in stored[0].keys() & stored[1].keys())
     assert first.shared_weights < first.draft_weights
     assert not any(device.draft_weights or device.shared_weights for device in others)
 
 
-def logits(directory: Path, backend: str) -> list[NDArray[np.float32]]:
-    """Of a prompt and a step of verify, and of a step of the draft."""
+def logits_of(directory: Path, backend: str) -> list[NDArray[np.float32]]:
+    """The logits of a prompt, of a verify pass over one token, and of a draft step."""
     engines = open_engines(directory, load_manifest(directory), backend, 1, draft=True)
     assert engines.draft is not None
     kv_cache = engines.verify.new_kv_cache()
@@ -71,24 +74,26 @@ def logits(directory: Path, backend: str) -> list[NDArray[np.float32]]:
 
 
 def edit_manifest(directory: Path, path: str, value: Any) -> None:
-    """Set the value at a path such as ``draft/caches/0``; ``...`` removes it."""
+    """Set the value at a path such as ``draft/caches/0`` of the manifest; ``...`` removes it."""
     raw = json.loads((directory / "manifest.json").read_text())
     *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
-    place = raw
+    container = raw
     for key in keys:
-        place = place[key]
+        container = container[key]
     if value is ...:
-        del place[last]
+        del container[last]
     else:
-        place[last] = value
+        container[last] = value
     (directory / "manifest.json").write_text(json.dumps(raw))
 
 
 def garble(directory: Path) -> None:
+    """Overwrite the verify graph."""
     path = directory / "verify.onnx"
     path.write_bytes(b"\xff" * path.stat().st_size)
 
 
 def swap_graphs(directory: Path) -> None:
+    """Replace the draft graph by the verify graph."""
     shutil.copyfile(directory / "verify.onnx", directory / "draft.onnx")
     edit_manifest(directory, "files/draft.onnx/size", (directory / "draft.onnx").stat().st_size)

@@ -1,4 +1,4 @@
-"""Sharded checkpoints of any size, written without the model: only headers and holes, or random weights."""
+"""Sharded checkpoints of any size, written without creating the model: sparse files, or random weights."""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from eesd.model.checkpoint import expected_shapes
+from eesd.common.weights import model_shapes
 from eesd.model.config import load_config
 
 LLAMA_70B: dict[str, Any] = {
@@ -31,10 +31,10 @@ BYTES = 2
 
 
 def write_checkpoint(directory: Path, config: dict[str, Any], shards: int, *, sparse: bool) -> Path:
-    """A float16 checkpoint. Sparse, its files have their sizes but take no room on the disk and read as zeros."""
+    """Write a float16 checkpoint. Sparse files have their full size but take no space on the disk, and read as zeros."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
-    shapes = expected_shapes(load_config(directory).geometry)
+    shapes = model_shapes(load_config(directory).geometry)
     weight_map = {}
     for number, shard in enumerate(_split(shapes, shards), 1):
         name = f"model-{number:05}-of-{shards:05}.safetensors"
@@ -58,7 +58,7 @@ def _write_shard(file: BinaryIO, shapes: Shapes, sparse: bool) -> None:
         start, end = end, end + prod(shape) * BYTES
         header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # as safetensors does, so that tensors are aligned
+    encoded += b" " * (-len(encoded) % 8)  # aligns the tensors, as safetensors does
     file.write(len(encoded).to_bytes(8, "little") + encoded)
     if sparse:
         file.truncate(file.tell() + end)

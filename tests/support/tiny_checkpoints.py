@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints, one for each kind of model that the decoder claims to read."""
+"""Tiny random Hugging Face checkpoints, one for each kind of supported model."""
 
 from dataclasses import dataclass, field
 from math import sqrt
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 LLAMA3_ORIGINAL = 64
-"""Small enough for a short test to go beyond, large enough for the fastest rotary frequency to stay unscaled."""
+"""Original positions of the llama3 scaling. A short test exceeds them, and the fastest rotary frequency stays unscaled."""
 
 GEOMETRY: dict[str, Any] = {
     "vocab_size": 97,
@@ -20,7 +20,7 @@ GEOMETRY: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-3,  # far from every default, so that a forgotten epsilon shows in the logits
+    "rms_norm_eps": 1e-3,  # far from every default, so that ignoring it changes the logits
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
@@ -29,7 +29,7 @@ GEOMETRY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A transformers model type with what sets it apart from :data:`GEOMETRY`."""
+    """A transformers model type, with the options in which it differs from :data:`GEOMETRY`."""
 
     name: str
     model_type: str
@@ -67,7 +67,7 @@ FAMILIES = {
 
 
 def build(family: Family, directory: Path, seed: int = 0) -> Path:
-    """Write the family's checkpoint with random weights; the same seed gives the same weights."""
+    """Write a checkpoint of the family with random weights. The same seed gives the same weights."""
     config = AutoConfig.for_model(family.model_type, **(GEOMETRY | family.options))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     randomise(model, seed)
@@ -78,7 +78,7 @@ def build(family: Family, directory: Path, seed: int = 0) -> Path:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int) -> None:
-    """Random values everywhere: norms left at one and biases left at zero would hide that they are not applied."""
+    """Set all parameters to random values. Norms of one and biases of zero would hide that they are not applied."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:

@@ -1,4 +1,4 @@
-"""Tiny seeded Llama models whose untrained draft agrees with them often, but not always, exported to real engines."""
+"""Tiny seeded Llama models whose untrained draft is often but not always right, and their engines."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eesd.common.geometry import ExitConfig
 from eesd.export.engine_dir import export, stored_head, untrained_head
-from eesd.export.graph import ExportOptions
+from eesd.export.onnx_graph import ExportOptions
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint
 from support.tiny_checkpoints import randomise
@@ -18,8 +18,11 @@ EXIT_LAYER = 1
 def build(
     directory: Path, vocab_size: int, layers: int, damping: float, seed: int, tied: bool = False, head_dim: int = 8
 ) -> Path:
-    """Write a random Llama. The draft is layer 0 and a copy of the last layers, so what it misses are the ones between: they
-    speak ``damping`` times as loud as random ones would, which sets how often the draft is right."""
+    """Write a random Llama.
+
+    The draft consists of layer 0 and a copy of the last layers. The outputs of layer 1, which it skips, are multiplied by
+    ``damping``: a small value makes the draft right more often.
+    """
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -55,8 +58,7 @@ def export_tiny(
     dtype: str = "float32",
     own_lm_head: bool = False,
 ) -> Path:
-    """Export with an exit head of ``blocks`` blocks that is a copy of the model's last layers; its own LM head, if it has
-    one, speaks twice as loud as the model's."""
+    """Export a model with an exit head that copies its last layers. An own LM head is the model's, multiplied by two."""
     checkpoint = Checkpoint(model)
     if blocks == 1 and not own_lm_head:
         head = untrained_head(checkpoint, layer)
@@ -68,5 +70,5 @@ def export_tiny(
         exit_head.save(made, output.parent / "head", torch.float32)
         head = stored_head(checkpoint, output.parent / "head")
     options = ExportOptions(dtype, slots, tree_nodes, top_k, stages)
-    export(checkpoint, head, options, output, lambda _: None, lambda *_: None, lambda *_: None)
+    export(checkpoint, head, options, output)
     return output

@@ -1,6 +1,6 @@
-"""The shape of a decoder and of its exit head: the same two objects from config.json to the manifest and back.
+"""Sizes and options of a decoder and of its exit head.
 
-Needs no torch, so that the runtime and ``eesd-inspect`` can use it.
+``config.json`` is read into these objects and ``manifest.json`` stores them. The module needs no torch.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from eesd.common.prior import CalibrationPrior
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched: ``linear`` (uses ``factor`` alone) or ``llama3`` (uses all four values)."""
+    """Scaling of the rotary frequencies: ``linear`` (uses only ``factor``) or ``llama3`` (uses all four values)."""
 
     kind: str
     factor: float
@@ -21,7 +21,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A Llama-shaped decoder (Llama 2/3, CodeLlama, Mistral, Qwen2, Qwen2.5, Qwen3): all that its modules depend on."""
+    """Everything that the modules of a Llama-like decoder depend on.
+
+    Covers Llama 2 and 3, CodeLlama, Mistral, Qwen2, Qwen2.5 and Qwen3.
+    """
 
     architecture: str
     vocab_size: int
@@ -40,26 +43,18 @@ class Geometry:
     rope_theta: float
     rope_scaling: RopeScaling | None
 
-    @property
-    def parameters(self) -> int:
-        """Number of weights of the base model, norms and biases not counted."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * layer + embeddings
-
 
 @dataclass(frozen=True)
 class ExitConfig:
-    """Where the exit head leaves the model, and what it consists of.
+    """Position and structure of an exit head.
 
     Attributes:
         layer: N, the number of base layers before the head.
         blocks: E, the number of decoder blocks in the head.
         own_lm_head: Whether the head has its own LM head. If not, it uses the base model's.
         base: Fingerprint of the base model.
-        trained: False for a head that was only initialised.
-        calibration: Prior of the controllers' calibration for this head. None: the default prior.
+        trained: False for an initialised head that was never trained.
+        calibration: Calibration prior of this head. None: controllers use the default prior.
     """
 
     layer: int
@@ -68,3 +63,13 @@ class ExitConfig:
     base: str = ""
     trained: bool = False
     calibration: CalibrationPrior | None = None
+
+
+def exit_caches(geometry: Geometry, exit_config: ExitConfig) -> range:
+    """Indices of the exit blocks' caches, L .. L+E-1. The base layers have the caches 0 .. L-1."""
+    return range(geometry.num_layers, geometry.num_layers + exit_config.blocks)
+
+
+def draft_caches(geometry: Geometry, exit_config: ExitConfig) -> list[int]:
+    """Indices of the caches that the draft uses: 0 .. N-1 and those of the exit blocks."""
+    return [*range(exit_config.layer), *exit_caches(geometry, exit_config)]

@@ -1,21 +1,35 @@
-"""What controllers know of a draft's confidence before the first round. ``eesd-distill`` fits it; manifests carry it as JSON."""
+"""The calibration prior of an exit head: what controllers assume about its confidence before the first round.
+
+``eesd-distill`` fits one for each head. ``exit_head.json`` and ``manifest.json`` store it.
+"""
 
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
 FEATURES = 5
-"""Features of a drafted token; see :func:`eesd.controllers.calibration.features`."""
-WIDTHS = ("shift", "slope", "request", "wander", "drift")
+"""Number of features of a drafted token; see :func:`eesd.controllers.calibration.features`."""
+STANDARD_DEVIATIONS = ("shift", "slope", "request", "wander", "drift")
 
 
 @dataclass(frozen=True)
 class CalibrationPrior:
-    """What is known before the first round. ``eesd-distill`` fits one to each head; it travels as JSON.
+    """Prior over the map from the draft's confidence to the probability of acceptance, sigma(a + s z + b).
 
-    ``accept`` and ``following`` are the weights [5] of :func:`features` in the log-odds that the drafted token is accepted, and
-    that the next one will be if this one is. ``shift``, ``slope``, ``request`` are the standard deviations of a, s - 1, b;
-    ``wander`` of b's step from round to round; ``drift`` that of a's and s's.
+    The score z is a weighted sum of a drafted token's features. The shift a and the slope s belong to the model, the offset b
+    to one request. The default values serve heads that have no prior of their own.
+
+    Attributes:
+        accept: Feature weights [5] of the score for "the drafted token is accepted".
+        following: Feature weights [5] of the score for "the next drafted token is accepted too, given that this one is".
+        shift: Standard deviation of a.
+        slope: Standard deviation of s - 1.
+        request: Standard deviation of b at the start of a request.
+        wander: Standard deviation of the change of b from one round to the next.
+        drift: Standard deviation of the change of a and s from one round to the next.
+
+    Raises:
+        ValueError: A list has the wrong length, or a number is out of range.
     """
 
     accept: tuple[float, ...] = (-0.61, 2.11, 0.79, 0.95, 0.07)
@@ -31,25 +45,26 @@ class CalibrationPrior:
             raise ValueError(f"accept and following must have {FEATURES} weights")
         if not all(map(isfinite, (*self.accept, *self.following))):
             raise ValueError("weights must be finite")
-        if not all(0 <= getattr(self, name) < 100 for name in WIDTHS):
+        if not all(0 <= getattr(self, name) < 100 for name in STANDARD_DEVIATIONS):
             raise ValueError("standard deviations must be 0 or above, and below 100")
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields as a dictionary that JSON can store."""
         return asdict(self)
 
     @staticmethod
     def from_dict(value: dict[str, Any]) -> "CalibrationPrior":
-        """From what :meth:`to_dict` gave, or JSON made of it; ValueError for what cannot be."""
-        if not isinstance(value, dict) or value.keys() != {"accept", "following", *WIDTHS}:
-            raise ValueError(f"its entries must be accept, following, {', '.join(WIDTHS)}")
+        """Read what :meth:`to_dict` returns, also after a round trip through JSON. Raises ValueError for anything else."""
+        if not isinstance(value, dict) or value.keys() != {"accept", "following", *STANDARD_DEVIATIONS}:
+            raise ValueError(f"its entries must be accept, following, {', '.join(STANDARD_DEVIATIONS)}")
         lists = value["accept"], value["following"]
         if not all(isinstance(weights, (list, tuple)) for weights in lists):
             raise ValueError("accept and following must be lists")
-        widths = [value[name] for name in WIDTHS]
-        if not all(type(number) in (int, float) for number in (*lists[0], *lists[1], *widths)):
+        deviations = [value[name] for name in STANDARD_DEVIATIONS]
+        if not all(type(number) in (int, float) for number in (*lists[0], *lists[1], *deviations)):
             raise ValueError("weights and standard deviations must be numbers")
         try:
-            accept, following, widths = (list(map(float, numbers)) for numbers in (*lists, widths))
+            accept, following, deviations = (list(map(float, numbers)) for numbers in (*lists, deviations))
         except OverflowError:
             raise ValueError("weights and standard deviations must be finite") from None
-        return CalibrationPrior(tuple(accept), tuple(following), *widths)
+        return CalibrationPrior(tuple(accept), tuple(following), *deviations)

@@ -1,6 +1,6 @@
-"""How each weight lies in an engine directory: its shape there, its element type, its bytes.
+"""The rules for weights: which ones a model, an exit head and a graph have, and how an engine directory stores each.
 
-This is the one rule for everything that writes, reads, links, splits or counts weights. It needs no torch.
+All code that writes, reads, links, splits or counts weights uses these rules. The module needs no torch.
 """
 
 from collections.abc import Iterable
@@ -12,27 +12,36 @@ from eesd.common.geometry import ExitConfig, Geometry
 DTYPES = ("float32", "float16", "bfloat16")
 """Element types of engines."""
 QUANTIZED = ("int8", "int4")
-"""What linear weights may be quantized to."""
+"""Types that linear weights can be quantized to."""
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 BLOCK = 32
-"""Inputs of an output that share a scale: what the kernels of ONNX Runtime and TensorRT take."""
+"""Number of consecutive inputs of one output that share a scale. ONNX Runtime and TensorRT have kernels for 32."""
 
 EMBEDDINGS = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 EXIT_HEAD = "exit_head."
 """Prefix of the exit head's weights in the graphs."""
 ROTARY_TABLES = ("cos", "sin")
 SCALES = ".scales"
-"""Suffix of the name of a quantized weight's scales."""
+"""Suffix that turns the name of a quantized weight into the name of its scales."""
+
+_KV_MODULES = ("input_layernorm", "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
+"""The modules of a block that compute its keys and values."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What linear weights are quantized to: ``weights`` is ``int8`` or ``int4``; ``block`` inputs of an output share one scale.
+    """Quantization of the linear weights of an engine directory.
 
-    The scales are of the directory's element type. A weight whose inputs are not a multiple of ``block`` is not quantized.
+    The scales have the directory's element type. A weight whose number of inputs is not a multiple of ``block`` is not
+    quantized.
+
+    Attributes:
+        weights: ``int8`` or ``int4``.
+        block: Number of consecutive inputs of one output that share a scale.
     """
 
     weights: str
@@ -41,14 +50,14 @@ class Quantization:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One weight of an engine directory.
+    """How an engine directory stores one weight.
 
     Attributes:
-        name: Its name in the graphs: the checkpoint's, or ``exit_head.`` + the exit head's.
-        shape: Its shape in the checkpoint; [out, in] for a linear layer.
-        dtype: Element type of the directory; also that of the scales.
-        transposed: Whether it is stored as [in, out], as MatMul takes it. Linked weights are not.
-        quantization: None where it is stored in ``dtype``.
+        name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the exit head's.
+        shape: Shape in the checkpoint; [out, in] for a linear layer.
+        dtype: Element type of the directory, and of the scales.
+        transposed: Whether the weight is stored as [in, out], the layout that MatMul takes. Linked weights are not.
+        quantization: None if the weight is stored in ``dtype``.
     """
 
     name: str
@@ -59,6 +68,7 @@ class StoredWeight:
 
     @property
     def stored_shape(self) -> Shape:
+        """Shape in the engine directory."""
         return self.shape[::-1] if self.transposed else self.shape
 
     @property
@@ -69,7 +79,7 @@ class StoredWeight:
 
     @property
     def tensors(self) -> dict[str, int]:
-        """Name and bytes of each tensor that is stored for this weight: itself and, if it is quantized, its scales."""
+        """Name and bytes of each stored tensor: the weight and, if it is quantized, its scales."""
         count = prod(self.shape)
         if self.quantization is None:
             return {self.name: count * BITS[self.dtype] // 8}
@@ -83,19 +93,32 @@ class StoredWeight:
 
 
 def is_linear(name: str) -> bool:
-    """Whether a weight is that of a linear layer. The embedding table is not, also where it is tied to the LM head."""
+    """Whether a weight belongs to a linear layer. The embedding table does not, even if the LM head is tied to it."""
     return name.endswith(("_proj.weight", LM_HEAD))
 
 
 def stored_weight(
     name: str, shape: Iterable[int], dtype: str, quantization: Quantization | None, linked: bool = False
 ) -> StoredWeight:
-    """The rule: linear weights are transposed, and quantized where blocks fit; linked ones stay as the checkpoint has them."""
+    """Decide how an engine directory stores a weight.
+
+    Args:
+        name: Name in the graphs.
+        shape: Shape in the checkpoint.
+        dtype: Element type of the directory.
+        quantization: Quantization of the directory's linear weights.
+        linked: Whether the weight stays in the checkpoint's own file, and so in its layout.
+    """
     shape = tuple(shape)
     if linked or not is_linear(name):
         return StoredWeight(name, shape, dtype)
-    fits = quantization is not None and shape[1] % quantization.block == 0
-    return StoredWeight(name, shape, dtype, True, quantization if fits else None)
+    whole_blocks = quantization is not None and shape[1] % quantization.block == 0
+    return StoredWeight(name, shape, dtype, True, quantization if whole_blocks else None)
+
+
+def lm_head_name(geometry: Geometry) -> str:
+    """Name of the base model's LM head; the embedding table if the two are tied."""
+    return EMBEDDINGS if geometry.tied_embeddings else LM_HEAD
 
 
 def block_shapes(geometry: Geometry) -> dict[str, Shape]:
@@ -118,8 +141,25 @@ def _linear(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, Shape
     return weight | ({f"{name}.bias": (outputs,)} if bias else {})
 
 
-KV_WEIGHTS = ("input_layernorm", "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
-"""The modules of a block that make its keys and values."""
+def layer_shapes(geometry: Geometry, layers: Iterable[int]) -> dict[str, Shape]:
+    """Name and shape of every weight of some base layers."""
+    block = block_shapes(geometry)
+    return {f"model.layers.{index}.{name}": shape for index in layers for name, shape in block.items()}
+
+
+def model_shapes(geometry: Geometry) -> dict[str, Shape]:
+    """Name and shape of every tensor that a checkpoint of the base model must have."""
+    table = (geometry.vocab_size, geometry.hidden_size)
+    ends: dict[str, Shape] = {EMBEDDINGS: table, FINAL_NORM: (geometry.hidden_size,), lm_head_name(geometry): table}
+    return ends | layer_shapes(geometry, range(geometry.num_layers))
+
+
+def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, Shape]:
+    """Name and shape of every tensor that a checkpoint of the exit head must have."""
+    block = block_shapes(geometry)
+    shapes = {f"blocks.{index}.{name}": shape for index in range(exit_config.blocks) for name, shape in block.items()}
+    shapes["norm.weight"] = (geometry.hidden_size,)
+    return shapes | ({LM_HEAD: (geometry.vocab_size, geometry.hidden_size)} if exit_config.own_lm_head else {})
 
 
 def graph_shapes(
@@ -128,30 +168,32 @@ def graph_shapes(
     """Name and shape of every weight that a graph uses.
 
     Args:
-        geometry: Of the base model.
-        exit_config: Of the exit head.
-        slots: S, the rows of the rotary tables.
-        layers: Base layers of the graph.
-        draft: Whether it is the draft graph; else verify or a stage of it.
+        geometry: Geometry of the base model.
+        exit_config: Configuration of the exit head.
+        slots: S, the number of rows of the rotary tables.
+        layers: Base layers of the graph, in order.
+        draft: True for the draft graph, False for verify or one of its stages.
     """
-    layers, block = list(layers), block_shapes(geometry)
-    hidden, table = (geometry.hidden_size,), (geometry.vocab_size, geometry.hidden_size)
+    layers, base = list(layers), model_shapes(geometry)
     shapes: dict[str, Shape] = dict.fromkeys(ROTARY_TABLES, (slots, geometry.head_dim // 2))
-    if layers[0] == 0:
-        shapes[EMBEDDINGS] = table
-        for index in range(exit_config.blocks):
-            # Verify takes no more of the last exit block than its keys and values.
-            whole = draft or index < exit_config.blocks - 1
-            names = [name for name in block if whole or name.startswith(KV_WEIGHTS)]
-            shapes |= {f"{EXIT_HEAD}blocks.{index}.{name}": block[name] for name in names}
-    for index in layers:
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in block.items()}
+    shapes |= layer_shapes(geometry, layers)
+    head = {EXIT_HEAD + name: shape for name, shape in exit_head_shapes(geometry, exit_config).items()}
+    ends = []
     if draft:
-        shapes[f"{EXIT_HEAD}norm.weight"] = hidden
-    elif layers[-1] == geometry.num_layers - 1:
-        shapes["model.norm.weight"] = hidden
+        shapes |= head
+        ends = [EMBEDDINGS] if exit_config.own_lm_head else [EMBEDDINGS, lm_head_name(geometry)]
     else:
-        return shapes
-    own = draft and exit_config.own_lm_head
-    lm_head = EXIT_HEAD + LM_HEAD if own else EMBEDDINGS if geometry.tied_embeddings else LM_HEAD
-    return shapes | {lm_head: table}
+        if layers[0] == 0:
+            shapes |= _written_by_verify(head, exit_config.blocks)
+            ends += [EMBEDDINGS]
+        if layers[-1] == geometry.num_layers - 1:
+            ends += [FINAL_NORM, lm_head_name(geometry)]
+    return shapes | {name: base[name] for name in ends}
+
+
+def _written_by_verify(head: dict[str, Shape], blocks: int) -> dict[str, Shape]:
+    """The weights with which verify writes the exit caches: all blocks, but of the last only its keys and values."""
+    last = f"{EXIT_HEAD}blocks.{blocks - 1}."
+    names = [name for name in head if name.startswith(f"{EXIT_HEAD}blocks.")]
+    used = [name for name in names if not name.startswith(last) or name.removeprefix(last).startswith(_KV_MODULES)]
+    return {name: head[name] for name in used}

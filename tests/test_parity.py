@@ -1,4 +1,4 @@
-"""``eesd-export --layers`` and ``eesd-build --check``: the first layers of a model, and engines against a reference."""
+"""``eesd-build --check`` detects engines that differ from their graphs; ``eesd-export --layers`` exports the first layers."""
 
 import json
 import shutil
@@ -14,28 +14,27 @@ import torch
 from onnx.external_data_helper import ExternalDataInfo
 from support import tiny_models
 from support.command import export_engine, run, succeed
-from support.engine_dirs import logits, trained_head
+from support.engine_dirs import logits_of, trained_head
 
 from eesd.common.manifest import Manifest, load_manifest
 from eesd.export import build as build_cli
 from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main
-from eesd.export.validate import LEAST_COSINE, validate
+from eesd.export.parity import LEAST_COSINE, compare_engines
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.backends import Engines, open_engines
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
 LAYERS = 2
-FOUR = "llama-head-dim"
-"""Of four layers."""
+FOUR_LAYERS = "llama-head-dim"
 
 Export = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """Give a family's name and options of ``export_tiny``, get its engines. Copy them before changing anything."""
+    """A function that returns the engines of a family. Tests must copy them before they change anything."""
 
     @cache
     def directory(name: str, **options: Any) -> Path:
@@ -55,47 +54,48 @@ def break_weight(directory: Path, name: str) -> None:
 
 
 def test_first_layers_are_a_model_of_fewer_layers(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """The export computes what a checkpoint of fewer layers exports to, and keeps the whole model's fingerprint."""
+    """The engines compute the same as those of a checkpoint with fewer layers. The fingerprint is the whole model's."""
     family = family_dir("qwen2.5-tied")
     model = shutil.copytree(family, tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
     (model / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "layer_types"}))
-    expected = logits(export_engine(model, tmp_path / "expected"), "ort")
+    expected = logits_of(export_engine(model, tmp_path / "expected"), "ort")
     found = export_engine(family, tmp_path / "found", "--layers", LAYERS)
     manifest = load_manifest(found)
     assert manifest.geometry.num_layers == LAYERS and manifest.exit_head.base == Checkpoint(family).fingerprint()
     assert (found / "weights.bin").stat().st_size < (export_engine(family, tmp_path / "whole") / "weights.bin").stat().st_size
-    for one, other in zip(logits(found, "ort"), expected, strict=True):
+    for one, other in zip(logits_of(found, "ort"), expected, strict=True):
         assert np.allclose(one, other, atol=1e-4)
 
 
-def test_first_layers_of_a_trained_head(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """A head that was trained for the whole model fits its first layers."""
-    family = family_dir(FOUR)
+def test_trained_head_of_the_whole_model_fits_its_first_layers(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    family = family_dir(FOUR_LAYERS)
     head = trained_head(family, tmp_path / "head", 1, False)
     found = load_manifest(export_engine(family, tmp_path / "plans", "--exit-head", head, "--layers", 3))
     assert found.exit_head.trained and found.geometry.num_layers == 3
 
 
-@pytest.mark.parametrize(("layers", "words"), [(9, "between 1 and 4"), (1, "--layers"), ("x", "--layers")])
-def test_layers_out_of_range(family_dir: Callable[[str], Path], tmp_path: Path, layers: object, words: str) -> None:
-    result = run(export_main, "--model", family_dir(FOUR), "--exit-layer", 1, "-o", tmp_path / "plans", "--layers", layers)
+@pytest.mark.parametrize(("layers", "words"), [(9, "between 2 and 4"), (1, "--layers"), ("x", "--layers")])
+def test_layers_out_of_range_are_refused(family_dir: Callable[[str], Path], tmp_path: Path, layers: object, words: str) -> None:
+    result = run(
+        export_main, "--model", family_dir(FOUR_LAYERS), "--exit-layer", 1, "-o", tmp_path / "plans", "--layers", layers
+    )
     assert result.exit_code == 2 and words in result.stderr and not (tmp_path / "plans").exists()
 
 
 @pytest.mark.parametrize(
     ("family", "options", "backend"),
     [
-        (FOUR, {}, "ort"),
-        (FOUR, {"dtype": "float16"}, "torch"),
+        (FOUR_LAYERS, {}, "ort"),
+        (FOUR_LAYERS, {"dtype": "float16"}, "torch"),
         ("qwen2.5-tied", {"dtype": "bfloat16", "stages": 2}, "torch"),
         ("qwen2.5-tied", {"dtype": "float16", "blocks": 2, "own_lm_head": True}, "torch"),
     ],
 )
-def test_sound_engines_pass(exported: Export, family: str, options: dict[str, Any], backend: str) -> None:
+def test_engines_agree_with_their_graphs(exported: Export, family: str, options: dict[str, Any], backend: str) -> None:
     directory = exported(family, **options)
     manifest = load_manifest(directory)
-    cosines = validate(open_engines(directory, manifest, backend, 1, True), directory, manifest)
+    cosines = compare_engines(open_engines(directory, manifest, backend, 1, True), directory, manifest)
     assert len(cosines) == 6 and LEAST_COSINE[manifest.dtype] <= min(cosines.values()) <= max(cosines.values()) < 1 + 1e-9
 
 
@@ -109,49 +109,48 @@ def test_sound_engines_pass(exported: Export, family: str, options: dict[str, An
         "exit_head.blocks.0.mlp.up_proj.weight",
     ],
 )
-def test_a_broken_weight_fails(exported: Export, tmp_path: Path, name: str) -> None:
-    directory = exported(FOUR, dtype="float16")
+def test_broken_weight_is_detected(exported: Export, tmp_path: Path, name: str) -> None:
+    directory = exported(FOUR_LAYERS, dtype="float16")
     manifest = load_manifest(directory)
     broken = shutil.copytree(directory, tmp_path / "broken")
     break_weight(broken, name)
-    cosines = validate(open_engines(broken, manifest, "torch", 1, True), directory, manifest)
+    cosines = compare_engines(open_engines(broken, manifest, "torch", 1, True), directory, manifest)
     assert min(cosines.values()) < LEAST_COSINE["float16"]
 
 
 @pytest.fixture(scope="module")
 def narrow(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float16 engine directory over a checkpoint's own files, for which plans can be built here."""
+    """A float16 engine directory with linked weights. Plans can be built from it without a GPU."""
     pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
     pytest.importorskip("polygraphy", reason="building plans needs polygraphy")
     return export_engine(family_dir("llama2"), tmp_path_factory.mktemp("narrow") / "plans", "--link-weights", "--no-check")
 
 
-def as_torch(weight: str | None = None) -> Callable[..., Engines]:
-    """Opens the engines with torch, where a GPU would run the plans; maybe with a weight broken."""
+def torch_engines(broken_weight: str | None = None) -> Callable[..., Engines]:
+    """A replacement of ``open_engines`` that opens torch engines instead of plans, which need a GPU."""
 
     def opened(directory: Path, manifest: Manifest, backend: str, threads: int | None, draft: bool) -> Engines:
         assert backend == "tensorrt" and all((directory / plan.file).exists() for plan in manifest.plans.values())
         engines = open_engines(directory, manifest, "torch", threads, draft)
-        if weight:
-            parameter = engines.verify.programs[0].module.get_parameter(weight)  # type: ignore[attr-defined]
+        if broken_weight:
+            parameter = engines.verify.stages[0].module.get_parameter(broken_weight)  # type: ignore[attr-defined]
             parameter.data = torch.zeros_like(parameter)
         return engines
 
     return opened
 
 
-def test_check_without_a_gpu(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_without_a_gpu_reports_that_it_was_skipped(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_cli, "compute_capability", lambda: None)
     result = succeed(build_main, narrow, "--check")
     assert "not checked: there is no NVIDIA GPU here" in result.stderr and "cosine" not in result.stdout
 
 
-def test_check_with_a_gpu(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine may have none, so torch computes in the plans' place."""
+def test_check_with_a_gpu_detects_a_broken_weight(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_cli, "compute_capability", lambda: "8.9")
-    monkeypatch.setattr(build_cli, "open_engines", as_torch())
+    monkeypatch.setattr(build_cli, "open_engines", torch_engines())
     result = succeed(build_main, narrow, "--check")
     assert result.stdout.count("cosine 0.999") + result.stdout.count("cosine 1.000") == 6 and not result.stderr
-    monkeypatch.setattr(build_cli, "open_engines", as_torch("model.layers.1.mlp.down_proj.weight"))
+    monkeypatch.setattr(build_cli, "open_engines", torch_engines("model.layers.1.mlp.down_proj.weight"))
     result = run(build_main, narrow, "--check")
-    assert result.exit_code == 2 and "do not compute what their graphs do" in result.stderr
+    assert result.exit_code == 2 and "do not compute what their graphs compute" in result.stderr

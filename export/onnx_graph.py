@@ -1,8 +1,8 @@
-"""The graph stage: torch modules to ONNX opset 24, without a single weight in memory.
+"""Trace the torch modules to ONNX graphs (opset 24) without loading any weight.
 
-The modules are built under fake tensors and traced by ``torch.onnx.export``, with numbers in place of the dimensions that vary
-(see :data:`SYMBOLS`). What comes out is then made lean: reshapes copy their first two dimensions, linear weights lose their
-Transpose (they are stored transposed), and every weight becomes a named reference into ``weights.bin``.
+The modules are created under fake tensors and traced by ``torch.onnx.export``. The graph is then simplified: reshapes copy
+their first two dimensions instead of computing them, and linear weights lose their Transpose because they are stored
+transposed. Every weight becomes a reference to external data.
 """
 
 import logging
@@ -19,54 +19,74 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, IdentityElimina
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eesd.common.geometry import ExitConfig, Geometry
-from eesd.common.manifest import TOP_K, TREE_NODES, GraphInfo, TensorInfo
-from eesd.common.weights import BLOCK, EMBEDDINGS, LM_HEAD, SCALES, Quantization, StoredWeight, stored_weight
+from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
+from eesd.common.manifest import DEFAULT_TOP_K, DEFAULT_TREE_NODES, GraphInfo, TensorInfo
+from eesd.common.weights import BLOCK, LM_HEAD, SCALES, Quantization, StoredWeight, lm_head_name, stored_weight
+from eesd.export.weights import TensorLocation
 from eesd.model.decoder import KV, Decoder, Inputs, rotary_tables
 from eesd.model.exit_head import ExitHead
-from eesd.model.graphs import Draft, Verify, draft_layers
+from eesd.model.graphs import Draft, Verify
 
 OPSET = 24
 
 BATCH, TOKENS, SLOTS = 100_003, 100_019, 100_043
 SYMBOLS = {BATCH: "B", TOKENS: "n", SLOTS: "S"}
-"""Stand-ins for the dimensions that vary: primes that no model has (fake tensors of that size cost nothing), named once the
-graph is there. Tracing with symbolic dimensions gives the same graph and takes three times as long."""
+"""Sizes that stand for the dynamic dimensions during tracing, and the names that replace them in the graph.
+
+They are primes that no model has as a size, and fake tensors take no memory. Tracing with symbolic dimensions gives the same
+graph but takes three times as long.
+"""
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Choices of an export: element type, S (slots of the cache), M (nodes of a token tree), K (draft candidates), stages, and
-    whether weights stay in the checkpoint's files, and what linear weights are quantized to (``int8``, ``int4``)."""
+    """Options of an export.
+
+    Attributes:
+        dtype: Element type of weights, caches and activations.
+        max_seq_len: S, the slots of the KV cache.
+        max_tree_nodes: M, the drafted nodes that fit a round.
+        draft_top_k: K, the candidates that the draft reports for each node.
+        stages: Number of stages of the verify graph.
+        link_weights: Whether weights stay in the checkpoint's files where possible.
+        quantize: ``int8`` or ``int4`` to quantize linear weights; None to leave them in ``dtype``.
+    """
 
     dtype: str
     max_seq_len: int
-    max_tree_nodes: int = TREE_NODES
-    draft_top_k: int = TOP_K
+    max_tree_nodes: int = DEFAULT_TREE_NODES
+    draft_top_k: int = DEFAULT_TOP_K
     stages: int = 1
     link_weights: bool = False
     quantize: str | None = None
 
     @property
     def quantization(self) -> Quantization | None:
+        """The quantization that the manifest records."""
         return None if self.quantize is None else Quantization(self.quantize, BLOCK)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced graph whose initializers are still empty, what it needs, and its description for the manifest."""
+    """A traced graph.
+
+    Attributes:
+        model: The graph. Its initializers have no data.
+        weights: The weights that it uses.
+        info: Its description for the manifest.
+    """
 
     model: ir.Model
     weights: tuple[StoredWeight, ...]
     info: GraphInfo
 
 
-class _Program(nn.Module):
-    """Gives a module of ``model.graphs`` the flat signature of an engine, with the rotary tables as constants."""
+class _EngineModule(nn.Module):
+    """Draft or Verify with the inputs and outputs of an engine. The rotary tables are constants."""
 
-    def __init__(self, program: Draft | Verify, cos: Tensor, sin: Tensor) -> None:
+    def __init__(self, module: Draft | Verify, cos: Tensor, sin: Tensor) -> None:
         super().__init__()
-        self.program = program
+        self.module = module
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", cos)
@@ -76,7 +96,7 @@ class _Program(nn.Module):
         self, x: Tensor, position_ids: Tensor, write_indices: Tensor, attn_mask: Tensor, caches: list[KV]
     ) -> tuple[Tensor, ...]:
         inputs = Inputs(self.cos, self.sin, position_ids, write_indices, attn_mask)
-        *outputs, written = self.program(x, inputs, caches)
+        *outputs, written = self.module(x, inputs, caches)
         return (*outputs, *(tensor for cache in written for tensor in cache))
 
 
@@ -88,37 +108,44 @@ def trace(
     layers: range | None = None,
     linked: frozenset[str] = frozenset(),
 ) -> Graph:
-    """Trace ``"draft"``, ``"verify"``, or with its ``layers`` a stage of verify, to ONNX.
+    """Trace the draft, verify or a stage of verify. The memory it takes does not depend on the size of the weights.
 
-    The weights ``linked`` keep the checkpoint's layout and, where they are linear, their Transpose in the graph. Needs
-    memory for the graph only, whatever the model's size.
+    Args:
+        name: ``draft`` for the draft; any other name for verify or a stage. The file is called ``<name>.onnx``.
+        geometry: Geometry of the base model.
+        exit_config: Configuration of the exit head.
+        options: Options of the export.
+        layers: Layers of the stage; None for all.
+        linked: Names of weights that stay in the checkpoint's layout. Linear ones keep their Transpose in the graph.
     """
     dtype, layers = getattr(torch, options.dtype), range(geometry.num_layers) if layers is None else layers
     with FakeTensorMode(), _default_dtype(dtype):
         decoder, head = Decoder(geometry), ExitHead(geometry, exit_config)
         if name == "draft":
-            program: Draft | Verify = Draft(decoder, head, options.draft_top_k)
-            caches, outputs = draft_layers(head, geometry.num_layers), ["logits", "topk_ids", "topk_logprobs"]
+            module: Draft | Verify = Draft(decoder, head, options.draft_top_k)
+            caches, outputs = draft_caches(geometry, exit_config), ["logits", "topk_ids", "topk_logprobs"]
         else:
-            program = Verify(decoder, head, layers)
-            exits = range(geometry.num_layers, geometry.num_layers + exit_config.blocks) if layers.start == 0 else ()
+            module = Verify(decoder, head, layers)
+            exits = exit_caches(geometry, exit_config) if layers.start == 0 else ()
             caches, outputs = [*layers, *exits], ["logits" if layers.stop == geometry.num_layers else "hidden_out"]
         cos, sin = rotary_tables(geometry, options.max_seq_len)
-        module = _Program(program, cos.to(dtype), sin.to(dtype)).eval()
-        model = _export(module, _example(geometry, len(caches), dtype, hidden=layers.start > 0))
+        engine = _EngineModule(module, cos.to(dtype), sin.to(dtype)).eval()
+        model = _export(engine, _example_inputs(geometry, len(caches), dtype, hidden=layers.start > 0))
     _name_dimensions(model.graph)
     _name_tensors(model, caches, "hidden" if layers.start > 0 else "input_ids", outputs)
-    _make_lean(model)
-    weights = _name_weights(model.graph, geometry.tied_embeddings, options, linked)
-    _store_weights(model.graph, weights)
+    _fold_reshapes(model.graph)
+    IdentityEliminationPass()(model)
+    RemoveUnusedNodesPass()(model)
+    weights = _name_weights(model.graph, geometry, options, linked)
+    _use_stored_layout(model.graph, weights)
     RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)
     model.graph.name = f"eesd_{name}"
-    info = GraphInfo(f"{name}.onnx", tuple(caches), _describe(model.graph.inputs), _describe(model.graph.outputs))
+    info = GraphInfo(f"{name}.onnx", tuple(caches), _tensor_infos(model.graph.inputs), _tensor_infos(model.graph.outputs))
     return Graph(model, weights, info)
 
 
-def _example(geometry: Geometry, caches: int, dtype: torch.dtype, hidden: bool) -> tuple[Any, ...]:
+def _example_inputs(geometry: Geometry, caches: int, dtype: torch.dtype, hidden: bool) -> tuple[Any, ...]:
     ids, positions = (torch.zeros(BATCH, TOKENS, dtype=torch.int64) for _ in range(2))
     x = torch.zeros(BATCH, TOKENS, geometry.hidden_size, dtype=dtype) if hidden else ids
     shape = (BATCH, geometry.num_kv_heads, SLOTS, geometry.head_dim)
@@ -145,7 +172,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's notes about packages that we do not use off the user's terminal."""
+    """Suppress the exporter's warnings about packages that are not used here."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -164,7 +191,7 @@ def _name_dimensions(graph: ir.Graph) -> None:
 
 
 def _name_tensors(model: ir.Model, caches: list[int], first: str, outputs: list[str]) -> None:
-    """Caches are ``key_3`` going in and ``key_3_out`` coming out; so is the hidden state between stages."""
+    """Name inputs and outputs. A cache is ``key_3`` as input and ``key_3_out`` as output."""
     model.graph.inputs[0].name = first
     names = [f"{part}_{index}" for index in caches for part in ("key", "value")]
     for value, name in zip(model.graph.inputs[4:], names, strict=True):
@@ -173,14 +200,8 @@ def _name_tensors(model: ir.Model, caches: list[int], first: str, outputs: list[
         value.name = name
 
 
-def _make_lean(model: ir.Model) -> None:
-    _constant_reshapes(model.graph)
-    IdentityEliminationPass()(model)
-    RemoveUnusedNodesPass()(model)
-
-
-def _constant_reshapes(graph: ir.Graph) -> None:
-    """Replace target shapes [B, n, ...] by constants: 0 copies a dimension of the input."""
+def _fold_reshapes(graph: ir.Graph) -> None:
+    """Replace computed target shapes [B, n, ...] by constants [0, 0, ...]; 0 copies the dimension of the input."""
     for node in list(graph):
         shape = node.inputs[1] if node.op_type == "Reshape" else None
         producer = shape.producer() if shape is not None else None
@@ -201,9 +222,9 @@ def _constant_reshapes(graph: ir.Graph) -> None:
 
 
 def _name_weights(
-    graph: ir.Graph, tied_embeddings: bool, options: ExportOptions, linked: frozenset[str]
+    graph: ir.Graph, geometry: Geometry, options: ExportOptions, linked: frozenset[str]
 ) -> tuple[StoredWeight, ...]:
-    """Give the initializers their checkpoint names and say how each is stored. Unused ones go."""
+    """Give the initializers their names in the checkpoint, remove unused ones, and decide how each is stored."""
     weights = []
     for old in list(graph.initializers):
         value = graph.initializers[old]
@@ -212,9 +233,9 @@ def _name_weights(
         del graph.initializers[old]
         if not value.uses():
             continue
-        name = old.removeprefix("program.")
-        # A tied LM head is the embedding table; tracing may have kept either name.
-        value.name = EMBEDDINGS if name == LM_HEAD and tied_embeddings else name
+        name = old.removeprefix("module.")
+        # Tracing may keep either name of an embedding table that the LM head is tied to.
+        value.name = lm_head_name(geometry) if name == LM_HEAD else name
         assert value.shape is not None
         graph.initializers[value.name] = value
         weights.append(
@@ -223,8 +244,8 @@ def _name_weights(
     return tuple(weights)
 
 
-def _store_weights(graph: ir.Graph, weights: tuple[StoredWeight, ...]) -> None:
-    """Fold the Transpose of transposed weights; put a blockwise DequantizeLinear between quantized ones and their MatMul."""
+def _use_stored_layout(graph: ir.Graph, weights: tuple[StoredWeight, ...]) -> None:
+    """Adapt the graph to the stored weights: remove the Transpose of transposed ones, dequantize quantized ones."""
     for weight in weights:
         value = graph.initializers[weight.name]
         value.shape = ir.Shape(weight.stored_shape)
@@ -237,14 +258,14 @@ def _store_weights(graph: ir.Graph, weights: tuple[StoredWeight, ...]) -> None:
             scales = ir.val(weight.name + SCALES, dtype=value.dtype, shape=weight.scales_shape)
             graph.initializers[weight.name + SCALES] = scales
             uses = [(use.node, use.idx) for use in value.uses()]
-            wide = ir.node("DequantizeLinear", [value, scales], {"axis": 0, "block_size": weight.quantization.block})
-            graph.insert_before(uses[0][0], wide)
+            dequantize = ir.node("DequantizeLinear", [value, scales], {"axis": 0, "block_size": weight.quantization.block})
+            graph.insert_before(uses[0][0], dequantize)
             for node, index in uses:
-                node.replace_input_with(index, wide.outputs[0])
+                node.replace_input_with(index, dequantize.outputs[0])
             value.dtype = ir.DataType[weight.quantization.weights.upper()]
 
 
-def _describe(values: Any) -> tuple[TensorInfo, ...]:
+def _tensor_infos(values: Any) -> tuple[TensorInfo, ...]:
     return tuple(
         TensorInfo(
             value.name,
@@ -255,11 +276,11 @@ def _describe(values: Any) -> tuple[TensorInfo, ...]:
     )
 
 
-def to_proto(graph: Graph, places: Mapping[str, tuple[str, int, int]]) -> onnx.ModelProto:
-    """The graph as a ModelProto whose weights are external data: ``places`` gives each one's (file, offset, length)."""
+def to_proto(graph: Graph, locations: Mapping[str, TensorLocation]) -> onnx.ModelProto:
+    """Convert a graph to a ModelProto whose weights are external data at ``locations``."""
     for name, value in graph.model.graph.initializers.items():
-        if name in places:
+        if name in locations:
             assert value.dtype is not None and value.shape is not None
-            value.const_value = ir.ExternalTensor(*places[name], value.dtype, shape=value.shape, name=name)
+            value.const_value = ir.ExternalTensor(*locations[name], value.dtype, shape=value.shape, name=name)
     graph.model.producer_name = "eesd"
     return ir.to_proto(graph.model)

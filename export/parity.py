@@ -1,0 +1,318 @@
+"""Check that graphs compute what the torch modules compute, and that engines compute what their graphs compute.
+
+In both checks ONNX Runtime runs the graphs on the CPU, with 16-bit weights and caches widened to float32.
+
+* :func:`compare_graphs` runs after an export: the graphs against the torch modules, on a random token tree.
+* :func:`compare_engines` runs after a build: engines of any backend against the graphs, on a random prompt and a draft step.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto, numpy_helper
+from onnx.external_data_helper import ExternalDataInfo
+from torch import Tensor, nn
+
+from eesd.common.manifest import MASKED, GraphInfo, Manifest
+from eesd.common.weights import EXIT_HEAD, stored_weight
+from eesd.export.engine_dir import Head, weight_sources
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.decoder import Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
+from eesd.model.exit_head import ExitHead
+from eesd.model.graphs import Draft, Verify
+from eesd.model.quantize import dequantize, quantize
+from eesd.runtime.engines.backends import Engines
+
+TOLERANCE = 1e-3
+"""Largest acceptable difference of a float32 logit, relative to the largest logit: the effect of another order of additions."""
+LEAST_COSINE = {"float32": 0.99999, "float16": 0.999, "bfloat16": 0.99}
+"""Lowest acceptable cosine by element type. bfloat16 has 8 bits of precision, float16 11."""
+
+_TREE_PROMPT, _TREE_NODES, _TREE_SLOTS = 12, 6, 32
+_ENGINE_PROMPT = 12
+_TEXT_LENGTH = 64
+_NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of a graph's logits from the torch module's.
+
+    Attributes:
+        largest: Largest absolute difference.
+        scale: Largest absolute logit.
+    """
+
+    largest: float
+    scale: float
+
+    @property
+    def acceptable(self) -> bool:
+        """Whether rounding explains the difference. False for NaN."""
+        return self.largest <= TOLERANCE * max(1.0, self.scale)
+
+
+@dataclass(frozen=True)
+class QuantizationDrift:
+    """Effect of quantization on a text that the unquantized model wrote.
+
+    Attributes:
+        logit_change: Root mean square change of the logits, divided by their standard deviation.
+        same_token: Number of positions at which the most likely token stays the same.
+        positions: Number of positions.
+    """
+
+    logit_change: float
+    same_token: int
+    positions: int
+
+
+def compare_graphs_memory(manifest: Manifest) -> int:
+    """Bytes that :func:`compare_graphs` takes: the modules, the session, and the session's packed weights, in float32."""
+    wide = replace(manifest, dtype="float32", quantization=None)
+    nbytes = {name: weight.nbytes for graph in wide.graphs for name, weight in wide.weights_of(graph).items()}
+    return 3 * sum(nbytes.values())
+
+
+def compare_graphs(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head) -> dict[str, Difference]:
+    """Compare the graphs with the torch modules. Both use the stored weights, rounded or quantized.
+
+    Args:
+        directory: Engine directory.
+        manifest: Its manifest.
+        checkpoint: The base model.
+        head: The exit head.
+
+    Returns:
+        The differences of ``draft`` and ``verify``.
+    """
+    torch.manual_seed(0)
+    decoder, exit_head = _stored_modules(checkpoint, head, manifest)
+    ids = torch.randint(0, manifest.geometry.vocab_size, (1, _TREE_PROMPT + _TREE_NODES))
+    inputs = _random_tree(checkpoint, getattr(torch, manifest.dtype))
+    draft, verify = Draft(decoder, exit_head, manifest.draft_top_k).eval(), Verify(decoder, exit_head).eval()
+    return {
+        "draft": _difference(directory, manifest, [manifest.draft], draft, ids, inputs),
+        "verify": _difference(directory, manifest, manifest.verify, verify, ids, inputs),
+    }
+
+
+@torch.no_grad()
+def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -> QuantizationDrift:
+    """Measure the effect of quantization on a text that the unquantized model samples at temperature 1.
+
+    Args:
+        manifest: Manifest of the quantized engine directory.
+        checkpoint: The base model.
+        head: The exit head.
+    """
+    geometry, length = checkpoint.geometry, min(_TEXT_LENGTH, manifest.max_seq_len)
+    generator = torch.Generator().manual_seed(0)
+    decoder, _ = _stored_modules(checkpoint, head, replace(manifest, quantization=None))
+    caches, ids, rows = empty_caches(geometry, 1, length, geometry.num_layers), [checkpoint.config.bos_token_id or 0], []
+    for position in range(length):
+        logits, caches = decoder(torch.tensor([ids[-1:]]), causal_inputs(geometry, 1, 1, length, position), caches)
+        rows.append(logits[0, 0])
+        ids.append(int(torch.multinomial(rows[-1].softmax(-1), 1, generator=generator)))
+    exact = torch.stack(rows)
+    del decoder  # otherwise both models are in memory
+    decoder, _ = _stored_modules(checkpoint, head, manifest)
+    caches = empty_caches(geometry, 1, length, geometry.num_layers)
+    found = decoder(torch.tensor([ids[:-1]]), causal_inputs(geometry, 1, length, length), caches)[0][0]
+    deviation = exact.std(-1, correction=0).square().mean().sqrt()
+    same = int((found.argmax(-1) == exact.argmax(-1)).sum())
+    return QuantizationDrift(float((found - exact).square().mean().sqrt() / deviation), same, length)
+
+
+def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest) -> tuple[Decoder, ExitHead]:
+    """The modules in float32, with the values of the stored weights: rounded to the engine's type, or quantized."""
+    sources = weight_sources(checkpoint, head, manifest.max_seq_len)
+    with torch.device("meta"):
+        modules = Decoder(checkpoint.geometry), ExitHead(checkpoint.geometry, head.config)
+    for module, prefix in zip(modules, ("", EXIT_HEAD), strict=True):
+        names = [name for name, _ in module.named_parameters()]
+        state = {name: _stored_value(prefix + name, sources[prefix + name].read(), manifest) for name in names}
+        module.load_state_dict(state, strict=False, assign=True)
+    if checkpoint.geometry.tied_embeddings:
+        modules[0].lm_head.weight = modules[0].model.embed_tokens.weight
+    return modules
+
+
+def _stored_value(name: str, tensor: Tensor, manifest: Manifest) -> Tensor:
+    weight = stored_weight(name, tensor.shape, manifest.dtype, manifest.quantization)
+    dtype: torch.dtype = getattr(torch, manifest.dtype)
+    if weight.quantization is None:
+        return tensor.to(dtype).float()
+    levels, scales = quantize(tensor, weight.quantization.weights, dtype)
+    return dequantize(levels, scales.float(), weight.quantization.weights).t()
+
+
+def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype) -> Inputs:
+    """A prompt followed by a random tree. Each node sees the prompt, its ancestors and itself."""
+    count = _TREE_PROMPT + _TREE_NODES
+    parents = [*range(-1, _TREE_PROMPT - 1), *(int(torch.randint(_TREE_PROMPT - 1, i, ())) for i in range(_TREE_PROMPT, count))]
+    visible = torch.eye(count, _TREE_SLOTS, dtype=torch.bool)
+    positions = torch.zeros(count, dtype=torch.int64)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            visible[node] |= visible[parent]
+            positions[node] = positions[parent] + 1
+    cos, sin = (table.to(dtype).float() for table in rotary_tables(checkpoint.geometry, _TREE_SLOTS))
+    mask = torch.zeros(count, _TREE_SLOTS).masked_fill(~visible, MASKED)
+    return Inputs(cos, sin, positions[None], torch.zeros(1, dtype=torch.int64), mask[None, None])
+
+
+@torch.no_grad()
+def _difference(
+    directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], module: nn.Module, ids: Tensor, inputs: Inputs
+) -> Difference:
+    """Run a module, and the graph or the chain of stages that was exported from it."""
+    caches = {index: _empty_cache(manifest, _TREE_SLOTS) for graph in stages for index in graph.caches}
+    module_caches = empty_caches(manifest.geometry, 1, _TREE_SLOTS, len(caches))
+    expected = module(ids, inputs, module_caches)[0].numpy()
+    masked = {name: getattr(inputs, name).numpy() for name in ("position_ids", "write_indices", "attn_mask")}
+    logits, _ = _run_stages(directory, stages, ids.numpy(), masked, caches)
+    return Difference(float(np.abs(logits - expected).max()), float(np.abs(expected).max()))
+
+
+def compare_engines_memory(manifest: Manifest) -> int:
+    """Bytes that the reference of :func:`compare_engines` takes: the largest graph and its packed weights, in float32."""
+    wide = replace(manifest, dtype="float32", quantization=None)
+    return 2 * max(wide.weight_bytes(graph) for graph in wide.graphs)
+
+
+def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> dict[str, float]:
+    """Compare engines with the graphs of a directory. Caches of all layers and exit blocks are compared.
+
+    Args:
+        engines: Verify and draft engines of any backend.
+        directory: Directory of the graphs.
+        manifest: Its manifest.
+
+    Returns:
+        The lowest cosine over all tokens, for logits, keys and values of verify and draft. A vector holds a token's logits, or
+        its keys or values of all heads in one cache.
+    """
+    assert engines.draft is not None
+    count = min(_ENGINE_PROMPT, manifest.max_seq_len - 1)
+    tokens: list[int] = np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=count + 1).tolist()
+    kv_cache = engines.verify.new_kv_cache()
+    caches = {index: _empty_cache(manifest, count + 1) for index in range(manifest.num_caches)}
+    cosines: dict[str, float] = {}
+
+    def compare(kind: str, engine: Any, stages: Sequence[GraphInfo], first: int, stop: int) -> None:
+        logits = engine.bind(kv_cache).forward(tokens[first:stop], range(first, stop), first).logits.copy()
+        expected, written = _run_chain(directory, stages, tokens[first:stop], first, caches)
+        cosines[f"{kind} logits"] = least_cosine(logits, expected)
+        for part, name in enumerate(("keys", "values")):
+            pairs = [(kv_cache.read(index)[part], cache[part]) for index, cache in written.items()]
+            cosines[f"{kind} {name}"] = min(least_cosine(*(_rows(x, first, stop) for x in pair)) for pair in pairs)
+        caches.update(written)
+
+    compare("verify", engines.verify, manifest.verify, 0, count)
+    compare("draft", engines.draft, [manifest.draft], count, count + 1)
+    return cosines
+
+
+def _run_chain(
+    directory: Path, stages: Sequence[GraphInfo], tokens: list[int], slot: int, caches: Mapping[int, Array]
+) -> tuple[Array, dict[int, Array]]:
+    """Run consecutive tokens from ``slot`` on. Returns logits [n, V] and the written caches."""
+    positions = np.arange(slot, slot + len(tokens))
+    hidden = np.arange(caches[0].shape[3]) > positions[:, None]
+    feeds = {
+        "position_ids": positions[None],
+        "write_indices": np.array([slot]),
+        "attn_mask": np.where(hidden, np.float32(MASKED), np.float32(0))[None, None],
+    }
+    logits, written = _run_stages(directory, stages, np.array([tokens]), feeds, caches)
+    return logits[0], written
+
+
+def _empty_cache(manifest: Manifest, slots: int) -> Array:
+    """Keys and values of one cache [2, B, KV, S, D]."""
+    return np.zeros((2, 1, manifest.geometry.num_kv_heads, slots, manifest.geometry.head_dim), np.float32)
+
+
+def _run_stages(
+    directory: Path,
+    stages: Sequence[GraphInfo],
+    x: NDArray[Any],
+    feeds: Mapping[str, NDArray[Any]],
+    caches: Mapping[int, Array],
+) -> tuple[Array, dict[int, Array]]:
+    """Run a graph, or the chain of its stages.
+
+    Args:
+        directory: Engine directory.
+        stages: The draft graph, or the stages of verify.
+        x: Token ids [B, n].
+        feeds: The inputs that all stages share.
+        caches: Keys and values [2, B, KV, S, D] by the index of the cache.
+
+    Returns:
+        Logits [B, n, V], and the written caches of all stages.
+    """
+    written: dict[int, Array] = {}
+    for graph in stages:
+        own = {f"{part}_{i}": caches[i][n] for i in graph.caches for n, part in enumerate(("key", "value"))}
+        outputs = _run_widened(directory / graph.file, {**feeds, **own, graph.inputs[0].name: x})
+        x = outputs[graph.results[0].name]
+        written |= {i: np.stack([outputs[f"{part}_{i}_out"] for part in ("key", "value")]) for i in graph.caches}
+    return x, written
+
+
+def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Run a graph with ONNX Runtime on the CPU. 16-bit weights, inputs and outputs are widened to float32 in memory."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # no warnings that caches are copied; a check wants copies
+    options.add_session_config_entry("session.disable_quant_qdq", "1")  # int4 and int8 kernels would round differently
+    model = onnx.load(path, load_external_data=False)
+    narrow = [tensor for tensor in model.graph.initializer if tensor.data_type in _NARROW]
+    weights = [ort.OrtValue.ortvalue_from_numpy(_widened(tensor, path.parent)) for tensor in narrow]
+    if narrow:
+        options.add_external_initializers([tensor.name for tensor in narrow], weights)
+    for tensor in narrow:
+        tensor.data_type = TensorProto.FLOAT
+    for value in (*model.graph.input, *model.graph.output):
+        if value.type.tensor_type.elem_type in _NARROW:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    del model.graph.value_info[:]
+    # The temporary graph lies beside the weights, because quantized weights are still read by their relative path.
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".onnx") as file:
+        file.write(model.SerializeToString())
+        file.flush()
+        session = ort.InferenceSession(file.name, options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in model.graph.output]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def _widened(tensor: TensorProto, directory: Path) -> Array:
+    """Read a weight from its file. onnx's own reader refuses files that have several hard links."""
+    info = ExternalDataInfo(tensor)
+    with (directory / info.location).open("rb") as file:
+        file.seek(info.offset or 0)
+        loaded = TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=file.read(info.length))
+    return numpy_helper.to_array(loaded).astype(np.float32)
+
+
+def _rows(cache: Array, first: int, stop: int) -> Array:
+    """The slots ``first`` to ``stop`` of keys or values [B, KV, S, D], one row for each slot."""
+    return cache[0, :, first:stop].swapaxes(0, 1).reshape(stop - first, -1)
+
+
+def least_cosine(a: Array, b: Array) -> float:
+    """The lowest cosine between corresponding rows of two matrices. Rows with NaN count as 0."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    cosines = (a * b).sum(1) / np.maximum(np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1), 1e-30)
+    return float(np.nan_to_num(cosines).min())

@@ -1,0 +1,120 @@
+"""The rules for weights name exactly the parameters that the torch modules have and use."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from eesd.common.geometry import ExitConfig, Geometry, RopeScaling, draft_caches, exit_caches
+from eesd.common.weights import EXIT_HEAD, ROTARY_TABLES, Shape, exit_head_shapes, graph_shapes, model_shapes
+from eesd.model.decoder import Decoder, causal_inputs, empty_caches, rotary_tables
+from eesd.model.exit_head import ExitHead, initial_names
+from eesd.model.graphs import Draft, Verify
+
+SLOTS = 16
+LLAMA = Geometry(
+    architecture="LlamaForCausalLM",
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    tied_embeddings=False,
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    rope_theta=10000.0,
+    rope_scaling=None,
+)
+FAMILIES = {
+    "llama2": replace(LLAMA, num_kv_heads=4),
+    "llama3": replace(LLAMA, rope_scaling=RopeScaling("llama3", 8.0)),
+    "llama-tied": replace(LLAMA, tied_embeddings=True),
+    "llama-bias": replace(LLAMA, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "mistral": replace(LLAMA, num_kv_heads=1, head_dim=24),
+    "qwen2": replace(LLAMA, qkv_bias=True),
+    "qwen3-tied": replace(LLAMA, qk_norm=True, head_dim=32, tied_embeddings=True),
+}
+HEADS = [(layer, blocks, own) for layer in (1, 3) for blocks in (1, 2, 3) for own in (False, True)]
+SPLITS = [(4,), (1, 4), (3, 4), (1, 2, 3, 4)]
+"""The ends of the stages."""
+
+
+class UsedParameters(TorchFunctionMode):
+    """Records the parameters that torch functions are called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[int] = set()
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.used |= {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)}
+        return func(*args, **(kwargs or {}))
+
+
+def shapes_of(module: nn.Module) -> dict[str, Shape]:
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def used_shapes(module: Draft | Verify, x: torch.Tensor, geometry: Geometry, caches: int) -> dict[str, Shape]:
+    """Name and shape of the parameters that a pass uses, and of the rotary tables."""
+    with UsedParameters() as mode, torch.no_grad():
+        module(x, causal_inputs(geometry, 1, 2, SLOTS), empty_caches(geometry, 1, SLOTS, caches))
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if id(p) in mode.used}
+    return shapes | dict(zip(ROTARY_TABLES, (tuple(t.shape) for t in rotary_tables(geometry, SLOTS)), strict=True))
+
+
+def stages(ends: Iterable[int]) -> list[range]:
+    begins = (0, *ends)
+    return [range(begin, end) for begin, end in zip(begins, ends, strict=False)]
+
+
+@pytest.fixture(params=FAMILIES)
+def geometry(request: pytest.FixtureRequest) -> Geometry:
+    return FAMILIES[request.param]
+
+
+def test_model_shapes_are_the_parameters_of_the_decoder(geometry: Geometry) -> None:
+    assert model_shapes(geometry) == shapes_of(Decoder(geometry))
+
+
+@pytest.mark.parametrize(("layer", "blocks", "own_lm_head"), HEADS)
+def test_exit_head_shapes_are_the_parameters_of_the_exit_head(
+    geometry: Geometry, layer: int, blocks: int, own_lm_head: bool
+) -> None:
+    config = ExitConfig(layer, blocks, own_lm_head)
+    shapes, model = exit_head_shapes(geometry, config), model_shapes(geometry)
+    assert shapes == shapes_of(ExitHead(geometry, config))
+    assert {name: model[base] for name, base in initial_names(geometry, config).items()} == shapes
+
+
+@pytest.mark.parametrize(("layer", "blocks", "own_lm_head"), HEADS)
+def test_graph_shapes_are_the_parameters_that_draft_and_verify_use(
+    geometry: Geometry, layer: int, blocks: int, own_lm_head: bool
+) -> None:
+    config = ExitConfig(layer, blocks, own_lm_head)
+    decoder, head = Decoder(geometry), ExitHead(geometry, config)
+    ids, hidden = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, geometry.hidden_size)
+    used = used_shapes(Draft(decoder, head, 1), ids, geometry, len(draft_caches(geometry, config)))
+    assert graph_shapes(geometry, config, SLOTS, range(layer), draft=True) == used
+    for split in SPLITS:
+        if split[0] < layer:
+            continue
+        for layers in stages(split):
+            caches = len(layers) + (len(exit_caches(geometry, config)) if layers.start == 0 else 0)
+            used = used_shapes(Verify(decoder, head, layers), hidden if layers.start else ids, geometry, caches)
+            assert graph_shapes(geometry, config, SLOTS, layers, draft=False) == used
+
+
+def test_prefix_of_exit_head_weights_is_the_name_of_the_module() -> None:
+    head = ExitHead(LLAMA, ExitConfig(1))
+    assert dict(Draft(Decoder(LLAMA), head, 1).named_children())[EXIT_HEAD.removesuffix(".")] is head
