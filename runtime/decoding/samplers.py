@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from eesd.runtime.decoding.draft_tree import Node, Proposal
-from eesd.runtime.decoding.sampling import GumbelNoise, Logits, Sampling, Vector, normalize, penalize, philox, warp
-from eesd.runtime.engines.base import StepOutputs
+from eesd.runtime.decoding.sampling import GumbelNoise, Sampling, Vector, normalize, penalize, philox, warp
+from eesd.runtime.engines.base import Logits, StepOutputs
 
 
 class AcceptResult(NamedTuple):

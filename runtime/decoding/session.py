@@ -19,9 +19,9 @@ from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain, tree_mask
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.samplers import make_sampler
-from eesd.runtime.decoding.sampling import Logits, Sampling
+from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
-from eesd.runtime.engines.base import Binding, ChainBinding, KVCache, StepOutputs
+from eesd.runtime.engines.base import Binding, ChainBinding, KVCache, Logits, StepOutputs
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,8 @@ class Session:
             return 0.0
         max_depth = self._max_depth()
         self._kv_cache.reserve(len(self.tokens) + self._max_nodes())
-        by_itself = length and drafter.tree_width == 1 and self._sampler.proposes_top_tokens
-        if by_itself and isinstance(binding, ChainBinding):
+        top_chain = drafter.tree_width == 1 and self._sampler.proposes_top_tokens
+        if length is not None and top_chain and isinstance(binding, ChainBinding):
             return self._draft_chain(tree, min(length, max_depth), binding)
         seconds = 0.0
         while True:

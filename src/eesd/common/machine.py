@@ -77,8 +77,10 @@ def torch_sees_gpu() -> bool:
     """Whether the torch engine could use a GPU here. Imports torch, which takes seconds, only where there is a driver."""
     if not nvidia_driver() or any(importlib.util.find_spec(package) is None for package in TORCH_ENGINE):
         return False
-    import torch
-
+    try:
+        import torch
+    except ImportError:  # installed and broken: the torch engine says what is missing
+        return False
     return torch.cuda.is_available()
 
 
