@@ -80,17 +80,10 @@ def main(
     config = checkpoint.config
     head = _choose_head(checkpoint, exit_layer, exit_head)
     slots = max_seq_len or min(config.max_positions, DEFAULT_SLOTS)
-    if slots > config.max_positions:
-        raise EESDError(f"--max-seq-len {slots} is more than the model's {config.max_positions} positions.")
-    if quantize is not None and link_weights:
-        raise EESDError("--link-weights uses the weights as they are and --quantize changes them; give one of the two.")
     top_k = min(draft_top_k, config.geometry.vocab_size)
     options = ExportOptions(dtype or config.dtype, slots, max_tree_nodes, top_k, stages, link_weights, quantize)
-    if options.dtype not in DTYPES:
-        raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
+    _check_options(options, config.max_positions)
     unquantized = [] if quantize is None else _unquantized_widths(checkpoint, options)
-    if max_tree_nodes >= slots:
-        raise EESDError(f"--max-tree-nodes {max_tree_nodes} does not fit a cache of {slots} slots.")
     with _progress() as bar:
         task = bar.add_task("", total=None)
         report: list[str] = []
@@ -115,6 +108,17 @@ def main(
     if not head.config.trained:
         notice = "The exit head is not trained, so acceptance will be low; train one with eesd-distill."
         click.secho(notice, fg="yellow", err=True)
+
+
+def _check_options(options: ExportOptions, max_positions: int) -> None:
+    if options.max_seq_len > max_positions:
+        raise EESDError(f"--max-seq-len {options.max_seq_len} is more than the model's {max_positions} positions.")
+    if options.max_tree_nodes >= options.max_seq_len:
+        raise EESDError(f"--max-tree-nodes {options.max_tree_nodes} does not fit a cache of {options.max_seq_len} slots.")
+    if options.dtype not in DTYPES:
+        raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
+    if options.quantize is not None and options.link_weights:
+        raise EESDError("--link-weights uses the weights as they are, and --quantize changes them; give one of the two.")
 
 
 def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[int]:
