@@ -27,7 +27,8 @@ from eesd.bench.measure.results import describe_machine
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
-from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest, load_manifest
+from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest
+from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import EMBEDDINGS, ROTARY_TABLES, model_shapes
 from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
 from eesd.runtime.engines.backends import BACKENDS, Engines, open_engines

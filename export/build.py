@@ -13,17 +13,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from eesd.common.cli import clean_up_on_sigterm, command
 from eesd.common.errors import EESDError
+from eesd.common.integrity import verify_files
 from eesd.common.machine import available_memory, compute_capability
-from eesd.common.manifest import (
-    FLAVOURS,
-    MANIFEST_FILE,
-    PREFILL_CHUNK,
-    GraphInfo,
-    Manifest,
-    PlanInfo,
-    load_manifest,
-    verify_files,
-)
+from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, PREFILL_CHUNK, GraphInfo, Manifest, PlanInfo
+from eesd.common.manifest_reader import load_manifest
 from eesd.export import plans
 from eesd.export.memory import build_memory
 from eesd.runtime.engines.backends import open_engines

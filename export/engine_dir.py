@@ -3,8 +3,7 @@
 import contextlib
 import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,8 +15,10 @@ from torch import Tensor
 
 import eesd
 from eesd.common.errors import EESDError
+from eesd.common.files import directory_written_whole, existing_parent
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest import FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, LinkInfo, Manifest, sha256_of
+from eesd.common.integrity import sha256_of
+from eesd.common.manifest import FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, LinkInfo, Manifest
 from eesd.common.weights import EXIT_HEAD
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
@@ -120,9 +121,9 @@ def export(
         progress(f"tracing the {name} graph", 0, 0)
         graphs[name] = trace(name, checkpoint.geometry, head.config, options, layers, linked_names)
     layout = layout_weights((graph.weights for graph in graphs.values()), linked)
-    check_space(_existing_parent(output), layout.size + 64_000_000)
+    check_space(existing_parent(output), layout.size + 64_000_000)
     progress("writing the weights", 0, 0)
-    with _staged(output) as directory:
+    with directory_written_whole(output) as directory:
         links = link_files(directory, (linked[name] for name in linked.keys() & layout.locations.keys()))
         files = _write_files(directory, checkpoint, sources, graphs, layout, progress)
         manifest = _manifest(checkpoint, head.config, options, graphs, files, links)
@@ -219,7 +220,7 @@ def check_output(output: Path) -> None:
     Raises:
         EESDError: ``output`` holds files that replacing it would delete, or one of its parents is a file.
     """
-    existing = output if output.exists() else _existing_parent(output)
+    existing = output if output.exists() else existing_parent(output)
     if not existing.is_dir():
         raise EESDError(f"{existing} is a file; give another --output.")
     if not output.exists():
@@ -242,38 +243,3 @@ def _any_manifest(directory: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return raw if isinstance(raw, dict) and raw.keys() >= {"format_version", "draft", "verify"} else None
-
-
-def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.resolve().parents if parent.exists())
-
-
-@contextlib.contextmanager
-def _staged(output: Path) -> Iterator[Path]:
-    """A temporary directory beside ``output``. It is renamed to ``output`` if the block succeeds, and deleted if it raises."""
-    output = output.resolve()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staged = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        yield staged
-        staged.chmod(0o755)
-        if output.exists():
-            _replace(output, staged)
-        else:
-            staged.rename(output)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-
-
-def _replace(output: Path, staged: Path) -> None:
-    """Replace ``output`` by ``staged``, or leave ``output`` as it was if that fails."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-old-", dir=output.parent))
-    try:
-        output.rename(aside / output.name)
-        try:
-            staged.rename(output)
-        except BaseException:
-            (aside / output.name).rename(output)
-            raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

@@ -11,7 +11,9 @@ from rich.table import Table
 
 from eesd.common.cli import command
 from eesd.common.errors import EESDError
-from eesd.common.manifest import PREFILL_CHUNK, Manifest, check_plan, load_manifest, verify_files
+from eesd.common.integrity import check_plan, verify_files
+from eesd.common.manifest import PREFILL_CHUNK, Manifest
+from eesd.common.manifest_reader import load_manifest
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from eesd.common.errors import EESDError
+from eesd.common.integrity import link_info
 from eesd.common.manifest import WEIGHTS_FILE, FileInfo, LinkInfo
 from eesd.common.weights import SCALES, StoredWeight
 from eesd.model.checkpoint import CheckpointTensor
@@ -192,4 +193,4 @@ def link_files(directory: Path, tensors: Iterable[CheckpointTensor]) -> dict[str
                 f"{path} cannot be linked into {directory.parent} ({error.strerror}): hard links need one file system that "
                 "supports them, and files that you own; give an --output beside the checkpoint, or leave --link-weights out."
             ) from None
-    return {path.name: LinkInfo.of(path) for path in paths}
+    return {path.name: link_info(path) for path in paths}

@@ -8,7 +8,9 @@ from numbers import Integral
 from pathlib import Path
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import Manifest, load_manifest, verify_files
+from eesd.common.integrity import verify_files
+from eesd.common.manifest import Manifest
+from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.guard import Guard

@@ -9,7 +9,7 @@ from typing import Any
 from support.command import listing, succeed
 
 from eesd.bench.shapes import NODE_COUNTS, bytes_of_pass, main
-from eesd.common.manifest import load_manifest
+from eesd.common.manifest_reader import load_manifest
 
 SCRIPT = Path(__file__).parent.parent / "bench/shapes.py"
 

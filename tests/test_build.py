@@ -16,7 +16,8 @@ pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 pytest.importorskip("polygraphy", reason="building plans needs polygraphy")
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import load_manifest, sha256_of
+from eesd.common.integrity import sha256_of
+from eesd.common.manifest_reader import load_manifest
 from eesd.export import build as build_cli
 from eesd.export import inspect, plans
 from eesd.export.build import main

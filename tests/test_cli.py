@@ -79,7 +79,7 @@ def test_json(engine: Path, api: LLM) -> None:
     assert (found["text"], found["tokens"]) == (completion.text, completion.tokens)
     assert found["finish_reason"] == completion.finish_reason
     assert found["stats"].keys() == completion.stats.to_dict().keys()
-    assert found["stats"]["new_tokens"] == len(completion.tokens) and found["stats"]["drafted"] > 0
+    assert found["stats"]["new_tokens"] == len(completion.tokens) and found["stats"]["draft_tokens"] > 0
 
 
 def test_sampling_options_reach_the_engine(engine: Path, api: LLM) -> None:
@@ -129,7 +129,7 @@ def test_compare(engine: Path, options: tuple[object, ...]) -> None:
     assert f"tokens are equal ({COUNT})" in result.stderr and "speed-up" in result.stderr
     [found] = objects(engine, "-p", PROMPT, "--ignore-eos", "--compare", *options)
     assert found["equal"] is True and found["divergence"] is None and found["speedup"] > 0
-    assert found["plain"]["drafted"] == 0 < found["drafting"]["drafted"]
+    assert found["plain"]["draft_tokens"] == 0 < found["drafting"]["draft_tokens"]
 
 
 def test_compare_stops_where_told(engine: Path, api: LLM) -> None:

@@ -16,7 +16,9 @@ from support.engine_dirs import graph_of, tensor_locations, trained_head
 from transformers import AutoModelForCausalLM
 
 import eesd
-from eesd.common.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, load_manifest, sha256_of, verify_files
+from eesd.common.integrity import sha256_of, verify_files
+from eesd.common.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest
+from eesd.common.manifest_reader import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.onnx_graph import SYMBOLS
 from eesd.export.weights import ALIGNMENT

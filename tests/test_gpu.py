@@ -14,7 +14,8 @@ from support import tiny_models
 from support.command import succeed
 
 import eesd
-from eesd.common.manifest import FLAVOURS, load_manifest
+from eesd.common.manifest import FLAVOURS
+from eesd.common.manifest_reader import load_manifest
 from eesd.export.build import main as build_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime.compare import first_divergence

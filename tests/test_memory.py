@@ -15,7 +15,8 @@ from support.engine_dirs import assert_weights_match_manifest, trained_head
 from support.synthetic import LLAMA_70B, write_checkpoint
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
-from eesd.common.manifest import PREFILL_CHUNK, WEIGHTS_FILE, FileInfo, Manifest, load_manifest
+from eesd.common.manifest import PREFILL_CHUNK, WEIGHTS_FILE, FileInfo, Manifest
+from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import BLOCK, Quantization
 from eesd.export import engine_dir
 from eesd.export.cli import main as export_main

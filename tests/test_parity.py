@@ -16,7 +16,8 @@ from support import tiny_models
 from support.command import export_engine, run, succeed
 from support.engine_dirs import logits_of, trained_head
 
-from eesd.common.manifest import Manifest, load_manifest
+from eesd.common.manifest import Manifest
+from eesd.common.manifest_reader import load_manifest
 from eesd.export import build as build_cli
 from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main

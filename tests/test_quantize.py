@@ -19,7 +19,7 @@ from support.engine_dirs import assert_weights_match_manifest, edit_manifest, gr
 from support.tiny_checkpoints import Family, build
 
 import eesd
-from eesd.common.manifest import load_manifest
+from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import BLOCK, SCALES
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main

@@ -1,25 +1,26 @@
 """Traces and replays, compared with formulas, with the optimal policy, and with real sessions round by round."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.harness import Harness, finish
+from support.harness import Harness, RandomStop, finish
 
 from eesd.bench.replay.costs import BUNDLED, COST_MODELS, CallCosts, CostModel, layer_costs
 from eesd.bench.replay.oracles import Clairvoyant, OptimalPolicy
 from eesd.bench.replay.replay import fastest, regret, replay, replay_fixed_lengths, replay_seeds, speed_ratio
 from eesd.bench.replay.simulation import compare_on_trace
 from eesd.bench.replay.streams import STREAMS, SyntheticStream
-from eesd.bench.replay.traces import ARRAYS, Trace, TracedRequest, load_trace, record
+from eesd.bench.replay.traces import ARRAYS, ChainDrafter, Trace, TracedRequest, load_trace, record
 from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers import RoundOutcome, make_controller
+from eesd.controllers import DraftStep, RoundOutcome, make_controller
 from eesd.controllers.baselines import Fixed
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines.base import Binding, KVCache
 from eesd.runtime.llm import LLM, Speculation, load
 
 GOLDEN = {  # by acceptance, for c = .05, .1, .2, .3: the best length and its speed, flat verify (Leviathan et al. 2023)
@@ -252,3 +253,53 @@ def test_margins_reach_the_controller(harness: Harness) -> None:
     session = harness.session([5, 9, 3], None, Seeing(), width=2, new_tokens=12)
     finish(session)
     assert seen and all(step.nodes == 2 * step.depth and step.margin >= 0 for step in seen)
+
+
+class Seeing(RandomStop):
+    """Drafts four tokens, with entropies, and keeps what it is told."""
+
+    needs_entropy = True
+
+    def __init__(self) -> None:
+        super().__init__(seed=0)
+        self.steps: list[DraftStep] = []
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        self.steps.append(step)
+        return step.depth < 4
+
+
+def test_a_chain_drafter_drafts_what_a_round_would_and_commits_nothing(harness: Harness) -> None:
+    sampling, prompt, seeing = Sampling(temperature=0.9, seed=7), [5, 9, 3], Seeing()
+    workspace = harness.workspace()
+    session = harness.session(prompt, sampling, seeing, workspace=workspace)
+    undisturbed = harness.session(prompt, sampling, Seeing(), workspace=harness.workspace())
+    session.prefill()
+    drafter = ChainDrafter(session, BoundDraft(workspace.draft), sampling, harness.manifest.geometry.vocab_size)
+    while session.finish_reason is None:
+        before = asdict(session.stats), list(session.tokens)
+        room = 40 - session.stats.new_tokens - 1
+        tokens, steps = drafter.draft(min(4, room))
+        assert (asdict(session.stats), session.tokens) == before
+        seeing.steps.clear()
+        result = session.step()
+        assert len(tokens) == len(steps) >= len(seeing.steps)
+        assert all(tuple(one) == pytest.approx(tuple(other)) for one, other in zip(steps, seeing.steps, strict=False))
+        assert result.tokens[: result.num_accepted] == tokens[: result.num_accepted]
+    finish(undisturbed)
+    assert session.tokens == undisturbed.tokens
+
+
+class BoundDraft:
+    """A draft engine that is bound already."""
+
+    prefill_chunk = 128
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+
+    def new_kv_cache(self) -> KVCache:
+        raise NotImplementedError
+
+    def bind(self, kv_cache: KVCache) -> Binding:
+        return self._binding

@@ -28,7 +28,8 @@ from torch import nn
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest import WEIGHTS_FILE, load_manifest
+from eesd.common.manifest import WEIGHTS_FILE
+from eesd.common.manifest_reader import load_manifest
 from eesd.model.graphs import Draft
 from eesd.runtime import doctor
 from eesd.runtime.cli import main

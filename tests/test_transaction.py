@@ -197,32 +197,6 @@ def test_peek_commits_nothing(harness: Harness) -> None:
     assert session.tokens[len(PROMPT) :] == generated(undisturbed)
 
 
-def test_propose_says_what_a_round_would_draft_and_commits_nothing(harness: Harness) -> None:
-    seen: list[DraftStep] = []
-
-    class Seeing(RandomStop):
-        needs_entropy = True
-
-        def keep_drafting(self, step: DraftStep) -> bool:
-            seen.append(step)
-            return step.depth < 4
-
-    workspace = harness.workspace()
-    session = harness.session(PROMPT, SAMPLINGS[1], Seeing(0), workspace=workspace)
-    undisturbed = harness.session(PROMPT, SAMPLINGS[1], Seeing(0), workspace=harness.workspace())
-    while session.finish_reason is None:
-        before = snapshot(session)
-        tokens, steps = session.propose(workspace.draft, 4)
-        assert snapshot(session) == before
-        seen.clear()
-        result = session.step()
-        assert len(tokens) == len(steps) >= len(seen)
-        assert all(tuple(one) == pytest.approx(tuple(other)) for one, other in zip(steps, seen, strict=False))
-        assert result.tokens[: result.num_accepted] == tokens[: result.num_accepted]
-    assert tokens == [] or len(tokens) < 4, "no more than there is room for"
-    assert session.tokens[len(PROMPT) :] == generated(undisturbed)
-
-
 def test_outputs_are_views_until_the_next_call(harness: Harness) -> None:
     """What the engine promises, and so what a wrapped one must copy if it keeps it."""
     kept: list[StepOutputs] = []

@@ -20,7 +20,8 @@ from support.engine_dirs import edit_manifest
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest import FLAVOURS, load_manifest
+from eesd.common.manifest import FLAVOURS
+from eesd.common.manifest_reader import load_manifest
 from eesd.export.build import main as build_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime.cli import main

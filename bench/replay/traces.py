@@ -31,7 +31,11 @@ from eesd.common.files import written_whole
 from eesd.common.manifest import Manifest
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep
+from eesd.runtime.decoding.draft_tree import DraftTree
+from eesd.runtime.decoding.samplers import make_sampler
 from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.session import Session, entropy_of
+from eesd.runtime.engines.base import Engine
 from eesd.runtime.llm import LLM, Prompt
 
 TRACE_FILE, TUNING_TRACE_FILE = "trace.npz", "tuning.npz"
@@ -162,6 +166,33 @@ def check_depth(manifest: Manifest, depth: int) -> None:
         raise EESDError(f"The depth of a trace is {depth}; this engine allows 1 to {manifest.max_tree_nodes}.")
 
 
+class ChainDrafter:
+    """Drafts chains behind the last token of a session, and commits nothing."""
+
+    def __init__(self, session: Session, draft: Engine, sampling: Sampling, vocab_size: int) -> None:
+        self._session, self._draft = session, draft.bind(session.kv_cache)
+        self._sampler = make_sampler(sampling, vocab_size)
+
+    def draft(self, count: int) -> tuple[list[int], list[DraftStep]]:
+        """Draft ``count`` tokens, for which the cache must have slots.
+
+        Returns:
+            The tokens, and what a controller would be told about each, entropy included.
+        """
+        tokens, steps = self._session.tokens, []
+        tree = DraftTree(tokens[-1], count)
+        self._sampler.begin_round(tokens)
+        self._session.kv_cache.reserve(len(tokens) + count)
+        for _ in range(count):
+            [node] = tree.frontier
+            position = len(tokens) - 1 + node.depth
+            outputs = self._draft.forward([node.token], [position], position)
+            step = tree.grow([self._sampler.propose(node, outputs, 0, 1)])
+            assert step is not None
+            steps.append(step._replace(entropy=entropy_of(outputs.logits[0])))
+        return tree.frontier[0].path(), steps
+
+
 def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: int = 128, depth: int = 16) -> TracedRequest:
     """Generate behind a prompt, and draft from every position. Each token takes a plain step and ``depth`` draft steps.
 
@@ -182,9 +213,11 @@ def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: 
     features = np.full((3, new_tokens, depth), np.nan, np.float16)
     chains: list[list[int]] = []
     with llm.session(prompt, sampling, max_new_tokens=new_tokens, draft=False, ignore_eos=True) as session:
-        draft = llm.engines.draft.bind(session.kv_cache)
+        session.prefill()
+        drafter = ChainDrafter(session, llm.engines.draft, sampling, llm.manifest.geometry.vocab_size)
         while session.finish_reason is None:
-            chain, steps = session.propose(draft, depth)
+            room = min(new_tokens - session.stats.new_tokens, llm.manifest.max_seq_len - len(session.tokens)) - 1
+            chain, steps = drafter.draft(min(depth, room))
             rows = [(log(max(step.probability, 1e-300)), step.margin, step.entropy) for step in steps]
             features[:, len(chains), : len(rows)] = np.array(rows).reshape(-1, 3).T
             chains.append(chain)

@@ -181,30 +181,8 @@ class Session:
 
     @property
     def kv_cache(self) -> KVCache:
-        """The session's cache, to bind other engines to."""
+        """The session's cache, to bind other engines to it."""
         return self._kv_cache
-
-    def propose(self, draft: Binding, count: int) -> tuple[list[int], list[DraftStep]]:
-        """Draft a chain behind the last committed token. Commits nothing.
-
-        Args:
-            draft: A draft engine bound to :attr:`kv_cache`.
-            count: Tokens to draft; fewer where there is no room for them.
-
-        Returns:
-            The tokens, and what a controller would be told about each, the entropy included.
-        """
-        self.prefill()
-        count = min(self._max_depth(), count)
-        tree, steps = DraftTree(self.tokens[-1], count), []
-        self._sampler.begin_round(self.tokens)
-        self._kv_cache.reserve(len(self.tokens) + count)
-        for _ in range(count):
-            outputs = self._forward(draft, tree.nodes, tree.frontier[0].index)
-            step = self._grow(tree, outputs, with_entropy=True)
-            assert step is not None
-            steps.append(step)
-        return tree.frontier[0].path(), steps
 
     def _active_drafter(self) -> Drafter | None:
         """The drafter, unless there is none, there is no room to draft, or the guard pauses drafting."""

@@ -14,6 +14,7 @@ from eesd.common.manifest import MASKED, PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.runtime.engines.base import KVCache, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
 
+HIDDEN = np.float32(MASKED)
 CPU_PROVIDERS = ["CPUExecutionProvider"]
 ORT_TYPES = {
     "tensor(float)": "float32",
@@ -159,12 +160,12 @@ class OrtBinding:
         call.position_ids[0] = positions
         call.write_indices[0] = slot
         if tree_mask is None:
-            np.multiply(self._slots > np.arange(slot, slot + count)[:, None], MASKED, out=call.mask)
+            np.multiply(self._slots > np.arange(slot, slot + count)[:, None], HIDDEN, out=call.mask)
         else:
-            call.mask.fill(MASKED)
+            call.mask.fill(HIDDEN)
             call.mask[:, :context_len] = 0
             end = context_len + tree_mask.shape[1]
-            call.mask[:, context_len:end] = np.where(tree_mask, np.float32(0), np.float32(MASKED))
+            call.mask[:, context_len:end] = np.where(tree_mask, np.float32(0), HIDDEN)
         self._run(call)
         return call.outputs
 

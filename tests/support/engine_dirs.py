@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest import WEIGHTS_FILE, load_manifest
+from eesd.common.manifest import WEIGHTS_FILE
+from eesd.common.manifest_reader import load_manifest
 from eesd.export.memory import estimate_memory
 from eesd.model import exit_head
 from eesd.model.checkpoint import Checkpoint

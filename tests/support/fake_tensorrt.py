@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from eesd.common.manifest import MANIFEST_FILE, Manifest, PlanInfo, load_manifest, sha256_of
+from eesd.common.integrity import sha256_of
+from eesd.common.manifest import MANIFEST_FILE, Manifest, PlanInfo
+from eesd.common.manifest_reader import load_manifest
 
 VERSION = "99.1"
 SCRATCH = {"draft.onnx": 300, "verify.onnx": 4096}

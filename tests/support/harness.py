@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.common.manifest import load_manifest
+from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import Controller, DraftStep
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.guard import Guard
