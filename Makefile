@@ -4,8 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL := examples/pycode/model
 PLANS := plans
+# Two processes, a processor each; the tests of a file stay together because they share engines.
+PARALLEL := -n 2 --dist loadfile
 
-.PHONY: run test test-slow lint bench clean
+.PHONY: run test test-fast test-slow lint bench clean
 
 run: $(PLANS)/manifest.json
 	$(BIN)/eesd-run --engine-dir $(PLANS) --prompt-file examples/pycode/prompt.txt --max-new-tokens 160 --compare
@@ -14,15 +16,18 @@ $(PLANS)/manifest.json: $(VENV)/installed
 	$(BIN)/eesd-export --model $(MODEL) --dtype float32 --output $(PLANS)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
+
+test-fast: $(VENV)/installed
+	$(BIN)/python -m pytest $(PARALLEL) -m "fast and not slow"
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p eesd
+	$(BIN)/mypy src/eesd tests
 
 bench: $(PLANS)/manifest.json
 	$(BIN)/eesd-bench --engine-dir $(PLANS) --output bench-results --overwrite

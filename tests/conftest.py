@@ -49,9 +49,30 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     return directory
 
 
+LONG = [
+    "quantize",
+    "stages",
+    "build",
+    "rejection",
+    "memory",
+    "linked",
+    "mutations",
+    "bundled",
+    "torch_engine",
+    "parity",
+    "trt_engine",
+]
+"""Test files that take longest. They begin first, so that neither process waits for the other at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}.py": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def traced_once() -> Iterator[None]:
-    """Tracing a graph takes seconds, so each is traced once for all exports of a test process."""
+    """Tracing a graph takes more than a second, so each is traced once for all exports of a test process."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("eesd.export.engine_dir.trace", lru_cache(maxsize=128)(onnx_graph.trace))
         yield

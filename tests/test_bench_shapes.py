@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.command import listing, succeed
 
 from eesd.bench.shapes import NODE_COUNTS, bytes_of_pass, main
@@ -23,6 +24,7 @@ def measured(backend: str, work: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_tiny_shape_is_exported_and_measured_on_both_backends(tmp_path: Path) -> None:
     for backend in ("ort", "torch"):
         found = measured(backend, tmp_path)

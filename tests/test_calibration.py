@@ -19,6 +19,8 @@ from eesd.controllers.cost_aware_ts import FIRST_LENGTHS, CostAwareTS
 from eesd.controllers.costs import AcceptanceByDepth, CostCurve, RoundCosts
 from eesd.runtime.llm import Speculation, load
 
+pytestmark = pytest.mark.fast
+
 
 def step(depth: int, probability: float = 0.6, margin: float = 1.0) -> DraftStep:
     return DraftStep(depth, probability, probability**depth, 1.0, margin, depth)

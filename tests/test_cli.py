@@ -47,22 +47,22 @@ def expected(api: LLM, prompt: llm.Prompt = PROMPT, **options: Any) -> Completio
     return api.generate(prompt, max_new_tokens=COUNT, **options)
 
 
-def test_prompt(engine: Path, api: LLM) -> None:
+def test_prompts_are_continued(engine: Path, api: LLM) -> None:
     assert text_of(engine, "-p", PROMPT) == expected(api).text
     assert text_of(engine, "-p", PROMPT, "-p", "x") == expected(api).text + "\n" + expected(api, "x").text
 
 
-def test_stdin(engine: Path, api: LLM) -> None:
+def test_a_prompt_is_read_from_stdin(engine: Path, api: LLM) -> None:
     assert text_of(engine, stdin=PROMPT) == expected(api).text
     assert text_of(engine, "-p", "-", stdin=PROMPT) == expected(api).text
 
 
-def test_prompt_file(engine: Path, api: LLM, tmp_path: Path) -> None:
+def test_a_prompt_is_read_from_a_file(engine: Path, api: LLM, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(PROMPT)
     assert text_of(engine, "--prompt-file", tmp_path / "prompt.txt") == expected(api).text
 
 
-def test_jsonl(engine: Path, api: LLM, tmp_path: Path) -> None:
+def test_prompts_are_read_from_json_lines(engine: Path, api: LLM, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     prompts: list[Any] = [PROMPT, [5, 6, 7], messages]
     lines = [json.dumps(PROMPT), "", json.dumps({"prompt": [5, 6, 7]}), json.dumps({"messages": messages})]
@@ -72,7 +72,7 @@ def test_jsonl(engine: Path, api: LLM, tmp_path: Path) -> None:
     assert [result["tokens"] for result in found] == [expected(api, prompt).tokens for prompt in prompts]
 
 
-def test_json(engine: Path, api: LLM) -> None:
+def test_json_output_has_tokens_and_statistics(engine: Path, api: LLM) -> None:
     [found] = objects(engine, "-p", PROMPT, "--controller", "fixed:k=3", "--tree-width", 2)
     completion = expected(api)
     assert found.keys() == {"prompt", "text", "tokens", "finish_reason", "stats"}
@@ -92,7 +92,7 @@ def test_sampling_options_reach_the_engine(engine: Path, api: LLM) -> None:
     assert len(rejection["tokens"]) == COUNT
 
 
-def test_stop_and_eos(engine: Path, api: LLM) -> None:
+def test_stop_strings_and_eos_end_the_text(engine: Path, api: LLM) -> None:
     text = expected(api, ignore_eos=True).text
     assert text_of(engine, "-p", PROMPT, "--ignore-eos") == text
     assert text_of(engine, "-p", PROMPT, "--ignore-eos", "--stop", text[7:10]) == text[: text.index(text[7:10])]
@@ -105,7 +105,7 @@ def test_statistics_go_to_stderr(engine: Path, api: LLM) -> None:
         assert word in result.stderr
 
 
-def test_no_draft(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_draft_does_not_load_the_draft_engine(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text, and the draft engine is not even loaded."""
     loaded: list[str] = []
     original = ort_cpu.OrtEngine
@@ -123,7 +123,7 @@ def test_no_draft(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [(), SAMPLED, ("--tree-width", 3, "--no-guard")], ids=["greedy", "sampled", "tree"])
-def test_compare(engine: Path, options: tuple[object, ...]) -> None:
+def test_compare_reports_equal_tokens(engine: Path, options: tuple[object, ...]) -> None:
     result = succeed(main, "--engine-dir", engine, "-p", PROMPT, "-n", COUNT, "--ignore-eos", "--compare", *options)
     assert result.stdout == PROMPT + text_of(engine, "-p", PROMPT, "--ignore-eos", *options) + "\n"
     assert f"tokens are equal ({COUNT})" in result.stderr and "speed-up" in result.stderr
@@ -157,7 +157,7 @@ def test_compare_finds_a_difference(engine: Path, api: LLM, monkeypatch: pytest.
     assert f"tokens differ from new token 4 on ({tokens[4]} without drafting, {other[4]} with)" in result.stderr
 
 
-def test_show_drafts(engine: Path, api: LLM) -> None:
+def test_show_drafts_colours_draft_tokens(engine: Path, api: LLM) -> None:
     """Colours on a terminal only."""
     assert text_of(engine, "-p", PROMPT, "--show-drafts") == expected(api).text
     options = ["--engine-dir", str(engine), "-p", PROMPT, "-n", str(COUNT), "--no-stats", "--show-drafts", "--no-guard"]
@@ -165,13 +165,13 @@ def test_show_drafts(engine: Path, api: LLM) -> None:
     assert "\x1b[32m" in coloured and click.unstyle(coloured) == expected(api).text + "\n"
 
 
-def test_chat(engine: Path, api: LLM) -> None:
+def test_chat_prompts_are_messages(engine: Path, api: LLM) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     assert api.codec.render(messages) == f"<user>{PROMPT}<assistant>"
     assert text_of(engine, "--chat", "-p", PROMPT) == expected(api, messages).text != expected(api).text
 
 
-def test_talking_on_a_terminal(engine: Path, api: LLM) -> None:
+def test_a_chat_on_a_terminal_keeps_the_conversation(engine: Path, api: LLM) -> None:
     messages: list[dict[str, str]] = []
     wanted = ""
     for line in ("hi", "and then"):
@@ -186,7 +186,7 @@ def test_talking_on_a_terminal(engine: Path, api: LLM) -> None:
     assert done.stdout.replace("> > ", "> ") == wanted + "> "
 
 
-def test_interrupt(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_without_a_traceback(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C keeps what was printed and ends as shells expect."""
 
     def stream(*_: Any, **__: Any) -> Iterator[Piece]:
@@ -198,7 +198,7 @@ def test_interrupt(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (130, "some text", "\n")
 
 
-def test_interrupt_while_loading(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_loading_ends_without_a_traceback(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -207,7 +207,7 @@ def test_interrupt_while_loading(engine: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (result.exit_code, result.output) == (130, "\n")
 
 
-def test_reader_that_goes_away(engine: Path) -> None:
+def test_a_closed_pipe_ends_without_a_traceback(engine: Path) -> None:
     command = [*COMMAND, "--engine-dir", str(engine), "-p", PROMPT, "-n", "200", "--ignore-eos"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
@@ -216,7 +216,7 @@ def test_reader_that_goes_away(engine: Path) -> None:
     assert process.stderr.read() == ""
 
 
-def test_doctor() -> None:
+def test_doctor_shows_packages_machine_and_jobs() -> None:
     facts = json.loads(succeed(doctor.main, "--json").stdout)
     assert facts.keys() == {"packages", "machine", "jobs"}
     assert facts["packages"]["eesd"] == eesd.__version__ and facts["jobs"]["run on the CPU (ort)"].startswith("yes")
@@ -225,7 +225,7 @@ def test_doctor() -> None:
     assert all(word in table for word in (*facts["packages"], *facts["machine"], "export"))
 
 
-def test_doctor_where_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setattr(doctor, "installed", lambda _: None)
     facts = json.loads(succeed(doctor.main, "--json").stdout)

@@ -12,6 +12,8 @@ from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
 
 from eesd.runtime.cli import main
 
+pytestmark = pytest.mark.fast
+
 PROMPT = ("-p", "hello", "-n", 3)
 
 
@@ -50,7 +52,7 @@ def lose_tokenizer(directory: Path) -> None:
         (lose_tokenizer, ("no tokenizer.json", "token ids")),
     ],
 )
-def test_bad_engine(engine_copy: Path, damage: Damage, words: tuple[str, ...]) -> None:
+def test_a_bad_engine_directory_is_refused(engine_copy: Path, damage: Damage, words: tuple[str, ...]) -> None:
     damage(engine_copy)
     assert_refused(eesd_run(engine_copy, *PROMPT), *words)
 
@@ -72,18 +74,18 @@ def test_bad_engine(engine_copy: Path, damage: Damage, words: tuple[str, ...]) -
         ),
     ],
 )
-def test_damaged_manifest(engine_copy: Path, path: str, value: Any) -> None:
+def test_a_damaged_manifest_is_refused(engine_copy: Path, path: str, value: Any) -> None:
     """Whatever stands in the manifest, it is one line, and never a wrong binding."""
     edit_manifest(engine_copy, path, value)
     assert_refused(eesd_run(engine_copy, *PROMPT), str(engine_copy), "export")
 
 
-def test_file_outside_the_directory(engine_copy: Path) -> None:
+def test_a_file_outside_the_directory_is_refused(engine_copy: Path) -> None:
     edit_manifest(engine_copy, "files", {"../secret": {"size": 1, "sha256": ""}})
     assert_refused(eesd_run(engine_copy, *PROMPT), "damaged")
 
 
-def test_edited_weights(engine_copy: Path) -> None:
+def test_edited_weights_are_refused(engine_copy: Path) -> None:
     """Only --verify reads all of the weights to find an edit of the same size."""
     with (engine_copy / "weights.bin").open("r+b") as file:
         file.seek(-4, os.SEEK_END)
@@ -126,7 +128,7 @@ def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
         (("--compare", "--no-draft"), ("--compare needs drafting",)),
     ],
 )
-def test_bad_option(engine: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+def test_a_bad_option_is_refused(engine: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
     assert_refused(eesd_run(engine, *PROMPT, *options), *words)
 
 
@@ -140,12 +142,12 @@ def test_bad_option(engine: Path, options: tuple[object, ...], words: tuple[str,
         (("--prompt-file", "/"), ("Is a directory",)),
     ],
 )
-def test_bad_prompt(engine: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+def test_a_bad_prompt_is_refused(engine: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
     assert_refused(eesd_run(engine, *options), *words)
 
 
 @pytest.mark.parametrize(("stdin", "words"), [(b"", "prompt is empty"), (b"caf\xe9", "stdin is not UTF-8")])
-def test_bad_stdin(engine: Path, stdin: bytes, words: str) -> None:
+def test_a_bad_stdin_is_refused(engine: Path, stdin: bytes, words: str) -> None:
     assert_refused(eesd_run(engine, stdin=stdin), words)
 
 
@@ -166,20 +168,20 @@ def test_bad_stdin(engine: Path, stdin: bytes, words: str) -> None:
         (b'"caf\xe9"', ("not UTF-8",)),
     ],
 )
-def test_bad_jsonl(engine: Path, tmp_path: Path, text: bytes, words: tuple[str, ...]) -> None:
+def test_bad_json_lines_are_refused(engine: Path, tmp_path: Path, text: bytes, words: tuple[str, ...]) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(text)
     # What is wrong in the file is found before anything is generated; what is wrong for the model when it is its turn.
     assert_refused(eesd_run(engine, "--prompt-file", file, stdin="not to be read"), *words)
 
 
-def test_chat_without_template(engine_copy: Path) -> None:
+def test_chat_without_a_template_is_refused(engine_copy: Path) -> None:
     (engine_copy / "tokenizer_config.json").write_text("{}")
     edit_manifest(engine_copy, "files/tokenizer_config.json/size", 2)
     assert_refused(eesd_run(engine_copy, "--chat", *PROMPT), "no chat template", "plain prompt")
 
 
 @pytest.mark.parametrize("template", ["{% if", "{{ nothing.at.all }}", "{{ raise_exception('no\nsystem role') }}"])
-def test_template_that_fails(engine_copy: Path, template: str) -> None:
+def test_a_template_that_fails_is_one_line(engine_copy: Path, template: str) -> None:
     (engine_copy / "chat_template.jinja").write_text(template)
     assert_refused(eesd_run(engine_copy, "--chat", *PROMPT), "chat template refuses")

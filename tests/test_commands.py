@@ -12,6 +12,8 @@ from support.command import run, succeed
 
 import eesd
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).parent.parent
 COMMANDS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 

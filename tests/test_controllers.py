@@ -9,6 +9,8 @@ from eesd.common.errors import EESDError
 from eesd.controllers import CONTROLLERS, Controller, DraftStep, RoundOutcome, make_controller
 from eesd.controllers.beta_ts import BetaTS
 
+pytestmark = pytest.mark.fast
+
 SPECS = [
     "adaedl",
     "adaedl:gamma=0.1,target=0.6",
@@ -56,7 +58,7 @@ def test_another_seed_decides_otherwise() -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_state_goes_through_json(spec: str) -> None:
+def test_a_state_restored_from_json_decides_alike(spec: str) -> None:
     controller = make_controller(spec, seed=5)
     rounds(controller, 20, seed=0)
     stored = json.dumps(controller.state())
@@ -142,7 +144,7 @@ def test_beta_ts_counts_what_was_judged(outcomes: list[tuple[int, int]], accepte
     assert controller.prior == (4, 1)
 
 
-def test_beta_ts_posterior() -> None:
+def test_beta_ts_continues_as_often_as_its_posterior_says() -> None:
     """It goes on as often as the mean of Beta(alpha + accepted, beta + rejected) says."""
     controller = BetaTS(alpha=2, beta=1, discount=1, seed=3)
     for _ in range(5):

@@ -108,7 +108,8 @@ def test_export_without_exit_head_or_exit_layer_is_refused(text_model: Path, tmp
 
 def save_head(model: Path, directory: Path, **changes: Any) -> Path:
     checkpoint = Checkpoint(model)
-    config = ExitConfig(**({"layer": 2, "base": checkpoint.fingerprint(), "trained": True} | changes))
+    defaults: dict[str, Any] = {"layer": 2, "base": checkpoint.fingerprint(), "trained": True}
+    config = ExitConfig(**(defaults | changes))
     exit_head.save(exit_head.initialise(checkpoint.decoder(), config), directory)
     return directory
 

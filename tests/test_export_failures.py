@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 import pytest
 from click.testing import Result
 from support.command import assert_one_line, assert_refused, contents, listing, run
@@ -51,7 +52,7 @@ FAILURES = [
     Failure(weights, "_bytes_of", 7, FULL),
     Failure(weights, "_bytes_of", 7, KeyboardInterrupt()),
     Failure(os, "fsync", 1, FULL),
-    Failure(engine_dir.onnx, "save", 2, FULL),
+    Failure(onnx, "save", 2, FULL),
     Failure(engine_dir, "sha256_of", 2, KeyboardInterrupt()),
     Failure(shutil, "copyfile", 1, FULL),
     Failure(Path, "write_text", 1, FULL),
@@ -127,7 +128,7 @@ def test_export_stopped_by_sigterm_leaves_nothing_behind(text_model: Path, tmp_p
 
 
 def test_export_to_a_full_disk_is_refused(text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12 - 10**6, 10**6))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12 - 10**6, 10**6))
     result = export_to(tmp_path / "new" / "plans", text_model)
     assert_refused(result, "needs 0.1 GB", "0.0 GB free", "free some space")
     assert listing(tmp_path) == []

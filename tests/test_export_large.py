@@ -88,6 +88,7 @@ def largest_tensor(checkpoint: Checkpoint) -> int:
     return max(tensor.nbytes for tensor in checkpoint.tensors.values())
 
 
+@pytest.mark.slow
 def test_writing_weights_takes_the_memory_of_one_tensor(checkpoints: dict[int, Path], tmp_path: Path) -> None:
     """The bounds are generous, because the kernel decides how many pages of mapped files it counts."""
     grown = {}
@@ -104,12 +105,14 @@ def test_writing_weights_takes_the_memory_of_one_tensor(checkpoints: dict[int, P
     assert grown[12] < grown[3] + largest + 8 * MB
 
 
+@pytest.mark.slow
 def test_writing_widened_weights_takes_the_memory_of_one_tensor(checkpoints: dict[int, Path], tmp_path: Path) -> None:
     measured = measure(WEIGHT_STAGE, checkpoints[3], 1, "float32", tmp_path / "weights")
     assert measured["grown"] < 6 * largest_tensor(Checkpoint(checkpoints[3])) + 24 * MB
 
 
-@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_writing_quantized_weights_takes_the_memory_of_one_tensor(
     checkpoints: dict[int, Path], tmp_path: Path, kind: str
 ) -> None:

@@ -10,6 +10,8 @@ from eesd.controllers import make_controller
 from eesd.runtime.decoding.guard import FIRST_PROBES, LONGEST_PAUSE, PROBE_EVERY, TRIAL, Guard
 from eesd.runtime.decoding.session import Session
 
+pytestmark = pytest.mark.fast
+
 
 def play(guard: Guard, rounds: int, drafting_seconds: float, plain_seconds: float, tokens: int = 2) -> list[bool]:
     """Rounds of fixed cost: a drafting one gives ``tokens`` tokens, a plain one gives one. Which of them drafted."""

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx.external_data_helper import ExternalDataInfo
-from support.command import assert_one_line, assert_refused, export_engine, listing, run, succeed
+from support.command import assert_one_line, assert_refused, export_engine, listing, run, slow_but, succeed
 from support.engine_dirs import logits_of, trained_head
 from support.synthetic import LLAMA_70B, write_checkpoint
 
@@ -91,7 +91,7 @@ def test_torch_computes_the_same_with_links(pair: tuple[Path, Path]) -> None:
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3-bias"])
+@pytest.mark.parametrize("family", slow_but(["llama-tied", "qwen2", "qwen3-bias"], "llama-tied"))
 def test_linked_graphs_of_other_families_pass_the_parity_check(family_dir: FamilyDir, tmp_path: Path, family: str) -> None:
     """Families with tied embeddings and with biases."""
     directory = export_engine(family_dir(family), tmp_path / "plans", "--link-weights", "--check", "--stages", 2)

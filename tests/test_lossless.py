@@ -25,6 +25,8 @@ from eesd.runtime.decoding.sampling import normalize
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.llm import Speculation
 
+pytestmark = pytest.mark.fast
+
 CONTROLLERS = ["fixed:k=4", "fixed:k=1", "threshold:p=0.3", "beta-ts", "cost-aware-ts", "random"]
 
 
@@ -35,7 +37,7 @@ def controller(spec: str) -> Controller:
 @pytest.mark.parametrize("spec", CONTROLLERS)
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_same_tokens(harness: Harness, name: str, width: int, spec: str) -> None:
+def test_drafting_gives_the_tokens_of_plain_decoding(harness: Harness, name: str, width: int, spec: str) -> None:
     totals = Counter[str]()
     for prompt in PROMPTS:
         stats = check_same_tokens(harness, prompt, SAMPLINGS[name], controller(spec), width)
@@ -45,7 +47,7 @@ def test_same_tokens(harness: Harness, name: str, width: int, spec: str) -> None
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_exit_head_of_two_blocks(two_block_harness: Harness, name: str, width: int) -> None:
+def test_an_exit_head_of_two_blocks_is_lossless(two_block_harness: Harness, name: str, width: int) -> None:
     harness = two_block_harness
     assert harness.manifest.exit_head.blocks == 2 and harness.manifest.num_caches == 6
     stats = check_same_tokens(harness, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
@@ -55,7 +57,7 @@ def test_exit_head_of_two_blocks(two_block_harness: Harness, name: str, width: i
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_cache_is_that_of_a_prefill(harness: Harness, name: str, width: int) -> None:
+def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, name: str, width: int) -> None:
     check_cache(harness, PROMPTS[2], SAMPLINGS[name], controller("fixed:k=4"), width)
 
 
@@ -64,7 +66,7 @@ def test_tree_drafts_as_its_chains_would(harness: Harness, width: int) -> None:
     check_tree_drafts(harness, PROMPTS[2], width)
 
 
-def test_python_api(harness: Harness) -> None:
+def test_the_python_api_is_lossless(harness: Harness) -> None:
     llm = eesd.load(harness.directory, threads=1, speculation=Speculation("beta-ts", tree_width=2, guard=True))
     plain = eesd.load(harness.directory, threads=1, speculation=None)
     for sampling in SAMPLINGS.values():
@@ -118,7 +120,7 @@ def accepted_token(session: Session) -> int:
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_eos_inside_an_accepted_path(harness: Harness, name: str, width: int) -> None:
+def test_eos_inside_an_accepted_path_ends_the_text(harness: Harness, name: str, width: int) -> None:
     sampling = SAMPLINGS[name]
     eos = accepted_token(harness.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200))
     plain = harness.session(PROMPTS[0], sampling, new_tokens=200, eos=(96, eos))
@@ -133,7 +135,7 @@ def test_eos_inside_an_accepted_path(harness: Harness, name: str, width: int) ->
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
 @pytest.mark.parametrize("left", [1, 2, 5, 40])
-def test_end_of_the_cache(harness: Harness, left: int, name: str, width: int) -> None:
+def test_the_end_of_the_cache_ends_the_text(harness: Harness, left: int, name: str, width: int) -> None:
     slots = harness.manifest.max_seq_len
     prompt = np.random.default_rng(0).integers(0, 97, slots - left).tolist()
     plain = harness.session(prompt, SAMPLINGS[name], new_tokens=1000)
@@ -146,7 +148,7 @@ def test_end_of_the_cache(harness: Harness, left: int, name: str, width: int) ->
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_cache_grows_on_the_way(harness: Harness, width: int) -> None:
+def test_the_cache_grows_while_decoding(harness: Harness, width: int) -> None:
     workspace = harness.workspace()
     session = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), width, new_tokens=150, workspace=workspace)
     assert generated(session) == generated(harness.session(PROMPTS[0], new_tokens=150))
@@ -179,7 +181,7 @@ def test_drafts_are_as_good_after_plain_rounds(harness: Harness, rest: int) -> N
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_resting_costs_no_acceptance(harness: Harness, width: int) -> None:
+def test_a_pause_costs_no_acceptance(harness: Harness, width: int) -> None:
     """Against a run that always drafts: from where both have a round beginning, they go on alike."""
     always = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), width)
     rested = harness.session(
@@ -224,7 +226,7 @@ class Watcher(RandomStop):
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_what_the_controller_is_told(harness: Harness, prompt: list[int], width: int) -> None:
+def test_the_controller_is_told_the_figures_of_the_best_node(harness: Harness, prompt: list[int], width: int) -> None:
     """Each step's figures are those of the best node of its level, recomputed from the draft's logits at its parent."""
     watcher = Watcher()
     tree, logits = drafted_logits(harness, prompt, watcher, width)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.command import assert_refused, export_engine, run, succeed
+from support.command import assert_refused, export_engine, run, slow_but, succeed
 from support.engine_dirs import assert_weights_match_manifest, trained_head
 from support.synthetic import LLAMA_70B, write_checkpoint
 
@@ -40,8 +40,8 @@ def estimated(directory: Path, *options: object) -> dict[str, Any]:
     ("family", "options"),
     [
         ("llama-tied", ("--stages", 3, "--dtype", "bfloat16")),
-        ("llama-bias", ("--stages", 2)),
-        ("qwen3", ()),
+        pytest.param("llama-bias", ("--stages", 2), marks=pytest.mark.slow),
+        pytest.param("qwen3", (), marks=pytest.mark.slow),
         ("mistral", ("--max-seq-len", 40, "--stages", 2)),
     ],
 )
@@ -51,7 +51,9 @@ def test_manifest_counts_the_bytes_of_weights(
     assert_weights_match_manifest(export_engine(family_dir(family), tmp_path / "plans", *options))
 
 
-@pytest.mark.parametrize(("blocks", "own_lm_head", "stages"), [(1, True, 1), (2, False, 2), (3, True, 3)])
+@pytest.mark.parametrize(
+    ("blocks", "own_lm_head", "stages"), slow_but([(1, True, 1), (2, False, 2), (3, True, 3)], (3, True, 3))
+)
 def test_manifest_counts_the_bytes_of_trained_heads(
     family_dir: Callable[[str], Path], tmp_path: Path, blocks: int, own_lm_head: bool, stages: int
 ) -> None:

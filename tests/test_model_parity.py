@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches
+from eesd.common.manifest import MASKED
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.decoder import KV, MASKED, Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
+from eesd.model.decoder import KV, Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
 from eesd.model.exit_head import ExitHead, initialise
 from eesd.model.graphs import Draft, Verify
 

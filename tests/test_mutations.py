@@ -77,7 +77,9 @@ BONUS_FROM_Q = "self._draw(p if node.children else self._sampled.get(node.parent
         pytest.param([NOT_ZEROED], [2, 3], id="a sibling not zeroed"),
     ],
 )
-def test_rejection(monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str, str]], widths: list[int]) -> None:
+def test_a_mistake_in_rejection_sampling_is_caught(
+    monkeypatch: pytest.MonkeyPatch, edits: list[tuple[str, str, str]], widths: list[int]
+) -> None:
     for name, old, new in edits:
         mutate(monkeypatch, Rejection, name, old, new)
     for width in widths:
@@ -97,7 +99,9 @@ def trimming(draft: Callable[..., float]) -> Callable[..., float]:
     return trimmed
 
 
-def test_trimming_by_the_drafted_token(five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trimming_by_the_drafted_token_is_wrong_with_rejection_alone(
+    five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is wrong with rejection sampling alone: what the others emit does not depend on what was drafted."""
     monkeypatch.setattr(Session, "_draft", trimming(Session._draft))
     with caught():
@@ -107,7 +111,7 @@ def test_trimming_by_the_drafted_token(five_token_harness: Harness, monkeypatch:
         check_same_tokens(five_token_harness, [3], sampled, make_controller("fixed:k=2"), width=1)
 
 
-def test_trimming_counterexample() -> None:
+def test_trimming_shifts_the_distribution_as_computed_by_hand() -> None:
     """p = (.5, .5), q = (.9, .1), a drafted 1 is discarded: 0 comes with probability .55."""
     p, q = np.log(np.array([[0.5, 0.5]] * 2, np.float32)), np.log(np.array([[0.9, 0.1]], np.float32))
     zeros = {True: 0, False: 0}
@@ -131,7 +135,7 @@ def filters_first(logits: Logits, options: Sampling) -> sampling.Vector:
 
 
 @pytest.mark.parametrize("method", ["coupled", "rejection"])
-def test_temperature_after_top_p(five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_temperature_after_top_p_is_caught(five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     options = Sampling(temperature=0.6, top_p=0.7, method=method)
     check_joint(five_token_harness, [3], options, RandomStop(seed=1), width=1)
     monkeypatch.setattr(samplers, "warp", filters_first)
@@ -159,7 +163,7 @@ def test_temperature_after_top_p(five_token_harness: Harness, monkeypatch: pytes
         ),
     ],
 )
-def test_tree(
+def test_a_mistake_in_the_tree_is_caught(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str, width: int, options: Sampling
 ) -> None:
     """A compaction that moves nothing or to the wrong place, positions in draft order, siblings that see each other."""
@@ -179,7 +183,9 @@ def test_tree(
     ],
     ids=["positions", "mask"],
 )
-def test_tree_of_the_draft(harness: Harness, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+def test_a_mistake_in_the_drafts_tree_shows_in_its_logits(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
     """These cost acceptance only, so nothing but a look at the draft's logits can tell."""
     mutate(monkeypatch, Session, "_forward", old, new)
     check_same_tokens(harness, PROMPT, GREEDY, make_controller("fixed:k=4"), width=2)
@@ -187,20 +193,20 @@ def test_tree_of_the_draft(harness: Harness, monkeypatch: pytest.MonkeyPatch, ol
         check_tree_drafts(harness, PROMPT, width=2)
 
 
-def test_noise_that_forgets_the_depth(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_that_forgets_the_depth_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch, Coupled, "_position", "+ node.depth", "")
     for width in (1, 2):
         with caught():
             check_same_tokens(harness, PROMPT, COUPLED, make_controller("fixed:k=4"), width)
 
 
-def test_penalty_that_forgets_the_draft(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_penalty_that_forgets_the_draft_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch, samplers._Base, "_penalized", "*node.path()", "")
     with caught():
         check_same_tokens(harness, PROMPT, Sampling(repetition_penalty=1.5), make_controller("fixed:k=4"), width=1)
 
 
-def test_stale_exit_cache(harness: Harness) -> None:
+def test_a_stale_exit_cache_is_caught(harness: Harness) -> None:
     """A verify pass that leaves the exit head's cache as it was: the tokens are right, the next drafts are not."""
     workspace, exit_cache = harness.workspace(), harness.manifest.geometry.num_layers
     kept: list[Any] = []
@@ -222,7 +228,7 @@ def test_stale_exit_cache(harness: Harness) -> None:
         np.testing.assert_allclose(actual[exit_cache:], fresh[exit_cache:], rtol=0, atol=1e-4)
 
 
-def test_commit_in_pieces(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_in_pieces_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason"
     pieces = (
         "self.tokens = [*self.tokens, *result.tokens]\n    self.stats = stats\n    self.finish_reason = result.finish_reason"

@@ -33,6 +33,8 @@ from eesd.export.inspect import main as inspect
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.llm import Speculation
 
+pytestmark = pytest.mark.fast
+
 TRUTH = CalibrationPrior(accept=(1.0, 0.3, 0.6, -0.8, 0.5))
 
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 from safetensors.numpy import load_file, save_file
 from support.bundled import EXAMPLE, assert_lossless, prompts
-from support.command import assert_refused, export_engine, listing, run, succeed
+from support.command import assert_refused, export_engine, listing, run, slow_but, succeed
 from support.engine_dirs import assert_weights_match_manifest, edit_manifest, graph_of, tensor_locations, trained_head
 from support.tiny_checkpoints import Family, build
 
@@ -87,7 +88,7 @@ def test_graphs_are_standard_and_quantize_only_linear_weights(exported: Export, 
     """Both graphs share the quantized weights."""
     directory = exported(family, kind)
     manifest = load_manifest(directory)
-    stored = {}
+    stored: dict[str, tuple[int, int]] = {}
     for graph in manifest.graphs:
         onnx.checker.check_model(directory / graph.file, full_check=True)
         model = graph_of(directory, graph.file)
@@ -147,9 +148,14 @@ def test_logits_are_those_of_the_dequantized_model(
         assert tokens.tokens == wanted.tokens and tokens.stats.accepted_tokens == wanted.stats.accepted_tokens
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "llama-head-dim"])
+@pytest.mark.parametrize(
+    ("family", "kind", "stages"),
+    slow_but(
+        list(product(["llama-tied", "qwen2", "llama-head-dim"], KINDS, [1, 2])),
+        ("llama-tied", "int4", 1),
+        ("qwen2", "int8", 2),
+    ),
+)
 def test_drafting_and_the_torch_engine_change_no_token(exported: Export, family: str, kind: str, stages: int) -> None:
     directory = exported(family, kind, *(("--stages", stages) if stages > 1 else ()))
     plain, torch_engine = (eesd.load(directory, backend, speculation=None, threads=1) for backend in ("ort", "torch"))
@@ -168,7 +174,8 @@ def test_torch_engine_runs_quantized_weights_in_bfloat16(exported: Export) -> No
     assert len(llm.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens) == 20
 
 
-@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_drafting_with_the_quantized_bundled_model_is_lossless(tmp_path: Path, kind: str) -> None:
     options = ("--model", EXAMPLE / "model", "--dtype", "float32", "--quantize", kind, "-o", tmp_path / "plans")
     shown = succeed(export_main, *options, "--check").stdout

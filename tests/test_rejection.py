@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from support.command import slow_but
 from support.harness import Harness, RandomStop
 from support.lossless_checks import Joint, check_joint, check_sampler, exact_joint, g_test
 
@@ -17,13 +18,18 @@ def controller(spec: str) -> Controller:
     return RandomStop(seed=1) if spec == "random" else make_controller(spec, seed=1)
 
 
-@pytest.mark.parametrize("spec", ["fixed:k=1", "fixed:k=2", "random", "threshold:p=0.27", "beta-ts:alpha=1,beta=1"])
-def test_chain(five_token_harness: Harness, spec: str) -> None:
+@pytest.mark.parametrize(
+    "spec", slow_but(["fixed:k=1", "fixed:k=2", "random", "threshold:p=0.27", "beta-ts:alpha=1,beta=1"], "fixed:k=2", "random")
+)
+def test_chains_follow_the_verifiers_distribution(five_token_harness: Harness, spec: str) -> None:
     check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width=1)
 
 
-@pytest.mark.parametrize(("width", "spec"), [(2, "fixed:k=2"), (3, "fixed:k=2"), (2, "random"), (3, "random")])
-def test_tree(five_token_harness: Harness, width: int, spec: str) -> None:
+@pytest.mark.parametrize(
+    ("width", "spec"),
+    slow_but([(2, "fixed:k=2"), (3, "fixed:k=2"), (2, "random"), (3, "random")], (2, "fixed:k=2"), (3, "random")),
+)
+def test_trees_follow_the_verifiers_distribution(five_token_harness: Harness, width: int, spec: str) -> None:
     check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width)
 
 
@@ -37,21 +43,21 @@ def test_tree(five_token_harness: Harness, width: int, spec: str) -> None:
     ],
     ids=["cold-top-p", "hot-top-k-top-p", "min-p-penalty"],
 )
-def test_options(five_token_harness: Harness, sampling: Sampling, width: int) -> None:
+def test_every_sampling_option_keeps_the_distribution(five_token_harness: Harness, sampling: Sampling, width: int) -> None:
     check_joint(five_token_harness, PROMPT, sampling, controller("random"), width)
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", slow_but([1, 3], 3))
 def test_coupled_follows_the_same_distribution(five_token_harness: Harness, width: int) -> None:
     check_joint(five_token_harness, PROMPT, Sampling(temperature=1.3, top_p=0.9), controller("random"), width)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_chooser_alone(width: int) -> None:
+def test_the_sampler_alone_follows_p(width: int) -> None:
     check_sampler(width)
 
 
-def test_longer_prompt(five_token_harness: Harness) -> None:
+def test_a_longer_prompt_keeps_the_distribution(five_token_harness: Harness) -> None:
     check_joint(five_token_harness, [0, 4, 2, 2, 1, 3], PLAIN, controller("fixed:k=2"), width=1, draws=2500)
 
 

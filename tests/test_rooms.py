@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.fast
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "eesd"
 MAY_IMPORT = {

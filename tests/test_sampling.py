@@ -13,6 +13,8 @@ from support.lossless_checks import Vector, reference_probabilities
 from eesd.common.errors import EESDError
 from eesd.runtime.decoding.sampling import GumbelNoise, Sampling, penalize, philox, warp
 
+pytestmark = pytest.mark.fast
+
 OPTIONS = st.builds(
     Sampling,
     temperature=st.floats(0.05, 5),
@@ -42,7 +44,7 @@ def test_distribution_is_the_defined_one(options: Sampling, seed: int) -> None:
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
-def test_nucleus_of_a_large_vocabulary(top_p: float) -> None:
+def test_the_nucleus_of_a_large_vocabulary_is_exact(top_p: float) -> None:
     logits, options = random_logits(1, size=32000), Sampling(temperature=1.0, top_p=top_p)
     np.testing.assert_allclose(distribution(logits, options), reference_probabilities(logits, options), atol=1e-9)
 
@@ -128,6 +130,6 @@ def test_values_out_of_range_are_refused(name: str, value: float) -> None:
         Sampling(**options)
 
 
-def test_unknown_method() -> None:
+def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(EESDError, match="'typical' is not known; known are coupled, rejection"):
         Sampling(method="typical")

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from support import tiny_models
-from support.command import assert_refused, contents, export_engine, listing, run, succeed
+from support.command import assert_refused, contents, export_engine, listing, run, slow_but, succeed
 from support.engine_dirs import edit_manifest, graph_of, tensor_locations
 from support.harness import Harness
 from support.lossless_checks import cache_of, check_cache, check_same_tokens
@@ -32,7 +32,11 @@ from eesd.runtime.llm import Speculation
 
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
 LAYERS = {"llama-head-dim": 4, "llama-tied": 3, "qwen2": 3, "qwen3": 3}
-CASES = [(family, stages) for family, layers in LAYERS.items() for stages in range(2, layers + 1)]
+CASES = slow_but(
+    [(family, stages) for family, layers in LAYERS.items() for stages in range(2, layers + 1)],
+    ("llama-head-dim", 4),
+    ("llama-tied", 2),
+)
 SPECULATIONS = [None, Speculation("fixed:k=3", guard=False), Speculation("beta-ts", tree_width=3, guard=False)]
 Export = Callable[..., Path]
 
@@ -47,6 +51,15 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
         return export_engine(family_dir(family), output, "--stages", stages, *options)
 
     return directory
+
+
+SPLITS = [(2, 3), *(pytest.param(pair, marks=pytest.mark.slow) for pair in ((1, 4), (2, 2), (3, 2)))]
+    pytest.param((1, 4), marks=pytest.mark.slow),
+    (2, 3),
+    pytest.param((2, 2), marks=pytest.mark.slow),
+    pytest.param((3, 2), marks=pytest.mark.slow),
+]
+"""Exit layer and stages. A stage may end at the exit."""
 
 
 def layers_of(manifest: Manifest) -> list[int]:
@@ -77,7 +90,7 @@ def test_torch_engine_runs_a_staged_directory(exported: Export) -> None:
     assert found.tokens == expected.tokens and found.stats.accepted_tokens == expected.stats.accepted_tokens > 0
 
 
-@pytest.fixture(scope="module", params=[(1, 4), (2, 3), (2, 2), (3, 2)], ids=lambda pair: f"exit{pair[0]}-stages{pair[1]}")
+@pytest.fixture(scope="module", params=SPLITS, ids=lambda pair: f"exit{pair[0]}-stages{pair[1]}")
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Harness, Harness]:
     """A four-layer model with an exit head of two blocks: in one piece and in stages. A stage may end at the exit."""
     (layer, stages), directory = request.param, tmp_path_factory.mktemp("split")

@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from eesd.common.errors import EESDError
 from eesd.runtime.text import HALF, TextCodec, TextStream
 
+pytestmark = pytest.mark.fast
+
 CORPUS = [
     "The quick brown fox stops here. STOP\n",
     "naïve café, déjà vu",
@@ -107,14 +109,14 @@ def test_any_cut_shows_whole_characters(codec: TextCodec, text: str, data: st.Da
     assert text.startswith(before + "".join(shown))
 
 
-def test_half_a_character_at_the_end(codec: TextCodec) -> None:
+def test_half_a_character_at_the_end_is_not_shown(codec: TextCodec) -> None:
     emoji = raw(codec, "\U0001f9ff")
     assert len(emoji) > 2
     for cut in range(1, len(emoji)):
         assert "".join(pieces(codec, codec.encode("x"), raw(codec, "ok ") + emoji[:cut])) == "ok "
 
 
-def test_bytes_that_are_no_text(codec: TextCodec) -> None:
+def test_bytes_that_are_no_text_do_not_raise(codec: TextCodec) -> None:
     """A model may well emit broken bytes: they show as what they are, once something whole follows."""
     emoji = raw(codec, "\U0001f9ff")
     shown = pieces(codec, codec.encode("x"), [*emoji[:2], *raw(codec, "ab")])
@@ -152,7 +154,7 @@ def test_special_tokens_are_not_text(codec: TextCodec) -> None:
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(text=TEXTS, stops=st.lists(st.text(CHARACTERS, min_size=1, max_size=6), min_size=1, max_size=3), data=st.data())
-def test_stop_strings(codec: TextCodec, text: str, stops: list[str], data: st.DataObject) -> None:
+def test_text_ends_before_a_stop_string(codec: TextCodec, text: str, stops: list[str], data: st.DataObject) -> None:
     """Cut before the stop string that completes first, wherever the tokens' borders are; all of the text without one."""
     at = data.draw(st.integers(0, len(text)))
     text = text[:at] + data.draw(st.sampled_from(["", *stops])) + text[at:]
@@ -216,7 +218,7 @@ def chat(directory: Path, target: Path, config: dict[str, object] | None, templa
 
 @pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "lstrip": False}])
 @pytest.mark.parametrize("place", ["config", "named", "file"])
-def test_chat_template(directory: Path, tmp_path: Path, place: str, bos: object) -> None:
+def test_a_chat_template_is_rendered(directory: Path, tmp_path: Path, place: str, bos: object) -> None:
     """Blocks are trimmed as transformers does, and the template brings the special tokens, not the tokenizer."""
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
     stored = {"config": CHATML, "named": named, "file": "no"}[place]
@@ -243,20 +245,20 @@ def test_missing_special_tokens_are_empty(directory: Path, tmp_path: Path) -> No
     ],
     ids=["refused", "syntax", "undefined", "type", "sandbox"],
 )
-def test_a_template_that_fails(directory: Path, tmp_path: Path, template: str, message: str) -> None:
+def test_a_template_that_fails_is_one_sentence(directory: Path, tmp_path: Path, template: str, message: str) -> None:
     codec = chat(directory, tmp_path, {"chat_template": template})
     with pytest.raises(EESDError, match=message):
         codec.render([{"role": "tool", "content": "x"}])
 
 
-def test_no_template(directory: Path, tmp_path: Path) -> None:
+def test_a_model_without_template_is_refused(directory: Path, tmp_path: Path) -> None:
     configs: list[dict[str, object] | None] = [None, {}, {"chat_template": [{"name": "rag", "template": "x"}]}]
     for config in configs:
         with pytest.raises(EESDError, match="no chat template; give a plain prompt"):
             chat(directory, tmp_path, config).encode(MESSAGES)
 
 
-def test_damaged_files(directory: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(EESDError, match=r"no tokenizer\.json"):
         TextCodec(tmp_path)
     chat(directory, tmp_path, {})

@@ -14,6 +14,8 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines.base import StepOutputs
 
+pytestmark = pytest.mark.fast
+
 PROMPT = [5, 9, 3]
 SAMPLINGS = [Sampling(), Sampling(temperature=0.9, seed=7), Sampling(temperature=0.9, seed=7, method="rejection")]
 NAMES = ["greedy", "coupled", "rejection"]
@@ -66,7 +68,9 @@ def finish_despite(session: Session, error: type[BaseException]) -> int:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["draft-before", "draft-after", "verify-before", "verify-after"])
 @pytest.mark.parametrize("width", [1, 2])
-def test_failing_engine(harness: Harness, width: int, place: str, error: type[BaseException], sampling: Sampling) -> None:
+def test_a_failing_engine_leaves_nothing_behind(
+    harness: Harness, width: int, place: str, error: type[BaseException], sampling: Sampling
+) -> None:
     expected = generated(harness.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS))
     for at in (1, 2, 3, 4, 5, 8):
         workspace = broken(harness.workspace(), place, Failure(at, error))
@@ -98,7 +102,7 @@ def test_a_budget_learns_nothing_from_a_failing_round(harness: Harness, width: i
         assert failed and session.tokens[len(PROMPT) :] == expected
 
 
-def test_failing_prefill(harness: Harness) -> None:
+def test_a_failing_prefill_can_be_repeated(harness: Harness) -> None:
     """Between the chunks of a long prompt too."""
     prompt = [token % 97 for token in range(7, 307)]
     expected = generated(harness.session(prompt, new_tokens=8))
@@ -165,7 +169,7 @@ def test_a_controller_learns_after_the_commit(harness: Harness, width: int, samp
         assert session.tokens[len(PROMPT) :] == expected
 
 
-def test_cancelled_round_is_not_told(harness: Harness) -> None:
+def test_a_cancelled_round_is_not_observed(harness: Harness) -> None:
     outcomes: list[RoundOutcome] = []
     workspace = broken(harness.workspace(), "verify-after", Failure(5, KeyboardInterrupt))
     session = harness.session(PROMPT, controller=BrokenController(None, outcomes.append), workspace=workspace)
@@ -175,7 +179,7 @@ def test_cancelled_round_is_not_told(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize(("width", "rounds"), [(1, 0), (2, 2)])
-def test_interrupted_at_any_line(harness: Harness, width: int, rounds: int) -> None:
+def test_an_interrupt_at_any_line_keeps_tokens_and_counts_consistent(harness: Harness, width: int, rounds: int) -> None:
     """Ctrl-C comes wherever it likes: tokens and counts stay of one mind, also within the commit."""
     controller: Controller = make_controller("fixed:k=3")
 

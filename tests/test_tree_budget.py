@@ -18,6 +18,8 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.base import StepOutputs
 from eesd.runtime.llm import Speculation, load
 
+pytestmark = pytest.mark.fast
+
 DRAFT, PLAIN, NODE = 0.1, 1.0, 0.05
 """Seconds of a draft step, of verify over the root, and of each node more."""
 
@@ -48,7 +50,7 @@ def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudge
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("spec", ["fixed:k=4", "cost-aware-ts"])
-def test_same_tokens(harness: Harness, name: str, width: int, spec: str) -> None:
+def test_drafting_with_a_budget_gives_the_tokens_of_plain_decoding(harness: Harness, name: str, width: int, spec: str) -> None:
     budget, accepted = TreeBudget(), 0
     for prompt in PROMPTS:
         accepted += check_same_tokens(
@@ -59,7 +61,7 @@ def test_same_tokens(harness: Harness, name: str, width: int, spec: str) -> None
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_cache_is_that_of_a_prefill(harness: Harness, name: str, width: int) -> None:
+def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, name: str, width: int) -> None:
     check_cache(harness, PROMPTS[2], SAMPLINGS[name], make_controller("fixed:k=4"), width, TreeBudget())
 
 
@@ -70,7 +72,7 @@ def test_rejection_sampling_follows_the_verifier(five_token_harness: Harness, wi
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_what_is_kept_are_the_best_of_the_proposed_paths(harness: Harness, width: int) -> None:
+def test_the_best_of_the_proposed_paths_are_verified(harness: Harness, width: int) -> None:
     budget = taught(TreeBudget())
     tree = drafted(harness, PROMPTS[2], make_controller("fixed:k=4"), width, budget)
     proposed = {tuple(child.path()): child.rank for node in tree.nodes for child in node.candidates}
@@ -91,7 +93,7 @@ def test_a_chain_is_drafted_as_without_a_budget(harness: Harness) -> None:
         assert [node.token for node in budgeted.nodes] == [node.token for node in alone.nodes]
 
 
-def test_choices_of_a_chain_that_has_no_logits() -> None:
+def test_a_chain_without_logits_has_the_engines_candidates() -> None:
     """No more than the draft engine tells of its likeliest tokens."""
 
     def no_logits() -> Any:
@@ -104,7 +106,7 @@ def test_choices_of_a_chain_that_has_no_logits() -> None:
     assert {node.token for node in tree.prune()[1:]} <= {5, 3}
 
 
-def test_a_chain_gets_second_choices(harness: Harness) -> None:
+def test_a_chain_gets_second_candidates(harness: Harness) -> None:
     """Drafting as many tokens, the rounds are fewer, since second choices come true."""
     rounds, found = {}, {}
     for budget in (None, TreeBudget()):
@@ -128,7 +130,7 @@ class Listener(Fixed):
 
 
 @pytest.mark.parametrize("budget", [None, TreeBudget()], ids=["all", "budget"])
-def test_second_choices_were_not_drafted_on(harness: Harness, budget: TreeBudget | None) -> None:
+def test_second_candidates_are_not_expanded(harness: Harness, budget: TreeBudget | None) -> None:
     listener = Listener()
     session = harness.session(PROMPTS[2], SAMPLINGS["T0.7"], listener, budget=budget, new_tokens=80)
     finish(session)
@@ -138,7 +140,7 @@ def test_second_choices_were_not_drafted_on(harness: Harness, budget: TreeBudget
     assert all(outcome.steps >= outcome.depth >= outcome.accepted for outcome in listener.told)
 
 
-def test_api(harness: Harness) -> None:
+def test_the_python_api_keeps_one_budget(harness: Harness) -> None:
     plain = load(harness.directory, threads=1, speculation=None).generate(PROMPTS[0], max_new_tokens=30)
     llm = load(harness.directory, threads=1, speculation=Speculation("fixed:k=3", tree_width=2, guard=True, tree_budget=True))
     for _ in range(2):
@@ -146,7 +148,7 @@ def test_api(harness: Harness) -> None:
     assert llm.budget and llm.budget.rounds
 
 
-def test_chances() -> None:
+def test_chances_are_calibrated_and_shared_by_scores() -> None:
     """The first choice's is the calibrated one, the others share what is left by their scores, in order."""
     budget = TreeBudget()
     z, (first, *others) = budget.chances(step(), [-0.5, -1.5, -2.0, -4.0])
@@ -160,7 +162,7 @@ def test_chances() -> None:
     assert first < 0.5 and max(others) == first, "no other is likelier than the first"
 
 
-def test_learns_how_often_other_choices_cover() -> None:
+def test_the_budget_learns_how_often_other_candidates_are_right() -> None:
     budget, random = TreeBudget(discount=1), np.random.default_rng(0)
     z = budget.accept.score(features(step()))
     for _ in range(4000):
@@ -172,7 +174,7 @@ def test_learns_how_often_other_choices_cover() -> None:
     assert sum(others) / (1 - first) == pytest.approx(0.3, abs=0.03)
 
 
-def test_size_is_the_best_of_all() -> None:
+def test_the_size_has_the_best_value_of_all_sizes() -> None:
     budget = taught(TreeBudget(discount=1))
     tokens, seconds = budget.state()["rate"]
     rate, random = tokens / seconds, np.random.default_rng(1)
@@ -185,7 +187,7 @@ def test_size_is_the_best_of_all() -> None:
     assert len(sizes) > 5
 
 
-def test_first_sizes_differ() -> None:
+def test_the_first_sizes_differ() -> None:
     budget, sizes = TreeBudget(), []
     for _ in FIRST_SIZES:
         sizes.append(budget.size([0.5] * 12))

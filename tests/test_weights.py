@@ -16,6 +16,8 @@ from eesd.model.decoder import Decoder, causal_inputs, empty_caches, rotary_tabl
 from eesd.model.exit_head import ExitHead, initial_names
 from eesd.model.graphs import Draft, Verify
 
+pytestmark = pytest.mark.fast
+
 SLOTS = 16
 LLAMA = Geometry(
     architecture="LlamaForCausalLM",

@@ -1,6 +1,7 @@
 """What a request did and where its time went."""
 
-from dataclasses import asdict, dataclass, field, replace
+from copy import copy
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eesd.controllers import RoundOutcome
@@ -75,14 +76,12 @@ class Stats:
             seconds: Time of the whole round.
             drafting: Whether the round was allowed to draft.
         """
-        stats = replace(
-            self,
-            new_tokens=self.new_tokens + new_tokens,
-            rounds=self.rounds + 1,
-            draft_seconds=self.draft_seconds + draft_seconds,
-            verify_seconds=self.verify_seconds + outcome.verify_seconds,
-            host_seconds=self.host_seconds + seconds - draft_seconds - outcome.verify_seconds,
-        )
+        stats = copy(self)
+        stats.new_tokens += new_tokens
+        stats.rounds += 1
+        stats.draft_seconds += draft_seconds
+        stats.verify_seconds += outcome.verify_seconds
+        stats.host_seconds += seconds - draft_seconds - outcome.verify_seconds
         if drafting:
             stats.drafting_rounds += 1
             stats.draft_steps += outcome.steps

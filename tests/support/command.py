@@ -3,7 +3,9 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 from click import Command
 from click.testing import CliRunner, Result
 from tokenizers import Tokenizer, decoders
@@ -67,3 +69,13 @@ def listing(directory: Path) -> Sequence[str]:
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file below a directory."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def slow_but(cases: Sequence[Any], *quick: Any) -> list[Any]:
+    """Parameters of which only ``quick`` run in ``make test``; the others are left to ``make test-slow``."""
+    assert set(quick) <= set(cases)
+    marked = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        marked.append(pytest.param(*values, marks=[] if case in quick else pytest.mark.slow))
+    return marked

@@ -35,7 +35,7 @@ def write_checkpoint(directory: Path, config: dict[str, Any], shards: int, *, sp
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
     shapes = model_shapes(load_config(directory).geometry)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(_split(shapes, shards), 1):
         name = f"model-{number:05}-of-{shards:05}.safetensors"
         with (directory / name).open("wb") as file:
