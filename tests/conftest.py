@@ -49,19 +49,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     return directory
 
 
-LONG = [
-    "quantize",
-    "stages",
-    "build",
-    "rejection",
-    "memory",
-    "linked",
-    "mutations",
-    "bundled",
-    "torch_engine",
-    "parity",
-    "trt_engine",
-]
+LONG = ("quantize", "stages", "build", "rejection", "memory", "linked", "mutations", "bundled", "torch_engine", "parity")
 """Test files that take longest. They begin first, so that neither process waits for the other at the end."""
 
 

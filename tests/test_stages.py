@@ -54,11 +54,6 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 
 SPLITS = [(2, 3), *(pytest.param(pair, marks=pytest.mark.slow) for pair in ((1, 4), (2, 2), (3, 2)))]
-    pytest.param((1, 4), marks=pytest.mark.slow),
-    (2, 3),
-    pytest.param((2, 2), marks=pytest.mark.slow),
-    pytest.param((3, 2), marks=pytest.mark.slow),
-]
 """Exit layer and stages. A stage may end at the exit."""
 
 
