@@ -31,7 +31,8 @@ from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teach
 from eesd.distill.trainer import Report, Trainer
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder
-from eesd.model.exit_head import CONFIG_FILE, WEIGHTS_FILE, ExitHead, check_exit, save_config
+from eesd.model.exit_head import ExitHead, check_exit
+from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, save_config
 from eesd.model.hub import find_model
 from eesd.runtime.text import TextCodec
 

@@ -20,7 +20,8 @@ from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
 from eesd.distill.data import Rows, shard_name
 from eesd.distill.options import first_difference
-from eesd.model.decoder import KV, Decoder, Inputs, causal_inputs, empty_caches
+from eesd.model.decoder import KV, Decoder, Inputs
+from eesd.model.inputs import causal_inputs, empty_caches
 
 LOGITS_PER_CHUNK = 1 << 25
 """Logits in memory at a time (128 MiB in float32)."""

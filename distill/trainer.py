@@ -30,7 +30,7 @@ from eesd.distill.losses import LOSS_NAMES, Student
 from eesd.distill.metrics import MetricsLog
 from eesd.distill.options import Intervals, TrainingOptions, first_difference
 from eesd.distill.teacher import TargetSource, full_sequence_inputs, storage_dtype
-from eesd.model import exit_head
+from eesd.model import exit_head_file
 from eesd.model.exit_head import ExitHead
 
 Report = Callable[[dict[str, Any]], None]
@@ -231,7 +231,7 @@ class Trainer:
                     shutil.rmtree(other)
             head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
             head.load_state_dict(head_state)
-            exit_head.save(head, self.output)
+            exit_head_file.save(head, self.output)
             self.metrics.plot()
         self.accelerator.wait_for_everyone()
 

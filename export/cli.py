@@ -151,7 +151,7 @@ def _progress() -> Progress:
 def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path | None) -> Head:
     """Open the exit head in ``directory`` or else in the model directory; without either make an untrained one."""
     from eesd.export.engine_dir import stored_head, untrained_head
-    from eesd.model.exit_head import CONFIG_FILE
+    from eesd.model.exit_head_file import CONFIG_FILE
 
     if directory is None and (checkpoint.directory / CONFIG_FILE).exists():
         directory = checkpoint.directory

@@ -31,9 +31,9 @@ from eesd.export.weights import (
     linkable_tensors,
     write_weights,
 )
-from eesd.model import exit_head
+from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint, exit_head_tensors
-from eesd.model.decoder import rotary_tables
+from eesd.model.inputs import rotary_tables
 
 _REPLACEABLE = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache", ".kernels")
 """Suffixes of the files that exports, builds and the runtime write. An export replaces a directory with only such files."""
@@ -73,7 +73,7 @@ def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
     Raises:
         EESDError: The head is missing or damaged, or was trained for another model.
     """
-    config = exit_head.read_exit_config(directory, checkpoint.fingerprint())
+    config = exit_head_file.read_exit_config(directory, checkpoint.fingerprint())
     return Head(config, exit_head_tensors(checkpoint.geometry, config, directory))
 
 

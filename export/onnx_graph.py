@@ -23,9 +23,10 @@ from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import DEFAULT_TOP_K, DEFAULT_TREE_NODES, GraphInfo, TensorInfo
 from eesd.common.weights import BLOCK, LM_HEAD, SCALES, Quantization, StoredWeight, lm_head_name, stored_weight
 from eesd.export.weights import TensorLocation
-from eesd.model.decoder import KV, Decoder, Inputs, rotary_tables
+from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
+from eesd.model.inputs import rotary_tables
 
 OPSET = 24
 

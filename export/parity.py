@@ -25,9 +25,10 @@ from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.common.weights import EXIT_HEAD, stored_weight
 from eesd.export.engine_dir import Head, weight_sources
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.decoder import Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
+from eesd.model.decoder import Decoder, Inputs
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
+from eesd.model.inputs import causal_inputs, empty_caches, rotary_tables
 from eesd.model.quantize import dequantize, quantize
 from eesd.runtime.engines.backends import Engines
 

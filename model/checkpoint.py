@@ -19,7 +19,7 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.weights import exit_head_shapes, lm_head_name, model_shapes
-from eesd.model import exit_head
+from eesd.model import exit_head, exit_head_file
 from eesd.model.config import load_config, read_json
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
@@ -195,7 +195,7 @@ class Checkpoint:
         Raises:
             EESDError: The head is missing or damaged, or was trained for another model.
         """
-        exit_config = exit_head.read_exit_config(directory, self.fingerprint())
+        exit_config = exit_head_file.read_exit_config(directory, self.fingerprint())
         tensors = exit_head_tensors(self.geometry, exit_config, directory)
         head = ExitHead(self.geometry, exit_config)
         head.load_state_dict({name: tensor.read().float() for name, tensor in tensors.items()})
@@ -230,7 +230,7 @@ def exit_head_tensors(geometry: Geometry, exit_config: ExitConfig, directory: Pa
         EESDError: A tensor is missing or has another shape, or the model cannot have such a head.
     """
     exit_head.check_exit(geometry, exit_config.layer, exit_config.blocks)
-    stored = read_header(directory / exit_head.WEIGHTS_FILE)
+    stored = read_header(directory / exit_head_file.WEIGHTS_FILE)
     shapes = exit_head_shapes(geometry, exit_config)
     for name, shape in shapes.items():
         if name not in stored or stored[name].shape != shape:

@@ -9,14 +9,12 @@ Parameters have their Hugging Face names. The four operations that engines fuse 
 are exported as single ONNX opset 24 operators, so ``torch.onnx.export`` writes the graph that engines run.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from eesd.common.geometry import Geometry
-from eesd.common.manifest import MASKED
 
 
 @dataclass
@@ -28,7 +26,7 @@ class Inputs:
         sin: Rotary table [S, D/2].
         position_ids: Position of each token in the text, [B, n].
         write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
-        attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, :data:`MASKED` where it does not.
+        attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does not.
     """
 
     cos: Tensor
@@ -76,18 +74,10 @@ def rotate(x: Tensor, inputs: Inputs) -> Tensor:
 
 
 def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
-    """Write new entries into a cache.
+    """Write keys or values of new tokens [B, KV, n, D] into a cache [B, KV, S, D], from the slots ``write_indices`` [B] on.
 
     Without autograd the cache is written in place, as engines do it: a copy would move all S slots for n tokens. With autograd
     a copy is returned, because the backward pass may need the old content.
-
-    Args:
-        cache: Keys or values [B, KV, S, D].
-        new: Entries of the new tokens [B, KV, n, D].
-        write_indices: First slot to write for each sequence, [B].
-
-    Returns:
-        The cache with the new entries.
     """
     if torch.compiler.is_exporting():
         written: Tensor = torch.onnx.ops.symbolic(
@@ -100,19 +90,10 @@ def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Tensor:
-    """Grouped-query attention over all S slots of the caches.
+    """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D]; [B, H, n, D].
 
     The heads of a group become additional queries of the KV head that they share. Torch's own grouped attention would repeat
     the caches for every head.
-
-    Args:
-        q: Queries [B, H, n, D].
-        keys: Key cache [B, KV, S, D].
-        values: Value cache [B, KV, S, D].
-        attn_mask: Additive mask [B, 1, n, S].
-
-    Returns:
-        [B, H, n, D].
     """
     if torch.compiler.is_exporting():
         return torch.onnx.ops.attention(q, keys, values, attn_mask, scale=q.shape[-1] ** -0.5)[0]
@@ -213,60 +194,10 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
-        """Run all layers.
-
-        Args:
-            input_ids: Token ids [B, n].
-            inputs: Shared inputs of the layers.
-            caches: One pair of caches for each layer.
-
-        Returns:
-            Logits [B, n, V] and the written caches.
-        """
+        """Run all layers on ``input_ids`` [B, n]. Returns logits [B, n, V] and the written caches, a pair for each layer."""
         x = self.model.embed_tokens(input_ids)
         written = []
         for block, cache in zip(self.model.layers, caches, strict=True):
             x, cache = block(x, inputs, cache)
             written.append(cache)
         return self.lm_head(self.model.norm(x)), written
-
-
-def rotary_tables(geometry: Geometry, length: int) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin [length, D/2] in float32, with the geometry's scaling of the frequencies."""
-    exponents = torch.arange(0, geometry.head_dim, 2, dtype=torch.float32) / geometry.head_dim
-    frequencies = 1.0 / geometry.rope_theta**exponents
-    scaling = geometry.rope_scaling
-    if scaling is not None:
-        slowed = frequencies / scaling.factor
-        if scaling.kind == "linear":
-            frequencies = slowed
-        else:
-            turns = scaling.original_max_position * frequencies / (2 * math.pi)
-            blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-            blend = blend.clamp(0, 1)
-            frequencies = (1 - blend) * slowed + blend * frequencies
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
-    return angles.cos(), angles.sin()
-
-
-def causal_inputs(geometry: Geometry, batch: int, tokens: int, slots: int, start: int = 0) -> Inputs:
-    """Inputs for consecutive tokens, each of which sees itself and all earlier slots (float32).
-
-    Args:
-        geometry: Geometry of the model.
-        batch: B.
-        tokens: n.
-        slots: S, the length of the caches.
-        start: Slot and position of the first token.
-    """
-    cos, sin = rotary_tables(geometry, slots)
-    position = torch.arange(start, start + tokens)
-    hidden = torch.arange(slots)[None, :] > position[:, None]
-    mask = torch.zeros(tokens, slots).masked_fill(hidden, MASKED)
-    return Inputs(cos, sin, position.expand(batch, -1), torch.full((batch,), start), mask.expand(batch, 1, tokens, slots))
-
-
-def empty_caches(geometry: Geometry, batch: int, slots: int, layers: int) -> list[KV]:
-    """Create caches filled with zeros, for ``layers`` layers."""
-    shape = (batch, geometry.num_kv_heads, slots, geometry.head_dim)
-    return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(layers)]

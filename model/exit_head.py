@@ -1,26 +1,15 @@
 """The exit head: predicts the next token from the hidden state after layer N.
 
-It consists of E decoder blocks, a norm, and the base model's LM head or its own. It is stored in a separate checkpoint,
-``exit_head.safetensors`` and ``exit_head.json``. The fingerprint of the base model ties the two together.
+It consists of E decoder blocks, a norm, and the base model's LM head or its own. It is stored in a checkpoint of
+its own: ``exit_head_file.py``.
 """
 
-import json
-from dataclasses import asdict, replace
-from pathlib import Path
-
-import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
 from eesd.common.geometry import ExitConfig, Geometry
-from eesd.common.prior import CalibrationPrior
 from eesd.common.weights import FINAL_NORM, LM_HEAD, block_shapes, lm_head_name
-from eesd.model.config import read_json
 from eesd.model.decoder import KV, Block, Decoder, Inputs, RMSNorm
-
-WEIGHTS_FILE, CONFIG_FILE = "exit_head.safetensors", "exit_head.json"
 
 
 class ExitHead(nn.Module):
@@ -34,16 +23,9 @@ class ExitHead(nn.Module):
         self.lm_head = nn.Linear(geometry.hidden_size, geometry.vocab_size, bias=False) if exit_config.own_lm_head else None
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear) -> tuple[Tensor, list[KV]]:
-        """Predict the next token.
+        """Predict from the hidden state x [B, n, hidden] after layer N, with a pair of caches for each block.
 
-        Args:
-            x: Hidden state after layer N, [B, n, hidden].
-            inputs: Shared inputs of the layers.
-            caches: One pair of caches for each block.
-            lm_head: The base model's LM head. A head with its own LM head does not use it.
-
-        Returns:
-            Logits [B, n, V] and the written caches.
+        ``lm_head`` is the base model's; a head with its own does not use it. Returns logits [B, n, V] and the written caches.
         """
         x, written = self.lm_head_input(x, inputs, caches)
         own = self.lm_head
@@ -109,60 +91,3 @@ def initialise(decoder: Decoder, exit_config: ExitConfig) -> ExitHead:
     base = decoder.state_dict()
     head.load_state_dict({k: base[v] for k, v in initial_names(decoder.geometry, exit_config).items()})
     return head
-
-
-def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a head into a directory.
-
-    Each file appears complete or not at all. The JSON file is written last, because it makes the directory a checkpoint.
-
-    Args:
-        head: The exit head.
-        directory: Directory to write into; it is created if needed.
-        dtype: Element type of the stored tensors.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    state = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
-    with written_whole(directory / WEIGHTS_FILE) as temporary:
-        save_file(state, temporary)
-    save_config(head.exit_config, directory)
-
-
-def save_config(config: ExitConfig, directory: Path) -> None:
-    """Write only the JSON file of a head."""
-    with written_whole(directory / CONFIG_FILE) as temporary:
-        temporary.write_text(json.dumps(asdict(config), indent=2) + "\n")
-
-
-def read_exit_config(directory: Path, base: str) -> ExitConfig:
-    """Read the configuration of a stored head.
-
-    Args:
-        directory: Directory of the head.
-        base: Fingerprint of the base model.
-
-    Raises:
-        EESDError: The file is missing or damaged, or the head was trained for another base model.
-    """
-    if not (directory / CONFIG_FILE).exists():
-        raise EESDError(f"{directory / CONFIG_FILE} is missing; give the directory of a trained exit head.")
-    raw = read_json(directory / CONFIG_FILE)
-    try:
-        config = ExitConfig(**raw | {"calibration": None})
-        if not isinstance(config.base, str) or not all(isinstance(n, int) for n in (config.layer, config.blocks)):
-            raise TypeError
-    except TypeError:
-        raise EESDError(f"{directory / CONFIG_FILE} is not an exit head's configuration; point --exit-head at one.") from None
-    if config.base != base:
-        raise EESDError(
-            f"The exit head in {directory} was trained on another base model "
-            f"(fingerprint {config.base[:12]}, this model is {base[:12]}); train one for this model."
-        )
-    calibration = raw.get("calibration")
-    try:
-        return replace(config, calibration=None if calibration is None else CalibrationPrior.from_dict(calibration))
-    except ValueError as error:
-        raise EESDError(
-            f"The calibration in {directory / CONFIG_FILE} is damaged ({error}); "
-            "delete this entry, and fit it again with eesd-distill --steps 0."
-        ) from None

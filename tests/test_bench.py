@@ -15,7 +15,7 @@ from eesd.bench.measure.resumable import ResumableRun
 from eesd.bench.measure.run import Bench, EncodedPrompt, Options
 from eesd.bench.measure.tasks import TaskPrompt
 from eesd.common.geometry import ExitConfig
-from eesd.model import exit_head
+from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
 
 FEW = ("--per-task", 1, "--tuning-per-task", 1, "-n", 6, "--threads", 1)
@@ -126,7 +126,7 @@ def test_ablation_of_one_head_given_in_three_ways(text_model: Path, engine: Path
     """An initialised head, the same head in a directory, and the same head in an engine directory draft the same tokens."""
     checkpoint = Checkpoint(text_model)
     made = exit_head.initialise(checkpoint.decoder(), ExitConfig(1, base=checkpoint.fingerprint()))
-    exit_head.save(made.requires_grad_(False), tmp_path / "head", torch.float32)
+    exit_head_file.save(made.requires_grad_(False), tmp_path / "head", torch.float32)
     heads = ("--head", "none", "--head", f"stored={tmp_path / 'head'}", "--head", f"engines={engine}")
     task = own_prompts(tmp_path / "prompts.jsonl")
     options = ("--controllers", "beta-ts", "--tree-widths", "1 2", "--model", text_model, "--output", tmp_path, "--task", task)

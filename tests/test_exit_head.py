@@ -14,7 +14,7 @@ from support.tiny_checkpoints import FAMILIES, build, randomise
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig
 from eesd.common.prior import CalibrationPrior
-from eesd.model import exit_head
+from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import ExitHead
 
@@ -36,7 +36,7 @@ def test_loaded_head_is_the_saved_head(
 ) -> None:
     checkpoint = Checkpoint(family_dir(family))
     head = make_head(checkpoint, blocks, own_lm_head)
-    exit_head.save(head, tmp_path / "new" / "head", dtype)
+    exit_head_file.save(head, tmp_path / "new" / "head", dtype)
     read = checkpoint.exit_head(tmp_path / "new" / "head")
     assert read.exit_config == head.exit_config
     expected = {name: value.to(dtype).float() for name, value in head.state_dict().items()}
@@ -46,10 +46,10 @@ def test_loaded_head_is_the_saved_head(
 
 def test_saving_again_replaces_the_head(family_dir: FamilyDir, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family_dir("mistral"))
-    exit_head.save(make_head(checkpoint, blocks=2), tmp_path)
-    exit_head.save(make_head(checkpoint, blocks=1, own_lm_head=True), tmp_path)
+    exit_head_file.save(make_head(checkpoint, blocks=2), tmp_path)
+    exit_head_file.save(make_head(checkpoint, blocks=1, own_lm_head=True), tmp_path)
     assert checkpoint.exit_head(tmp_path).exit_config.blocks == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == [exit_head.CONFIG_FILE, exit_head.WEIGHTS_FILE]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [exit_head_file.CONFIG_FILE, exit_head_file.WEIGHTS_FILE]
 
 
 @pytest.mark.parametrize("own_lm_head", [False, True])
@@ -87,7 +87,7 @@ def test_head_of_another_base_model_is_refused(family_dir: FamilyDir, tmp_path: 
     """The geometry is the same; only the fingerprint differs."""
     checkpoint = Checkpoint(family_dir("mistral"))
     other = Checkpoint(build(FAMILIES["mistral"], tmp_path / "other", seed=1))
-    exit_head.save(make_head(checkpoint), tmp_path / "head")
+    exit_head_file.save(make_head(checkpoint), tmp_path / "head")
     with pytest.raises(EESDError, match="another base model") as caught:
         other.exit_head(tmp_path / "head")
     for word in (str(tmp_path / "head"), checkpoint.fingerprint()[:12], other.fingerprint()[:12]):
@@ -97,7 +97,7 @@ def test_head_of_another_base_model_is_refused(family_dir: FamilyDir, tmp_path: 
 @pytest.fixture(scope="module")
 def stored(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
     checkpoint, directory = Checkpoint(family_dir("qwen2")), tmp_path_factory.mktemp("head")
-    exit_head.save(make_head(checkpoint), directory)
+    exit_head_file.save(make_head(checkpoint), directory)
     return checkpoint, directory
 
 
@@ -114,7 +114,7 @@ def refused(checkpoint: Checkpoint, directory: Path, *words: str) -> None:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [exit_head.CONFIG_FILE, exit_head.WEIGHTS_FILE])
+@pytest.mark.parametrize("name", [exit_head_file.CONFIG_FILE, exit_head_file.WEIGHTS_FILE])
 def test_missing_file_is_refused(damaged: tuple[Checkpoint, Path], name: str) -> None:
     checkpoint, directory = damaged
     (directory / name).unlink()
@@ -124,9 +124,9 @@ def test_missing_file_is_refused(damaged: tuple[Checkpoint, Path], name: str) ->
 @pytest.mark.parametrize("keep", [4, 100, -1])
 def test_truncated_weights_are_refused(damaged: tuple[Checkpoint, Path], keep: int) -> None:
     checkpoint, directory = damaged
-    data = (directory / exit_head.WEIGHTS_FILE).read_bytes()
-    (directory / exit_head.WEIGHTS_FILE).write_bytes(data[:keep])
-    refused(checkpoint, directory, exit_head.WEIGHTS_FILE, "truncated", "fetch")
+    data = (directory / exit_head_file.WEIGHTS_FILE).read_bytes()
+    (directory / exit_head_file.WEIGHTS_FILE).write_bytes(data[:keep])
+    refused(checkpoint, directory, exit_head_file.WEIGHTS_FILE, "truncated", "fetch")
 
 
 @pytest.mark.parametrize(
@@ -151,21 +151,21 @@ def test_truncated_weights_are_refused(damaged: tuple[Checkpoint, Path], keep: i
 )
 def test_damaged_config_is_refused(damaged: tuple[Checkpoint, Path], changes: dict[str, Any], words: str) -> None:
     checkpoint, directory = damaged
-    path = directory / exit_head.CONFIG_FILE
+    path = directory / exit_head_file.CONFIG_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     refused(checkpoint, directory, str(directory) if "between" not in words else "", words)
 
 
 def test_config_without_a_layer_is_refused(damaged: tuple[Checkpoint, Path]) -> None:
     checkpoint, directory = damaged
-    (directory / exit_head.CONFIG_FILE).write_text("{}")
-    refused(checkpoint, directory, exit_head.CONFIG_FILE, "not an exit head's configuration")
+    (directory / exit_head_file.CONFIG_FILE).write_text("{}")
+    refused(checkpoint, directory, exit_head_file.CONFIG_FILE, "not an exit head's configuration")
 
 
 @pytest.mark.parametrize("value", [None, torch.ones(32), torch.ones(64, dtype=torch.int8)])
 def test_missing_and_wrong_tensors_are_refused(damaged: tuple[Checkpoint, Path], value: torch.Tensor | None) -> None:
     checkpoint, directory = damaged
-    tensors = load_file(directory / exit_head.WEIGHTS_FILE)
+    tensors = load_file(directory / exit_head_file.WEIGHTS_FILE)
     del tensors["norm.weight"]
-    save_file(tensors | ({} if value is None else {"norm.weight": value}), directory / exit_head.WEIGHTS_FILE)
+    save_file(tensors | ({} if value is None else {"norm.weight": value}), directory / exit_head_file.WEIGHTS_FILE)
     refused(checkpoint, directory, str(directory), "norm.weight")

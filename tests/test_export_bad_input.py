@@ -16,7 +16,7 @@ from support.command import assert_one_line, assert_refused, contents, export_en
 
 from eesd.common.geometry import ExitConfig
 from eesd.export.cli import main as export_main
-from eesd.model import exit_head
+from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -110,7 +110,7 @@ def save_head(model: Path, directory: Path, **changes: Any) -> Path:
     checkpoint = Checkpoint(model)
     defaults: dict[str, Any] = {"layer": 2, "base": checkpoint.fingerprint(), "trained": True}
     config = ExitConfig(**(defaults | changes))
-    exit_head.save(exit_head.initialise(checkpoint.decoder(), config), directory)
+    exit_head_file.save(exit_head.initialise(checkpoint.decoder(), config), directory)
     return directory
 
 
@@ -121,8 +121,8 @@ def test_exit_heads_that_do_not_fit_are_refused(text_model: Path, tmp_path: Path
     assert_refused(export_to(output, text_model, "--exit-head", other), "another base model", "ffffffffffff")
     none = tmp_path / "none"
     assert_refused(export_to(output, text_model, "--exit-head", none), str(none), "missing", "trained exit head")
-    os.truncate(head / exit_head.WEIGHTS_FILE, 1000)
-    assert_refused(export_to(output, text_model, "--exit-head", head), exit_head.WEIGHTS_FILE, "truncated")
+    os.truncate(head / exit_head_file.WEIGHTS_FILE, 1000)
+    assert_refused(export_to(output, text_model, "--exit-head", head), exit_head_file.WEIGHTS_FILE, "truncated")
     assert listing(tmp_path) == ["head", "other"]
 
 

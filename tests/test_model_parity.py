@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches
 from eesd.common.manifest import MASKED
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.decoder import KV, Decoder, Inputs, causal_inputs, empty_caches, rotary_tables
+from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.exit_head import ExitHead, initialise
 from eesd.model.graphs import Draft, Verify
+from eesd.model.inputs import causal_inputs, empty_caches, rotary_tables
 
 TOLERANCE = 1e-4
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9]

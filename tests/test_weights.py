@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from eesd.common.geometry import ExitConfig, Geometry, RopeScaling, draft_caches, exit_caches
 from eesd.common.weights import EXIT_HEAD, ROTARY_TABLES, Shape, exit_head_shapes, graph_shapes, model_shapes
-from eesd.model.decoder import Decoder, causal_inputs, empty_caches, rotary_tables
+from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead, initial_names
 from eesd.model.graphs import Draft, Verify
+from eesd.model.inputs import causal_inputs, empty_caches, rotary_tables
 
 pytestmark = pytest.mark.fast
 

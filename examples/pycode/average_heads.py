@@ -11,7 +11,7 @@ import torch
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
-from eesd.model import exit_head
+from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
 
 
@@ -29,7 +29,7 @@ def main(heads: tuple[Path, ...], model: Path, output: Path) -> None:
     states = [head.state_dict() for head in loaded]
     mean = exit_head.ExitHead(checkpoint.geometry, configs.pop())
     mean.load_state_dict({name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]})
-    exit_head.save(mean, output)
+    exit_head_file.save(mean, output)
 
 
 if __name__ == "__main__":

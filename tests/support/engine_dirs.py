@@ -15,7 +15,7 @@ from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import WEIGHTS_FILE
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.memory import estimate_memory
-from eesd.model import exit_head
+from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.backends import open_engines
 from support.tiny_checkpoints import randomise
@@ -30,7 +30,7 @@ def trained_head(model: Path, directory: Path, blocks: int, own_lm_head: bool, l
     config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), trained=True)
     head = exit_head.initialise(checkpoint.decoder(), config)
     randomise(head, seed=1)
-    exit_head.save(head, directory)
+    exit_head_file.save(head, directory)
     return directory
 
 

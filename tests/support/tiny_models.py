@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eesd.common.geometry import ExitConfig
 from eesd.export.engine_dir import export, stored_head, untrained_head
 from eesd.export.onnx_graph import ExportOptions
-from eesd.model import exit_head
+from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
 from support.tiny_checkpoints import randomise
 
@@ -67,7 +67,7 @@ def export_tiny(
         made = exit_head.initialise(checkpoint.decoder(), config).requires_grad_(False)
         if made.lm_head is not None:
             made.lm_head.weight.mul_(2)
-        exit_head.save(made, output.parent / "head", torch.float32)
+        exit_head_file.save(made, output.parent / "head", torch.float32)
         head = stored_head(checkpoint, output.parent / "head")
     options = ExportOptions(dtype, slots, tree_nodes, top_k, stages)
     export(checkpoint, head, options, output)

@@ -1,0 +1,74 @@
+"""Storing an exit head: ``exit_head.safetensors`` and ``exit_head.json``, tied to the base model by its fingerprint."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+from eesd.common.geometry import ExitConfig
+from eesd.common.prior import CalibrationPrior
+from eesd.model.config import read_json
+from eesd.model.exit_head import ExitHead
+
+WEIGHTS_FILE, CONFIG_FILE = "exit_head.safetensors", "exit_head.json"
+
+
+def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a head into a directory.
+
+    Each file appears complete or not at all. The JSON file is written last, because it makes the directory a checkpoint.
+
+    Args:
+        head: The exit head.
+        directory: Directory to write into; it is created if needed.
+        dtype: Element type of the stored tensors.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    state = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
+    with written_whole(directory / WEIGHTS_FILE) as temporary:
+        save_file(state, temporary)
+    save_config(head.exit_config, directory)
+
+
+def save_config(config: ExitConfig, directory: Path) -> None:
+    """Write only the JSON file of a head."""
+    with written_whole(directory / CONFIG_FILE) as temporary:
+        temporary.write_text(json.dumps(asdict(config), indent=2) + "\n")
+
+
+def read_exit_config(directory: Path, base: str) -> ExitConfig:
+    """Read the configuration of a stored head.
+
+    Args:
+        directory: Directory of the head.
+        base: Fingerprint of the base model.
+
+    Raises:
+        EESDError: The file is missing or damaged, or the head was trained for another base model.
+    """
+    if not (directory / CONFIG_FILE).exists():
+        raise EESDError(f"{directory / CONFIG_FILE} is missing; give the directory of a trained exit head.")
+    raw = read_json(directory / CONFIG_FILE)
+    try:
+        config = ExitConfig(**raw | {"calibration": None})
+        if not isinstance(config.base, str) or not all(isinstance(n, int) for n in (config.layer, config.blocks)):
+            raise TypeError
+    except TypeError:
+        raise EESDError(f"{directory / CONFIG_FILE} is not an exit head's configuration; point --exit-head at one.") from None
+    if config.base != base:
+        raise EESDError(
+            f"The exit head in {directory} was trained on another base model "
+            f"(fingerprint {config.base[:12]}, this model is {base[:12]}); train one for this model."
+        )
+    calibration = raw.get("calibration")
+    try:
+        return replace(config, calibration=None if calibration is None else CalibrationPrior.from_dict(calibration))
+    except ValueError as error:
+        raise EESDError(
+            f"The calibration in {directory / CONFIG_FILE} is damaged ({error}); "
+            "delete this entry, and fit it again with eesd-distill --steps 0."
+        ) from None
