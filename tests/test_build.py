@@ -68,7 +68,7 @@ def test_every_stage_gets_a_plan(family_dir: Callable[[str], Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", slow_but(["int8", "int4"], "int4"))
 def test_quantized_stages_get_plans(family_dir: Callable[[str], Path], tmp_path: Path, kind: str, dtype: str) -> None:
     """Their attentions and cache updates are single kernels."""
     options = ("--dtype", dtype, "--quantize", kind, "--stages", 2, "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check")

@@ -202,6 +202,7 @@ def test_linked_export_is_replaced_unless_it_holds_other_files(linked: Path) -> 
     assert {path: path.stat().st_size for path in model.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_plans_of_copied_and_linked_weights_are_alike(family_dir: FamilyDir, tmp_path: Path) -> None:
     """They have almost the same size, and the same fused kernels."""
     pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")

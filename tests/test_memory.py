@@ -42,7 +42,7 @@ def estimated(directory: Path, *options: object) -> dict[str, Any]:
         ("llama-tied", ("--stages", 3, "--dtype", "bfloat16")),
         pytest.param("llama-bias", ("--stages", 2), marks=pytest.mark.slow),
         pytest.param("qwen3", (), marks=pytest.mark.slow),
-        ("mistral", ("--max-seq-len", 40, "--stages", 2)),
+        pytest.param("mistral", ("--max-seq-len", 40, "--stages", 2), marks=pytest.mark.slow),
     ],
 )
 def test_manifest_counts_the_bytes_of_weights(

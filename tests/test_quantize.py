@@ -126,7 +126,7 @@ def test_onnx_runtime_keeps_int4_packed_and_widens_int8(exported: Export, tmp_pa
     assert (kinds.count("MatMulNBits"), kinds.count("MatMul") > 20) == ((24, False) if kind == "int4" else (0, True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(list(KINDS), "int4"))
 def test_logits_are_those_of_the_dequantized_model(
     exported: Export, family_dir: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
@@ -188,7 +188,7 @@ def test_drafting_with_the_quantized_bundled_model_is_lossless(tmp_path: Path, k
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("llama-tied", ("--stages", 3)),
+        pytest.param("llama-tied", ("--stages", 3), marks=pytest.mark.slow),
         pytest.param("llama-bias", ("--dtype", "bfloat16"), marks=pytest.mark.slow),
         pytest.param("qwen3", ("--stages", 2), marks=pytest.mark.slow),
     ],

@@ -33,7 +33,7 @@ def test_trees_follow_the_verifiers_distribution(five_token_harness: Harness, wi
     check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width)
 
 
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", slow_but([1, 2], 2))
 @pytest.mark.parametrize(
     "sampling",
     [

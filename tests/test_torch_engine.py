@@ -229,7 +229,7 @@ def private_memory() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_loading_and_running_copies_no_weights(tmp_path: Path, dtype: str) -> None:
     model = tiny_models.build(tmp_path / "model", 400_000, layers=3, damping=0.3, seed=0)
     directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=64, dtype=dtype)
