@@ -7,7 +7,7 @@ PLANS := plans
 # Two processes, a processor each; the tests of a file stay together because they share engines.
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: run test test-fast test-slow lint bench clean
+.PHONY: run test pytest test-fast test-slow lint bench clean
 
 run: $(PLANS)/manifest.json
 	$(BIN)/eesd-run --engine-dir $(PLANS) --prompt-file examples/pycode/prompt.txt --max-new-tokens 160 --compare
@@ -15,7 +15,11 @@ run: $(PLANS)/manifest.json
 $(PLANS)/manifest.json: $(VENV)/installed
 	$(BIN)/eesd-export --model $(MODEL) --dtype float32 --output $(PLANS)
 
-test: lint
+# Lint runs beside the tests: type checking takes one processor for a minute.
+test: $(VENV)/installed
+	$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: $(VENV)/installed
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: $(VENV)/installed

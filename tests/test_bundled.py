@@ -13,7 +13,7 @@ from eesd.runtime.llm import Speculation, load
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"temperature {s.temperature}")
 def test_a_few_prompts_are_lossless(bundled: Path, sampling: Sampling) -> None:
-    assert_lossless(bundled, prompts()[::30], sampling, 64)
+    assert_lossless(bundled, prompts()[::30], sampling, 48)
 
 
 @pytest.mark.slow
