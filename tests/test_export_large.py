@@ -19,7 +19,7 @@ GB, MB = 10**9, 10**6
 
 # The kernel reports the peak of this process alone; getrusage would include the process that started it.
 COMMON = """
-import json, sys, time
+import json, sys
 from pathlib import Path
 from eesd.export.engine_dir import untrained_head, weight_sources
 from eesd.export.onnx_graph import ExportOptions, to_proto, trace
@@ -44,8 +44,7 @@ layout = layout_weights((graph.weights for graph in graphs))
 GRAPH_STAGE = """
 sizes = [len(to_proto(graph, layout.locations).SerializeToString()) for graph in graphs]
 nodes = [len(list(graph.model.graph)) for graph in graphs]
-seconds = time.process_time()
-print(json.dumps({"peak": memory("VmHWM"), "seconds": seconds, "sizes": sizes, "nodes": nodes, "weights": layout.size}))
+print(json.dumps({"peak": memory("VmHWM"), "sizes": sizes, "nodes": nodes, "weights": layout.size}))
 """
 
 WEIGHT_STAGE = """
@@ -63,7 +62,7 @@ def measure(code: str, *arguments: object) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_graphs_of_a_70b_model_take_a_minute_and_2_gb(tmp_path: Path) -> None:
+def test_graphs_of_a_70b_model_take_less_than_2_gb(tmp_path: Path) -> None:
     """The 15 shards are sparse files: only headers, fingerprint and graphs are tested."""
     directory = write_checkpoint(tmp_path / "70b", LLAMA_70B, shards=15, sparse=True)
     assert sum(path.stat().st_size for path in directory.iterdir()) > 137 * GB
@@ -71,7 +70,6 @@ def test_graphs_of_a_70b_model_take_a_minute_and_2_gb(tmp_path: Path) -> None:
     measured = measure(GRAPH_STAGE, directory, 4, "float16")
     assert measured["weights"] > 137 * GB
     assert measured["peak"] < 2 * GB
-    assert measured["seconds"] < 60  # processor time, which does not depend on other processes
     assert max(measured["nodes"]) < 28 * 82 and max(measured["sizes"]) < 2 * MB
 
 
