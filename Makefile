@@ -26,7 +26,7 @@ test-fast: $(VENV)/installed
 	$(BIN)/python -m pytest $(PARALLEL) -m "fast and not slow"
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest $(PARALLEL) -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
