@@ -27,6 +27,7 @@ from eesd.bench.report.markdown import write_report
 from eesd.bench.report.plots import check_plots
 from eesd.common import cli
 from eesd.common.errors import EESDError
+from eesd.common.weights import DTYPES
 from eesd.runtime.engines.backends import BACKENDS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -166,9 +167,7 @@ def main(context: click.Context, /, engine_dir: Path | None, **given: Any) -> No
 @main.command(context_settings=cli.HELP)
 @click.option("--model", help="Base model of the heads. Not needed for engine directories.")
 @click.option("--head", "heads", multiple=True, required=True, metavar="NAME[=DIR]", help="Exit head; repeatable.")
-@click.option(
-    "--dtype", type=click.Choice(("float32", "float16", "bfloat16")), default="float32", help="Element type of exports."
-)
+@click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="Element type of exports.")
 @measurement_options(("threshold", "beta-ts", "calibration-ts", "cost-aware-ts"), ("greedy",))
 @cli.one_line_errors
 def ablation(model: str | None, heads: tuple[str, ...], dtype: str, **given: Any) -> None:

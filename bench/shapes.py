@@ -29,7 +29,7 @@ from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest
 from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import EMBEDDINGS, ROTARY_TABLES, model_shapes
+from eesd.common.weights import DTYPES, EMBEDDINGS, ROTARY_TABLES, model_shapes
 from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
 from eesd.runtime.engines.backends import BACKENDS, Engines, open_engines
 from eesd.runtime.engines.base import Binding
@@ -294,7 +294,7 @@ def markdown(result: dict[str, Any]) -> str:
 @cli.command()
 @click.option("--shape", type=click.Choice(list(SHAPES)), required=True)
 @click.option("--backend", type=click.Choice(BACKENDS), default="torch")
-@click.option("--dtype", type=click.Choice(("float32", "float16", "bfloat16")), default="float16")
+@click.option("--dtype", type=click.Choice(DTYPES), default="float16")
 @click.option(
     "--work", type=click.Path(path_type=Path), help="Keep the engine directory here, for another backend.  [default: delete it]"
 )
