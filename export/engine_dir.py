@@ -1,7 +1,6 @@
 """Export a checkpoint and an exit head to an engine directory. The directory appears complete or not at all."""
 
 import contextlib
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, existing_parent
 from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of
+from eesd.common.json_input import read_json
 from eesd.common.manifest import FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, LinkInfo, Manifest
 from eesd.common.weights import EXIT_HEAD
 from eesd.export.memory import split_layers
@@ -239,7 +239,7 @@ def check_output(output: Path) -> None:
 def _any_manifest(directory: Path) -> dict[str, Any] | None:
     """Read an EESD manifest of any format version. Returns None for anything else: other programs have a manifest.json too."""
     try:
-        raw = json.loads((directory / MANIFEST_FILE).read_text("utf-8"))
-    except (FileNotFoundError, ValueError):
+        raw = read_json(directory / MANIFEST_FILE, "")
+    except EESDError:
         return None
     return raw if isinstance(raw, dict) and raw.keys() >= {"format_version", "draft", "verify"} else None

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.json_input import read_json_object
 from eesd.common.weights import exit_head_shapes, lm_head_name, model_shapes
 from eesd.model import exit_head, exit_head_file
-from eesd.model.config import load_config, read_json
+from eesd.model.config import REMEDY, load_config
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 
@@ -205,7 +206,7 @@ class Checkpoint:
 def _weight_files(directory: Path) -> Iterator[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        shards = read_json(index).get("weight_map")
+        shards = read_json_object(index, REMEDY).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
             raise EESDError(f"{index} is damaged: it has no weight_map of file names; fetch the file again.")
         yield from (directory / shard for shard in sorted(set(shards.values())))

@@ -1,12 +1,14 @@
 """Read a Hugging Face ``config.json``."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import Geometry, RopeScaling
+from eesd.common.json_input import read_json_object
+
+REMEDY = "give a complete Hugging Face model directory, or fetch the file again"
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -30,26 +32,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises :class:`EESDError` if the file is missing or holds anything else."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise EESDError(f"{path} is missing; give a Hugging Face model directory.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise EESDError(f"{path} is not valid JSON ({error}); fetch the file again.") from None
-    if not isinstance(value, dict):
-        raise EESDError(f"{path} does not hold a JSON object; fetch the file again.")
-    return value
-
-
 def load_config(model_dir: Path) -> ModelConfig:
     """Read ``config.json`` and the EOS ids of ``generation_config.json`` of a model directory.
 
     Raises:
         EESDError: A file is missing or damaged, or the decoder does not implement the architecture or one of its options.
     """
-    raw = read_json(model_dir / "config.json")
+    raw = read_json_object(model_dir / "config.json", REMEDY)
     architecture = (raw.get("architectures") or ["none"])[0]
     if architecture not in SUPPORTED:
         raise EESDError(f"The architecture {architecture} is not supported; supported are {', '.join(SUPPORTED)}.")
@@ -124,7 +113,7 @@ def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
 
 def _eos_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     path = model_dir / "generation_config.json"
-    eos = read_json(path).get("eos_token_id") if path.exists() else None
+    eos = read_json_object(path, REMEDY).get("eos_token_id") if path.exists() else None
     if eos is None:
         eos = raw.get("eos_token_id")
     if eos is None:

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.geometry import ExitConfig
+from eesd.common.json_input import read_json_object
 from eesd.common.prior import CalibrationPrior
-from eesd.model.config import read_json
 from eesd.model.exit_head import ExitHead
 
 WEIGHTS_FILE, CONFIG_FILE = "exit_head.safetensors", "exit_head.json"
@@ -52,7 +52,7 @@ def read_exit_config(directory: Path, base: str) -> ExitConfig:
     """
     if not (directory / CONFIG_FILE).exists():
         raise EESDError(f"{directory / CONFIG_FILE} is missing; give the directory of a trained exit head.")
-    raw = read_json(directory / CONFIG_FILE)
+    raw = read_json_object(directory / CONFIG_FILE, "train the head again")
     try:
         config = ExitConfig(**raw | {"calibration": None})
         if not isinstance(config.base, str) or not all(isinstance(n, int) for n in (config.layer, config.blocks)):

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
+from eesd.common.json_input import decode, json_lines, read_text
 from eesd.controllers import CONTROLLERS
 from eesd.runtime.compare import Comparison, compare
 from eesd.runtime.controller_state import load_controller_state, save_controller_state
@@ -92,13 +93,12 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
 
 def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:
     """Prompts from the options, a file, or stdin; with ``chat`` as chat messages."""
-    found: list[Any] = [_text_of(sys.stdin, "stdin") if text == "-" else text for text in prompts]
+    found: list[Any] = [_stdin() if text == "-" else text for text in prompts]
     if file is not None:
-        with file.open(encoding="utf-8") as stream:
-            text = _text_of(stream, str(file))
+        text = read_text(file, "give UTF-8 text")
         found += _json_lines(text, file) if file.suffix == ".jsonl" else [text]
     elif not found:
-        found = [_text_of(sys.stdin, "stdin")]
+        found = [_stdin()]
     if not found:
         raise EESDError(f"{file} has no prompts; give at least one line.")
     if chat:
@@ -108,23 +108,17 @@ def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[
     return found
 
 
-def _text_of(stream: TextIO, name: str) -> str:
-    try:
-        return stream.read()
-    except UnicodeDecodeError:
-        raise EESDError(f"{name} is not UTF-8 text.") from None
+def _stdin() -> str:
+    """All of stdin as text."""
+    if sys.stdin is None:
+        raise EESDError("There is no prompt: stdin is closed; give --prompt or --prompt-file.")
+    return decode(sys.stdin.buffer.read(), "stdin", "give UTF-8 text")
 
 
 def _json_lines(text: str, file: Path) -> list[Any]:
     """Each line is a string, or an object with ``prompt`` (text or token ids) or ``messages``."""
     prompts = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
-            raise EESDError(f"{file}, line {number} is not JSON.") from None
+    for number, value in json_lines(text, str(file), "give one JSON value a line"):
         if isinstance(value, dict):
             value = value.get("prompt", value.get("messages"))
         if not isinstance(value, str | list):

@@ -10,6 +10,7 @@ from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
+from eesd.common.json_input import read_json
 from eesd.runtime.llm import LLM
 
 FORMAT = 1
@@ -30,10 +31,7 @@ def load_controller_state(llm: LLM, path: Path) -> None:
         EESDError: The file is damaged, or was learned with another model, controller or tree.
     """
     assert llm.controller is not None
-    try:
-        saved = json.loads(path.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise EESDError(f"{path} is not JSON; delete it, or give another --controller-state.") from None
+    saved = read_json(path, "delete it, or give another --controller-state")
     expected = _learned_with(llm)
     if not isinstance(saved, dict) or saved.keys() != {*expected, "state"}:
         raise EESDError(f"{path} is not a controller state; give a file that --controller-state wrote.")

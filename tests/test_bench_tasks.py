@@ -65,7 +65,7 @@ def test_a_row_of_another_format_is_refused_with_the_keys_it_needs(name: str, tm
     ("content", "words"),
     [
         (b"", "no prompts"),
-        (b"{\n", "line 1 is not JSON"),
+        (b"{\n", "line 1 is not valid JSON"),
         (b"[1]\n", "line 1 is not a row"),
         (b"\xff\xfe\n", "not UTF-8"),
         (b'{"question_id": 1, "category": "a", "turns": []}\n', "line 1 is not a row"),
@@ -82,7 +82,7 @@ def test_bad_files_are_refused(content: bytes, words: str, tmp_path: Path) -> No
 def test_bad_specs_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl.gz"
     file.write_text("not packed")
-    with pytest.raises(EESDError, match="gzipped"):
+    with pytest.raises(EESDError, match="not a gzip file"):
         load_task(f"gsm8k={file}")
     for spec in ("humaneval", "nonesuch=file", "gsm8k="):
         with pytest.raises(EESDError, match="NAME=FILE"):

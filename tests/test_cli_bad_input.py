@@ -156,7 +156,7 @@ def test_a_bad_stdin_is_refused(engine: Path, stdin: bytes, words: str) -> None:
     [
         (b"", ("has no prompts",)),
         (b"\n \n", ("has no prompts",)),
-        (b'"fine"\n{"prompt": ', ("line 2 is not JSON",)),
+        (b'"fine"\n{"prompt": ', ("line 2 is not valid JSON",)),
         (b'"fine"\n\n{"text": "x"}', ("line 3", "neither a prompt nor messages")),
         (b"5", ("line 1", "neither a prompt nor messages")),
         (b'{"prompt": ""}', ("prompt is empty",)),

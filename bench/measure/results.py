@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
-from eesd.common import machine
+from eesd.common import json_input, machine
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 
@@ -241,8 +241,5 @@ def rounded(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value of a file. Raises :class:`EESDError` if the file is not JSON."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise EESDError(f"{path} is not JSON; give a file that eesd-bench wrote.") from None
+    """The JSON value of a file that eesd-bench wrote. Raises :class:`EESDError` if the file is not JSON."""
+    return json_input.read_json(path, "give a file that eesd-bench wrote")

@@ -1,7 +1,7 @@
 """Prompts to measure: bundled ones, or public benchmarks from local files. Some are tuned on, the others are reported."""
 
 import gzip
-import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eesd.common.errors import EESDError
+from eesd.common.json_input import MAX_BYTES, decode, json_lines, read_text
 
 BUNDLED = Path(__file__).parent / "tasks.jsonl"
 TUNING_EVERY = 4
@@ -90,13 +91,9 @@ def load_task(spec: str) -> list[TaskPrompt]:
     path = Path(file)
     read, keys = LOADERS[name]
     prompts = []
-    for number, line in enumerate(_read(path).splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, row in json_lines(_read(path), str(path), f"a {name} file has one JSON object per line"):
         try:
-            prompts.append(read(json.loads(line), number))
-        except json.JSONDecodeError:
-            raise EESDError(f"{path}, line {number} is not JSON; a {name} file has one JSON object per line.") from None
+            prompts.append(read(row, number))
         except (KeyError, TypeError):
             raise EESDError(f"{path}, line {number} is not a row of {name}: a row needs {keys}.") from None
     if not prompts:
@@ -105,11 +102,14 @@ def load_task(spec: str) -> list[TaskPrompt]:
 
 
 def _read(path: Path) -> str:
-    data = path.read_bytes()
+    if path.suffix != ".gz":
+        return read_text(path, "give JSON lines")
     try:
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError):
-        raise EESDError(f"{path} is not UTF-8 text (gzipped if its name ends in .gz).") from None
+        with gzip.open(path) as file:
+            data = file.read(MAX_BYTES)  # a bomb unpacks no further
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        raise EESDError(f"{path} is not a gzip file, as its name says; give JSON lines.") from None
+    return decode(data, str(path), "give JSON lines")
 
 
 def load_tasks(specs: Sequence[str]) -> list[TaskPrompt]:

@@ -1,6 +1,5 @@
 """Reading ``manifest.json``: every value is checked before anything uses it."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import draft_caches, exit_caches
+from eesd.common.json_input import read_json
 from eesd.common.manifest import FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, GraphInfo, Manifest, TensorInfo
 from eesd.common.weights import DTYPES, QUANTIZED
 
@@ -27,10 +27,7 @@ def load_manifest(directory: Path) -> Manifest:
         raise EESDError(f"{directory} is not a directory; give the output directory of eesd-export.")
     if not path.exists():
         raise EESDError(f"{directory} has no {MANIFEST_FILE}; give the output directory of eesd-export.")
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise EESDError(f"{path} is not valid JSON; export the model again.") from None
+    raw = read_json(path, "export the model again")
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version is None:
         raise EESDError(f"{path} is not an EESD manifest; give the output directory of eesd-export.")

@@ -1,0 +1,117 @@
+"""JSON from outside: files and lines that anybody may have written, edited or damaged.
+
+Whatever they hold, the result is a value or an :class:`EESDError`: input that is too large, nested too deeply, or has a number
+of thousands of digits is refused before anything uses it. A byte order mark is accepted. A line of JSON lines ends at ``\\n``
+and at nothing else, because strings may hold the other line separators of Unicode.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eesd.common.errors import EESDError
+
+MAX_BYTES = 1 << 28
+"""Largest file that is read as JSON or text. The largest real ones, tokenizers and prompts, have some ten megabytes."""
+MAX_DEPTH = 64
+"""Deepest nesting of objects and lists. Real files nest about ten deep."""
+
+
+def parse_json(text: str, name: str, remedy: str) -> Any:
+    """Parse JSON.
+
+    Args:
+        text: The JSON text.
+        name: What it is, for the message.
+        remedy: What to do if it cannot be used, for the message.
+
+    Raises:
+        EESDError: The text is not JSON, or is nested too deeply.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise EESDError(f"{name} is nested too deeply; {remedy}.") from None
+    except ValueError as error:  # a JSONDecodeError, or a number of too many digits
+        raise EESDError(f"{name} is not valid JSON ({str(error).partition('; use')[0]}); {remedy}.") from None
+    if _depth_exceeds(value, MAX_DEPTH):
+        raise EESDError(f"{name} is nested too deeply; {remedy}.")
+    return value
+
+
+def _depth_exceeds(value: Any, most: int) -> bool:
+    level = [value]
+    for _ in range(most + 1):
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        if not containers:
+            return False
+        level = [item for box in containers for item in (box.values() if isinstance(box, dict) else box)]
+    return True
+
+
+def read_text(path: Path, remedy: str) -> str:
+    """Read a UTF-8 text file.
+
+    Args:
+        path: The file.
+        remedy: What to do if it cannot be used, for the message.
+
+    Raises:
+        EESDError: The file is larger than :data:`MAX_BYTES`, or is not UTF-8.
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise EESDError(f"{path} has more than {MAX_BYTES >> 20} MiB; {remedy}.")
+    return decode(data, str(path), remedy)
+
+
+def decode(data: bytes, name: str, remedy: str) -> str:
+    """Text of UTF-8 bytes, without a byte order mark. Raises :class:`EESDError` for other bytes."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise EESDError(f"{name} is not UTF-8 text; {remedy}.") from None
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: The file.
+        remedy: What to do if it cannot be used, for the message.
+
+    Raises:
+        EESDError: The file is missing, too large, not UTF-8, not JSON, or nested too deeply.
+    """
+    try:
+        text = read_text(path, remedy)
+    except FileNotFoundError:
+        raise EESDError(f"{path} is missing; {remedy}.") from None
+    return parse_json(text, str(path), remedy)
+
+
+def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises as :func:`read_json` does, and for any other value."""
+    value = read_json(path, remedy)
+    if not isinstance(value, dict):
+        raise EESDError(f"{path} does not hold a JSON object; {remedy}.")
+    return value
+
+
+def json_lines(text: str, name: str, remedy: str) -> Iterator[tuple[int, Any]]:
+    """Yield number and value of each line that is not blank.
+
+    Args:
+        text: One JSON value a line.
+        name: What it is, for the message.
+        remedy: What to do if a line cannot be used, for the message.
+
+    Raises:
+        EESDError: A line is not JSON, or is nested too deeply.
+    """
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, parse_json(line, f"{name}, line {number}", remedy)
