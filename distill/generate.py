@@ -16,7 +16,8 @@ from eesd.common.manifest import MASKED
 from eesd.distill.data import shard_name, shuffled_indices
 from eesd.distill.options import first_difference
 from eesd.model.decoder import KV, Decoder, Inputs
-from eesd.model.inputs import causal_inputs, empty_caches, rotary_tables
+from eesd.model.inputs import causal_inputs, empty_caches
+from eesd.model.rotary import rotary_tables
 
 SLOT_BUCKET = 64
 """Attention covers the slots in use, rounded up to a multiple of this number."""

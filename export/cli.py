@@ -81,7 +81,7 @@ def main(
     head = _choose_head(checkpoint, exit_layer, exit_head)
     slots = max_seq_len or min(config.max_positions, DEFAULT_SLOTS)
     top_k = min(draft_top_k, config.geometry.vocab_size)
-    options = ExportOptions(dtype or config.dtype, slots, max_tree_nodes, top_k, stages, link_weights, quantize)
+    options = ExportOptions(dtype or checkpoint.dtype, slots, max_tree_nodes, top_k, stages, link_weights, quantize)
     _check_options(options, config.max_positions)
     unquantized = [] if quantize is None else _unquantized_widths(checkpoint, options)
     with _progress() as bar:
@@ -105,6 +105,8 @@ def main(
         click.echo(f"weights: {linked / 1e9:.2f} GB linked, {manifest.files[WEIGHTS_FILE].size / 1e9:.2f} GB copied")
     for line in report:
         click.echo(line)
+    for notice in config.notices:
+        click.secho(notice, fg="yellow", err=True)
     if not head.config.trained:
         notice = "The exit head is not trained, so acceptance will be low; train one with eesd-distill."
         click.secho(notice, fg="yellow", err=True)

@@ -19,7 +19,7 @@ from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
 from eesd.common.manifest import FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, LinkInfo, Manifest
-from eesd.common.weights import EXIT_HEAD
+from eesd.common.weights import EXIT_HEAD, model_shapes
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
 from eesd.export.weights import (
@@ -33,7 +33,7 @@ from eesd.export.weights import (
 )
 from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint, exit_head_tensors
-from eesd.model.inputs import rotary_tables
+from eesd.model.rotary import rotary_tables
 
 _REPLACEABLE = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache", ".kernels")
 """Suffixes of the files that exports, builds and the runtime write. An export replaces a directory with only such files."""
@@ -142,7 +142,7 @@ def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, 
         head: The exit head.
         slots: S, the length of the rotary tables.
     """
-    sources: dict[str, TensorSource] = dict(checkpoint.tensors)
+    sources: dict[str, TensorSource] = {name: checkpoint.tensors[name] for name in model_shapes(checkpoint.geometry)}
     sources |= {EXIT_HEAD + name: source for name, source in head.sources.items()}
     sources["cos"] = ComputedTensor(lambda: rotary_tables(checkpoint.geometry, slots)[0])
     sources["sin"] = ComputedTensor(lambda: rotary_tables(checkpoint.geometry, slots)[1])

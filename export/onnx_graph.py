@@ -26,7 +26,7 @@ from eesd.export.weights import TensorLocation
 from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
-from eesd.model.inputs import rotary_tables
+from eesd.model.rotary import rotary_tables
 
 OPSET = 24
 

@@ -28,8 +28,9 @@ from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder, Inputs
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
-from eesd.model.inputs import causal_inputs, empty_caches, rotary_tables
+from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.quantize import dequantize, quantize
+from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.backends import Engines
 
 TOLERANCE = 1e-3

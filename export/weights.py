@@ -138,7 +138,10 @@ def _encode(tensor: Tensor, weight: StoredWeight) -> dict[str, memoryview]:
         return {weight.name: _bytes_of(levels), weight.name + SCALES: _bytes_of(scales)}
     if weight.transposed:
         tensor = tensor.t()
-    return {weight.name: _bytes_of(tensor.to(dtype, memory_format=torch.contiguous_format).contiguous())}
+    converted = tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    if tensor.dtype != dtype and not all(torch.isfinite(bound) for bound in torch.aminmax(converted)):
+        raise EESDError(f"The tensor {weight.name} has values that {weight.dtype} cannot hold; give another --dtype.")
+    return {weight.name: _bytes_of(converted)}
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

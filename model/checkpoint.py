@@ -19,13 +19,13 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.json_input import read_json_object
-from eesd.common.weights import exit_head_shapes, lm_head_name, model_shapes
+from eesd.common.weights import EMBEDDINGS, LM_HEAD, exit_head_shapes, lm_head_name, model_shapes
 from eesd.model import exit_head, exit_head_file
 from eesd.model.config import REMEDY, load_config
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _MAX_HEADER = 100_000_000
 """The limit of the format. A longer header means that the file has another format."""
 
@@ -36,26 +36,46 @@ class CheckpointTensor:
 
     Attributes:
         path: The file.
+        name: Name of the tensor.
         offset: Offset of the data in the file, in bytes.
         nbytes: Length of the data in bytes.
         shape: Shape of the tensor.
-        dtype: Element type of the tensor.
+        stored: Element type in the words of the format, such as ``BF16``.
     """
 
     path: Path
+    name: str
     offset: int
     nbytes: int
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    stored: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the tensor. Raises :class:`EESDError` if it is not a floating-point type."""
+        if self.stored not in DTYPES:
+            raise EESDError(
+                f"{self.path}: the tensor {self.name} is stored as {self.stored}; supported are {', '.join(DTYPES)} "
+                "(give the unquantized checkpoint)."
+            )
+        return DTYPES[self.stored]
 
     def read(self) -> Tensor:
-        """Read the tensor into memory."""
+        """Read the tensor into memory.
+
+        Raises:
+            EESDError: The file is truncated, or a value is infinite or not a number.
+        """
+        dtype = self.dtype
         with self.path.open("rb") as file:
             file.seek(self.offset)
             data = bytearray(self.nbytes)
             if file.readinto(data) != self.nbytes:
                 raise EESDError(f"{self.path} is truncated; fetch the file again.")
-        return torch.frombuffer(data, dtype=self.dtype).reshape(self.shape)
+        tensor = torch.frombuffer(data, dtype=dtype).reshape(self.shape)
+        if not all(torch.isfinite(bound) for bound in torch.aminmax(tensor)):  # without a copy of the tensor
+            raise EESDError(f"{self.path}: the tensor {self.name} has values that are not finite numbers; fetch it again.")
+        return tensor
 
 
 def read_header(path: Path) -> dict[str, CheckpointTensor]:
@@ -75,7 +95,7 @@ def read_header(path: Path) -> dict[str, CheckpointTensor]:
             raise EESDError(f"{path} is {problem}; fetch the file again (only safetensors checkpoints are supported).")
         try:
             header: dict[str, Any] = json.loads(file.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise EESDError(f"{path} is not a safetensors file; only safetensors checkpoints are supported.") from None
     try:
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
@@ -86,18 +106,16 @@ def read_header(path: Path) -> dict[str, CheckpointTensor]:
 
 def _tensor(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) -> CheckpointTensor:
     """One entry of the header of a file of ``size`` bytes whose data begins at ``base``."""
-    if entry["dtype"] not in _DTYPES:
-        raise EESDError(
-            f"{path}: the tensor {name} is stored as {entry['dtype']}; supported are {', '.join(_DTYPES)} "
-            "(give the unquantized checkpoint)."
-        )
+    stored = str(entry["dtype"])
     start, end = (int(offset) for offset in entry["data_offsets"])
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(int(length) for length in entry["shape"])
+    shape = tuple(int(length) for length in entry["shape"])
     if base + end > size:
         raise EESDError(f"{path} is truncated: the tensor {name} ends past the end of the file; fetch it again.")
-    if start < 0 or end - start != prod(shape) * dtype.itemsize:
+    # Whoever reads a tensor of another type is refused; one that nobody reads does no harm.
+    wrong = stored in DTYPES and end - start != prod(shape) * DTYPES[stored].itemsize
+    if start < 0 or end < start or min(shape, default=0) < 0 or wrong:
         raise EESDError(f"{path} is damaged: the tensor {name} has the wrong number of bytes; fetch it again.")
-    return CheckpointTensor(path, base + start, end - start, shape, dtype)
+    return CheckpointTensor(path, name, base + start, end - start, shape, stored)
 
 
 class Checkpoint:
@@ -122,15 +140,31 @@ class Checkpoint:
         if not directory.is_dir():
             raise EESDError(f"{directory} is not a directory; give a Hugging Face model directory.")
         self.directory = directory
-        self.config = load_config(directory)
-        self.geometry = self.config.geometry
         self.tensors: dict[str, CheckpointTensor] = {}
+        config = load_config(directory)
         for path in _weight_files(directory):
             self.tensors.update(read_header(path))
-        self._check_shapes()
+        geometry = config.geometry
+        if geometry.tied_embeddings:
+            geometry = replace(geometry, tied_embeddings=self._tie())
+        self._check_shapes(geometry)
+        self.config = replace(config, geometry=geometry, notices=(*config.notices, *self._notices(geometry)))
+        self.geometry = geometry
 
-    def _check_shapes(self) -> None:
-        for name, shape in model_shapes(self.geometry).items():
+    def _tie(self) -> bool:
+        """Whether embeddings and LM head are one tensor, as the config says. Where only one is stored, it is both.
+
+        The config is wrong if both are stored and differ. transformers then uses both, too.
+        """
+        table, head = self.tensors.get(EMBEDDINGS), self.tensors.get(LM_HEAD)
+        if table is None and head is not None:
+            self.tensors[EMBEDDINGS] = head
+        if table is None or head is None:
+            return True
+        return table.shape == head.shape and torch.equal(table.read(), head.read())
+
+    def _check_shapes(self, geometry: Geometry) -> None:
+        for name, shape in model_shapes(geometry).items():
             tensor = self.tensors.get(name)
             if tensor is None:
                 raise EESDError(f"The checkpoint {self.directory} has no tensor {name}; it is incomplete, fetch it again.")
@@ -139,6 +173,21 @@ class Checkpoint:
                     f"The tensor {name} of {self.directory} has shape {list(tensor.shape)}, but config.json "
                     f"requires {list(shape)}; weights and config belong to different models."
                 )
+            tensor.dtype  # noqa: B018  (refuses types that nobody could read)
+
+    def _notices(self, geometry: Geometry) -> list[str]:
+        """A sentence about tensors that the architecture does not have."""
+        unused = sorted(self.tensors.keys() - model_shapes(geometry).keys())
+        unused = [name for name in unused if name != LM_HEAD and not name.endswith("rotary_emb.inv_freq")]
+        if not unused:
+            return []
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        return [f"{geometry.architecture} has no tensors {', '.join(unused[:3])}{more}; ignored, as transformers does."]
+
+    @property
+    def dtype(self) -> str:
+        """Element type of the checkpoint, such as ``bfloat16``: the config's, else that of the embeddings."""
+        return self.config.dtype or str(self.tensors[EMBEDDINGS].dtype).removeprefix("torch.")
 
     def first_layers(self, count: int) -> "Checkpoint":
         """The same checkpoint reduced to its first ``count`` layers, for a trial export.
@@ -205,13 +254,15 @@ class Checkpoint:
 
 def _weight_files(directory: Path) -> Iterator[Path]:
     index = directory / "model.safetensors.index.json"
-    if index.exists():
+    if (directory / "model.safetensors").exists():  # wins over an index, as in transformers
+        yield directory / "model.safetensors"
+    elif index.exists():
         shards = read_json_object(index, REMEDY).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
             raise EESDError(f"{index} is damaged: it has no weight_map of file names; fetch the file again.")
+        if any(Path(shard).name != shard for shard in shards.values()):
+            raise EESDError(f"{index} names a file outside of its directory; fetch the file again.")
         yield from (directory / shard for shard in sorted(set(shards.values())))
-    elif (directory / "model.safetensors").exists():
-        yield directory / "model.safetensors"
     else:
         raise EESDError(
             f"{directory} has neither model.safetensors nor model.safetensors.index.json; "

@@ -1,16 +1,48 @@
-"""Read a Hugging Face ``config.json``."""
+"""Read a Hugging Face ``config.json`` as transformers reads it.
 
-from dataclasses import dataclass
+Every field is honoured, known to be without effect, or refused by name. Fields that nobody knows are reported, because
+transformers ignores them, too.
+"""
+
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from eesd.common.errors import EESDError
-from eesd.common.geometry import Geometry, RopeScaling
+from eesd.common.generation_config import read_generation_config
+from eesd.common.geometry import Geometry
+from eesd.common.json_fields import Fields, shown
 from eesd.common.json_input import read_json_object
+from eesd.model.rope_config import read_rope
 
 REMEDY = "give a complete Hugging Face model directory, or fetch the file again"
 
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""The architecture of each supported ``model_type``."""
+SUPPORTED = tuple(MODEL_TYPES.values())
+
+NO_EFFECT = frozenset(
+    (
+        *("_attn_implementation", "_name_or_path", "attention_dropout", "attn_implementation", "chunk_size_feed_forward"),
+        *("id2label", "initializer_range", "label2id", "model_max_length", "name_or_path", "output_attentions"),
+        *("output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "tokenizer_class"),
+        *("torchscript", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache"),
+    )
+)
+"""Fields that do not change what a decoder computes from given tokens."""
+OTHER_FAMILIES = ("attention_bias", "max_window_layers", "mlp_bias", "sliding_window", "use_sliding_window")
+"""Fields that only some families have. In the config of another family transformers ignores them."""
+REFUSED = {
+    "compression_config": "the weights are quantized; give the unquantized checkpoint",
+    "quantization_config": "the weights are quantized; give the unquantized checkpoint",
+    "per_layer_config": "layers of different shapes are not supported",
+    "transformers_weights": "rename the weights to model.safetensors and remove the field",
+}
+"""Fields that change which weights are used or how, and why they are refused."""
 
 
 @dataclass(frozen=True)
@@ -20,16 +52,18 @@ class ModelConfig:
     Attributes:
         geometry: Geometry of the decoder.
         max_positions: Number of positions that the model supports.
-        dtype: Element type of the checkpoint, such as ``bfloat16``.
+        dtype: Element type of the checkpoint, such as ``bfloat16``. None if the config does not say.
         bos_token_id: Token that begins a text; None if the model has none.
         eos_token_ids: Tokens that end a text.
+        notices: Sentences about fields that are ignored, for whoever exports the model.
     """
 
     geometry: Geometry
     max_positions: int
-    dtype: str
+    dtype: str | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    notices: tuple[str, ...] = ()
 
 
 def load_config(model_dir: Path) -> ModelConfig:
@@ -38,84 +72,134 @@ def load_config(model_dir: Path) -> ModelConfig:
     Raises:
         EESDError: A file is missing or damaged, or the decoder does not implement the architecture or one of its options.
     """
-    raw = read_json_object(model_dir / "config.json", REMEDY)
-    architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in SUPPORTED:
-        raise EESDError(f"The architecture {architecture} is not supported; supported are {', '.join(SUPPORTED)}.")
+    path = model_dir / "config.json"
+    fields = Fields(read_json_object(path, REMEDY))
     try:
-        return _from_raw(raw, architecture, _eos_ids(model_dir, raw))
+        architecture = _architecture(fields)
+        config = _read(fields, architecture)
     except KeyError as error:
-        raise EESDError(f"{model_dir / 'config.json'} has no {error.args[0]!r}; the file is incomplete.") from None
-    except (TypeError, ValueError) as error:
-        raise EESDError(f"{model_dir / 'config.json'} has a value that cannot be used: {error}.") from None
+        raise EESDError(f"{path} has no {error.args[0]!r}; the file is incomplete, fetch it again.") from None
+    except (ValueError, OverflowError) as error:
+        raise EESDError(f"{path} cannot be used: {error}.") from None
+    generation = read_generation_config(model_dir)
+    if generation is None or generation.eos_token_ids is None:
+        return config
+    return replace(config, eos_token_ids=generation.eos_token_ids)
 
 
-def _from_raw(raw: dict[str, Any], architecture: str, eos: tuple[int, ...]) -> ModelConfig:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise EESDError(f"The activation {raw['hidden_act']!r} is not supported; supported is 'silu'.")
-    heads = int(raw["num_attention_heads"])
-    theta, scaling = _rope(raw)
-    positions = int(raw.get("max_position_embeddings", 2048))
-    window = raw.get("sliding_window")
-    if window and raw.get("use_sliding_window", architecture == "MistralForCausalLM"):
-        positions = min(positions, int(window))  # up to the window's length, sliding attention equals full attention
-    qwen2 = architecture == "Qwen2ForCausalLM"
-    bias = bool(raw.get("attention_bias", False))
-    hidden = int(raw["hidden_size"])
+def _architecture(fields: Fields) -> str:
+    """The architecture, which ``model_type`` and ``architectures`` must agree on. transformers goes by ``model_type`` alone."""
+    names, model_type = fields.take("architectures", None), fields.text("model_type")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"architectures is {shown(names)}, and must be a list of names")
+    named = names[0] if names else MODEL_TYPES.get(model_type or "", f"of model_type {model_type!r}")
+    if named not in SUPPORTED:
+        raise EESDError(f"The architecture {named} is not supported; supported are {', '.join(SUPPORTED)}.")
+    if model_type is not None and MODEL_TYPES.get(model_type) != named:
+        raise ValueError(f"model_type is {model_type!r}, which is not the model type of the architecture {named}")
+    return named
+
+
+def _read(fields: Fields, architecture: str) -> ModelConfig:
+    for name, reason in REFUSED.items():
+        if fields.take(name, None) is not None:
+            raise ValueError(f"it has the field {name}: {reason}")
+    activation = fields.take("hidden_act", "silu")
+    if activation not in ("silu", "swish"):  # two names of the same function
+        raise ValueError(f"the activation {shown(activation)} is not supported; supported is 'silu'")
+    bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.flag("attention_bias")
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    layers, positions = fields.integer("num_hidden_layers"), fields.integer("max_position_embeddings", _POSITIONS[architecture])
+    rope = read_rope(fields, positions)
     geometry = Geometry(
         architecture=architecture,
-        vocab_size=int(raw["vocab_size"]),
+        vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=int(raw["intermediate_size"]),
-        num_layers=int(raw["num_hidden_layers"]),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=bias or qwen2,
-        output_bias=bias and not qwen2,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        num_kv_heads=_kv_heads(fields, architecture) or heads,
+        head_dim=_head_dim(fields, architecture, hidden, heads),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        qkv_bias=bias or architecture == "Qwen2ForCausalLM",
+        output_bias=bias,
+        mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias"),
         qk_norm=architecture == "Qwen3ForCausalLM",
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
     )
+    window = _window(fields, architecture, layers)
     return ModelConfig(
         geometry=geometry,
-        max_positions=positions,
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=eos,
+        max_positions=min(rope.positions, window or rope.positions),
+        dtype=fields.text("dtype") or fields.text("torch_dtype"),
+        bos_token_id=fields.integer("bos_token_id", None, optional=True, least=-1),
+        eos_token_ids=fields.token_ids("eos_token_id") or (),
+        notices=(*rope.notices, *_notices(fields, architecture)),
     )
 
 
-def _rope(raw: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Read theta and scaling from ``rope_parameters`` (transformers 5), or from ``rope_theta`` and ``rope_scaling`` (4)."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    if float(parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise EESDError("Partial rotary embeddings are not supported; the whole head must be rotated.")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", float(parameters["factor"]))
-    if kind == "llama3":
-        return theta, RopeScaling(
-            "llama3",
-            float(parameters["factor"]),
-            float(parameters["low_freq_factor"]),
-            float(parameters["high_freq_factor"]),
-            int(parameters["original_max_position_embeddings"]),
-        )
-    raise EESDError(f"The rope scaling {kind!r} is not supported; supported are default, linear, llama3.")
+_POSITIONS = {
+    "LlamaForCausalLM": 2048,
+    "MistralForCausalLM": 131072,
+    "Qwen2ForCausalLM": 32768,
+    "Qwen3ForCausalLM": 32768,
+}
+"""``max_position_embeddings`` where a config does not say."""
+_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+"""``num_key_value_heads`` where a config does not say; null, and Llama's default, mean as many as heads."""
 
 
-def _eos_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    path = model_dir / "generation_config.json"
-    eos = read_json_object(path, REMEDY).get("eos_token_id") if path.exists() else None
-    if eos is None:
-        eos = raw.get("eos_token_id")
-    if eos is None:
-        return ()
-    return tuple(int(token) for token in eos) if isinstance(eos, list) else (int(eos),)
+def _kv_heads(fields: Fields, architecture: str) -> int | None:
+    """Number of key-value heads; None for as many as heads."""
+    null = architecture != "MistralForCausalLM"
+    count: int | None = fields.integer("num_key_value_heads", _KV_HEADS.get(architecture), optional=null)
+    return count
+
+
+def _head_dim(fields: Fields, architecture: str, hidden: int, heads: int) -> int:
+    given: int | None = fields.integer("head_dim", 128 if architecture == "Qwen3ForCausalLM" else None, optional=True)
+    if given is None and hidden % heads:
+        raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden}, and there is no head_dim")
+    return given or hidden // heads
+
+
+def _window(fields: Fields, architecture: str, layers: int) -> int | None:
+    """Length of the sliding window, if any layer has one. Up to this length, sliding attention equals full attention."""
+    if architecture == "LlamaForCausalLM":
+        return None
+    if architecture == "MistralForCausalLM":  # has no switch: the window alone decides
+        window: int | None = fields.integer("sliding_window", 4096, optional=True)
+        return window
+    window = fields.integer("sliding_window", 4096, optional=True, least=0)
+    if not fields.flag("use_sliding_window"):
+        window = None
+    first = fields.integer("max_window_layers", 28, least=0)
+    types = fields.take("layer_types", None)
+    if types is None:
+        types = ["full_attention" if window is None or index < first else "sliding_attention" for index in range(layers)]
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(f"layer_types must be a list with an entry for each of the {layers} layers")
+    other = next((kind for kind in types if kind not in ("full_attention", "sliding_attention")), None)
+    if other is not None:
+        raise ValueError(f"layer_types has {shown(other)}; supported are full_attention and sliding_attention")
+    if "sliding_attention" not in types:
+        return None
+    if not window:
+        raise ValueError("layer_types has sliding_attention, but there is no sliding window")
+    return window
+
+
+def _notices(fields: Fields, architecture: str) -> list[str]:
+    """Sentences about the fields that nobody took."""
+    left = [name for name in fields.left if name not in NO_EFFECT]
+    foreign = [name for name in left if name in OTHER_FAMILIES and fields.raw[name] is not False]
+    unknown = [name for name in left if name not in OTHER_FAMILIES]
+    notices = []
+    if foreign:
+        notices.append(f"config.json: {architecture} has no {', '.join(foreign)}; ignored, as transformers does.")
+    if unknown:
+        names = ", ".join(shown(name) for name in unknown[:8]) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
+        notices.append(f"config.json: unknown fields are ignored, as transformers does: {names}.")
+    return notices

@@ -1,31 +1,11 @@
-"""Making the inputs of a pass: rotary tables, a causal mask, empty caches."""
-
-import math
+"""Making the inputs of a pass: positions, a causal mask, empty caches."""
 
 import torch
-from torch import Tensor
 
 from eesd.common.geometry import Geometry
 from eesd.common.manifest import MASKED
 from eesd.model.decoder import KV, Inputs
-
-
-def rotary_tables(geometry: Geometry, length: int) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin [length, D/2] in float32, with the geometry's scaling of the frequencies."""
-    exponents = torch.arange(0, geometry.head_dim, 2, dtype=torch.float32) / geometry.head_dim
-    frequencies = 1.0 / geometry.rope_theta**exponents
-    scaling = geometry.rope_scaling
-    if scaling is not None:
-        slowed = frequencies / scaling.factor
-        if scaling.kind == "linear":
-            frequencies = slowed
-        else:
-            turns = scaling.original_max_position * frequencies / (2 * math.pi)
-            blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-            blend = blend.clamp(0, 1)
-            frequencies = (1 - blend) * slowed + blend * frequencies
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
-    return angles.cos(), angles.sin()
+from eesd.model.rotary import rotary_tables
 
 
 def causal_inputs(geometry: Geometry, batch: int, tokens: int, slots: int, start: int = 0) -> Inputs:

@@ -78,17 +78,29 @@ def test_configs_of_transformers_4_and_5_are_equal(family_dir: FamilyDir, tmp_pa
 def test_keys_that_old_configs_lack_have_defaults(model_dir: Path) -> None:
     absent = dict.fromkeys(("rope_parameters", "head_dim", "dtype", "num_key_value_heads", "attention_bias"), ...)
     edit_json(model_dir / "config.json", **absent)
+    edit_tensors(
+        model_dir, **{f"model__layers__{i}__self_attn__{p}_proj__weight": torch.ones(64, 64) for i in range(3) for p in "kv"}
+    )
     config = load_config(model_dir)
     geometry = config.geometry
     assert (geometry.rope_theta, geometry.rope_scaling) == (10000.0, None)
     assert (geometry.head_dim, geometry.num_kv_heads) == (16, 4)
-    assert (config.dtype, geometry.qkv_bias) == ("float32", False)
+    assert (config.dtype, geometry.qkv_bias) == (None, False)
+    assert Checkpoint(model_dir).dtype == "float32", "that of the weights"
 
 
 def test_unused_sliding_window_does_not_limit_the_positions(family_dir: FamilyDir, tmp_path: Path) -> None:
     shutil.copy(family_dir("qwen2") / "config.json", tmp_path)
-    for on, limit in ((False, 256), (True, 32)):
-        edit_json(tmp_path / "config.json", sliding_window=32, use_sliding_window=on)
+    full, sliding = ["full_attention"] * 3, ["full_attention", "full_attention", "sliding_attention"]
+    for on, types, first, limit in (
+        (False, ..., 0, 256),
+        (True, ..., 2, 32),
+        (True, ..., 3, 256),
+        (True, sliding, 3, 32),
+        (True, full, 0, 256),
+    ):
+        changes = {"use_sliding_window": on, "layer_types": types, "max_window_layers": first}
+        edit_json(tmp_path / "config.json", sliding_window=32, **changes)
         assert load_config(tmp_path).max_positions == limit
 
 
@@ -108,12 +120,43 @@ def test_eos_ids_of_the_generation_config_take_precedence(
     ("changes", "words"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ("GPT2LMHeadModel", *SUPPORTED)),
-        ({"architectures": ...}, ("not supported", *SUPPORTED)),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ("'yarn'", "linear", "llama3")),
-        ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("'dynamic'", "linear")),
+        ({"architectures": ..., "model_type": ...}, ("not supported", *SUPPORTED)),
+        ({"architectures": ["MistralForCausalLM"]}, ("model_type is 'llama'", "MistralForCausalLM")),
+        ({"architectures": 5}, ("architectures is 5", "list")),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, ("'longrope'", "linear", "llama3", "yarn")),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("kinds of layers", "full_attention")),
+        ({"rope_parameters": "linear"}, ("rope_parameters is 'linear'", "object")),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ("'factor'",)),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, ("factor is '2'", "number")),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, ("factor is 0", "above 0")),
+        ({"rope_parameters": {"rope_theta": -1.0}}, ("rope_theta is -1", "above 0")),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, ("rope_theta is nan", "number")),
+        ({"rms_norm_eps": float("nan")}, ("rms_norm_eps is nan",)),
+        ({"rms_norm_eps": -1.0}, ("rms_norm_eps is -1.0", "at least 0")),
+        ({"num_key_value_heads": 3}, ("3 key-value heads do not divide 4 heads",)),
+        ({"head_dim": 15}, ("head_dim is 15", "even")),
+        ({"head_dim": ..., "num_attention_heads": 3}, ("does not divide hidden_size 64", "head_dim")),
+        ({"vocab_size": 1}, ("vocab_size is 1", "between 2")),
+        ({"intermediate_size": 0}, ("intermediate_size is 0", "at least 1")),
+        ({"hidden_size": -64}, ("hidden_size is -64",)),
+        ({"num_hidden_layers": 200000}, ("num_layers is 200000", "4096")),
+        ({"num_hidden_layers": 10**400}, ("num_layers is 1000",)),
+        ({"num_hidden_layers": True}, ("num_hidden_layers is True", "integer")),
+        ({"bos_token_id": [1]}, ("bos_token_id is [1]", "integer")),
+        ({"eos_token_id": "2"}, ("eos_token_id is '2'", "token id")),
+        ({"eos_token_id": [2, True]}, ("eos_token_id", "token id")),
+        ({"tie_word_embeddings": 1}, ("tie_word_embeddings is 1", "true or false")),
+        ({"dtype": 16}, ("dtype is 16", "string")),
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "unquantized")),
+        ({"per_layer_config": {"0": {}}}, ("per_layer_config",)),
+        (
+            {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            ("'dynamic'", "length of the text", "linear"),
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, ("config.json", "'factor'")),
-        ({"rope_parameters": ..., "partial_rotary_factor": 0.5}, ("Partial rotary",)),
+        ({"rope_parameters": ..., "partial_rotary_factor": 0.5}, ("partial rotary",)),
         ({"hidden_act": "gelu"}, ("'gelu'", "'silu'")),
+        ({"hidden_act": ["silu"]}, ("activation ['silu']",)),
         ({"hidden_size": ...}, ("config.json", "'hidden_size'")),
         ({"num_hidden_layers": "many"}, ("config.json", "many")),
         ({"vocab_size": None}, ("config.json", "cannot be used")),
@@ -124,10 +167,83 @@ def test_unsupported_configs_are_refused(model_dir: Path, changes: dict[str, Any
     refused(lambda: Checkpoint(model_dir), *words)
 
 
-@pytest.mark.parametrize("text", ["{", "", "[1]", '{"a": }'])
+def test_a_switch_that_mistral_does_not_have_does_not_switch_the_window_off(family_dir: FamilyDir, tmp_path: Path) -> None:
+    shutil.copy(family_dir("mistral-window") / "config.json", tmp_path)
+    edit_json(tmp_path / "config.json", use_sliding_window=False)
+    assert load_config(tmp_path).max_positions == 32
+    edit_json(tmp_path / "config.json", sliding_window=..., max_position_embeddings=8192)
+    assert load_config(tmp_path).max_positions == 4096
+
+
+def test_a_scaled_model_has_the_positions_that_the_scaling_is_for(model_dir: Path) -> None:
+    """Model cards tell people to add the scaling, not to change the positions."""
+    edit_json(model_dir / "config.json", rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256})
+    assert load_config(model_dir).max_positions == 1024
+
+
+def test_fields_and_tensors_that_are_ignored_are_reported(family_dir: FamilyDir, tmp_path: Path) -> None:
+    directory = shutil.copytree(family_dir("mistral"), tmp_path / "model")
+    assert Checkpoint(directory).config.notices == ()
+    edit_json(directory / "config.json", attention_bias=True, mlp_bias=False, residual_scale=0.5, use_cache=False)
+    edit_json(directory / "config.json", rope_scaling={"type": "linear", "factor": 2.0, "beta": 3})
+    edit_tensors(directory, model__layers__0__mlp__up_proj__bias=torch.ones(96))
+    notices = "\n".join(Checkpoint(directory).config.notices)
+    for words in (
+        "MistralForCausalLM has no attention_bias;",
+        "'residual_scale'",
+        "rope_parameters is ignored",
+        "has no 'beta'",
+    ):
+        assert words in notices
+    assert "has no tensors model.layers.0.mlp.up_proj.bias;" in notices
+    assert "mlp_bias" not in notices and "use_cache" not in notices
+
+
+@pytest.mark.parametrize("stored", ["equal", "different", "head-only"])
+def test_a_stored_head_of_a_tied_config_is_used_as_transformers_does(
+    family_dir: FamilyDir, tmp_path: Path, stored: str
+) -> None:
+    directory = shutil.copytree(family_dir("llama-tied"), tmp_path / "model")
+    table = load_file(directory / WEIGHTS)["model.embed_tokens.weight"]
+    head = table.flip(0).contiguous() if stored == "different" else table.clone()
+    edit_tensors(directory, lm_head__weight=head, **{"model__embed_tokens__weight": None} if stored == "head-only" else {})
+    checkpoint = Checkpoint(directory)
+    assert checkpoint.geometry.tied_embeddings == checkpoint.config.geometry.tied_embeddings == (stored != "different")
+    assert torch.equal(checkpoint.lm_head(), head) and checkpoint.fingerprint()
+
+
+def test_a_single_file_wins_over_shards_as_in_transformers(sharded_dir: Path, model_dir: Path) -> None:
+    shutil.copy(model_dir / WEIGHTS, sharded_dir / WEIGHTS)
+    shutil.copy(model_dir / "config.json", sharded_dir / "config.json")
+    assert Checkpoint(sharded_dir).fingerprint() == Checkpoint(model_dir).fingerprint()
+
+
+def test_a_shard_outside_of_the_directory_is_refused(sharded_dir: Path) -> None:
+    edit_json(sharded_dir / "model.safetensors.index.json", weight_map={"lm_head.weight": "../secret.safetensors"})
+    refused(lambda: Checkpoint(sharded_dir), "outside of its directory")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused(model_dir: Path, value: float) -> None:
+    norm = torch.ones(64)
+    norm[7] = value
+    edit_tensors(model_dir, model__norm__weight=norm)
+    refused(Checkpoint(model_dir).decoder, "model.norm.weight", "not finite")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "", "[1]", '{"a": }', "[" * 100_000, '{"a": ' + "9" * 5000 + "}", '{"a":' * 70 + "1" + "}" * 70]
+)
 def test_invalid_json_is_refused(model_dir: Path, text: str) -> None:
     (model_dir / "config.json").write_text(text)
-    refused(lambda: Checkpoint(model_dir), "config.json", "JSON", "fetch")
+    refused(lambda: Checkpoint(model_dir), "config.json", "fetch")
+
+
+def test_json_with_a_byte_order_mark_is_read(model_dir: Path) -> None:
+    before = load_config(model_dir)
+    text = (model_dir / "config.json").read_text()
+    (model_dir / "config.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_config(model_dir) == before
 
 
 def test_missing_files_are_refused(model_dir: Path, sharded_dir: Path) -> None:
@@ -229,7 +345,7 @@ def test_wrong_and_missing_tensors_are_refused(model_dir: Path) -> None:
 
 def test_unused_tensors_are_ignored(model_dir: Path) -> None:
     before = Checkpoint(model_dir).fingerprint()
-    edit_tensors(model_dir, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
+    edit_tensors(model_dir, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8), position_ids=torch.arange(9))
     assert Checkpoint(model_dir).fingerprint() == before
 
 

@@ -17,7 +17,8 @@ from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.exit_head import ExitHead, initialise
 from eesd.model.graphs import Draft, Verify
-from eesd.model.inputs import causal_inputs, empty_caches, rotary_tables
+from eesd.model.inputs import causal_inputs, empty_caches
+from eesd.model.rotary import rotary_tables
 
 TOLERANCE = 1e-4
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9]

@@ -15,7 +15,8 @@ from eesd.common.weights import EXIT_HEAD, ROTARY_TABLES, Shape, exit_head_shape
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead, initial_names
 from eesd.model.graphs import Draft, Verify
-from eesd.model.inputs import causal_inputs, empty_caches, rotary_tables
+from eesd.model.inputs import causal_inputs, empty_caches
+from eesd.model.rotary import rotary_tables
 
 pytestmark = pytest.mark.fast
 

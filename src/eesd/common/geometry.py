@@ -4,19 +4,40 @@
 """
 
 from dataclasses import dataclass
+from math import inf
 
 from eesd.common.prior import CalibrationPrior
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of the rotary frequencies: ``linear`` (uses only ``factor``) or ``llama3`` (uses all four values)."""
+    """Scaling of the rotary frequencies, with a rule that does not depend on the length of the text.
+
+    Attributes:
+        kind: ``linear``, ``llama3`` or ``yarn``.
+        factor: How much longer texts become.
+        original_max_position: Positions of the model before the scaling (llama3, yarn).
+        low_freq_factor: Waves that turn less often than this within the original positions are scaled (llama3).
+        high_freq_factor: Waves that turn more often are not (llama3).
+        beta_fast: Dimensions whose waves turn more often than this are not scaled (yarn).
+        beta_slow: Dimensions whose waves turn less often are (yarn).
+        attention_factor: Factor of cos and sin (yarn).
+        truncate: Whether the bounds of the dimensions between are rounded to integers (yarn).
+    """
 
     kind: str
     factor: float
+    original_max_position: int = 8192
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+MOST_LAYERS, LARGEST_SIZE = 4096, 1 << 24
+"""Bounds for what a file may say about a model, so that a damaged one cannot take all memory."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +45,9 @@ class Geometry:
     """Everything that the modules of a Llama-like decoder depend on.
 
     Covers Llama 2 and 3, CodeLlama, Mistral, Qwen2, Qwen2.5 and Qwen3.
+
+    Raises:
+        ValueError: A value is out of range, or does not fit the others.
     """
 
     architecture: str
@@ -42,6 +66,24 @@ class Geometry:
     qk_norm: bool
     rope_theta: float
     rope_scaling: RopeScaling | None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            _check_size(name, getattr(self, name), MOST_LAYERS if name == "num_layers" else LARGEST_SIZE)
+        _check_size("vocab_size", self.vocab_size, LARGEST_SIZE, least=2)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_kv_heads} key-value heads do not divide {self.num_heads} heads")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, and must be even for rotary embeddings")
+        if not 0 <= self.rms_norm_eps < 1:
+            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}, and must be at least 0 and below 1")
+        if not 0 < self.rope_theta < inf:
+            raise ValueError(f"rope_theta is {self.rope_theta}, and must be above 0")
+
+
+def _check_size(name: str, value: int, most: int, least: int = 1) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {str(value)[:20]}, and must be between {least} and {most}")
 
 
 @dataclass(frozen=True)

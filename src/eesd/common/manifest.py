@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.weights import Quantization, StoredWeight, graph_shapes, stored_weight
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DEFAULT_SLOTS, DEFAULT_TREE_NODES, DEFAULT_TOP_K = 4096, 32, 8

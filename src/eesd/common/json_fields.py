@@ -1,0 +1,82 @@
+"""The fields of a JSON object, each with its type."""
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+
+class Fields:
+    """The fields of a JSON object. Each is taken with its type; those that nobody took are left over.
+
+    Raises:
+        ValueError: A field has another type, or is out of range.
+        KeyError: A field without default is missing.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self.taken: set[str] = set()
+
+    def take(self, name: str, default: Any = ...) -> Any:
+        """The value of a field, of any type. A default of ``...`` means that the field is required."""
+        self.taken.add(name)
+        return self.raw[name] if default is ... else self.raw.get(name, default)
+
+    def integer(self, name: str, default: Any = ..., optional: bool = False, least: int = 1) -> Any:
+        """An integer of at least ``least``; None only if ``optional``."""
+        value = self.take(name, default)
+        if optional and value is None:
+            return None
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} is {shown(value)}, and must be an integer of at least {least}")
+        return value
+
+    def number(self, name: str, default: Any = ..., optional: bool = False) -> Any:
+        """A finite number; None only if ``optional``."""
+        value = self.take(name, default)
+        if optional and value is None:
+            return None
+        if type(value) not in (int, float) or not isfinite(as_float(value)):
+            raise ValueError(f"{name} is {shown(value)}, and must be a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A boolean."""
+        value = self.take(name, default)
+        if type(value) is not bool:
+            raise ValueError(f"{name} is {shown(value)}, and must be true or false")
+        return value
+
+    def text(self, name: str) -> str | None:
+        """A string, or None."""
+        value = self.take(name, None)
+        if not isinstance(value, str | None):
+            raise ValueError(f"{name} is {shown(value)}, and must be a string")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...] | None:
+        """One token id or a list of them; None if there is none."""
+        value = self.take(name, None)
+        ids = value if isinstance(value, list) else [value]
+        if value is not None and any(type(token) is not int for token in ids):
+            raise ValueError(f"{name} is {shown(value)}, and must be a token id or a list of them")
+        return None if value is None else tuple(ids)
+
+    @property
+    def left(self) -> list[str]:
+        """Names of the fields that nobody took, apart from those that are null."""
+        return sorted(name for name, value in self.raw.items() if name not in self.taken and value is not None)
+
+
+def as_float(value: int | float) -> float:
+    """The value as a float; infinite if it is an integer that no float can hold."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
+def shown(value: Any) -> str:
+    """A value for a message, shortened."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,113 @@
+"""transformers is the oracle: a checkpoint is either computed token for token as transformers does, or refused."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.checkpoint_grid import POSITIONS, ROPES, VOCABULARY, Case, cases
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eesd.common.errors import EESDError
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.config import load_config
+from eesd.model.inputs import causal_inputs, empty_caches
+from eesd.model.rotary import rotary_tables
+
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        yield
+    transformers.logging.set_verbosity(verbosity)
+
+
+@pytest.mark.parametrize("name", [name for name in ROPES if name not in ("dynamic", "longrope")])
+@pytest.mark.parametrize("theta", [10000.0, 5e5, 1e6])
+def test_rotary_tables_are_those_of_transformers_to_the_bit(tmp_path: Path, name: str, theta: float) -> None:
+    """A frequency that is rounded otherwise is off by thousandths at the last of 131,072 positions."""
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_theta": theta} | ROPES[name],
+    )
+    raw = {"model_type": "llama", "vocab_size": 61, "hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": 1}
+    raw |= {"num_attention_heads": 2, "max_position_embeddings": 4096, "rope_scaling": ROPES[name] | {"rope_theta": theta}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    positions = torch.arange(131072)[None]
+    reference: Any = LlamaRotaryEmbedding(config)
+    tables = rotary_tables(load_config(tmp_path).geometry, 131072)
+    for ours, theirs in zip(tables, reference(torch.zeros(1), positions), strict=True):
+        assert torch.equal(ours, theirs[0, :, :64])
+
+
+def expected(directory: Path, tokens: Tensor) -> Tensor | None:
+    """Logits of transformers; None if it cannot load or run the checkpoint."""
+    try:
+        reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        logits: Tensor = reference.eval()(tokens, use_cache=False).logits
+    except Exception:
+        return None
+    return logits
+
+
+def ours(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
+    geometry, count = checkpoint.geometry, tokens.shape[1]
+    caches = empty_caches(geometry, 1, count, geometry.num_layers)
+    logits: Tensor = checkpoint.decoder()(tokens, causal_inputs(geometry, 1, count, count), caches)[0]
+    return logits
+
+
+def judge(case: Case, directory: Path) -> tuple[str, int]:
+    """``exact``, ``refused`` or ``different``, and the tokens that were compared."""
+    case.write(directory)
+    try:
+        checkpoint = Checkpoint(directory)
+    except EESDError as error:
+        assert "\n" not in str(error)
+        return "refused", 0
+    count = min(checkpoint.config.max_positions, POSITIONS)
+    tokens = torch.randint(0, VOCABULARY, (1, count), generator=torch.Generator().manual_seed(case.seed))
+    reference = expected(directory, tokens)
+    if reference is None:
+        return "different", 0
+    logits = ours(checkpoint, tokens)
+    close = (logits - reference).abs().max() < TOLERANCE * max(1.0, float(reference.abs().max()))
+    equal = bool((logits.argmax(-1) == reference.argmax(-1)).all()) and bool(close)
+    return ("exact" if equal else "different"), count
+
+
+def check(tmp_path: Path, count: int, seed: int) -> None:
+    results, tokens, different = Counter[str](), 0, []
+    for number, case in enumerate(cases(count, seed)):
+        result, compared = judge(case, tmp_path / str(number))
+        results[result] += 1
+        tokens += compared
+        if result == "different":
+            different.append(case.described)
+    print(f"{dict(results)}, {tokens} tokens")
+    assert not different, "\n".join([*different[:20], json.dumps(results)])
+    assert results["exact"] > count // 3 and results["refused"] > count // 20, "the grid says little"
+
+
+def test_a_checkpoint_is_computed_as_transformers_does_or_refused(tmp_path: Path) -> None:
+    check(tmp_path, 60, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3, 4, 5, 6, 7])
+def test_many_checkpoints_are_computed_as_transformers_does_or_refused(tmp_path: Path, seed: int) -> None:
+    check(tmp_path, 250, seed)
