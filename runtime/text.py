@@ -1,7 +1,10 @@
 """Text in, text out: tokenizer, chat template, and streaming that never shows half a character or part of a stop string."""
 
+import codecs
 import json
+import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from eesd.common.errors import EESDError
 
 Message = Mapping[str, Any]
 HALF = "\ufffd"
-"""Incomplete bytes of a character decode to this."""
+"""Bytes that are no character decode to this."""
 
 
 class TextCodec:
@@ -78,30 +81,67 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-class _CharacterStream:
-    """Turns tokens into whole characters. It decodes the last tokens together: a token's text depends on the ones before it.
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level tokenizers write bytes: printable Latin-1 characters as they are, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
 
-    Unlike the ``DecodeStream`` of tokenizers it shows the text before half a character, does not repeat a prompt that ends in
-    half a character, and does not raise for bytes that are not text.
+
+_BYTE_LEVEL = _byte_alphabet()
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_EACH_BYTE = "eesd-each-byte"
+"""Name of the rule that writes U+FFFD for each broken byte, as SentencePiece and tokenizers do for byte tokens."""
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return HALF * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+
+
+class _CharacterStream:
+    """Turns tokens into bytes, and bytes into whole characters.
+
+    A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers cannot wait for the rest: they
+    write U+FFFD, and ``ByteFallback`` does so for a whole run of bytes if one is broken, even for characters shown long ago.
+    So bytes are joined here. Valid text is the text that the decoder writes. Of broken bytes, only those that belong to no
+    character become U+FFFD, as SentencePiece itself has it, and only once it is certain that they do not.
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
-        self._decode = codec.decode
-        self._window, self._context = list(prompt), len(prompt)
-        self._shown = codec.decode(prompt).rstrip(HALF)
+        self._tokenizer, self._decode = codec.tokenizer, codec.decode
+        self._special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        decoder = self._tokenizer.decoder
+        self._byte_level = decoder is not None and decoder.decode(["\u0120"]) == " "
+        self._byte_tokens = decoder is not None and decoder.decode(["<0x41>"]) == "A"
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE if self._byte_tokens else "replace")
+        self._context: list[int] = []
+        # At most three bytes wait for the rest of their character, and each token has one at least.
+        tail = list(islice((token for token in reversed(prompt) if self._name(token)), 3))
+        for token in reversed(tail):
+            self.push(token)
 
     def push(self, token: int) -> str:
-        self._window.append(token)
-        text = self._decode(self._window)
-        whole = text.rstrip(HALF)
-        fresh = whole[len(self._shown) :]
-        if fresh and whole == text:  # everything is shown: from here on the newest tokens are enough context
-            self._window = self._window[self._context :]
-            self._context = len(self._window)
-            self._shown = self._decode(self._window)
-        elif fresh:
-            self._shown = whole
-        return fresh
+        name = self._name(token)
+        return self._utf8.decode(self._bytes(token, name)) if name else ""
+
+    def _name(self, token: int) -> str | None:
+        """The token as the vocabulary writes it; None if it is not text."""
+        return None if token in self._special else self._tokenizer.id_to_token(token)
+
+    def _bytes(self, token: int, name: str) -> bytes:
+        """What the token adds to the text."""
+        if self._byte_level:
+            known = _BYTE_LEVEL.keys() >= set(name)  # added tokens may hold other characters, and stand for themselves
+            return bytes(_BYTE_LEVEL[character] for character in name) if known else name.encode()
+        # One token of context is enough: decoders join words, and drop a space where the text begins.
+        context, self._context = self._context, [token]
+        if self._byte_tokens and (byte := _BYTE_TOKEN.fullmatch(name)):
+            return bytes.fromhex(byte[1])
+        return self._decode([*context, token])[len(self._decode(context)) :].encode()
 
 
 class TextStream:
@@ -109,6 +149,9 @@ class TextStream:
 
     ``push`` returns the text that is certain: whole characters that cannot be the beginning of a stop string. When a stop
     string is complete, ``stopped`` is set, and the text ends before it.
+
+    Wherever a text is cut into prompt and tokens, the pieces are what the tokens add to the text that the prompt shows. A
+    character that the prompt begins comes with the token that completes it. One that is never completed is not shown.
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int], stop: Sequence[str]) -> None:

@@ -125,15 +125,14 @@ def test_bytes_that_are_no_text_do_not_raise(codec: TextCodec) -> None:
 
 
 def test_a_broken_byte_behind_whole_characters(sentencepiece: TextCodec) -> None:
-    """Such decoders give up a whole run of bytes for one that is broken; what was shown stays shown."""
+    """The decoder gives up a whole run of bytes for one that is broken; a stream shows all characters, as SentencePiece."""
     euro, broken, x = [3 + byte for byte in "€".encode()], 3 + 0xFF, sentencepiece.encode("x")[1:]
     assert sentencepiece.decode(euro) == "€" and sentencepiece.decode([*euro, broken]) == HALF * 4
-    assert pieces(sentencepiece, sentencepiece.encode("a"), [*euro, broken, *x, *x]) == [
-        "",
-        "",
-        "€",
-        "",
-        HALF * 3 + "x",
+    assert pieces(sentencepiece, sentencepiece.encode("a"), [*euro, broken, *euro, broken, *x]) == [
+        *("", "", "€"),
+        HALF,
+        *("", "", "€"),
+        HALF,
         "x",
         "",
     ]
