@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from eesd.common.cli import clean_up_on_sigterm, command
 from eesd.common.errors import EESDError
 from eesd.common.machine import available_memory
-from eesd.common.manifest import DEFAULT_SLOTS, DEFAULT_TOP_K, DEFAULT_TREE_NODES, WEIGHTS_FILE
+from eesd.common.manifest import DEFAULT_SLOTS, DEFAULT_TOP_K, DEFAULT_TREE_NODES, MAX_TOP_K, MAX_TREE_NODES, WEIGHTS_FILE
 from eesd.common.weights import BLOCK, DTYPES, QUANTIZED, is_linear, model_shapes, stored_weight
 
 if TYPE_CHECKING:  # --help must not load torch
@@ -38,10 +38,16 @@ if TYPE_CHECKING:  # --help must not load torch
     help=f"Slots of the KV cache (S).  [default: the model's positions, at most {DEFAULT_SLOTS}]",
 )
 @click.option(
-    "--max-tree-nodes", type=click.IntRange(1, 512), default=DEFAULT_TREE_NODES, help="Most drafted tokens of a round (M)."
+    "--max-tree-nodes",
+    type=click.IntRange(1, MAX_TREE_NODES),
+    default=DEFAULT_TREE_NODES,
+    help="Most drafted tokens of a round (M).",
 )
 @click.option(
-    "--draft-top-k", type=click.IntRange(1, 64), default=DEFAULT_TOP_K, help="Candidates that the draft reports per token (K)."
+    "--draft-top-k",
+    type=click.IntRange(1, MAX_TOP_K),
+    default=DEFAULT_TOP_K,
+    help="Candidates that the draft reports per token (K).",
 )
 @click.option("--stages", type=int, default=1, help="Number of devices over which to split the layers of verify.")
 @click.option("--link-weights", is_flag=True, help="Hard-link the checkpoint's files instead of copying the weights.")

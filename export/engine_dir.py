@@ -15,6 +15,7 @@ from torch import Tensor
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, existing_parent
+from eesd.common.generation_config import GENERATION_CONFIG_FILE
 from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
@@ -37,7 +38,7 @@ from eesd.model.rotary import rotary_tables
 
 _REPLACEABLE = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache", ".kernels")
 """Suffixes of the files that exports, builds and the runtime write. An export replaces a directory with only such files."""
-_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_CONFIG_FILE)
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the current step or weight, the bytes just written, and the bytes to write in all (0: unknown)."""

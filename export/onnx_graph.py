@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
-from eesd.common.manifest import DEFAULT_TOP_K, DEFAULT_TREE_NODES, GraphInfo, TensorInfo
+from eesd.common.manifest import DEFAULT_TOP_K, DEFAULT_TREE_NODES, SLOTS_PROPERTY, GraphInfo, TensorInfo
 from eesd.common.weights import BLOCK, LM_HEAD, SCALES, Quantization, StoredWeight, lm_head_name, stored_weight
 from eesd.export.weights import TensorLocation
 from eesd.model.decoder import KV, Decoder, Inputs
@@ -284,4 +284,7 @@ def to_proto(graph: Graph, locations: Mapping[str, TensorLocation]) -> onnx.Mode
             assert value.dtype is not None and value.shape is not None
             value.const_value = ir.ExternalTensor(*locations[name], value.dtype, shape=value.shape, name=name)
     graph.model.producer_name = "eesd"
+    rotary_shape = graph.model.graph.initializers["cos"].shape
+    assert rotary_shape is not None
+    graph.model.metadata_props[SLOTS_PROPERTY] = str(rotary_shape[0])
     return ir.to_proto(graph.model)

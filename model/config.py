@@ -7,23 +7,17 @@ transformers ignores them, too.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import read_generation_config
-from eesd.common.geometry import Geometry
-from eesd.common.json_fields import Fields, shown
+from eesd.common.geometry import ARCHITECTURES, Geometry
+from eesd.common.json_fields import Fields
 from eesd.common.json_input import read_json_object
 from eesd.model.rope_config import read_rope
 
 REMEDY = "give a complete Hugging Face model directory, or fetch the file again"
 
-MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""The architecture of each supported ``model_type``."""
-SUPPORTED = tuple(MODEL_TYPES.values())
+SUPPORTED = tuple(ARCHITECTURES.values())
 
 NO_EFFECT = frozenset(
     (
@@ -92,10 +86,10 @@ def _architecture(fields: Fields) -> str:
     names, model_type = fields.take("architectures", None), fields.text("model_type")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"architectures is {shown(names)}, and must be a list of names")
-    named = names[0] if names else MODEL_TYPES.get(model_type or "", f"of model_type {model_type!r}")
+    named = names[0] if names else ARCHITECTURES.get(model_type or "", f"of model_type {model_type!r}")
     if named not in SUPPORTED:
         raise EESDError(f"The architecture {named} is not supported; supported are {', '.join(SUPPORTED)}.")
-    if model_type is not None and MODEL_TYPES.get(model_type) != named:
+    if model_type is not None and ARCHITECTURES.get(model_type) != named:
         raise ValueError(f"model_type is {model_type!r}, which is not the model type of the architecture {named}")
     return named
 

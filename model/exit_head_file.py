@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.geometry import ExitConfig
+from eesd.common.json_fields import Fields
 from eesd.common.json_input import read_json_object
 from eesd.common.prior import CalibrationPrior
 from eesd.model.exit_head import ExitHead
@@ -53,18 +55,28 @@ def read_exit_config(directory: Path, base: str) -> ExitConfig:
     if not (directory / CONFIG_FILE).exists():
         raise EESDError(f"{directory / CONFIG_FILE} is missing; give the directory of a trained exit head.")
     raw = read_json_object(directory / CONFIG_FILE, "train the head again")
+    fields = Fields(raw)
     try:
-        config = ExitConfig(**raw | {"calibration": None})
-        if not isinstance(config.base, str) or not all(isinstance(n, int) for n in (config.layer, config.blocks)):
-            raise TypeError
-    except TypeError:
-        raise EESDError(f"{directory / CONFIG_FILE} is not an exit head's configuration; point --exit-head at one.") from None
+        config = ExitConfig(
+            layer=fields.integer("layer"),
+            blocks=fields.integer("blocks", 1),
+            own_lm_head=fields.flag("own_lm_head"),
+            base=fields.text("base") or "",
+            trained=fields.flag("trained"),
+        )
+        calibration = fields.take("calibration", None)
+        if fields.left:
+            raise ValueError(f"unknown entries {', '.join(map(shown, fields.left[:3]))}")
+    except (KeyError, ValueError) as error:
+        problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise EESDError(
+            f"{directory / CONFIG_FILE} is not an exit head's configuration ({problem}); point --exit-head at one."
+        ) from None
     if config.base != base:
         raise EESDError(
             f"The exit head in {directory} was trained on another base model "
             f"(fingerprint {config.base[:12]}, this model is {base[:12]}); train one for this model."
         )
-    calibration = raw.get("calibration")
     try:
         return replace(config, calibration=None if calibration is None else CalibrationPrior.from_dict(calibration))
     except ValueError as error:

@@ -8,8 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from eesd.common.checks import shown
 from eesd.common.geometry import RopeScaling
-from eesd.common.json_fields import Fields, shown
+from eesd.common.json_fields import Fields
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 """Scalings whose frequencies do not depend on the length of the text, so that tokens in the KV cache stay valid."""

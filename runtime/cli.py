@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
+from eesd.common.generation_config import GENERATION_CONFIG_FILE, SAMPLING_OPTIONS, read_generation_config
 from eesd.common.json_input import decode, json_lines, read_text
 from eesd.controllers import CONTROLLERS
 from eesd.runtime.compare import Comparison, compare
@@ -20,9 +21,10 @@ from eesd.runtime.controller_state import load_controller_state, save_controller
 from eesd.runtime.decoding.sampling import METHODS, Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import BACKENDS
-from eesd.runtime.llm import LLM, Prompt, Speculation, load
+from eesd.runtime.llm import GENERATION_CONFIGS, LLM, Prompt, Speculation, load
 
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
+MODELS_SAMPLING = "Sampling options of the model's generation_config.json: take them where none is given, or not."
 LEARNED = "Start with what the controller learned in FILE, if it exists; save it there at the end."
 
 
@@ -32,11 +34,12 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Text file (one prompt) or .jsonl (one a line).")
 @click.option("--chat", is_flag=True, help="Prompts are chat messages. Without a prompt: chat on the terminal.")
 @click.option("-n", "--max-new-tokens", type=int, default=256)
-@click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, help="0 is off.")
-@click.option("--top-p", type=float, default=1.0)
-@click.option("--min-p", type=float, default=0.0)
-@click.option("--repetition-penalty", type=float, default=1.0)
+@click.option("--temperature", type=float, help="0 is greedy.  [default: the model's, else 0]")
+@click.option("--top-k", type=int, help="0 is off.  [default: the model's, else 0]")
+@click.option("--top-p", type=float, help="1 is off.  [default: the model's, else 1]")
+@click.option("--min-p", type=float, help="0 is off.  [default: the model's, else 0]")
+@click.option("--repetition-penalty", type=float, help="1 is off.  [default: the model's, else 1]")
+@click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help=MODELS_SAMPLING)
 @click.option("--seed", type=int, default=0)
 @click.option("--sampling", "method", type=click.Choice(METHODS), default="coupled", help="How drafts are verified.")
 @click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
@@ -56,15 +59,9 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 @click.option("--stats/--no-stats", default=True, help="Table of statistics on stderr.")
 def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> None:
     """Generate text with the engines of a directory."""
-    sampling = Sampling(
-        temperature=options["temperature"],
-        top_k=options["top_k"],
-        top_p=options["top_p"],
-        min_p=options["min_p"],
-        repetition_penalty=options["repetition_penalty"],
-        seed=options["seed"],
-        method=options["method"],
-    )
+    chosen = {name: options[name] for name in SAMPLING_OPTIONS if options[name] is not None}
+    chosen |= {"seed": options["seed"], "method": options["method"]}
+    Sampling(**chosen)  # refuses bad options before anything is loaded
     learned: Path | None = options["controller_state"]
     for given, name in ((options["comparing"], "--compare"), (learned, "--controller-state")):
         if given and options["no_draft"]:
@@ -77,7 +74,11 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
         speculation=None if options["no_draft"] else speculation,
         threads=options["threads"],
         verify_hashes=options["verify"],
+        generation_config=options["generation_config"],
     )
+    sampling = replace(llm.default_sampling, **chosen)
+    if options["generation_config"] == "auto":
+        _show_generation_config(engine_dir, chosen)
     if learned is not None and learned.exists():
         load_controller_state(llm, learned)
     try:
@@ -89,6 +90,17 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
     finally:
         if learned is not None:
             save_controller_state(llm, learned)
+
+
+def _show_generation_config(engine_dir: Path, chosen: dict[str, Any]) -> None:
+    """Say in one line on stderr what is used of the model's ``generation_config.json``, if anything in it changes tokens."""
+    config = read_generation_config(engine_dir)
+    if config is None:
+        return
+    parts = [f"{name} {value:g}" for name, value in config.sampling.items() if name not in chosen]
+    parts += [f"not applied: {', '.join(config.not_applied)}"] if config.not_applied else []
+    if parts:
+        click.echo(f"{GENERATION_CONFIG_FILE}: {', '.join(parts)} (--generation-config none switches it off)", err=True)
 
 
 def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:

@@ -6,10 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from eesd.common.checks import check_choice, check_flag, check_integer, shown
 from eesd.common.errors import EESDError
+from eesd.common.generation_config import GENERATION_CONFIG_FILE, read_generation_config
 from eesd.common.integrity import verify_files
-from eesd.common.manifest import Manifest
+from eesd.common.manifest import MAX_TREE_NODES, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
@@ -22,6 +27,9 @@ from eesd.runtime.engines.base import Binding, KVCache
 from eesd.runtime.text import Message, TextCodec, TextStream
 
 Prompt = str | Sequence[Message] | Sequence[int]
+GREEDY = Sampling()
+GENERATION_CONFIGS = ("auto", "none")
+"""Whether the sampling options of ``generation_config.json`` are used."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,9 @@ class Speculation:
         seed: Of the controller's random generator.
         tree_budget: Whether to verify only the candidates that are worth their place: a chain then gets second candidates, a
             tree loses unlikely nodes.
+
+    Raises:
+        EESDError: A value has another type, or is out of range.
     """
 
     controller: str = "cost-aware-ts"
@@ -42,6 +53,14 @@ class Speculation:
     guard: bool = True
     seed: int = 0
     tree_budget: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.controller, str):
+            raise EESDError(f"controller is {shown(self.controller)}; it must be a name such as fixed:k=4.")
+        check_integer("tree_width", self.tree_width, 1, MAX_TREE_NODES)
+        check_integer("seed", self.seed, 0, 2**63 - 1)
+        check_flag("guard", self.guard)
+        check_flag("tree_budget", self.tree_budget)
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,7 @@ def load(
     speculation: Speculation | None = Speculation(),
     threads: int | None = None,
     verify_hashes: bool = False,
+    generation_config: str = "auto",
 ) -> "LLM":
     """Open an engine directory that ``eesd-export`` wrote.
 
@@ -94,16 +114,38 @@ def load(
         speculation: How to draft. None: do not load the draft engine, decode plainly without any overhead.
         threads: CPU threads of an engine; default: the processors of this process, one fewer if there are more than four.
         verify_hashes: Hash every file first.
+        generation_config: ``auto`` takes the sampling options of the model's ``generation_config.json`` where a request gives
+            none; ``none`` does not.
 
     Raises:
-        EESDError: The directory cannot be used.
+        EESDError: The directory or an argument cannot be used.
     """
+    if not isinstance(engine_dir, str | os.PathLike) or not os.fspath(engine_dir):
+        raise EESDError(f"engine_dir is {shown(engine_dir)}; give the output directory of eesd-export.")
+    if not isinstance(speculation, Speculation | None):
+        raise EESDError(f"speculation is {shown(speculation)}; it must be a Speculation or None.")
+    check_flag("verify_hashes", verify_hashes)
+    check_choice("generation_config", generation_config, GENERATION_CONFIGS)
     directory = Path(engine_dir)
     manifest = load_manifest(directory)
     if verify_hashes:
         verify_files(directory, manifest)
     engines = open_engines(directory, manifest, backend, threads, draft=speculation is not None)
-    return LLM(directory, manifest, engines, speculation)
+    default = default_sampling(directory) if generation_config == "auto" else GREEDY
+    return LLM(directory, manifest, engines, speculation, default)
+
+
+def default_sampling(directory: Path) -> Sampling:
+    """How the ``generation_config.json`` of an engine directory says to sample; greedy if there is none.
+
+    Raises:
+        EESDError: The file is damaged, or has a value that cannot be used.
+    """
+    config = read_generation_config(directory)
+    try:
+        return Sampling(**config.sampling) if config else GREEDY
+    except EESDError as error:
+        raise EESDError(f"{directory / GENERATION_CONFIG_FILE}: {error} Mend it, or give generation_config='none'.") from None
 
 
 class LLM:
@@ -113,6 +155,7 @@ class LLM:
 
     Attributes:
         manifest: The engine directory's manifest.
+        default_sampling: For requests that give none.
         engines: The verify engine and the draft engine, to bind to other KV caches.
         controller, guard, budget: What decides about drafting; None where it is not used.
     """
@@ -123,7 +166,9 @@ class LLM:
         manifest: Manifest,
         engines: Engines,
         speculation: Speculation | None,
+        default_sampling: Sampling = GREEDY,
     ) -> None:
+        self.default_sampling = default_sampling
         self.directory = directory
         self.manifest = manifest
         self.speculation = speculation
@@ -147,7 +192,7 @@ class LLM:
 
         Its controller and guard are new. Use both LLMs from the same thread. Raises :class:`EESDError` for an invalid width.
         """
-        other = LLM(self.directory, self.manifest, self.engines, speculation)
+        other = LLM(self.directory, self.manifest, self.engines, speculation, self.default_sampling)
         other._idle = self._idle
         return other
 
@@ -159,14 +204,20 @@ class LLM:
         return self._codec
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text or of chat messages (``{"role": ..., "content": ...}``). Token ids are returned unchanged."""
+        """Token ids of a text or of chat messages (``{"role": ..., "content": ...}``). Token ids are returned unchanged.
+
+        Raises:
+            EESDError: The prompt is nothing of these, or the template refuses the messages.
+        """
         if isinstance(prompt, str):
             return self.codec.encode(prompt)
-        tokens = [int(item) for item in prompt if isinstance(item, Integral)]
-        messages = [item for item in prompt if isinstance(item, Mapping)]
-        if len(tokens) + len(messages) != len(prompt) or (tokens and messages):
+        several = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes | bytearray)
+        items: list[Any] = list(prompt) if several else [None]
+        if all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
+            return [int(item) for item in items]
+        if not all(isinstance(item, Mapping) for item in items):
             raise EESDError("A prompt is a text, a list of token ids, or a list of chat messages.")
-        return self.codec.encode(messages) if messages else tokens
+        return self.codec.encode(items)
 
     @contextmanager
     def session(
@@ -178,7 +229,19 @@ class LLM:
         draft: bool = True,
         ignore_eos: bool = False,
     ) -> Iterator[Session]:
-        """A :class:`Session` that the caller drives round by round. Its cache returns to the LLM after the ``with`` block."""
+        """A :class:`Session` that the caller drives round by round.
+
+        Its cache returns to the LLM after the ``with`` block, and the session cannot be used any more.
+
+        Raises:
+            EESDError: The prompt or an option cannot be used.
+        """
+        check_flag("draft", draft)
+        check_flag("ignore_eos", ignore_eos)
+        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 1, 2**63 - 1)
+        if not isinstance(sampling, Sampling | None):
+            raise EESDError(f"sampling is {shown(sampling)}; it must be a Sampling or None.")
+        tokens = self.encode(prompt)
         workspace = self._idle.pop() if self._idle else self._new_workspace()
         workspace.kv_cache.reset()
         manifest = self.manifest
@@ -195,17 +258,21 @@ class LLM:
             self.controller.begin_request()
             if self.budget:
                 self.budget.begin_request()
+        session = None
         try:
-            yield Session(
-                self.encode(prompt),
+            session = Session(
+                tokens,
                 workspace.kv_cache,
                 workspace.verify,
                 drafter,
                 limits,
-                sampling or Sampling(),
+                sampling or self.default_sampling,
                 manifest.geometry.vocab_size,
             )
+            yield session
         finally:
+            if session is not None:
+                session.close()
             self._idle.append(workspace)
 
     def _new_workspace(self) -> _Workspace:
@@ -219,7 +286,7 @@ class LLM:
         sampling: Sampling | None = None,
         *,
         max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         draft: bool = True,
         ignore_eos: bool = False,
     ) -> Completion:
@@ -230,9 +297,9 @@ class LLM:
 
         Args:
             prompt: Text, chat messages, or token ids.
-            sampling: Default: greedy.
+            sampling: Default: that of the model's ``generation_config.json``, or greedy.
             max_new_tokens: Most tokens to generate.
-            stop: Strings to stop before.
+            stop: A string to stop before, or several.
             draft: False decodes plainly.
             ignore_eos: Do not stop at EOS.
 
@@ -255,7 +322,7 @@ class LLM:
         sampling: Sampling | None = None,
         *,
         max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         draft: bool = True,
         ignore_eos: bool = False,
     ) -> Generator[Piece, None, tuple[str, Stats]]:
@@ -263,10 +330,11 @@ class LLM:
 
         Text comes in whole characters. The generator's return value is (finish_reason, :class:`Stats`).
         """
+        stops = _stop_strings(stop)
         with self.session(prompt, sampling, max_new_tokens=max_new_tokens, draft=draft, ignore_eos=ignore_eos) as session:
             text = None
-            if stop or (self.directory / "tokenizer.json").exists():
-                text = TextStream(self.codec, session.tokens, stop)
+            if stops or (self.directory / "tokenizer.json").exists():
+                text = TextStream(self.codec, session.tokens, stops)
             while session.finish_reason is None:
                 result = session.step()
                 for index, token in enumerate(result.tokens):
@@ -276,3 +344,12 @@ class LLM:
             if text and (held := text.finish()):
                 yield Piece(held, None, False)
             return session.finish_reason, session.stats
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """The strings to stop before; a single string is one of them, not its letters."""
+    if isinstance(stop, str):
+        return (stop,)
+    if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
+        raise EESDError(f"stop is {shown(stop)}; it must be a string or a list of strings.")
+    return tuple(stop)

@@ -48,7 +48,7 @@ def lose_tokenizer(directory: Path) -> None:
         (lambda d: (d / "draft.onnx").unlink(), ("draft.onnx is missing",)),
         (garble, ("cannot load", "verify.onnx")),
         (swap_graphs, ("draft.onnx is not the graph that the manifest describes",)),
-        (with_value("dtype", "float16"), ("float16 engines", "--dtype float32")),
+        (with_value("dtype", "float16"), ("damaged", "inputs, outputs or caches")),
         (lose_tokenizer, ("no tokenizer.json", "token ids")),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--temperature", -1), ("temperature is -1.0", "between 0 and 100")),
+        (("--temperature", -1), ("temperature is -1.0", "at least 0 and below 100")),
         (("--temperature", "nan"), ("temperature is nan",)),
         (("--temperature", "inf"), ("temperature is inf",)),
         (("--top-p", 0), ("top_p is 0.0", "above 0 and at most 1")),
@@ -119,7 +119,7 @@ def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
         (("--controller", "fixed:k=0"), ("k must be at least 1",)),
         (("--controller", "beta-ts:alpha=nan"), ("alpha and beta must be above 0",)),
         (("--controller", "threshold:p=2"), ("p must be between 0 and 1",)),
-        (("--tree-width", 0), ("tree_width is 0", "1 to 8")),
+        (("--tree-width", 0), ("tree_width is 0", "between 1 and 512")),
         (("--tree-width", 9), ("tree_width is 9", "1 to 8")),
         (("-n", 0), ("max_new_tokens is 0", "at least 1")),
         (("--threads", 0), ("threads is 0",)),

@@ -131,5 +131,5 @@ def test_values_out_of_range_are_refused(name: str, value: float) -> None:
 
 
 def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(EESDError, match="'typical' is not known; known are coupled, rejection"):
+    with pytest.raises(EESDError, match="sampling method is 'typical'; it must be one of coupled, rejection"):
         Sampling(method="typical")

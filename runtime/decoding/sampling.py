@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.common.errors import EESDError
+from eesd.common.checks import check_choice, check_integer, check_number
 from eesd.runtime.engines.base import Logits
 
 Vector = NDArray[np.float64]
@@ -42,19 +41,14 @@ class Sampling:
     method: str = "coupled"
 
     def __post_init__(self) -> None:
-        checks = (
-            ("temperature", self.temperature, 0 <= self.temperature < 100, "between 0 and 100"),
-            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", self.min_p, 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < 100, "above 0 and below 100"),
-            ("seed", self.seed, 0 <= self.seed < 2**63, "at least 0 and below 2^63"),
-        )
-        for name, value, good, wanted in checks:
-            if not (isfinite(value) and good):
-                raise EESDError(f"{name} is {value}; it must be {wanted}.")
-        if self.method not in METHODS:
-            raise EESDError(f"The sampling method {self.method!r} is not known; known are {', '.join(METHODS)}.")
+        check_number("temperature", self.temperature, lambda x: 0 <= x < 100, "a number of at least 0 and below 100")
+        check_integer("top_k", self.top_k, 0, 2**63 - 1)
+        check_number("top_p", self.top_p, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+        check_number("min_p", self.min_p, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
+        wanted = "a number of at least 0.01 and at most 100"
+        check_number("repetition_penalty", self.repetition_penalty, lambda x: 0.01 <= x <= 100, wanted)
+        check_integer("seed", self.seed, 0, 2**63 - 1)
+        check_choice("The sampling method", self.method, METHODS)
 
     @property
     def greedy(self) -> bool:
@@ -77,7 +71,9 @@ def warp(logits: Logits, sampling: Sampling) -> Vector:
 
     The order is that of ``transformers``: each filter works on the tokens that are left, renormalised.
     """
-    scores = logits.astype(np.float64) / sampling.temperature
+    scores = logits.astype(np.float64)
+    with np.errstate(over="ignore"):  # a tiny temperature makes -inf of all but the best: that is its limit
+        scores = (scores - scores.max()) / sampling.temperature
     if 0 < sampling.top_k < len(scores):
         kth = np.partition(scores, -sampling.top_k)[-sampling.top_k]
         scores[scores < kth] = -np.inf

@@ -92,8 +92,6 @@ class Session:
                 f"The prompt has {len(prompt)} tokens, the cache {limits.max_seq_len} slots; "
                 "shorten the prompt or export with a larger --max-seq-len."
             )
-        if limits.max_new_tokens < 1:
-            raise EESDError(f"max_new_tokens is {limits.max_new_tokens}; it must be at least 1.")
         outside = next((token for token in prompt if not 0 <= token < vocab_size), None)
         if outside is not None:
             raise EESDError(f"The prompt has the token id {outside}; ids go from 0 to {vocab_size - 1}.")
@@ -106,6 +104,7 @@ class Session:
         self._limits = limits
         self._sampler = make_sampler(sampling, vocab_size)
         self._prefilled = 0
+        self._closed = False
         self._pauses_before = drafter.guard.pauses if drafter and drafter.guard else 0
 
     def prefill(self) -> None:
@@ -113,6 +112,7 @@ class Session:
 
         The last token is the first root, so prefill needs no logits.
         """
+        self._check_open()
         end = self.stats.prompt_tokens - 1
         if self._prefilled == end:
             return
@@ -125,7 +125,8 @@ class Session:
         self.stats.prefill_seconds += time.perf_counter() - started
 
     def step(self) -> RoundResult:
-        """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished session."""
+        """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or closed session."""
+        self._check_open()
         if self.finish_reason is not None:
             raise EESDError("The session is finished; start a new one.")
         self.prefill()
@@ -181,8 +182,17 @@ class Session:
 
     @property
     def kv_cache(self) -> KVCache:
-        """The session's cache, to bind other engines to it."""
+        """The session's cache, to bind other engines to it. Raises :class:`EESDError` on a closed session."""
+        self._check_open()
         return self._kv_cache
+
+    def close(self) -> None:
+        """Give up the cache, which the next session will use. Then only ``tokens``, ``stats``, ``finish_reason`` are left."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EESDError("The session is closed, and its KV cache belongs to the next one; start a new session.")
 
     def _active_drafter(self) -> Drafter | None:
         """The drafter, unless there is none, there is no room to draft, or the guard pauses drafting."""

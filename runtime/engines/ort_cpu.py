@@ -10,7 +10,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import MASKED, PREFILL_CHUNK, GraphInfo, Manifest
+from eesd.common.manifest import MASKED, PREFILL_CHUNK, SLOTS_PROPERTY, GraphInfo, Manifest
 from eesd.runtime.engines.base import KVCache, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
 
@@ -98,6 +98,9 @@ def load_session(directory: Path, manifest: Manifest, graph: GraphInfo, threads:
     found = [(t.name, tuple(t.shape), ORT_TYPES.get(t.type)) for t in (*session.get_inputs(), *session.get_outputs())]
     if found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
         raise EESDError(f"{path} is not the graph that the manifest describes; export again.")
+    slots = session.get_modelmeta().custom_metadata_map.get(SLOTS_PROPERTY)
+    if slots != str(manifest.max_seq_len):
+        raise EESDError(f"{path} is for {slots} slots, and the manifest says {manifest.max_seq_len}; export again.")
     return session
 
 

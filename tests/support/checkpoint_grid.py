@@ -12,16 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eesd.common.geometry import ARCHITECTURES
+
 LAYERS, HIDDEN, INNER, VOCABULARY = 3, 32, 40, 61
 POSITIONS, ORIGINAL = 96, 24
 """The scaled configurations go beyond their original positions."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 LONG_FACTORS = [1.0 + i for i in range(8)]
 
 ROPES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from eesd.common.json_fields import Fields
 from eesd.common.json_input import read_json_object
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The sampling options that are taken over. vLLM takes the same by default."""
 NOT_APPLIED = {
     "bad_words_ids": None,
@@ -40,13 +40,13 @@ class GenerationConfig:
     """What is used of a ``generation_config.json``.
 
     Attributes:
-        sampling: Values of those of :data:`SAMPLING` that the file gives. Empty if the file says ``do_sample: false``, apart
-            from the repetition penalty, which also applies to greedy decoding.
+        sampling: Values of those of :data:`SAMPLING_OPTIONS` that the file gives. With ``do_sample: false`` only the repetition
+            penalty, which also applies to greedy decoding.
         eos_token_ids: Tokens that end a text; None if the file does not say.
         not_applied: Names of options in the file that would change the tokens and are not applied.
     """
 
-    sampling: dict[str, float]
+    sampling: dict[str, Any]
     eos_token_ids: tuple[int, ...] | None
     not_applied: tuple[str, ...]
 
@@ -68,7 +68,7 @@ def read_generation_config(directory: Path) -> GenerationConfig | None:
 
 
 def _parse(fields: Fields) -> GenerationConfig:
-    sampling: dict[str, Any] = {name: fields.number(name, None, optional=True) for name in SAMPLING if name != "top_k"}
+    sampling: dict[str, Any] = {name: fields.number(name, None, optional=True) for name in SAMPLING_OPTIONS if name != "top_k"}
     sampling["top_k"] = fields.integer("top_k", None, optional=True, least=-1)
     if sampling["top_k"] == -1:  # vLLM's way to say that it is off
         sampling["top_k"] = 0
@@ -79,6 +79,6 @@ def _parse(fields: Fields) -> GenerationConfig:
         sampling = {"repetition_penalty": sampling["repetition_penalty"]}
     elif sample and sampling["temperature"] is None:
         sampling["temperature"] = 1.0
-    given = {name: sampling[name] for name in SAMPLING if sampling.get(name) is not None}
+    given = {name: sampling[name] for name in SAMPLING_OPTIONS if sampling.get(name) is not None}
     not_applied = (name for name, off in NOT_APPLIED.items() if fields.take(name, None) not in (None, off, [], {}))
     return GenerationConfig(given, fields.token_ids("eos_token_id"), tuple(not_applied))

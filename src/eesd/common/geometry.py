@@ -36,6 +36,13 @@ class RopeScaling:
     truncate: bool = True
 
 
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""The supported architectures by their ``model_type``."""
 MOST_LAYERS, LARGEST_SIZE = 4096, 1 << 24
 """Bounds for what a file may say about a model, so that a damaged one cannot take all memory."""
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+from eesd.common.checks import shown
+
 
 class Fields:
     """The fields of a JSON object. Each is taken with its type; those that nobody took are left over.
@@ -74,9 +76,3 @@ def as_float(value: int | float) -> float:
         return float(value)
     except OverflowError:
         return float("inf")
-
-
-def shown(value: Any) -> str:
-    """A value for a message, shortened."""
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."

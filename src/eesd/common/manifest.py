@@ -14,10 +14,14 @@ MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DEFAULT_SLOTS, DEFAULT_TREE_NODES, DEFAULT_TOP_K = 4096, 32, 8
 """Defaults of an export for ``max_seq_len`` (or the model's positions, if fewer), ``max_tree_nodes`` and ``draft_top_k``."""
+MAX_TREE_NODES, MAX_TOP_K = 512, 64
+"""Largest ``max_tree_nodes`` and ``draft_top_k``."""
 PREFILL_CHUNK = 128
 """Prompt tokens of one prefill call: the runtime's default, and the default that plans are built for."""
 MASKED = -30000.0
 """Additive mask of a slot that must not be seen. It fits float16, and its softmax weight is exactly zero."""
+SLOTS_PROPERTY = "max_seq_len"
+"""Metadata property of a graph: the rows of its rotary tables."""
 FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 """The flavours of TensorRT plans, and the Python module that builds and runs each."""
 

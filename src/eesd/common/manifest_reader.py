@@ -6,14 +6,23 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from eesd.common.checks import shown
 from eesd.common.errors import EESDError
-from eesd.common.geometry import draft_caches, exit_caches
+from eesd.common.geometry import ARCHITECTURES, draft_caches, exit_caches
 from eesd.common.json_input import read_json
-from eesd.common.manifest import FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, GraphInfo, Manifest, TensorInfo
-from eesd.common.weights import DTYPES, QUANTIZED
+from eesd.common.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    MAX_TOP_K,
+    MAX_TREE_NODES,
+    WEIGHTS_FILE,
+    GraphInfo,
+    Manifest,
+    TensorInfo,
+)
+from eesd.common.weights import BLOCK, DTYPES, QUANTIZED
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-_LIMITS = ("max_seq_len", "max_tree_nodes", "draft_top_k")
+_MOST = {"max_seq_len": 1 << 24, "max_tree_nodes": MAX_TREE_NODES, "draft_top_k": MAX_TOP_K}
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -33,12 +42,12 @@ def load_manifest(directory: Path) -> Manifest:
         raise EESDError(f"{path} is not an EESD manifest; give the output directory of eesd-export.")
     if version != FORMAT_VERSION:
         raise EESDError(
-            f"{path} has format version {version}, this EESD reads version {FORMAT_VERSION}; export the model again."
+            f"{path} has format version {shown(version)}, this EESD reads version {FORMAT_VERSION}; export the model again."
         )
     try:
         manifest = _parse(raw)
-    except (AttributeError, TypeError, ValueError):
-        raise EESDError(f"{path} is damaged (a value is missing or invalid); export the model again.") from None
+    except ValueError as error:
+        raise EESDError(f"{path} is damaged ({error}); export the model again.") from None
     for name, size in manifest.sizes.items():
         file = directory / name
         if not file.exists():
@@ -49,26 +58,35 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def _parse(raw: Mapping[str, Any]) -> Manifest:
-    """Build a manifest from JSON. Raises AttributeError, TypeError or ValueError if a value is missing or invalid."""
+    """Build a manifest from JSON. Raises ValueError if a value is missing or invalid."""
     manifest: Manifest = _from_json(Manifest, raw)
-    exit_head = manifest.exit_head
-    sizes = [getattr(manifest.geometry, name) for name in _SIZES] + [getattr(manifest, name) for name in _LIMITS]
-    if min(*sizes, exit_head.layer, exit_head.blocks) < 1 or manifest.dtype not in DTYPES:
-        raise ValueError("a size is below 1, or the element type is unknown")
+    exit_head, num_layers = manifest.exit_head, manifest.geometry.num_layers
+    for name, most in _MOST.items():
+        if not 1 <= getattr(manifest, name) <= most:
+            raise ValueError(f"{name} must be between 1 and {most}")
+    if manifest.dtype not in DTYPES or manifest.geometry.architecture not in ARCHITECTURES.values():
+        raise ValueError("the element type or the architecture is unknown")
+    if not (1 <= exit_head.layer < num_layers and 1 <= exit_head.blocks <= num_layers):  # before anything is sized by them
+        raise ValueError("the exit head does not fit the model")
     quantized = manifest.quantization
-    if quantized is not None and (quantized.weights not in QUANTIZED or quantized.block < 1):
+    if quantized is not None and (quantized.weights not in QUANTIZED or quantized.block != BLOCK):
         raise ValueError("an unknown quantization")
     if not {WEIGHTS_FILE, *(graph.file for graph in manifest.graphs)} <= manifest.files.keys():
         raise ValueError("a file is not listed")
-    if any(Path(name).name != name for name in (*manifest.files, *manifest.linked)):
+    if not all(_is_file_name(name) for name in (*manifest.files, *manifest.linked)):
         raise ValueError("a file is outside the directory")
     _check_graph(manifest.draft, draft_caches(manifest.geometry, exit_head), manifest, first=True, last=True)
     _check_stages(manifest)
     if not manifest.plans.keys() <= {graph.file for graph in manifest.graphs}:
         raise ValueError("a plan of no graph")
-    if any(Path(plan.file).name != plan.file for plan in manifest.plans.values()):
+    if not all(_is_file_name(plan.file) for plan in manifest.plans.values()):
         raise ValueError("a plan is outside the directory")
     return manifest
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether this is the name of a file in the directory, and not a path that leads out of it."""
+    return name.isprintable() and 0 < len(name) < 200 and name not in (".", "..") and not {"/", "\\"} & set(name)
 
 
 def _check_stages(manifest: Manifest) -> None:
@@ -84,22 +102,23 @@ def _check_stages(manifest: Manifest) -> None:
         raise ValueError("stages")
 
 
-def _from_json(kind: Any, value: Any) -> Any:
+def _from_json(kind: Any, value: Any, where: str = "") -> Any:
     """Convert a JSON value to the annotated type ``kind``: a dataclass, a tuple, a dict, an optional or a plain type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is UnionType:
-        return value if type(value) in arguments else _from_json(arguments[0], value)
-    if is_dataclass(kind):
+        return value if type(value) in arguments else _from_json(arguments[0], value, where)
+    if is_dataclass(kind) and type(value) is dict:
         hints = get_type_hints(kind)
         if value.keys() != hints.keys():
-            raise ValueError(kind)
-        return kind(**{name: _from_json(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+            odd = min(map(str, value.keys() ^ hints.keys()))
+            raise ValueError(f"{where}{shown(odd)} is missing or unknown")
+        return kind(**{name: _from_json(hints[name], item, f"{where}{name}.") for name, item in value.items()})  # type: ignore[operator]
     if origin is tuple and type(value) is list:
-        return tuple(_from_json(arguments[0], item) for item in value)
+        return tuple(_from_json(arguments[0], item, f"{where}{index}.") for index, item in enumerate(value))
     if origin is dict and type(value) is dict:
-        return {name: _from_json(arguments[1], item) for name, item in value.items()}
+        return {name: _from_json(arguments[1], item, f"{where}{shown(name)}.") for name, item in value.items()}
     if type(value) is not kind:  # isinstance would accept True as a number
-        raise TypeError(kind)
+        raise ValueError(f"{where.removesuffix('.') or 'it'} is {shown(value)}, which is of another type")
     return value
 
 
@@ -108,12 +127,23 @@ def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, fi
 
     The first stage takes token ids and the last returns logits. Between stages a hidden state is passed on.
     """
-    shape = ("B", manifest.geometry.num_kv_heads, "S", manifest.geometry.head_dim)
-    wanted = [(f"{part}_{index}", shape) for index in caches for part in ("key", "value")]
-    hidden = (("B", "n", manifest.geometry.hidden_size), manifest.dtype)
-    x = TensorInfo("input_ids", ("B", "n"), "int64") if first else TensorInfo("hidden", *hidden)
-    y = TensorInfo("logits", ("B", "n", manifest.geometry.vocab_size), "float32") if last else TensorInfo("hidden_out", *hidden)
-    if list(graph.caches) != caches or [(tensor.name, tensor.shape) for tensor in graph.inputs[4:]] != wanted:
-        raise ValueError("caches")
-    if graph.inputs[:1] != (x,) or graph.outputs[:1] != (y,):
-        raise ValueError("input_ids, hidden or logits")
+    geometry, dtype = manifest.geometry, manifest.dtype
+    shape = ("B", geometry.num_kv_heads, "S", geometry.head_dim)
+    names = [f"{part}_{index}" for index in caches for part in ("key", "value")]
+    hidden = (("B", "n", geometry.hidden_size), dtype)
+    inputs = [
+        TensorInfo("input_ids", ("B", "n"), "int64") if first else TensorInfo("hidden", *hidden),
+        TensorInfo("position_ids", ("B", "n"), "int64"),
+        TensorInfo("write_indices", ("B",), "int64"),
+        TensorInfo("attn_mask", ("B", 1, "n", "S"), dtype),
+        *(TensorInfo(name, shape, dtype) for name in names),
+    ]
+    top = ("B", "n", manifest.draft_top_k)
+    candidates = [TensorInfo("topk_ids", top, "int64"), TensorInfo("topk_logprobs", top, "float32")]
+    outputs = [
+        TensorInfo("logits", ("B", "n", geometry.vocab_size), "float32") if last else TensorInfo("hidden_out", *hidden),
+        *(candidates if graph is manifest.draft else ()),
+        *(TensorInfo(f"{name}_out", shape, dtype) for name in names),
+    ]
+    if list(graph.caches) != list(caches) or list(graph.inputs) != inputs or list(graph.outputs) != outputs:
+        raise ValueError("inputs, outputs or caches of a graph")

@@ -1,0 +1,49 @@
+"""Checks of arguments at the edge of the API. numpy's numbers are numbers; booleans and text are not."""
+
+from collections.abc import Iterable
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any
+
+from eesd.common.errors import EESDError
+
+
+def check_integer(name: str, value: Any, least: int, most: int) -> int:
+    """``value`` as an int. Raises :class:`EESDError` unless it is an integer from ``least`` to ``most``."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most:
+        return int(value)
+    bounds = f"of at least {least}" if most >= 2**63 - 1 else f"between {least} and {most}"
+    raise EESDError(f"{name} is {shown(value)}; it must be an integer {bounds}.")
+
+
+def check_number(name: str, value: Any, good: Any, wanted: str) -> float:
+    """``value`` as a float. Raises :class:`EESDError` unless it is a finite number for which ``good(value)`` holds."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = float("inf")
+        if isfinite(number) and good(number):
+            return number
+    raise EESDError(f"{name} is {shown(value)}; it must be {wanted}.")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """``value``. Raises :class:`EESDError` unless it is True or False."""
+    if not isinstance(value, bool):
+        raise EESDError(f"{name} is {shown(value)}; it must be True or False.")
+    return value
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
+    """``value``. Raises :class:`EESDError` unless it is one of ``choices``."""
+    known = list(choices)
+    if not isinstance(value, str) or value not in known:
+        raise EESDError(f"{name} is {shown(value)}; it must be one of {', '.join(known)}.")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value for a message, in one line and shortened."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
