@@ -369,7 +369,7 @@ def test_onnx_runtime_refuses_16_bit_engines_and_names_the_remedies(narrow: Path
 
 
 def test_unknown_backend_lists_the_known_ones(engine: Path) -> None:
-    with pytest.raises(EESDError, match="no backend 'jax'; there are auto, tensorrt, ort, torch"):
+    with pytest.raises(EESDError, match="backend is 'jax'; it must be one of auto, tensorrt, ort, torch"):
         eesd.load(engine, "jax")
 
 

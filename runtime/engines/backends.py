@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from eesd.common.checks import check_choice, check_integer
 from eesd.common.errors import EESDError
 from eesd.common.machine import cores, torch_sees_gpu
 from eesd.common.manifest import Manifest
@@ -38,10 +39,9 @@ def open_engines(directory: Path, manifest: Manifest, backend: str, threads: int
     Raises:
         EESDError: There is no such backend, or it cannot run this directory on this machine.
     """
-    if backend not in BACKENDS:
-        raise EESDError(f"There is no backend {backend!r}; there are {', '.join(BACKENDS)}.")
-    if threads is not None and not 1 <= threads <= MAX_THREADS:
-        raise EESDError(f"threads is {threads}; it must be between 1 and {MAX_THREADS}.")
+    check_choice("backend", backend, BACKENDS)
+    if threads is not None:
+        check_integer("threads", threads, 1, MAX_THREADS)
     return BACKENDS[backend](directory, manifest, threads or default_threads(), draft)
 
 

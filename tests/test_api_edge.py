@@ -1,0 +1,206 @@
+"""The edge of the Python API: whatever is passed, it works or it is an EESDError of one sentence."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import eesd
+from eesd.common.errors import EESDError
+from eesd.common.json_input import MAX_DEPTH
+from eesd.runtime.llm import LLM, Speculation
+
+PROMPT = [1, 40, 50, 60]
+
+
+@pytest.fixture(scope="module")
+def llm(engine: Path) -> LLM:
+    return eesd.load(engine)
+
+
+def refused(action: Callable[[], object], *words: str) -> None:
+    with pytest.raises(EESDError) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith("."), message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        5,
+        1.5,
+        b"text",
+        bytearray(b"text"),
+        {"a": 1},
+        {1, 2},
+        [1.0],
+        [True],
+        [1, "a"],
+        ["a"],
+        [None],
+        [[1]],
+        range,
+        [[]],
+    ],
+    ids=repr,
+)
+def test_a_prompt_of_another_type_is_refused(llm: LLM, prompt: Any) -> None:
+    refused(lambda: llm.generate(prompt), "A prompt is a text, a list of token ids, or a list of chat messages")
+
+
+def test_prompts_of_numpy_integers_and_tuples_are_token_ids(llm: LLM) -> None:
+    expected = llm.generate(PROMPT, max_new_tokens=4).tokens
+    for prompt in (tuple(PROMPT), np.array(PROMPT), [np.int32(token) for token in PROMPT]):
+        completion = llm.generate(prompt, max_new_tokens=np.int64(4))  # type: ignore[arg-type]
+        assert completion.tokens == expected and all(type(token) is int for token in completion.tokens)
+
+
+@pytest.mark.parametrize("prompt", [[], "", np.zeros(0, np.int64)], ids=repr)
+def test_an_empty_prompt_is_refused(llm: LLM, prompt: Any) -> None:
+    """The text model adds no token of its own."""
+    refused(lambda: llm.generate(prompt), "prompt is empty")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be an integer of at least 1"),
+        ({"max_new_tokens": 1.0}, "max_new_tokens is 1.0"),
+        ({"max_new_tokens": True}, "max_new_tokens is True"),
+        ({"max_new_tokens": "8"}, "max_new_tokens is '8'"),
+        ({"max_new_tokens": None}, "max_new_tokens is None"),
+        ({"max_new_tokens": 2**80}, "max_new_tokens is 1208"),
+        ({"stop": 5}, "stop is 5; it must be a string or a list of strings"),
+        ({"stop": b"x"}, "stop is b'x'"),
+        ({"stop": [5]}, "stop is [5]"),
+        ({"stop": [""]}, "stop string is empty"),
+        ({"stop": ""}, "stop string is empty"),
+        ({"draft": 1}, "draft is 1; it must be True or False"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no'"),
+        ({"sampling": {"temperature": 1}}, "sampling is {'temperature': 1}; it must be a Sampling or None"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(llm: LLM, arguments: dict[str, Any], words: str) -> None:
+    refused(lambda: llm.generate(PROMPT, **arguments), words)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "method"])
+@pytest.mark.parametrize(
+    "value", [None, "1", True, [], float("nan"), float("inf"), -1, 10**400, 1j, b"1"], ids=lambda v: repr(v)[:9]
+)
+def test_sampling_options_of_another_type_are_refused(name: str, value: Any) -> None:
+    refused(lambda: eesd.Sampling(**{name: value}), name if name != "method" else "sampling method")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    sampling = eesd.Sampling(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.uint8(7))  # type: ignore[arg-type]
+    assert sampling.temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"controller": 5}, "controller is 5"),
+        ({"tree_width": "1"}, "tree_width is '1'"),
+        ({"tree_width": 1.0}, "tree_width is 1.0"),
+        ({"guard": 1}, "guard is 1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"tree_budget": None}, "tree_budget is None"),
+    ],
+)
+def test_speculation_of_another_type_is_refused(arguments: dict[str, Any], words: str) -> None:
+    refused(lambda: Speculation(**arguments), words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"engine_dir": 5}, "engine_dir is 5"),
+        ({"engine_dir": ""}, "engine_dir is ''"),
+        ({"engine_dir": None}, "engine_dir is None"),
+        ({"engine_dir": b"plans"}, "engine_dir is b'plans'"),
+        ({"backend": None}, "backend"),
+        ({"backend": ["ort"]}, "backend"),
+        ({"speculation": "fixed:k=4"}, "speculation is 'fixed:k=4'"),
+        ({"threads": "2"}, "threads is '2'"),
+        ({"threads": 1.5}, "threads is 1.5"),
+        ({"threads": True}, "threads is True"),
+        ({"verify_hashes": 1}, "verify_hashes is 1"),
+        ({"generation_config": "vllm"}, "generation_config is 'vllm'; it must be one of auto, none"),
+    ],
+)
+def test_load_refuses_arguments_of_another_type(engine: Path, arguments: dict[str, Any], words: str) -> None:
+    refused(lambda: eesd.load(**{"engine_dir": engine} | arguments), words)
+
+
+def test_a_stop_string_is_one_string(llm: LLM) -> None:
+    text = llm.generate(PROMPT, max_new_tokens=24).text
+    stop = text[8:11]
+    assert llm.generate(PROMPT, max_new_tokens=24, stop=stop).text == text[: text.index(stop)]
+    assert llm.generate(PROMPT, max_new_tokens=24, stop=[stop]).text == text[: text.index(stop)]
+
+
+def test_a_session_cannot_be_used_after_its_block(llm: LLM) -> None:
+    """Its cache belongs to the next session, whose tokens would depend on it."""
+    with llm.session(PROMPT, max_new_tokens=32) as old:
+        old.step()
+    tokens = list(old.tokens)
+    expected = llm.generate(PROMPT[:3], max_new_tokens=8).tokens
+    with llm.session(PROMPT[:3], max_new_tokens=8) as new:
+        for use in (old.step, old.prefill, old.peek, lambda: old.kv_cache):
+            refused(use, "session is closed", "start a new session")
+        while new.finish_reason is None:
+            new.step()
+    assert new.tokens[3:] == expected
+    assert old.tokens == tokens and old.stats.rounds == 1 and old.finish_reason is None
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-40, 1e-9])
+@pytest.mark.parametrize("method", ["coupled", "rejection"])
+def test_a_tiny_temperature_is_greedy(llm: LLM, temperature: float, method: str) -> None:
+    sampling = eesd.Sampling(temperature, seed=3, method=method, top_p=1e-320, min_p=5e-324, top_k=2**62)
+    assert llm.generate(PROMPT, sampling, max_new_tokens=16).tokens == llm.generate(PROMPT, max_new_tokens=16).tokens
+
+
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.sampled_from(["role", "content"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(prompt=VALUES, stop=VALUES, name=st.sampled_from(["max_new_tokens", "draft", "ignore_eos", "sampling"]), value=VALUES)
+def test_any_arguments_work_or_are_refused(llm: LLM, prompt: Any, stop: Any, name: str, value: Any) -> None:
+    for arguments in ({"prompt": prompt}, {"prompt": PROMPT, "stop": stop}, {"prompt": PROMPT, name: value}):
+        try:
+            llm.generate(**{"max_new_tokens": 2} | arguments)
+        except EESDError as error:
+            assert "\n" not in str(error)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(values=st.dictionaries(st.sampled_from(list(eesd.Sampling.__annotations__)), VALUES))
+def test_any_sampling_works_or_is_refused(values: dict[str, Any]) -> None:
+    try:
+        eesd.Sampling(**values)
+    except EESDError as error:
+        assert "\n" not in str(error)
+
+
+def test_messages_nested_too_deeply_are_refused(llm: LLM) -> None:
+    nested: Any = "x"
+    for _ in range(50 * MAX_DEPTH):
+        nested = [nested]
+    with pytest.raises(EESDError):
+        llm.generate([{"role": "user", "content": nested}])
