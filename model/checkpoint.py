@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eesd.common.checks import is_file_name
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.json_input import read_json_object
@@ -88,6 +89,8 @@ def read_header(path: Path) -> dict[str, CheckpointTensor]:
         size = path.stat().st_size
     except FileNotFoundError:
         raise EESDError(f"{path} is missing; the checkpoint is incomplete, fetch it again.") from None
+    if not path.is_file():
+        raise EESDError(f"{path} is not a file; fetch it again.")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
@@ -254,13 +257,13 @@ class Checkpoint:
 
 def _weight_files(directory: Path) -> Iterator[Path]:
     index = directory / "model.safetensors.index.json"
-    if (directory / "model.safetensors").exists():  # wins over an index, as in transformers
+    if (directory / "model.safetensors").is_file():  # wins over an index, as in transformers
         yield directory / "model.safetensors"
-    elif index.exists():
+    elif index.is_file():
         shards = read_json_object(index, REMEDY).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
             raise EESDError(f"{index} is damaged: it has no weight_map of file names; fetch the file again.")
-        if any(Path(shard).name != shard for shard in shards.values()):
+        if not all(is_file_name(shard) for shard in shards.values()):
             raise EESDError(f"{index} names a file outside of its directory; fetch the file again.")
         yield from (directory / shard for shard in sorted(set(shards.values())))
     else:

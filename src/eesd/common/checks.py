@@ -47,3 +47,8 @@ def shown(value: Any) -> str:
     """A value for a message, in one line and shortened."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def is_file_name(name: str) -> bool:
+    """Whether this is the name of a file in a directory, and not a path that leads out of it."""
+    return name.isprintable() and 0 < len(name) < 200 and name not in (".", "..") and not {"/", "\\"} & set(name)

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from eesd.common.checks import shown
+from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ARCHITECTURES, draft_caches, exit_caches
 from eesd.common.json_input import read_json
@@ -73,20 +73,15 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("an unknown quantization")
     if not {WEIGHTS_FILE, *(graph.file for graph in manifest.graphs)} <= manifest.files.keys():
         raise ValueError("a file is not listed")
-    if not all(_is_file_name(name) for name in (*manifest.files, *manifest.linked)):
+    if not all(is_file_name(name) for name in (*manifest.files, *manifest.linked)):
         raise ValueError("a file is outside the directory")
     _check_graph(manifest.draft, draft_caches(manifest.geometry, exit_head), manifest, first=True, last=True)
     _check_stages(manifest)
     if not manifest.plans.keys() <= {graph.file for graph in manifest.graphs}:
         raise ValueError("a plan of no graph")
-    if not all(_is_file_name(plan.file) for plan in manifest.plans.values()):
+    if not all(is_file_name(plan.file) for plan in manifest.plans.values()):
         raise ValueError("a plan is outside the directory")
     return manifest
-
-
-def _is_file_name(name: str) -> bool:
-    """Whether this is the name of a file in the directory, and not a path that leads out of it."""
-    return name.isprintable() and 0 < len(name) < 200 and name not in (".", "..") and not {"/", "\\"} & set(name)
 
 
 def _check_stages(manifest: Manifest) -> None:

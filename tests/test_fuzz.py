@@ -1,0 +1,215 @@
+"""Whatever stands in a file or on the command line, it works or it is one sentence.
+
+``make test`` tries a few cases of each kind, ``make test-slow`` many.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click import Command
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.command import assert_one_line, run
+from support.engine_dirs import trained_head
+from support.fuzz import ODD, damaged_json
+
+import eesd
+from eesd.bench.measure.results import Result as BenchResult
+from eesd.bench.measure.tasks import LOADERS, load_task
+from eesd.common.errors import EESDError
+from eesd.common.manifest_reader import load_manifest
+from eesd.controllers import CONTROLLERS
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.config import load_config
+from eesd.runtime.cli import main, read_prompts
+from eesd.runtime.llm import LLM
+
+FEW, MANY = 150, int(os.environ.get("FUZZ_CASES", "1500"))
+"""Cases of each kind. FUZZ_CASES=15000 takes most of an hour."""
+SLOW = settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=FEW, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def check(strategy: st.SearchStrategy[Any], use: Callable[[Any], object], limits: settings) -> None:
+    """Use every case: it works, or it raises an EESDError of one line."""
+
+    @limits
+    @given(case=strategy)
+    def cases(case: Any) -> None:
+        try:
+            use(case)
+        except EESDError as error:
+            message = str(error)
+            assert message.endswith(".") and "\n" not in message and len(message) < 1200, message
+
+    cases()
+
+
+both = pytest.mark.parametrize("limits", [pytest.param(QUICK, id="few"), pytest.param(SLOW, id="many", marks=pytest.mark.slow)])
+"""Few cases in ``make test``, many in ``make test-slow``."""
+
+
+@both
+def test_config(family_dir: Callable[[str], Path], tmp_path: Path, limits: settings) -> None:
+    directories = [
+        shutil.copytree(family_dir(name), tmp_path / name) for name in ("llama3", "qwen3", "mistral-window", "qwen2")
+    ]
+    documents = [json.loads((directory / "config.json").read_text()) for directory in directories]
+    documents[3]["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "mscale": 1.0}
+
+    def use(case: tuple[int, str]) -> None:
+        directory = directories[case[0]]
+        (directory / "config.json").write_text(case[1], errors="surrogatepass")
+        config = load_config(directory)
+        assert config.geometry.head_dim % 2 == 0
+        Checkpoint(directory)
+
+    check(st.one_of(*(st.tuples(st.just(i), damaged_json(d)) for i, d in enumerate(documents))), use, limits)
+
+
+@both
+def test_shard_index(family_dir: Callable[[str], Path], tmp_path: Path, limits: settings) -> None:
+    directory = shutil.copytree(family_dir("codellama"), tmp_path / "model")
+    path = directory / "model.safetensors.index.json"
+
+    def use(text: str) -> None:
+        path.write_text(text, errors="surrogatepass")
+        Checkpoint(directory)
+
+    check(damaged_json(json.loads(path.read_text())), use, limits)
+
+
+@both
+def test_exit_head(text_model: Path, tmp_path: Path, limits: settings) -> None:
+    directory = trained_head(text_model, tmp_path / "head", blocks=1, own_lm_head=False)
+    checkpoint, path = Checkpoint(text_model), directory / "exit_head.json"
+    document = json.loads(path.read_text())
+    document["calibration"] = {"accept": [0.1] * 5, "following": [0.2] * 5}
+    document["calibration"] |= dict.fromkeys(("shift", "slope", "request", "wander", "drift"), 0.3)
+
+    def use(text: str) -> None:
+        path.write_text(text, errors="surrogatepass")
+        assert checkpoint.exit_head(directory).exit_config.layer in (1, 2)
+
+    check(damaged_json(document), use, limits)
+
+
+@both
+def test_manifest(engine_copy: Path, limits: settings) -> None:
+    """What is accepted must run, with the tokens that the undamaged directory gives."""
+    path = engine_copy / "manifest.json"
+    expected = eesd.load(engine_copy).generate([1, 40, 50], max_new_tokens=3, ignore_eos=True).tokens
+
+    def use(text: str) -> None:
+        path.write_text(text, errors="surrogatepass")
+        load_manifest(engine_copy)
+        llm = eesd.load(engine_copy, "ort", threads=1)
+        assert llm.generate([1, 40, 50], max_new_tokens=3, ignore_eos=True).tokens == expected
+
+    check(damaged_json(json.loads(path.read_text())), use, limits)
+
+
+PROMPTS: list[Any] = ["def f(x):", {"prompt": [1, 2, 3]}, {"prompt": "x"}, {"messages": [{"role": "user", "content": "hi"}]}]
+
+
+@both
+def test_prompt_file(engine: Path, tmp_path: Path, limits: settings) -> None:
+    llm, path = eesd.load(engine), tmp_path / "prompts.jsonl"
+
+    def use(case: tuple[str, str, bool]) -> None:
+        path.write_text(case[0] + case[2] * "\n" + case[1], errors="surrogatepass", newline="")
+        for chat in (False, True):
+            for prompt in read_prompts((), path, chat):
+                llm.encode(prompt)
+
+    lines = st.one_of(*map(damaged_json, PROMPTS))
+    check(st.tuples(lines, lines, st.booleans()), use, limits)
+
+
+@both
+def test_prompt_file_of_any_bytes(engine: Path, tmp_path: Path, limits: settings) -> None:
+    llm = eesd.load(engine)
+
+    def use(case: tuple[bytes, str]) -> None:
+        path = tmp_path / f"prompts{case[1]}"
+        path.write_bytes(case[0])
+        for prompt in read_prompts((), path, False):
+            llm.encode(prompt)
+
+    check(st.tuples(st.binary(max_size=60), st.sampled_from([".txt", ".jsonl"])), use, limits)
+
+
+@both
+def test_benchmark_files(tmp_path: Path, limits: settings) -> None:
+    row = {"id": "1", "task": "a", "prompt": "b", "question_id": 3, "category": "c", "turns": ["d"], "task_id": "e"}
+    row |= {"question": "f", "document": "g"}
+    path, result = tmp_path / "rows.jsonl", tmp_path / "result.json"
+
+    def use(case: tuple[str, str]) -> None:
+        path.write_text(case[1], errors="surrogatepass")
+        load_task(f"{case[0]}={path}")
+        result.write_text(case[1], errors="surrogatepass")
+        BenchResult.load(result)
+
+    check(st.tuples(st.sampled_from([*LOADERS]), damaged_json(row)), use, limits)
+
+
+TEXT = st.text(max_size=8) | st.sampled_from([str(value) for value in ODD if not isinstance(value, (list, dict))])
+NUMBER = TEXT | st.integers().map(str) | st.floats().map(str)
+SPEC = TEXT | st.tuples(st.sampled_from([*CONTROLLERS]), NUMBER).map(lambda pair: f"{pair[0]}:k={pair[1]}")
+OPTIONS: dict[str, st.SearchStrategy[str] | None] = {
+    **dict.fromkeys(
+        ("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed", "--tree-width"), NUMBER
+    ),
+    **dict.fromkeys(("--sampling", "--stop", "--backend", "--generation-config", "-p", "--engine-dir", "--prompt-file"), TEXT),
+    **dict.fromkeys(("--chat", "--ignore-eos", "--tree-budget", "--no-draft", "--no-guard", "--json", "--compare"), None),
+    "--controller": SPEC,
+    "--threads": NUMBER,
+    "--nonsense": TEXT,
+}
+
+
+def command_lines(options: dict[str, st.SearchStrategy[str] | None]) -> st.SearchStrategy[list[str]]:
+    """Lists of up to four options with odd values."""
+    pairs = [st.tuples(st.just(name), st.none() if values is None else values) for name, values in options.items()]
+    return st.lists(st.one_of(*pairs), max_size=4).map(
+        lambda found: [part for pair in found for part in pair if part is not None]
+    )
+
+
+@pytest.mark.parametrize("count", [pytest.param(60, id="few"), pytest.param(MANY // 3, id="many", marks=pytest.mark.slow)])
+def test_command_line(engine: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    llm = eesd.load(engine)
+    loaded: dict[Any, LLM] = {}
+
+    def load(directory: Path, backend: str, *, speculation: Any, **options: Any) -> LLM:
+        """Loading takes most of the time; engines are loaded once, and all checks are the real ones."""
+        if directory != engine or backend != "auto" or options["threads"] is not None:
+            return eesd.load(directory, backend, speculation=speculation, **options)
+        return loaded.setdefault(speculation, llm.with_speculation(speculation))
+
+    monkeypatch.setattr("eesd.runtime.cli.load", load)
+    limits = settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+    check_command(main, ["--engine-dir", str(engine), "-n", "2"], command_lines(OPTIONS), limits, stdin="a prompt")
+
+
+def check_command(
+    command: Command, first: list[str], lines: st.SearchStrategy[list[str]], limits: settings, stdin: str = ""
+) -> None:
+    """Every command line works, or ends with one error line (two of click's own) and exit code 2."""
+
+    @limits
+    @given(arguments=lines)
+    def cases(arguments: list[str]) -> None:
+        result = run(command, *first, *arguments, stdin=stdin)
+        assert result.exit_code in (0, 2), (arguments, result.exception)
+        assert "Traceback" not in result.output
+        if result.exit_code == 2 and not result.stderr.startswith("Usage:"):
+            assert_one_line(result.stderr[result.stderr.rindex("error: ") :])
+
+    cases()
