@@ -145,7 +145,7 @@ def _encode(tensor: Tensor, weight: StoredWeight) -> dict[str, memoryview]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.view(torch.uint8).numpy().data
+    return tensor.view(-1).view(torch.uint8).numpy().data  # a dimension of 1 may have any stride
 
 
 def linkable_tensors(sources: Mapping[str, TensorSource], dtype: str) -> dict[str, CheckpointTensor]:

@@ -57,6 +57,8 @@ class ExitHead(nn.Module):
 
 def check_exit(geometry: Geometry, layer: int, blocks: int) -> None:
     """Raise :class:`EESDError` unless a model of this geometry can have an exit head of ``blocks`` blocks after ``layer``."""
+    if geometry.num_layers < 2:
+        raise EESDError("This model has 1 layer, and an exit head needs a model of at least 2.")
     if not 1 <= layer < geometry.num_layers:
         raise EESDError(
             f"The exit layer must be between 1 and {geometry.num_layers - 1} for this {geometry.num_layers}-layer model; "

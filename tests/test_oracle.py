@@ -4,6 +4,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import pytest
 import torch
 import transformers
 from support.checkpoint_grid import POSITIONS, ROPES, VOCABULARY, Case, cases
+from support.command import export_engine, slow_but
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import eesd
 from eesd.common.errors import EESDError
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import load_config
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.rotary import rotary_tables
+from eesd.runtime.llm import Speculation
 
 TOLERANCE = 2e-4
 
@@ -105,6 +109,37 @@ def check(tmp_path: Path, count: int, seed: int) -> None:
 
 def test_a_checkpoint_is_computed_as_transformers_does_or_refused(tmp_path: Path) -> None:
     check(tmp_path, 60, seed=1)
+
+
+def generated(directory: Path, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of transformers."""
+    reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = reference.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None)
+    found: list[int] = tokens[0, len(prompt) :].tolist()
+    return found
+
+
+@pytest.mark.parametrize("number", slow_but(list(range(16)), 0, 3))
+def test_exported_engines_generate_the_tokens_of_transformers(tmp_path: Path, number: int) -> None:
+    """Everything from config.json to tokens: export with its own check, ONNX Runtime, drafting."""
+    supported = (case for case in cases(100, seed=8) if _is_supported(case, tmp_path / f"trial-{case.seed}"))
+    case = next(islice(supported, number, None))
+    model = tmp_path / f"trial-{case.seed}"
+    positions = min(Checkpoint(model).config.max_positions, POSITIONS)
+    plans = export_engine(model, tmp_path / "plans", "--dtype", "float32", "--max-seq-len", positions, "--max-tree-nodes", 4)
+    prompt = torch.randint(0, VOCABULARY, (6,), generator=torch.Generator().manual_seed(number)).tolist()
+    count = positions - len(prompt)
+    engines = eesd.load(plans, speculation=Speculation(tree_width=2, guard=False))
+    assert engines.generate(prompt, max_new_tokens=count, ignore_eos=True).tokens == generated(model, prompt, count), (
+        case.described
+    )
+
+
+def _is_supported(case: Case, directory: Path) -> bool:
+    try:
+        return Checkpoint(case.write(directory)).config.max_positions >= 12
+    except EESDError:
+        return False
 
 
 @pytest.mark.slow
