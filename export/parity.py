@@ -38,7 +38,7 @@ TOLERANCE = 1e-3
 LEAST_COSINE = {"float32": 0.99999, "float16": 0.999, "bfloat16": 0.99}
 """Lowest acceptable cosine by element type. bfloat16 has 8 bits of precision, float16 11."""
 
-_TREE_PROMPT, _TREE_NODES, _TREE_SLOTS = 12, 6, 32
+_TREE_TOKENS, _TREE_SLOTS = 18, 32
 _ENGINE_PROMPT = 12
 _TEXT_LENGTH = 64
 _NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -100,8 +100,9 @@ def compare_graphs(directory: Path, manifest: Manifest, checkpoint: Checkpoint, 
     """
     torch.manual_seed(0)
     decoder, exit_head = _stored_modules(checkpoint, head, manifest)
-    ids = torch.randint(0, manifest.geometry.vocab_size, (1, _TREE_PROMPT + _TREE_NODES))
-    inputs = _random_tree(checkpoint, getattr(torch, manifest.dtype))
+    count = min(_TREE_TOKENS, manifest.max_seq_len)
+    ids = torch.randint(0, manifest.geometry.vocab_size, (1, count))
+    inputs = _random_tree(checkpoint, getattr(torch, manifest.dtype), count)
     draft, verify = Draft(decoder, exit_head, manifest.draft_top_k).eval(), Verify(decoder, exit_head).eval()
     return {
         "draft": _difference(directory, manifest, [manifest.draft], draft, ids, inputs),
@@ -159,10 +160,10 @@ def _stored_value(name: str, tensor: Tensor, manifest: Manifest) -> Tensor:
     return dequantize(levels, scales.float(), weight.quantization.weights).t()
 
 
-def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype) -> Inputs:
-    """A prompt followed by a random tree. Each node sees the prompt, its ancestors and itself."""
-    count = _TREE_PROMPT + _TREE_NODES
-    parents = [*range(-1, _TREE_PROMPT - 1), *(int(torch.randint(_TREE_PROMPT - 1, i, ())) for i in range(_TREE_PROMPT, count))]
+def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype, count: int) -> Inputs:
+    """A prompt followed by a random tree, ``count`` tokens in all. Each node sees the prompt, its ancestors and itself."""
+    prompt = count - count // 3
+    parents = [*range(-1, prompt - 1), *(int(torch.randint(prompt - 1, i, ())) for i in range(prompt, count))]
     visible = torch.eye(count, _TREE_SLOTS, dtype=torch.bool)
     positions = torch.zeros(count, dtype=torch.int64)
     for node, parent in enumerate(parents):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eesd.common.checks import check_choice, check_flag, check_integer, shown
+from eesd.common.checks import check_choice, check_flag, check_integer, check_path, shown
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, read_generation_config
 from eesd.common.integrity import verify_files
@@ -120,13 +120,11 @@ def load(
     Raises:
         EESDError: The directory or an argument cannot be used.
     """
-    if not isinstance(engine_dir, str | os.PathLike) or not os.fspath(engine_dir):
-        raise EESDError(f"engine_dir is {shown(engine_dir)}; give the output directory of eesd-export.")
+    directory = check_path("engine_dir", engine_dir, "the output directory of eesd-export")
     if not isinstance(speculation, Speculation | None):
         raise EESDError(f"speculation is {shown(speculation)}; it must be a Speculation or None.")
     check_flag("verify_hashes", verify_hashes)
     check_choice("generation_config", generation_config, GENERATION_CONFIGS)
-    directory = Path(engine_dir)
     manifest = load_manifest(directory)
     if verify_hashes:
         verify_files(directory, manifest)

@@ -126,6 +126,8 @@ def test_speculation_of_another_type_is_refused(arguments: dict[str, Any], words
         ({"engine_dir": 5}, "engine_dir is 5"),
         ({"engine_dir": ""}, "engine_dir is ''"),
         ({"engine_dir": None}, "engine_dir is None"),
+        ({"engine_dir": "a\0b"}, "engine_dir is 'a"),
+        ({"engine_dir": "\ud800"}, "engine_dir is"),
         ({"engine_dir": b"plans"}, "engine_dir is b'plans'"),
         ({"backend": None}, "backend"),
         ({"backend": ["ort"]}, "backend"),

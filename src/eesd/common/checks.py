@@ -1,8 +1,10 @@
 """Checks of arguments at the edge of the API. numpy's numbers are numbers; booleans and text are not."""
 
+import os
 from collections.abc import Iterable
 from math import isfinite
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from eesd.common.errors import EESDError
@@ -41,6 +43,17 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     if not isinstance(value, str) or value not in known:
         raise EESDError(f"{name} is {shown(value)}; it must be one of {', '.join(known)}.")
     return value
+
+
+def check_path(name: str, value: Any, wanted: str) -> Path:
+    """``value`` as a path. Raises :class:`EESDError` for other types, and for text that cannot name a file."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    try:
+        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
+            return Path(text)
+    except UnicodeEncodeError:
+        pass
+    raise EESDError(f"{name} is {shown(value)}; give {wanted}.")
 
 
 def shown(value: Any) -> str:
