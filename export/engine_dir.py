@@ -1,7 +1,6 @@
 """Export a checkpoint and an exit head to an engine directory. The directory appears complete or not at all."""
 
 import contextlib
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -34,10 +33,10 @@ from eesd.export.weights import (
 from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint, exit_head_tensors
 from eesd.model.inputs import rotary_tables
+from eesd.model.tokenizer_files import resolved_tokenizer
 
 _REPLACEABLE = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache", ".kernels")
 """Suffixes of the files that exports, builds and the runtime write. An export replaces a directory with only such files."""
-_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the current step or weight, the bytes just written, and the bytes to write in all (0: unknown)."""
@@ -107,13 +106,16 @@ def export(
         progress: Called when a step begins, and after each weight.
 
     Raises:
-        EESDError: The options do not fit the model, the disk is too small, or ``output`` holds other files.
+        EESDError: The options do not fit the model, its tokenizer cannot be loaded, the disk is too small, or ``output`` holds
+            other files.
     """
     check_output(output)
     splits = split_layers(checkpoint.geometry, head.config, options.dtype, options.quantization, options.stages)
     sources = weight_sources(checkpoint, head, options.max_seq_len)
     linked = linkable_tensors(sources, options.dtype) if options.link_weights else {}
     linked_names = frozenset(linked)
+    progress("loading the tokenizer", 0, 0)
+    tokenizer = resolved_tokenizer(checkpoint.directory)  # first, because it refuses some models before the long work
     progress("tracing the draft graph", 0, 0)
     graphs = {"draft": trace("draft", checkpoint.geometry, head.config, options, None, linked_names)}
     for number, layers in enumerate(splits):
@@ -125,7 +127,7 @@ def export(
     progress("writing the weights", 0, 0)
     with directory_written_whole(output) as directory:
         links = link_files(directory, (linked[name] for name in linked.keys() & layout.locations.keys()))
-        files = _write_files(directory, checkpoint, sources, graphs, layout, progress)
+        files = _write_files(directory, sources, graphs, layout, tokenizer, progress)
         manifest = _manifest(checkpoint, head.config, options, graphs, files, links)
         (directory / MANIFEST_FILE).write_text(manifest.to_json())
         if check is not None:
@@ -151,10 +153,10 @@ def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, 
 
 def _write_files(
     directory: Path,
-    checkpoint: Checkpoint,
     sources: Mapping[str, TensorSource],
     graphs: Mapping[str, Graph],
     layout: WeightLayout,
+    tokenizer: Mapping[str, bytes],
     progress: Progress,
 ) -> dict[str, FileInfo]:
     """Write weights, graphs and tokenizer files."""
@@ -164,10 +166,9 @@ def _write_files(
     for graph in graphs.values():
         onnx.save(to_proto(graph, layout.locations), directory / graph.info.file)
         files[graph.info.file] = _file_info(directory / graph.info.file)
-    for name in _TEXT_FILES:
-        if (checkpoint.directory / name).exists():
-            shutil.copyfile(checkpoint.directory / name, directory / name)
-            files[name] = _file_info(directory / name)
+    for name, content in tokenizer.items():
+        (directory / name).write_bytes(content)
+        files[name] = _file_info(directory / name)
     return files
 
 
@@ -206,7 +207,7 @@ def _manifest(
 
 def _tools() -> dict[str, str]:
     tools = {"eesd": eesd.__version__, "torch": torch.__version__, "onnx": onnx.__version__}
-    for name in ("onnxscript", "onnx-ir"):
+    for name in ("onnxscript", "onnx-ir", "transformers"):
         with contextlib.suppress(PackageNotFoundError):
             tools[name] = version(name)
     return tools

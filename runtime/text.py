@@ -36,7 +36,12 @@ class TextCodec:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exceptions
             raise EESDError(f"{path} cannot be read ({error}); {_REMEDY}.") from None
-        self.chat_template = _read_chat_template(directory)
+        path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        config = read_json_object(path, _REMEDY) if path.exists() else {}
+        self.tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
+        source = read_text(file, _REMEDY) if file.exists() else _default_template(path, config.get("chat_template"))
+        tokens = {name: _content(path, name, config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
+        self.chat_template = None if source is None else ChatTemplate(source, tokens)
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with the template's)."""
@@ -45,6 +50,8 @@ class TextCodec:
             return list(self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)).ids)
         except TypeError:  # the tokenizer raises this for lone surrogates, which stand for bytes that were not UTF-8
             raise EESDError("The prompt is not valid Unicode text; give it as UTF-8.") from None
+        except Exception as error:  # and plain Exceptions for text that its vocabulary cannot express
+            raise EESDError(f"The tokenizer cannot encode the prompt ({error}); give token ids.") from None
 
     def render(self, messages: Sequence[Message]) -> str:
         """Chat messages as text, by the model's chat template."""
@@ -54,15 +61,6 @@ class TextCodec:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-def _read_chat_template(directory: Path) -> ChatTemplate | None:
-    """The template in chat_template.jinja, or else in tokenizer_config.json, with the special tokens of the latter."""
-    path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    config = read_json_object(path, _REMEDY) if path.exists() else {}
-    tokens = {name: _content(path, name, config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
-    source = read_text(file, _REMEDY) if file.exists() else _default_template(path, config.get("chat_template"))
-    return None if source is None else ChatTemplate(source, tokens)
 
 
 def _default_template(path: Path, template: Any) -> str | None:
