@@ -16,7 +16,8 @@ from eesd.common.errors import EESDError
 
 _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A model with none of these files has no tokenizer."""
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that chat templates may use, by their names in tokenizer_config.json."""
 
 
 def resolved_tokenizer(model: Path) -> dict[str, bytes]:
@@ -42,7 +43,7 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
     backend.no_truncation()  # transformers neither truncates nor pads unless it is asked to
     backend.no_padding()
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}  # the class that uses tokenizer.json as it stands
-    tokens = {name: loaded.special_tokens_map.get(name) for name in _SPECIAL_TOKENS}
+    tokens = {name: loaded.special_tokens_map.get(name) for name in SPECIAL_TOKENS}
     config |= {name: str(token) for name, token in tokens.items() if token is not None}
     if getattr(loaded, "split_special_tokens", False):
         config["split_special_tokens"] = True

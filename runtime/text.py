@@ -8,12 +8,11 @@ from tokenizers import Tokenizer
 
 from eesd.common.errors import EESDError
 from eesd.common.json_input import read_json_object, read_text
+from eesd.model.tokenizer_files import SPECIAL_TOKENS
 from eesd.runtime.chat_template import ChatTemplate, Message
 
 HALF = "\ufffd"
 """Incomplete bytes of a character decode to this."""
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that chat templates may use, by their names in tokenizer_config.json."""
 _REMEDY = "export the model again"
 
 
