@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -34,6 +35,7 @@ from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead, check_exit
 from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, save_config
 from eesd.model.hub import find_model
+from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.text import TextCodec
 
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -78,8 +80,11 @@ class Run:
     @cached_property
     def codec(self) -> TextCodec | None:
         """The model's tokenizer, if it has one."""
-        directory = self.checkpoint.directory
-        return TextCodec(directory) if (directory / "tokenizer.json").exists() else None
+        files = resolved_tokenizer(self.checkpoint.directory)
+        with tempfile.TemporaryDirectory() as directory:
+            for name, content in files.items():
+                (Path(directory) / name).write_bytes(content)
+            return TextCodec(Path(directory)) if files else None
 
     @cached_property
     def decoder(self) -> Decoder:

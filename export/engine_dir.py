@@ -1,7 +1,6 @@
 """Export a checkpoint and an exit head to an engine directory. The directory appears complete or not at all."""
 
 import contextlib
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -35,10 +34,10 @@ from eesd.export.weights import (
 from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint, exit_head_tensors
 from eesd.model.rotary import rotary_tables
+from eesd.model.tokenizer_files import resolved_tokenizer
 
 _REPLACEABLE = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache", ".kernels")
 """Suffixes of the files that exports, builds and the runtime write. An export replaces a directory with only such files."""
-_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_CONFIG_FILE)
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the current step or weight, the bytes just written, and the bytes to write in all (0: unknown)."""
@@ -108,13 +107,18 @@ def export(
         progress: Called when a step begins, and after each weight.
 
     Raises:
-        EESDError: The options do not fit the model, the disk is too small, or ``output`` holds other files.
+        EESDError: The options do not fit the model, its tokenizer cannot be loaded, the disk is too small, or ``output`` holds
+            other files.
     """
     check_output(output)
     splits = split_layers(checkpoint.geometry, head.config, options.dtype, options.quantization, options.stages)
     sources = weight_sources(checkpoint, head, options.max_seq_len)
     linked = linkable_tensors(sources, options.dtype) if options.link_weights else {}
     linked_names = frozenset(linked)
+    progress("loading the tokenizer", 0, 0)
+    texts = resolved_tokenizer(checkpoint.directory)  # first, because it refuses some models before the long work
+    if (checkpoint.directory / GENERATION_CONFIG_FILE).exists():
+        texts[GENERATION_CONFIG_FILE] = (checkpoint.directory / GENERATION_CONFIG_FILE).read_bytes()
     progress("tracing the draft graph", 0, 0)
     graphs = {"draft": trace("draft", checkpoint.geometry, head.config, options, None, linked_names)}
     for number, layers in enumerate(splits):
@@ -126,7 +130,7 @@ def export(
     progress("writing the weights", 0, 0)
     with directory_written_whole(output) as directory:
         links = link_files(directory, (linked[name] for name in linked.keys() & layout.locations.keys()))
-        files = _write_files(directory, checkpoint, sources, graphs, layout, progress)
+        files = _write_files(directory, sources, graphs, layout, texts, progress)
         manifest = _manifest(checkpoint, head.config, options, graphs, files, links)
         (directory / MANIFEST_FILE).write_text(manifest.to_json())
         if check is not None:
@@ -152,23 +156,22 @@ def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, 
 
 def _write_files(
     directory: Path,
-    checkpoint: Checkpoint,
     sources: Mapping[str, TensorSource],
     graphs: Mapping[str, Graph],
     layout: WeightLayout,
+    texts: Mapping[str, bytes],
     progress: Progress,
 ) -> dict[str, FileInfo]:
-    """Write weights, graphs and tokenizer files."""
+    """Write weights, graphs, and the files of tokenizer and generation config."""
     total = sum(weight.nbytes for weight in layout.weights)
     weights = write_weights(directory / WEIGHTS_FILE, layout, sources, lambda name, size: progress(name, size, total))
     files = {WEIGHTS_FILE: weights}
     for graph in graphs.values():
         onnx.save(to_proto(graph, layout.locations), directory / graph.info.file)
         files[graph.info.file] = _file_info(directory / graph.info.file)
-    for name in _TEXT_FILES:
-        if (checkpoint.directory / name).exists():
-            shutil.copyfile(checkpoint.directory / name, directory / name)
-            files[name] = _file_info(directory / name)
+    for name, content in texts.items():
+        (directory / name).write_bytes(content)
+        files[name] = _file_info(directory / name)
     return files
 
 
@@ -207,7 +210,7 @@ def _manifest(
 
 def _tools() -> dict[str, str]:
     tools = {"eesd": eesd.__version__, "torch": torch.__version__, "onnx": onnx.__version__}
-    for name in ("onnxscript", "onnx-ir"):
+    for name in ("onnxscript", "onnx-ir", "transformers"):
         with contextlib.suppress(PackageNotFoundError):
             tools[name] = version(name)
     return tools

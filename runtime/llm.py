@@ -18,13 +18,14 @@ from eesd.common.manifest import MAX_TREE_NODES, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
+from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Limits, Session
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import Engines, open_engines
 from eesd.runtime.engines.base import Binding, KVCache
-from eesd.runtime.text import Message, TextCodec, TextStream
+from eesd.runtime.text import TextCodec, TextStream
 
 Prompt = str | Sequence[Message] | Sequence[int]
 GREEDY = Sampling()

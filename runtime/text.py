@@ -1,26 +1,34 @@
 """Text in, text out: tokenizer, chat template, and streaming that never shows half a character or part of a stop string."""
 
 import codecs
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from eesd.common.errors import EESDError
+from eesd.common.json_input import read_json_object, read_text
+from eesd.model.tokenizer_files import SPECIAL_TOKENS
+from eesd.runtime.chat_template import ChatTemplate, Message
 
-Message = Mapping[str, Any]
 HALF = "\ufffd"
 """Bytes that are no character decode to this."""
+_REMEDY = "export the model again"
 
 
 class TextCodec:
-    """The tokenizer and chat template of an engine directory."""
+    """The tokenizer and chat template of an engine directory.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        chat_template: The chat template, or None if the model has none.
+
+    Raises:
+        EESDError: There is no tokenizer, or a file is damaged.
+    """
 
     def __init__(self, directory: Path) -> None:
         path = directory / "tokenizer.json"
@@ -29,16 +37,13 @@ class TextCodec:
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exceptions
-            raise EESDError(f"{path} cannot be read ({error}); export the model again.") from None
-        config = directory / "tokenizer_config.json"
-        try:
-            self._config: dict[str, Any] = json.loads(config.read_text("utf-8")) if config.exists() else {}
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise EESDError(f"{config} is not valid JSON; export the model again.") from None
-        template = directory / "chat_template.jinja"
-        self.chat_template: str | None = (
-            template.read_text("utf-8") if template.exists() else _default_template(self._config.get("chat_template"))
-        )
+            raise EESDError(f"{path} cannot be read ({error}); {_REMEDY}.") from None
+        path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        config = read_json_object(path, _REMEDY) if path.exists() else {}
+        self.tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
+        source = read_text(file, _REMEDY) if file.exists() else _default_template(path, config.get("chat_template"))
+        tokens = {name: _content(path, name, config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
+        self.chat_template = None if source is None else ChatTemplate(source, tokens)
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with the template's)."""
@@ -47,38 +52,41 @@ class TextCodec:
             return list(self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)).ids)
         except TypeError:  # the tokenizer raises this for lone surrogates, which stand for bytes that were not UTF-8
             raise EESDError("The prompt is not valid Unicode text; give it as UTF-8.") from None
+        except Exception as error:  # and plain Exceptions for text that its vocabulary cannot express
+            raise EESDError(f"The tokenizer cannot encode the prompt ({error}); give token ids.") from None
 
     def render(self, messages: Sequence[Message]) -> str:
         """Chat messages as text, by the model's chat template."""
         if self.chat_template is None:
             raise EESDError("This model has no chat template; give a plain prompt.")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise_exception
-        special = {name: _content(self._config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        try:
-            template = environment.from_string(self.chat_template)
-            return template.render(messages=list(messages), add_generation_prompt=True, **special)
-        except Exception as error:  # a template is a program: it may fail in any way
-            raise EESDError(f"The chat template refuses these messages: {error}.") from None
+        return self.chat_template.render(messages)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-def _default_template(template: Any) -> str | None:
+def _default_template(path: Path, template: Any) -> str | None:
     """The template in a tokenizer's configuration, which has one, or several by name."""
     if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return None if template is None else str(template)
+        named: dict[str, Any] = {}
+        for entry in template:
+            if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
+                raise EESDError(f"{path} has a chat template without name or template; {_REMEDY}.")
+            named[entry["name"]] = entry["template"]
+        template = named
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template is not None and not isinstance(template, str):
+        raise EESDError(f"{path} has a chat_template that is not text; {_REMEDY}.")
+    return template
 
 
-def _content(token: Any) -> str:
+def _content(path: Path, name: str, token: Any) -> str:
     """A special token, which is stored as text or as an object."""
-    return str(token["content"]) if isinstance(token, dict) else str(token or "")
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise EESDError(f"{path} has a {name} that is not text; {_REMEDY}.")
+    return content
 
 
 def _byte_alphabet() -> dict[str, int]:

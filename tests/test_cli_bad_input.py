@@ -176,12 +176,13 @@ def test_bad_json_lines_are_refused(engine: Path, tmp_path: Path, text: bytes, w
 
 
 def test_chat_without_a_template_is_refused(engine_copy: Path) -> None:
-    (engine_copy / "tokenizer_config.json").write_text("{}")
-    edit_manifest(engine_copy, "files/tokenizer_config.json/size", 2)
+    (engine_copy / "chat_template.jinja").unlink()
+    edit_manifest(engine_copy, "files/chat_template.jinja", ...)
     assert_refused(eesd_run(engine_copy, "--chat", *PROMPT), "no chat template", "plain prompt")
 
 
 @pytest.mark.parametrize("template", ["{% if", "{{ nothing.at.all }}", "{{ raise_exception('no\nsystem role') }}"])
 def test_a_template_that_fails_is_one_line(engine_copy: Path, template: str) -> None:
     (engine_copy / "chat_template.jinja").write_text(template)
+    edit_manifest(engine_copy, "files/chat_template.jinja/size", len(template))
     assert_refused(eesd_run(engine_copy, "--chat", *PROMPT), "chat template refuses")

@@ -23,6 +23,7 @@ from eesd.export.cli import main as export_main
 from eesd.export.onnx_graph import SYMBOLS
 from eesd.export.weights import ALIGNMENT
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.llm import Speculation
 
 FamilyDir = Callable[[str], Path]
@@ -192,10 +193,12 @@ def test_head_in_the_model_directory_is_the_default(tmp_path: Path) -> None:
         assert (manifest.exit_head.layer, manifest.exit_head.trained) == (2, True)
 
 
-def test_tokenizer_files_are_copied(text_model: Path, engine: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (engine / name).read_bytes() == (text_model / name).read_bytes()
-        assert load_manifest(engine).files[name].sha256 == sha256_of(text_model / name)
+def test_tokenizer_files_are_those_that_transformers_makes(text_model: Path, engine: Path) -> None:
+    files = resolved_tokenizer(text_model)
+    assert files.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    for name, content in files.items():
+        assert (engine / name).read_bytes() == content
+        assert load_manifest(engine).files[name].sha256 == sha256_of(engine / name)
 
 
 def test_limits_apply_to_graphs_and_decoding(text_model: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ FAILURES = [
     Failure(os, "fsync", 1, FULL),
     Failure(onnx, "save", 2, FULL),
     Failure(engine_dir, "sha256_of", 2, KeyboardInterrupt()),
-    Failure(shutil, "copyfile", 1, FULL),
+    Failure(Path, "write_bytes", 1, FULL),
     Failure(Path, "write_text", 1, FULL),
     Failure(parity, "_run_widened", 2, KeyboardInterrupt()),
 ]

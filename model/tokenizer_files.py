@@ -1,0 +1,84 @@
+"""The tokenizer of a model as transformers loads it, in files that need no transformers.
+
+transformers does not always use ``tokenizer.json`` as it stands: ``LlamaTokenizer`` and ``Qwen2Tokenizer`` rebuild the steps
+around the vocabulary, classes bring special tokens of their own, and some files overrule others. So transformers loads the
+tokenizer here, once, and what it made is written down. Whoever reads these files gets the same token ids.
+"""
+
+import json
+from logging import CRITICAL
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from eesd.common.errors import EESDError
+
+_SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""A model with none of these files has no tokenizer."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that chat templates may use, by their names in tokenizer_config.json."""
+
+
+def resolved_tokenizer(model: Path) -> dict[str, bytes]:
+    """Make the files of a tokenizer and its chat template, as ``AutoTokenizer`` of transformers loads them.
+
+    No code of the model runs, and nothing is downloaded. A tokenizer that transformers cannot load is refused and not used as
+    it stands: its token ids might not be those that the model was trained with.
+
+    Args:
+        model: Directory of the model.
+
+    Returns:
+        Contents of ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``, as far as the model has them, by
+        name. Nothing if it has no tokenizer.
+
+    Raises:
+        EESDError: transformers cannot load the tokenizer, or it is not one of the tokenizers library.
+    """
+    if not any((model / name).exists() for name in _SOURCES):
+        return {}
+    loaded = _load(model)
+    backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    backend.no_truncation()  # transformers neither truncates nor pads unless it is asked to
+    backend.no_padding()
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}  # the class that uses tokenizer.json as it stands
+    tokens = {name: loaded.special_tokens_map.get(name) for name in SPECIAL_TOKENS}
+    config |= {name: str(token) for name, token in tokens.items() if token is not None}
+    if getattr(loaded, "split_special_tokens", False):
+        config["split_special_tokens"] = True
+    files = {
+        "tokenizer.json": backend.to_str(),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+    }
+    template = loaded.chat_template
+    if isinstance(template, dict):  # several by name
+        template = template.get("default")
+    if template is not None:
+        files["chat_template.jinja"] = template
+    return {name: text.encode() for name, text in files.items()}
+
+
+def _load(model: Path) -> Any:
+    """Load a tokenizer with transformers, which takes seconds to import, and says much on the way."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(CRITICAL)
+    try:
+        loaded = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        if not isinstance(getattr(loaded, "backend_tokenizer", None), Tokenizer):
+            raise TypeError(f"{type(loaded).__name__} is not a tokenizer of the tokenizers library")
+        template = loaded.chat_template
+        if not isinstance(template.get("default", "") if isinstance(template, dict) else template or "", str):
+            raise TypeError("the chat template is not text")
+    except Exception as error:  # it may fail in any way on files that it does not expect
+        reason = " ".join((str(error) or type(error).__name__).split())[:200].rstrip(".")
+        raise EESDError(
+            f"transformers cannot load the tokenizer in {model} ({reason}); "
+            "correct its files, or move them away to use token ids alone."
+        ) from None
+    finally:
+        logging.set_verbosity(verbosity)
+    return loaded

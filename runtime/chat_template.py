@@ -1,0 +1,210 @@
+"""Chat messages as text, by the template that comes with a model: as ``apply_chat_template`` of transformers renders them.
+
+A template runs with limits (:mod:`eesd.runtime.template_limits`). What they allow gives the same text;
+``tests/test_chat_template.py`` compares many templates and conversations.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from types import CodeType
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from eesd.common.errors import EESDError
+from eesd.common.json_input import MAX_DEPTH
+from eesd.runtime.template_limits import LimitedEnvironment
+
+Message = Mapping[str, Any]
+"""A chat message: ``role``, ``content``, and what else the template uses."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names under which a message may hold its reasoning. Templates read the first or the second."""
+_ITEM_FILTERS = {"first", "join", "last", "list", "map", "reject", "rejectattr", "select", "selectattr"}
+"""Filters that read the items of what they get."""
+
+
+class ChatTemplate:
+    """The chat template of a model.
+
+    Args:
+        source: The template, in Jinja's language.
+        special_tokens: The model's special tokens by name, such as ``bos_token``. Those that it does not have are missing.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Render messages and the beginning of the answer.
+
+        Args:
+            messages: At least one message. ``content`` is a text or a list of text parts; if the template does not read parts,
+                it gets their texts, one a line.
+
+        Raises:
+            EESDError: A message is not plain data with a role, the template refuses the messages or is no template, or it takes
+                too long.
+        """
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise EESDError("There is no chat message; give a list of at least one.")
+        conversation = [_checked(message, number) for number, message in enumerate(messages, 1)]
+        try:
+            code, reads_parts = self._compiled
+            return self._run(code, conversation if reads_parts else [_without_parts(message) for message in conversation])
+        except EESDError:
+            raise
+        except Exception as error:  # a template is a program: it may fail in any way
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+            raise EESDError(f"The chat template refuses these messages: {reason}.") from None
+
+    def _run(self, code: CodeType, conversation: list[dict[str, Any]]) -> str:
+        environment = _environment()
+        template = Template.from_code(environment, code, environment.make_globals(None))
+        values = {"messages": conversation, "tools": None, "documents": None, "add_generation_prompt": True}
+        pieces, length = [], 0
+        for piece in template.generate(**(values | self._special_tokens)):
+            pieces.append(piece)
+            length += len(piece)
+            environment.fits(length)
+        return "".join(pieces)
+
+    @cached_property
+    def _compiled(self) -> tuple[CodeType, bool]:
+        """The template as code, which belongs to no environment, and whether it reads the parts of a content."""
+        environment = _environment()
+        tree = environment.parse_limited(self._source)
+        reads_parts = _reads_parts(tree)
+        return environment.compile_limited(tree), reads_parts
+
+
+def _checked(message: Any, number: int) -> dict[str, Any]:
+    """A copy of a message as a template sees it: without what is None, and with its reasoning under all names.
+
+    Raises:
+        EESDError: It has no role, its content is no text, or it holds something that is not plain data.
+    """
+    if not isinstance(message, Mapping):
+        raise EESDError(f"Message {number} is {type(message).__name__}; give a mapping with role and content.")
+    if not isinstance(message.get("role"), str):
+        raise EESDError(f"Message {number} has no role; give one, such as user.")
+    present = {key: value for key, value in message.items() if value is not None}
+    plain: dict[str, Any] = _plain(present, f"Message {number}")
+    if not isinstance(plain.get("content", ""), str):
+        _check_parts(plain["content"], f"The content of message {number}")
+    reasoning = next((plain[key] for key in _REASONING if plain.get(key) is not None), None)
+    return plain if reasoning is None else {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
+
+
+def _plain(value: Any, name: str, depth: int = 0) -> Any:
+    """A deep copy in Python's own types for JSON. An object with methods of its own could do anything when it is used."""
+    if depth > MAX_DEPTH:
+        raise EESDError(f"{name} is nested too deeply; give at most {MAX_DEPTH} levels.")
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return value if type(value) is kind else getattr(kind, f"__{kind.__name__}__")(value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {str.__str__(key): _plain(item, name, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, name, depth + 1) for item in value]
+    kind_name = "a mapping with keys that are not text" if isinstance(value, Mapping) else type(value).__name__
+    raise EESDError(f"{name} holds {kind_name}; give text, numbers, lists and mappings, as in JSON.")
+
+
+def _check_parts(content: Any, name: str) -> None:
+    if not isinstance(content, list):
+        raise EESDError(f"{name} is {type(content).__name__}; give a text or a list of text parts.")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise EESDError(f'{name} has a part without a type; give parts such as {{"type": "text", "text": "..."}}.')
+        if kind != "text":
+            raise EESDError(f"{name} has a part of type {kind!r}; this version reads text only.")
+        if not isinstance(part.get("text"), str):
+            raise EESDError(f"{name} has a text part without text; give it as `text`.")
+
+
+def _without_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return message | {"content": "\n".join(part["text"] for part in content)} if isinstance(content, list) else message
+
+
+def _reads_parts(tree: nodes.Template) -> bool:
+    """Whether a template goes through the items of a content: in a loop, or with a filter such as ``selectattr``.
+
+    A content is ``x.content``, ``x["content"]``, a variable or parameter called ``content``, or a variable that was set to one.
+    """
+    names = {"content"}
+
+    def is_content(node: nodes.Node | None) -> bool:
+        while isinstance(node, nodes.Filter):
+            node = node.node
+        if isinstance(node, nodes.CondExpr):
+            return is_content(node.expr1) or is_content(node.expr2)
+        if isinstance(node, nodes.Getitem):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
+            isinstance(node, nodes.Name) and node.name in names
+        )
+
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name) and is_content(assign.node):
+            names.add(assign.target.name)
+    return any(is_content(loop.iter) for loop in tree.find_all(nodes.For)) or any(
+        item.name in _ITEM_FILTERS and is_content(item.node) for item in tree.find_all(nodes.Filter)
+    )
+
+
+class _Generation(Extension):
+    """``{% generation %}``: marks the model's own text for training. It renders what is in it."""
+
+    tags: set[str] = {"generation"}  # noqa: RUF012 - Jinja reads it from the class
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _render(caller: Any) -> Any:
+        return caller()
+
+
+class _Dict:
+    """``dict(...)`` and ``dict.fromkeys(...)``, without the other attributes of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _environment() -> LimitedEnvironment:
+    """What transformers gives to templates, with limits."""
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _Dict()}
+    environment.limit_filters()
+    return environment
+
+
+def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """JSON as models were trained on: not escaped for HTML, unlike Jinja's own."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format: str) -> str:
+    if len(format) > 200:  # C's strftime can make 256 characters of one
+        raise EESDError("The chat template has a date format of more than 200 characters; use another template.")
+    return datetime.now().strftime(format)
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,289 @@
+"""Chat prompts are those of transformers, and a template can neither hang nor fill nor leave the process."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.chat_templates import CONVERSATIONS, TEMPLATES
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer
+
+from eesd.common.errors import EESDError
+from eesd.runtime.chat_template import ChatTemplate
+from eesd.runtime.text import TextCodec
+
+PROMPT: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+USER = [{"role": "user", "content": "Hi"}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
+READ_PARTS = {"llama3_vision", "mistral_small", "qwen3_vl", "parts_filter", "parts_only"}
+"""The templates that read the parts of a content. The others get one text."""
+
+
+def write_tokenizer(directory: Path, config: Any) -> Path:
+    Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "a": 2}, [])).save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def render(template: str, messages: Any = USER) -> str:
+    return ChatTemplate(template, {}).render(messages)
+
+
+def outcome(action: Callable[[], str], refusal: type[Exception]) -> str | None:
+    """What a renderer gives; None if it refuses."""
+    try:
+        return action()
+    except refusal:
+        return None
+
+
+def as_text(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return message | {"content": "\n".join(part["text"] for part in content)} if isinstance(content, list) else message
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "tokens", [{"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": {"__type": "AddedToken", "content": "</s>"}}]
+)
+def test_prompts_are_those_of_transformers(tmp_path: Path, name: str, tokens: dict[str, Any]) -> None:
+    """The same text, or refused by both."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[name], **tokens}
+    directory = write_tokenizer(tmp_path, config)
+    reference, codec = AutoTokenizer.from_pretrained(directory), TextCodec(directory)
+    for messages in CONVERSATIONS.values():
+        given = messages if name in READ_PARTS else [as_text(message) for message in messages]
+
+        def both(messages: Any = messages, given: Any = given) -> tuple[str | None, str | None]:
+            expected = outcome(lambda: str(reference.apply_chat_template(given, **PROMPT)), Exception)
+            return expected, outcome(lambda: codec.render(messages), EESDError)
+
+        expected, rendered = both()
+        if expected != rendered:  # midnight may have passed between the two
+            expected, rendered = both()
+        assert rendered == expected
+
+
+def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default {{ messages[0].content }}"}]
+    directory = write_tokenizer(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": named})
+    reference = AutoTokenizer.from_pretrained(directory)
+    assert reference.apply_chat_template(USER, tokenize=False) == TextCodec(directory).render(USER) == "default Hi"
+
+
+def test_parts_become_lines_for_templates_of_text() -> None:
+    assert render("{% for m in messages %}{{ m.content }}{% endfor %}", PARTS) == "one\ntwo"
+    assert render(
+        "{% for m in messages %}{% set c = m['content'] %}{% for p in c %}<{{ p.text }}>{% endfor %}{% endfor %}", PARTS
+    ) == ("<one><two>")
+    assert (
+        render("{% for m in messages %}{% for word in m.content.split() %}<{{ word }}>{% endfor %}{% endfor %}", PARTS)
+        == "<one><two>"
+    )
+
+
+class Text(str):
+    """A text with a method that a template must not reach."""
+
+    def open(self) -> str:
+        return "opened"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "no chat message"),
+        (["Hi"], "Message 1 is str"),
+        ([*USER, {"content": "x"}], "Message 2 has no role"),
+        ([{"role": 1, "content": "x"}], "no role"),
+        ([{"role": "user", "content": 1}], "content of message 1 is int"),
+        ([{"role": "user", "content": {"text": "x"}}], "is dict"),
+        ([{"role": "user", "content": ["x"]}], "part without a type"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "part of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "without text"),
+        ([{"role": "user", "content": "x", "data": b"x"}], "holds bytes"),
+        ([{"role": "user", "content": "x", "data": {1: 2}}], "keys that are not text"),
+        ([{"role": "user", "content": "x", "data": json.loads("[" * 80 + "]" * 80)}], "nested too deeply"),
+    ],
+)
+def test_messages_that_are_no_messages_are_refused(messages: Any, words: str) -> None:
+    with pytest.raises(EESDError, match=words):
+        render("{{ messages }}", messages)
+
+
+def test_a_template_sees_copies_of_plain_data() -> None:
+    message = {"role": Text("user"), "content": "x", "n": True, "f": 1.5, "list": (1, 2), "none": [None]}
+    assert render("{{ messages[0] }}", [message]) == (
+        "{'role': 'user', 'content': 'x', 'n': True, 'f': 1.5, 'list': [1, 2], 'none': [None]}"
+    )
+    with pytest.raises(EESDError, match="no attribute 'open'"):
+        render("{{ messages[0].role.open() }}", [message])
+
+
+DOUBLE = "{% set n = namespace(x='ab', d=[]) %}{% for i in range(90) %}BODY{% endfor %}{{ n.x == n.d }}{{ n.d }}"
+TOO_MUCH = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "loops that show nothing": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "product": "{{ 'a' * 10**9 }}",
+    "product of a list": "{{ ([0] * 10**8) | length }}",
+    "power": "{{ 10 ** (10 ** 9) }}",
+    "product of numbers": "{% set n = namespace(x=2**16000) %}{% for i in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "ljust": "{{ 'a'.ljust(10**9) }}",
+    "ljust of escaped text": "{{ ('a' | safe).ljust(10**9) }}",
+    "center": "{{ ['a'] | map('center', 10**9) | list }}",
+    "center in a block": "{% filter center(1000000000) %}a{% endfilter %}",
+    "center in autoescape": "{% autoescape 'a' | center(1000000000) %}{% endautoescape %}",
+    "%d": "{{ '%1000000000d' % 1 }}",
+    "%*d": "{{ '%*d' | format(1000000000, 1) }}",
+    "% of a mapping": "{{ ('%(a)s' * 100000) % {'a': 'x' * 100000} }}",
+    "format": "{{ '{:1000000000}'.format(1) }}",
+    "format by an argument": "{{ '{:{w}}'.format(1, w=10**9) }}",
+    "replace": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+    "replace filter": "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}",
+    "join": "{{ ('a' * 1000000).join(range(99999) | map('string')) }}",
+    "join filter": "{{ range(99999) | join('a' * 1000000) }}",
+    "join by attribute": "{% set n = namespace(x='a' * 1000000) %}{{ ([n] * 99999) | join(attribute='x') }}",
+    "list": "{{ ('a' * 16000000) | list | length }}",
+    "split": "{{ ('a ' * 8000000).split() | length }}",
+    "title": "{{ ('a ' * 8000000) | title }}",
+    "batch": "{{ [1] | batch(10**9, 'x') | list }}",
+    "indent": "{{ ('\\n' * 1000000) | indent(1000000, true, true) }}",
+    "round": "{{ 5.5 | round(1000000000, 'ceil') }}",
+    "tojson": "{{ range(99999) | list | tojson(indent=1000000) }}",
+    "sum": "{{ ([[]] * 99999) | sum(start=[1] * 100000) }}",
+    "striptags": "{{ ('<!--' * 1000000) | striptags }}",
+    "strftime": "{{ strftime_now('%c' * 1000000) }}",
+    "doubled by +": DOUBLE.replace("BODY", "{% set n.x = n.x + n.x %}"),
+    "doubled by ~": DOUBLE.replace("BODY", "{% set n.x = n.x ~ n.x %}"),
+    "doubled by %": DOUBLE.replace("BODY", "{% set n.x = '%s%s' % (n.x, n.x) %}"),
+    "doubled by format": DOUBLE.replace("BODY", "{% set n.x = '{0}{0}'.format(n.x) %}"),
+    "doubled by a block": DOUBLE.replace("BODY", "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}"),
+    "lists of lists": DOUBLE.replace("BODY", "{% set n.d = [n.d, n.d] %}"),
+    "mappings of mappings": DOUBLE.replace("BODY", "{% set n.d = dict(a=n.d, b=n.d) %}"),
+    "tuples as keys": DOUBLE.replace("BODY", "{% set n.d = (n.d, n.d) %}") + "{{ {n.d: 1} }}",
+    "tuples of arguments": "{% macro f(d) %}{{ f(d, varargs, varargs) }}{% endmacro %}{{ f(1) }}",
+    "nested lists": "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
+    "kept slices": "{% macro f(s) %}{{ f(s[1:]) }}{% endmacro %}{{ f('abc' * 5000000) }}",
+    "kept objects": "{% set n = namespace(x=0) %}{% for i in range(99999) %}"
+    "{% set n.x = namespace(p=n.x, s='abc' * 1000000) %}{% endfor %}",
+    "shown text": "{% set s = 'a' * 9000000 %}{% set x %}{% for i in range(99999) %}{{ s }}{% endfor %}{% endset %}",
+    "own text": "{% set x %}{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}{% endset %}",
+    "a long template": "x" * 200_000,
+    "nested brackets": "{{ " + "(" * 60_000 + ")" * 60_000 + " }}",
+    "a long sum": "{{ " + "1+" * 60_000 + "1 }}",
+}
+
+
+@pytest.mark.parametrize("template", TOO_MUCH.values(), ids=TOO_MUCH)
+def test_a_template_that_does_too_much_is_refused(template: str) -> None:
+    with pytest.raises(EESDError, match="The chat template"):
+        render(template)
+
+
+def test_limits_hold_in_other_threads_and_between_renderings() -> None:
+    """Each rendering has its own budget: a template may be rendered again and again, and at the same time."""
+    template = ChatTemplate("{% for i in range(60000) %}{% set x = 'a' ~ i %}{% endfor %}{{ messages[0].content }}", {})
+    results: list[str] = []
+    threads = [threading.Thread(target=lambda: results.extend(template.render(USER) for _ in range(3))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == ["Hi"] * 9
+
+
+def test_a_long_conversation_is_no_problem() -> None:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 600} for i in range(999)]
+    for name in ("llama3", "llama3_tools_date", "mistral_small", "qwen25", "qwen3", "deepseek"):
+        template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
+        assert len(template.render(messages)) > 2_900_000
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ ().__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ strftime_now.__code__.co_code }}",
+        "{{ (messages | map('string')).gi_frame.f_globals }}",
+        "{{ (messages | map('string')).close() }}",
+        "{{ ('' | attr('__class__')).mro() }}",
+        "{{ '{0.__init__.__globals__}'.format(cycler) }}",
+        "{{ ('{0.__class__}' | safe).format('') }}",
+        "{{ (['']| map(attribute='__class__') | first).mro() }}",
+        "{{ self._TemplateReference__context.environment }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'a': 1}) }}",
+        "{{ dict.mro() }}",
+        "{{ namespace(__class__=1) }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{% import 'os' as os %}{{ os }}",
+        "{% include '/etc/passwd' %}",
+        "{{ 'x'.encode().decode() }}",
+        "{{ (1).to_bytes(4, 'big') }}",
+        "{{ lipsum() }}",
+        "{{ [].__len__() }}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox(template: str) -> None:
+    messages = [dict(USER[0])]
+    with pytest.raises(EESDError, match="The chat template"):
+        render(template, messages)
+    assert messages == USER
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ([], "does not hold a JSON object"),
+        ({"chat_template": 5}, "chat_template that is not text"),
+        ({"chat_template": {"default": ["x"]}}, "not text"),
+        ({"chat_template": [{"name": "default"}]}, "without name or template"),
+        ({"chat_template": [{"template": "x"}]}, "without name or template"),
+        ({"chat_template": ["x"]}, "without name or template"),
+        ({"chat_template": "x", "bos_token": 1}, "bos_token that is not text"),
+        ({"chat_template": "x", "eos_token": {"lstrip": True}}, "eos_token that is not text"),
+        ({"chat_template": "x", "pad_token": ["x"]}, "pad_token that is not text"),
+    ],
+)
+def test_a_damaged_configuration_is_refused(tmp_path: Path, config: Any, words: str) -> None:
+    with pytest.raises(EESDError, match=words):
+        TextCodec(write_tokenizer(tmp_path, config))
+
+
+def test_a_template_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, {})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
+    with pytest.raises(EESDError, match="not UTF-8"):
+        TextCodec(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+WORDS = """{% for m in messages %}|{% endfor %}|{{ m.content }}|{{ |}}|{% if |m|.content|[|]|0|'a'| %}|{% endif %}| join|tojson
+|(|) | *|~|{% set x = |{#|x|{% break %}|{% macro f() %}"""
+TEMPLATE = st.lists(st.sampled_from([*WORDS.split("|"), "|"]), max_size=12).map("".join)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    config=JSON | st.fixed_dictionaries({}, optional={"bos_token": JSON, "eos_token": JSON, "chat_template": JSON | TEMPLATE}),
+    messages=JSON | st.lists(st.fixed_dictionaries({"role": JSON | st.just("user"), "content": JSON}), max_size=2),
+)
+def test_any_configuration_and_messages_work_or_are_refused(tmp_path: Path, config: Any, messages: Any) -> None:
+    try:
+        codec = TextCodec(write_tokenizer(tmp_path, config))
+        assert isinstance(codec.render(messages), str)
+    except EESDError as error:
+        assert str(error).endswith(".") and "\n" not in str(error)
