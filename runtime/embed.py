@@ -6,12 +6,12 @@ Nothing global is changed.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eesd.common.checks import check_path
 from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.manifest_reader import load_manifest
@@ -19,7 +19,7 @@ from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.device import DeviceStream
 from eesd.runtime.engines.trt_engine import open_tensorrt
 from eesd.runtime.engines.trt_plans import matches_graph
-from eesd.runtime.llm import LLM, Speculation
+from eesd.runtime.llm import LLM, Speculation, models_sampling
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,11 @@ def embed(engine_dir: str | os.PathLike[str], host: Host, speculation: Speculati
     Raises:
         EESDError: The engines do not match the directory's manifest, or memory of the host has the wrong size.
     """
-    directory = Path(engine_dir)
+    directory = check_path("engine_dir", engine_dir, "the engine directory whose plans the service has loaded")
     manifest = load_manifest(directory)
     stream = DeviceStream(torch.device("cuda", host.stream.device_index), host.stream)
-    return LLM(directory, manifest, open_host_engines(manifest, host, stream), speculation if host.draft else None)
+    engines = open_host_engines(manifest, host, stream)
+    return LLM(directory, manifest, engines, speculation if host.draft else None, models_sampling(directory))
 
 
 def open_host_engines(manifest: Manifest, host: Host, stream: DeviceStream) -> Engines:

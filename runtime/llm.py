@@ -130,11 +130,11 @@ def load(
     if verify_hashes:
         verify_files(directory, manifest)
     engines = open_engines(directory, manifest, backend, threads, draft=speculation is not None)
-    default = default_sampling(directory) if generation_config == "auto" else GREEDY
+    default = models_sampling(directory) if generation_config == "auto" else GREEDY
     return LLM(directory, manifest, engines, speculation, default)
 
 
-def default_sampling(directory: Path) -> Sampling:
+def models_sampling(directory: Path) -> Sampling:
     """How the ``generation_config.json`` of an engine directory says to sample; greedy if there is none.
 
     Raises:
