@@ -206,3 +206,26 @@ def test_messages_nested_too_deeply_are_refused(llm: LLM) -> None:
         nested = [nested]
     with pytest.raises(EESDError):
         llm.generate([{"role": "user", "content": nested}])
+
+
+EXTREMES = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0, 5e-324, 1e-320, 1e-40, 0.01, 0.7, 5, 99.9]),
+        "top_k": st.sampled_from([0, 1, 2, 50, 2**62]),
+        "top_p": st.sampled_from([1, 1e-320, 1e-9, 0.5, 0.999999999]),
+        "min_p": st.sampled_from([0, 5e-324, 0.1, 0.9999999999]),
+        "repetition_penalty": st.sampled_from([1, 0.01, 1.1, 100]),
+        "seed": st.integers(0, 2**63 - 1),
+    }
+)
+
+
+@pytest.mark.filterwarnings("error")
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(options=EXTREMES, width=st.sampled_from([1, 3]))
+def test_extreme_sampling_options_are_lossless(llm: LLM, options: dict[str, Any], width: int) -> None:
+    """Nothing overflows, underflows to other tokens, or warns."""
+    sampling = eesd.Sampling(**options)
+    drafting = llm.with_speculation(Speculation("fixed:k=3", tree_width=width, guard=False))
+    plain, drafted = (drafting.generate(PROMPT, sampling, max_new_tokens=16, ignore_eos=True, draft=d) for d in (False, True))
+    assert plain.tokens == drafted.tokens
