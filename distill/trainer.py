@@ -229,12 +229,15 @@ class Trainer:
             for other in self._checkpoints():
                 if other != final:
                     shutil.rmtree(other)
-            head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
-            head.load_state_dict(head_state)
-            with saving(self.output / exit_head_file.WEIGHTS_FILE):
-                exit_head_file.save(head, self.output)
+            self._save_head(head_state)
             self.metrics.plot()
         self.accelerator.wait_for_everyone()
+
+    def _save_head(self, state: dict[str, Tensor]) -> None:
+        head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
+        head.load_state_dict(state)
+        with saving(self.output / exit_head_file.WEIGHTS_FILE):
+            exit_head_file.save(head, self.output)
 
     def _checkpoints(self) -> list[Path]:
         """The directories of all checkpoints, oldest first."""
@@ -262,6 +265,9 @@ class Trainer:
             )
         self._load_head(newest / "head.safetensors", remedy)
         self._load_optimizers(newest / "optimizer.safetensors", remedy)
+        state = self._head_state()
+        if self.accelerator.is_main_process:
+            self._save_head(state)  # the run may have been killed between the checkpoint and the head
         self.step = step
         self.metrics.start(self.step)
 
