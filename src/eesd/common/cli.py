@@ -1,5 +1,6 @@
 """The common parts of the commands: options, streams and signals, and errors as one line with an exit code."""
 
+import errno
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
 
 C = TypeVar("C", bound=click.Command)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
@@ -121,8 +123,9 @@ def _one_line_errors() -> Iterator[None]:
     except MemoryError:
         fail("There is not enough memory; give smaller values, or use a larger machine.")
     except OSError as error:
-        place = next(iter((*_give_up_broken_streams(), *filter(None, [error.filename]))), "")
-        fail(f"{error.strerror or error}{place and ': '}{place}.")
+        place = f": {error.filename}" if error.filename else ""
+        remedy = "; free some space, or write to another place" if error.errno in _FULL else ""
+        fail(f"{error.strerror or error}{place}{remedy}.")
 
 
 def _check_streams() -> None:
@@ -145,17 +148,14 @@ def _null() -> TextIO:
     return Path(os.devnull).open("w", encoding="utf-8")
 
 
-def _give_up_broken_streams() -> list[str]:
-    """Redirect the standard streams that cannot be written, so that Python does not try again at exit. Returns their names."""
-    broken = []
-    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+def _give_up_broken_streams() -> None:
+    """Redirect the standard streams that cannot be written, so that Python does not try again at exit."""
+    for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            broken.append(name)
             with suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return broken
 
 
 def _exit_on_signals() -> None:
