@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -105,9 +106,9 @@ def main(**options: Any) -> None:
         from eesd.distill.run import make_run
     except ImportError as error:
         raise EESDError(f"Distillation needs {error.name}; install it with: pip install 'eesd[distill]'.") from None
-    layers = _parse_numbers("--search-exit-layer", options.pop("search_exit_layer"), int)
-    blocks = _parse_numbers("--search-blocks", options.pop("search_blocks"), int)
-    options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float)
+    layers = _parse_counts("--search-exit-layer", options.pop("search_exit_layer"), 10_000)
+    blocks = _parse_counts("--search-blocks", options.pop("search_blocks"), 1000)
+    options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float, 0, 100)
     if options["exit_layer"] is None:
         if not layers:
             raise EESDError("Give --exit-layer N, or --search-exit-layer 2,3,4 to find one.")
@@ -152,12 +153,23 @@ def _evaluate(run: Run) -> None:
     )
 
 
-def _parse_numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> tuple[Any, ...]:
-    """Parse numbers separated by commas."""
+def _parse_numbers(option: str, text: str | None, kind: Callable[[str], Any], least: int, most: int) -> tuple[Any, ...]:
+    """Parse numbers separated by commas, from ``least`` to ``most``."""
     try:
-        return tuple(kind(part) for part in text.split(",")) if text else ()
+        numbers = tuple(kind(part) for part in text.split(",")) if text is not None else ()
     except ValueError:
-        raise EESDError(f"{option} takes numbers separated by commas; {text!r} was given.") from None
+        numbers = (math.nan,)
+    if not all(least <= number <= most for number in numbers):  # a nan is not
+        raise EESDError(f"{option} takes numbers from {least} to {most} separated by commas; {text!r} was given.")
+    return numbers
+
+
+def _parse_counts(option: str, text: str | None, most: int) -> tuple[int, ...]:
+    """The same for different whole numbers above 0."""
+    numbers = _parse_numbers(option, text, int, 1, most)
+    if len(set(numbers)) < len(numbers):
+        raise EESDError(f"{option} has a number twice: {text}; give each once.")
+    return numbers
 
 
 def _report(run: Run) -> Callable[[dict[str, Any]], None]:
