@@ -113,7 +113,15 @@ def main(**options: Any) -> None:
         if not layers:
             raise EESDError("Give --exit-layer N, or --search-exit-layer 2,3,4 to find one.")
         options["exit_layer"] = layers[0]
-    run = make_run(options, progress_bar)
+    try:
+        _run(make_run(options, progress_bar), layers, blocks)
+    except RuntimeError as error:
+        if "allocate" not in str(error) and type(error).__name__ != "OutOfMemoryError":  # what torch raises on CPUs and GPUs
+            raise
+        raise EESDError("There is not enough memory; reduce --batch, --own-batch or --length.") from None
+
+
+def _run(run: Run, layers: tuple[int, ...], blocks: tuple[int, ...]) -> None:
     if layers:
         if not run.training.steps:
             raise EESDError("--search-exit-layer trains a head for each layer; give --steps of at least 1.")

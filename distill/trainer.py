@@ -273,10 +273,11 @@ class Trainer:
 
     def _load_head(self, path: Path, remedy: str) -> None:
         state: dict[str, Any] = {f"head.{name}": value for name, value in load_tensors(path, remedy).items()}
-        try:
-            set_model_state_dict(self.student, state, options=FULL_ON_ALL_PROCESSES)
-        except (RuntimeError, KeyError, ValueError):  # other tensors, or other shapes
-            raise damaged(path, remedy) from None
+        expected: dict[str, Any] = dict(get_model_state_dict(self.student, options=FULL_ON_ALL_PROCESSES))
+        shapes, wanted = ({name: value.shape for name, value in tensors.items()} for tensors in (state, expected))
+        if shapes != wanted:  # torch would not miss a tensor that is not there
+            raise damaged(path, remedy)
+        set_model_state_dict(self.student, state, options=FULL_ON_ALL_PROCESSES)
 
     def _load_optimizers(self, path: Path, remedy: str) -> None:
         stored = load_tensors(path, remedy)
