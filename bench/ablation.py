@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from eesd.bench.measure.results import read_json
@@ -12,6 +11,7 @@ from eesd.bench.measure.resumable import ResumableRun
 from eesd.bench.measure.run import CANDIDATES, Bench
 from eesd.bench.measure.tasks import TaskPrompt
 from eesd.common.errors import EESDError
+from eesd.common.files import scratch_directory
 from eesd.common.manifest import DEFAULT_SLOTS, MANIFEST_FILE
 
 EXIT_HEAD = "exit_head.json"
@@ -37,7 +37,7 @@ def parse_head(spec: str) -> Part:
     """Parse ``NAME`` or ``NAME=DIR``. Raises :class:`EESDError` if DIR is neither an exit head nor an engine directory."""
     name, equals, path = spec.partition("=")
     directory = Path(path)
-    if not name or (equals and not any((directory / file).exists() for file in (MANIFEST_FILE, EXIT_HEAD))):
+    if not name or (equals and not (path and any((directory / file).exists() for file in (MANIFEST_FILE, EXIT_HEAD)))):
         raise EESDError(f"--head {spec} is not NAME or NAME=DIR; DIR must have {EXIT_HEAD} or {MANIFEST_FILE}.")
     return Part(name, directory if equals else None)
 
@@ -79,8 +79,8 @@ def _engine_directory(part: Part, parts: Sequence[Part], model: str | None, dtyp
         yield part.directory
         return
     assert model is not None
-    with TemporaryDirectory(prefix="eesd-ablation-") as temporary:
-        output = Path(temporary) / "plans"
+    with scratch_directory("eesd-ablation") as temporary:
+        output = temporary / "plans"
         _export(part, parts, model, dtype, output)
         yield output
 

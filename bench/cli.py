@@ -35,6 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 QUICK = {"per_task": 1, "tuning_per_task": 1, "max_new_tokens": 32, "widths": "1"}
 """Values that ``--quick`` gives to options that are not on the command line."""
 DEFAULT = Options()
+COUNT = click.IntRange(1, 10**6)
 
 
 def _all(options: Iterable[Callable[[F], F]]) -> Callable[[F], F]:
@@ -60,16 +61,25 @@ def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output:
                 help=f"Prompts to run; NAME: {', '.join(LOADERS)}. Default: bundled.",
             ),
             click.option(
-                "--temperature", default=DEFAULT.temperature, help="Temperature of the samplings that are not greedy."
+                "--temperature",
+                type=cli.Number(0, 100),
+                default=DEFAULT.temperature,
+                help="Temperature of the samplings that are not greedy.",
             ),
-            click.option("-n", "--max-new-tokens", default=new_tokens, help="Tokens to generate behind each prompt."),
-            click.option("--per-task", default=per_task, help="Largest number of reported prompts of each task."),
-            click.option("--tuning-per-task", default=tuning_per_task, help="Largest number of tuning prompts of each task."),
+            click.option(
+                "-n", "--max-new-tokens", type=COUNT, default=new_tokens, help="Tokens to generate behind each prompt."
+            ),
+            click.option("--per-task", type=COUNT, default=per_task, help="Largest number of reported prompts of each task."),
+            click.option(
+                "--tuning-per-task", type=COUNT, default=tuning_per_task, help="Largest number of tuning prompts of each task."
+            ),
             click.option("--chat", is_flag=True, help="Send prompts as chat messages."),
-            click.option("--seed", default=DEFAULT.seed, help="Seed of controllers and sampling."),
+            click.option("--seed", type=cli.SEED, default=DEFAULT.seed, help="Seed of controllers and sampling."),
             click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend),
-            click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]"),
-            click.option("-o", "--output", type=click.Path(path_type=Path), default=Path(output), help="Directory to write."),
+            click.option(
+                "--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]"
+            ),
+            click.option("-o", "--output", type=cli.PATH, default=Path(output), help="Directory to write."),
             click.option("--resume", is_flag=True, help="Continue an interrupted run in --output."),
             click.option("--overwrite", is_flag=True, help="Replace existing results in --output."),
             click.option("--plots/--no-plots", default=True, help="Also draw plots (needs matplotlib)."),
@@ -146,7 +156,7 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
 
 
 @cli.group(invoke_without_command=True)
-@click.option("--engine-dir", type=click.Path(path_type=Path), help="Directory that eesd-export wrote.")
+@click.option("--engine-dir", type=cli.ENGINE_DIR, help="Directory that eesd-export wrote.")
 @measurement_options(DEFAULT.controllers, DEFAULT.samplings)
 @click.pass_context
 def main(context: click.Context, /, engine_dir: Path | None, **given: Any) -> None:
@@ -165,11 +175,10 @@ def main(context: click.Context, /, engine_dir: Path | None, **given: Any) -> No
 
 
 @main.command(context_settings=cli.HELP)
-@click.option("--model", help="Base model of the heads. Not needed for engine directories.")
+@click.option("--model", type=cli.NAME, help="Base model of the heads. Not needed for engine directories.")
 @click.option("--head", "heads", multiple=True, required=True, metavar="NAME[=DIR]", help="Exit head; repeatable.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="Element type of exports.")
 @measurement_options(("threshold", "beta-ts", "calibration-ts", "cost-aware-ts"), ("greedy",))
-@cli.one_line_errors
 def ablation(model: str | None, heads: tuple[str, ...], dtype: str, **given: Any) -> None:
     """Measure what each part contributes: every head with fixed draft lengths, the last one also with trees and controllers.
 
@@ -194,16 +203,13 @@ def _refuse_recording_options(names: Iterable[str]) -> None:
 
 
 @main.command(context_settings=cli.HELP)
-@click.option(
-    "--engine-dir", type=click.Path(path_type=Path), help="Record traces with this directory, which eesd-export wrote."
-)
-@click.option("--trace", type=click.Path(path_type=Path), help="Replay this recorded trace; needs --tuning-trace.")
-@click.option("--tuning-trace", type=click.Path(path_type=Path), help="Recorded trace of the tuning prompts.")
+@click.option("--engine-dir", type=cli.ENGINE_DIR, help="Record traces with this directory, which eesd-export wrote.")
+@click.option("--trace", type=cli.PATH, help="Replay this recorded trace; needs --tuning-trace.")
+@click.option("--tuning-trace", type=cli.PATH, help="Recorded trace of the tuning prompts.")
 @click.option("--costs", multiple=True, default=(MEASURED, "70b"), help=f"{', '.join((MEASURED, *COST_MODELS))}; repeatable.")
 @click.option("--sampling", default="greedy", help="greedy or coupled.")
-@click.option("--depth", default=16, help="Tokens to draft from every position.")
+@click.option("--depth", type=click.IntRange(1, 512), default=16, help="Tokens to draft from every position.")
 @prompt_options(128, 99, 99, "simulation")
-@cli.one_line_errors
 def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | None, **given: Any) -> None:
     """Replay all controllers on recorded traces under several cost models, and compare their speed."""
     plots, output, costs, depth = (given.pop(name) for name in ("plots", "output", "costs", "depth"))
@@ -238,10 +244,9 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
 
 
 @main.command(context_settings=cli.HELP)
-@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("docs/results.md"), help="Markdown to write.")
+@click.argument("results", nargs=-1, required=True, type=cli.PATH)
+@click.option("-o", "--output", type=cli.PATH, default=Path("docs/results.md"), help="Markdown to write.")
 @click.option("--plots/--no-plots", default=True, help="Also draw plots (needs matplotlib).")
-@cli.one_line_errors
 def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
     """Write Markdown and plots from RESULTS: result.json and simulation.json files."""
     check_plots(plots)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -26,7 +25,7 @@ import numpy as np
 from eesd.bench.measure.results import describe_machine
 from eesd.common import cli
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
+from eesd.common.files import scratch_directory, written_whole
 from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import DTYPES, EMBEDDINGS, ROTARY_TABLES, model_shapes
@@ -295,18 +294,16 @@ def markdown(result: dict[str, Any]) -> str:
 @click.option("--shape", type=click.Choice(list(SHAPES)), required=True)
 @click.option("--backend", type=click.Choice(BACKENDS), default="torch")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float16")
-@click.option(
-    "--work", type=click.Path(path_type=Path), help="Keep the engine directory here, for another backend.  [default: delete it]"
-)
-@click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
-@click.option("--repeats", type=click.IntRange(min=3), default=30, help="Calls of each kind.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures to this file.")
+@click.option("--work", type=cli.PATH, help="Keep the engine directory here, for another backend.  [default: delete it]")
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]")
+@click.option("--repeats", type=click.IntRange(3, 10**6), default=30, help="Calls of each kind.")
+@click.option("--json", "json_file", type=cli.PATH, help="Also write the figures to this file.")
 def main(
     shape: str, backend: str, dtype: str, work: Path | None, threads: int | None, repeats: int, json_file: Path | None
 ) -> None:
     """Time engine calls of a model of this shape, with random weights."""
-    with TemporaryDirectory(prefix="eesd-shapes-") as temporary:
-        directory = prepare(work or Path(temporary), shape, dtype, build=backend == "tensorrt")
+    with scratch_directory("eesd-shapes") as temporary:
+        directory = prepare(work or temporary, shape, dtype, build=backend == "tensorrt")
         result = {"shape": shape, "backend": backend, "dtype": dtype} | measure(directory, backend, threads, repeats)
     click.echo(markdown(result))
     if json_file is not None:

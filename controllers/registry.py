@@ -34,7 +34,7 @@ def make_controller(spec: str, seed: int = 0, prior: CalibrationPrior | None = N
     Raises:
         EESDError: The name, an option or a value is not known.
     """
-    name, _, rest = spec.partition(":")
+    name, colon, rest = spec.partition(":")
     if name not in CONTROLLERS:
         raise EESDError(f"There is no controller {name!r}; there are {', '.join(sorted(CONTROLLERS))}.")
     kind = CONTROLLERS[name]
@@ -42,10 +42,12 @@ def make_controller(spec: str, seed: int = 0, prior: CalibrationPrior | None = N
     parameters = {k: v for k, v in found.items() if k not in ("seed", "prior")}
     given = {"prior": prior} if "prior" in found else {}
     options: dict[str, Any] = {}
-    for item in filter(None, rest.split(",")):
+    for item in rest.split(",") if colon else ():
         key, _, value = item.partition("=")
         if key not in parameters:
             raise EESDError(f"The controller {name} has no option {key!r}; it has {', '.join(parameters)}.")
+        if key in options:
+            raise EESDError(f"The controller {spec!r} has the option {key} twice; give it once.")
         try:
             options[key] = type(parameters[key].default)(value)
         except ValueError:

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear
 
 from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
 from eesd.distill.generate import continue_prompts
+from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.distill.teacher import LOGITS_PER_CHUNK, Teacher, full_sequence_inputs
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
@@ -178,15 +179,22 @@ class ValidationSet:
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
         tensors = {f"hidden.{layer}": states for layer, states in self.hidden.items()}
-        with written_whole(path) as temporary:
+        with saving(path), written_whole(path) as temporary:
             save_file(tensors | {"tokens": self.tokens, "starts": self.starts, "ends": self.ends}, temporary)
 
     @classmethod
-    def load(cls, path: Path) -> "ValidationSet":
-        """Read a file that :meth:`save` wrote."""
-        tensors = load_file(path)
-        hidden = {int(name.split(".")[1]): states for name, states in tensors.items() if name.startswith("hidden.")}
-        return cls(tensors["tokens"], tensors["starts"], tensors["ends"], hidden)
+    def load(cls, path: Path, layers: Sequence[int]) -> "ValidationSet":
+        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` if it does not hold hidden states of these layers."""
+        tensors = load_tensors(path)
+        try:
+            tokens, starts, ends = (tensors[name] for name in ("tokens", "starts", "ends"))
+            hidden = {layer: tensors[f"hidden.{layer}"] for layer in layers}
+        except KeyError:
+            raise damaged(path) from None
+        states_fit = all(states.shape[:2] == tokens.shape for states in hidden.values())
+        if tokens.ndim != 2 or not states_fit or not starts.shape == ends.shape == tokens.shape[:1]:
+            raise damaged(path)
+        return cls(tokens, starts, ends, hidden)
 
     @torch.no_grad()
     def drafts(self, head: ExitHead, geometry: Geometry, lm_head: Tensor, batch: int = 16) -> list[GreedyDrafts]:

@@ -2,78 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
+from eesd.common.terminal import progress_bar
 from eesd.common.weights import DTYPES
 from eesd.distill.options import OPTIMIZERS, PRECISIONS
 
 if TYPE_CHECKING:  # torch loads after the options are parsed, so that --help is fast
     from eesd.distill.run import Run
 
-PATH = click.Path(path_type=Path)
+
+WEIGHT = cli.Number(0, 1e6)
+INTERVAL = click.IntRange(1, 10**9)
 
 
 @cli.command()
-@click.option("--model", required=True, help="Model directory, Hugging Face id, or short name.")
-@click.option("--exit-layer", type=int, help="Number of model layers before the exit head (N).")
-@click.option("-o", "--output", type=PATH, required=True, help="Directory for the head, checkpoints and metrics.")
-@click.option("--blocks", default=1, help="Number of decoder blocks in the head (E).")
+@click.option("--model", type=cli.NAME, required=True, help="Model directory, Hugging Face id, or short name.")
+@click.option("--exit-layer", type=click.IntRange(1, 10_000), help="Number of model layers before the exit head (N).")
+@click.option("-o", "--output", type=cli.PATH, required=True, help="Directory for the head, checkpoints and metrics.")
+@click.option("--blocks", type=click.IntRange(1, 1000), default=1, help="Number of decoder blocks in the head (E).")
 @click.option("--own-lm-head/--shared-lm-head", default=False, help="Train an LM head for the exit head, or use the model's.")
-@click.option("--init-head", type=PATH, help="Start from this head instead of the model's last layers.")
+@click.option("--init-head", type=cli.PATH, help="Start from this head instead of the model's last layers.")
 @click.option("--search-exit-layer", help="Compare these exit layers in short runs, e.g. 2,3,4,6, and recommend one.")
 @click.option("--search-blocks", default="1", help="Numbers of blocks that the search tries.")
-@click.option("--data", type=PATH, multiple=True, help="Rows to train on: .txt, .jsonl, .npy, .safetensors; repeatable.")
+@click.option("--data", type=cli.PATH, multiple=True, help="Rows to train on: .txt, .jsonl, .npy, .safetensors; repeatable.")
 @click.option(
-    "--self-generate", type=PATH, multiple=True, help="Prompts; the model's continuations are trained on; repeatable."
+    "--self-generate", type=cli.PATH, multiple=True, help="Prompts; the model's continuations are trained on; repeatable."
 )
-@click.option("--own-text", type=PATH, help="Directory of the generated text.  [default: OUTPUT/own-text]")
-@click.option("--own-rows", default=4096, help="Number of rows to generate.")
-@click.option("--own-batch", default=64, help="Rows generated at a time.")
+@click.option("--own-text", type=cli.PATH, help="Directory of the generated text.  [default: OUTPUT/own-text]")
+@click.option("--own-rows", type=click.IntRange(1, 10**9), default=4096, help="Number of rows to generate.")
+@click.option("--own-batch", type=click.IntRange(1, 65536), default=64, help="Rows generated at a time.")
 @click.option("--temperatures", default="0,0.7,1", help="Temperatures of the generated rows, in turn.")
-@click.option("--prompt-tokens", default=32, help="Tokens in a prompt that is cut from text.")
-@click.option("--mix", type=PATH, multiple=True, help="Ground-truth text to mix in; repeatable.")
-@click.option("--mix-share", default=0.25, help="Fraction of each batch that is mixed in.")
+@click.option("--prompt-tokens", type=click.IntRange(1, 10**6), default=32, help="Tokens in a prompt that is cut from text.")
+@click.option("--mix", type=cli.PATH, multiple=True, help="Ground-truth text to mix in; repeatable.")
 @click.option(
-    "--validation", type=PATH, multiple=True, help="Validation prompts; repeatable.  [default: held out from the data]"
+    "--mix-share", type=cli.Number(0, 1, max_open=True), default=0.25, help="Fraction of each batch that is mixed in."
 )
-@click.option("--validation-prompts", default=64, help="Maximum number of validation prompts.")
-@click.option("--validation-tokens", default=128, help="Tokens that the model appends to each validation prompt.")
-@click.option("--offline", type=PATH, help="Cache of the teacher's targets. With a complete cache no teacher is loaded.")
-@click.option("--ce", default=0.5, help="Weight of the cross-entropy on the teacher's most likely token.")
-@click.option("--kl", default=1.0, help="Weight of the KL divergence from the teacher's distribution.")
-@click.option("--kl-temperature", default=1.0, help="Temperature of the KL divergence.")
-@click.option("--top-k", default=64, help="Tokens of the teacher's distribution that are kept.")
-@click.option("--text-ce", default=0.0, help="Weight of the cross-entropy on the text's next token (no teacher).")
-@click.option("--hidden", default=0.0, help="Weight of the regression of the teacher's final hidden state.")
-@click.option("--unroll", default=1, help="Multi-step training: weigh positions by drafts of this length.")
-@click.option("--unroll-decay", default=0.8, help="Multi-step training: factor of the weight for each draft step.")
-@click.option("--steps", default=4000, help="Training steps. 0: only evaluate and calibrate the --init-head.")
-@click.option("--batch", default=8, help="Rows in a forward pass, on each process.")
-@click.option("--accumulate", default=1, help="Forward passes in a step.")
-@click.option("--length", default=256, help="Tokens in a row.")
-@click.option("--lr", default=3e-3, help="Peak learning rate.")
-@click.option("--warmup", default=0.01, help="Fraction of the steps with a rising learning rate.")
-@click.option("--cooldown", default=0.55, help="Fraction of the steps with a falling learning rate.")
+@click.option(
+    "--validation", type=cli.PATH, multiple=True, help="Validation prompts; repeatable.  [default: held out from the data]"
+)
+@click.option("--validation-prompts", type=click.IntRange(1, 10**6), default=64, help="Maximum number of validation prompts.")
+@click.option(
+    "--validation-tokens",
+    type=click.IntRange(2, 10**6),
+    default=128,
+    help="Tokens that the model appends to each validation prompt.",
+)
+@click.option("--offline", type=cli.PATH, help="Cache of the teacher's targets. With a complete cache no teacher is loaded.")
+@click.option("--ce", type=WEIGHT, default=0.5, help="Weight of the cross-entropy on the teacher's most likely token.")
+@click.option("--kl", type=WEIGHT, default=1.0, help="Weight of the KL divergence from the teacher's distribution.")
+@click.option(
+    "--kl-temperature", type=cli.Number(0, 1000, min_open=True), default=1.0, help="Temperature of the KL divergence."
+)
+@click.option("--top-k", type=click.IntRange(1, 10**6), default=64, help="Tokens of the teacher's distribution that are kept.")
+@click.option("--text-ce", type=WEIGHT, default=0.0, help="Weight of the cross-entropy on the text's next token (no teacher).")
+@click.option("--hidden", type=WEIGHT, default=0.0, help="Weight of the regression of the teacher's final hidden state.")
+@click.option(
+    "--unroll", type=click.IntRange(1, 64), default=1, help="Multi-step training: weigh positions by drafts of this length."
+)
+@click.option(
+    "--unroll-decay",
+    type=cli.Number(0, 1, min_open=True),
+    default=0.8,
+    help="Multi-step training: factor of the weight for each draft step.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(0, 10**9),
+    default=4000,
+    help="Training steps. 0: only evaluate and calibrate the --init-head.",
+)
+@click.option("--batch", type=click.IntRange(1, 65536), default=8, help="Rows in a forward pass, on each process.")
+@click.option("--accumulate", type=click.IntRange(1, 65536), default=1, help="Forward passes in a step.")
+@click.option("--length", type=click.IntRange(2, 10**6), default=256, help="Tokens in a row.")
+@click.option("--lr", type=cli.Number(0, 100, min_open=True), default=3e-3, help="Peak learning rate.")
+@click.option("--warmup", type=cli.Number(0, 1), default=0.01, help="Fraction of the steps with a rising learning rate.")
+@click.option("--cooldown", type=cli.Number(0, 1), default=0.55, help="Fraction of the steps with a falling learning rate.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="muon")
-@click.option("--clip", default=1.0, help="Maximum norm of the gradient.")
+@click.option("--clip", type=cli.Number(0, 1e6, min_open=True), default=1.0, help="Maximum norm of the gradient.")
 @click.option("--precision", type=click.Choice(PRECISIONS), default="bf16")
 @click.option(
     "--dtype", type=click.Choice(DTYPES), help="Type of the model's weights.  [default: float32 on a CPU, else bfloat16]"
 )
-@click.option("--log-every", default=50, help="Steps between lines of metrics.")
-@click.option("--eval-every", default=500, help="Steps between validations.")
-@click.option("--save-every", default=500, help="Steps between checkpoints.")
+@click.option("--log-every", type=INTERVAL, default=50, help="Steps between lines of metrics.")
+@click.option("--eval-every", type=INTERVAL, default=500, help="Steps between validations.")
+@click.option("--save-every", type=INTERVAL, default=500, help="Steps between checkpoints.")
 @click.option("--compile/--eager", "compiled", default=False, help="Use torch.compile, or not.")
-@click.option("--seed", default=0, help="Seed of data order, prompt selection and generation.")
+@click.option("--seed", type=cli.SEED, default=0, help="Seed of data order, prompt selection and generation.")
 def main(**options: Any) -> None:
     """Train an exit head for a frozen model on text that the model generates.
 
@@ -85,15 +106,22 @@ def main(**options: Any) -> None:
         from eesd.distill.run import make_run
     except ImportError as error:
         raise EESDError(f"Distillation needs {error.name}; install it with: pip install 'eesd[distill]'.") from None
-    cli.clean_up_on_sigterm()
-    layers = _parse_numbers("--search-exit-layer", options.pop("search_exit_layer"), int)
-    blocks = _parse_numbers("--search-blocks", options.pop("search_blocks"), int)
-    options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float)
+    layers = _parse_counts("--search-exit-layer", options.pop("search_exit_layer"), 10_000)
+    blocks = _parse_counts("--search-blocks", options.pop("search_blocks"), 1000)
+    options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float, 0, 100)
     if options["exit_layer"] is None:
         if not layers:
             raise EESDError("Give --exit-layer N, or --search-exit-layer 2,3,4 to find one.")
         options["exit_layer"] = layers[0]
-    run = make_run(options, progress)
+    try:
+        _run(make_run(options, progress_bar), layers, blocks)
+    except RuntimeError as error:
+        if "allocate" not in str(error) and type(error).__name__ != "OutOfMemoryError":  # what torch raises on CPUs and GPUs
+            raise
+        raise EESDError("There is not enough memory; reduce --batch, --own-batch or --length.") from None
+
+
+def _run(run: Run, layers: tuple[int, ...], blocks: tuple[int, ...]) -> None:
     if layers:
         if not run.training.steps:
             raise EESDError("--search-exit-layer trains a head for each layer; give --steps of at least 1.")
@@ -133,12 +161,23 @@ def _evaluate(run: Run) -> None:
     )
 
 
-def _parse_numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> tuple[Any, ...]:
-    """Parse numbers separated by commas."""
+def _parse_numbers(option: str, text: str | None, kind: Callable[[str], Any], least: int, most: int) -> tuple[Any, ...]:
+    """Parse numbers separated by commas, from ``least`` to ``most``."""
     try:
-        return tuple(kind(part) for part in text.split(",")) if text else ()
+        numbers = tuple(kind(part) for part in text.split(",")) if text is not None else ()
     except ValueError:
-        raise EESDError(f"{option} takes numbers separated by commas; {text!r} was given.") from None
+        numbers = (math.nan,)
+    if not all(least <= number <= most for number in numbers):  # a nan is not
+        raise EESDError(f"{option} takes numbers from {least} to {most} separated by commas; {text!r} was given.")
+    return numbers
+
+
+def _parse_counts(option: str, text: str | None, most: int) -> tuple[int, ...]:
+    """The same for different whole numbers above 0."""
+    numbers = _parse_numbers(option, text, int, 1, most)
+    if len(set(numbers)) < len(numbers):
+        raise EESDError(f"{option} has a number twice: {text}; give each once.")
+    return numbers
 
 
 def _report(run: Run) -> Callable[[dict[str, Any]], None]:
@@ -156,16 +195,6 @@ def print_metrics(metrics: dict[str, Any]) -> None:
         values = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("loss", "ce", "kl", "agreement"))
         values += f"  {metrics['seconds']:.0f} s"
     click.echo(f"{label}step {metrics['step']:6}  {values}")
-
-
-@contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr if it is a terminal; gives a function that advances it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ random state.
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from eesd.common.errors import EESDError
+from eesd.common.json_input import decode, json_lines
 from eesd.runtime.text import TextCodec
 
 MIN_TOKENS = 16
@@ -191,26 +191,14 @@ def read_documents(path: Path, codec: TextCodec | None) -> Iterator[Document]:
         for line in _read_json_lines(path):
             yield _encode_line(path, line, codec)
     else:
-        try:
-            yield codec.encode(path.read_text("utf-8"))
-        except UnicodeDecodeError:
-            raise EESDError(f"{path} is not UTF-8 text; give text, .jsonl, .npy or .safetensors.") from None
+        yield codec.encode(decode(path.read_bytes(), str(path), "give text, .jsonl, .npy or .safetensors"))
 
 
 def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise EESDError(f"{path} is not UTF-8 text; give JSON lines.") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError:
-            raise EESDError(f"Line {number} of {path} is not valid JSON; give one object per line.") from None
+    remedy = "give one JSON object a line"
+    for number, value in json_lines(decode(path.read_bytes(), str(path), remedy), str(path), remedy):
         if not isinstance(value, dict):
-            raise EESDError(f"Line {number} of {path} is not a JSON object; give one object per line.")
+            raise EESDError(f"{path}, line {number} is not a JSON object; {remedy}.")
         yield value
 
 
@@ -243,6 +231,8 @@ def _load_safetensors(path: Path) -> Iterator[NDArray[Any]]:
         raise EESDError(f"{path} has no tensor `tokens`; give integers in one or two dimensions under this name.")
     tokens = np.atleast_2d(tokens)
     lengths = stored.get("lengths", np.full(len(tokens), tokens.shape[1]))
+    if lengths.shape != (len(tokens),) or lengths.dtype.kind not in "iu":
+        raise EESDError(f"{path} has `lengths` that do not fit its `tokens`; give one integer for each row, or none.")
     for row, length in zip(tokens, lengths, strict=True):
         yield row[:length]
 

@@ -5,16 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors.numpy import save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
+from eesd.common.json_input import read_json_object
 from eesd.common.manifest import MASKED
 from eesd.distill.data import shard_name, shuffled_indices
 from eesd.distill.options import first_difference
+from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.rotary import rotary_tables
@@ -159,13 +160,23 @@ def self_generate(
             new_tokens = options.length + 1 - min(map(len, chosen))
             tokens, lengths = continue_prompts(decoder, chosen, new_tokens, temperatures, generator, eos_token_ids)
             shard = {
-                "tokens": np.ascontiguousarray(tokens[:, : options.length + 1].numpy().astype(np.int32)),
-                "lengths": lengths.clamp_max(options.length + 1).numpy(),
-                "temperatures": temperatures.numpy(),
+                "tokens": tokens[:, : options.length + 1].int().contiguous(),
+                "lengths": lengths.clamp_max(options.length + 1),
+                "temperatures": temperatures,
             }
-            with written_whole(path) as temporary:
+            with saving(path), written_whole(path) as temporary:
                 save_file(shard, temporary)
+        elif number % processes == process:
+            _check_shard(path, count)
         advance(count)
+
+
+def _check_shard(path: Path, count: int) -> None:
+    """Raise :class:`EESDError` if an earlier run's shard does not have this number of rows."""
+    shard = load_tensors(path)
+    tokens, lengths = shard.get("tokens"), shard.get("lengths")
+    if tokens is None or lengths is None or tokens.ndim != 2 or len(tokens) != count or lengths.shape != (count,):
+        raise damaged(path)
 
 
 def _check_stored_options(directory: Path, options: GenerationOptions) -> None:
@@ -174,8 +185,9 @@ def _check_stored_options(directory: Path, options: GenerationOptions) -> None:
     path = directory / "generation.json"
     entries = json.loads(json.dumps(asdict(options)))
     if path.exists():
-        changed = first_difference(json.loads(path.read_text()), entries)
+        stored = read_json_object(path, f"delete {directory}, or give another --own-text")
+        changed = first_difference(stored, entries)
         if changed:
             raise EESDError(f"{directory} has text generated with other options ({changed}); give another --own-text.")
-    with written_whole(path) as temporary:
+    with saving(path), written_whole(path) as temporary:
         temporary.write_text(json.dumps(entries, indent=2) + "\n")

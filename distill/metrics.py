@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from eesd.common.files import written_whole
+from eesd.common.json_input import json_lines, read_text
+from eesd.distill.stored import damaged, saving
 
 
 class MetricsLog:
@@ -15,9 +17,13 @@ class MetricsLog:
         self._writer: Any = None
 
     def start(self, step: int) -> None:
-        """Continue after ``step``. Lines of later steps are deleted, because the run logs those steps again."""
+        """Continue after ``step``. Lines of later steps are deleted, because the run logs those steps again.
+
+        Raises:
+            EESDError: The file is damaged.
+        """
         kept = [line for line in self.lines() if line["step"] <= step]
-        with written_whole(self.path) as temporary:
+        with saving(self.path), written_whole(self.path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -26,12 +32,20 @@ class MetricsLog:
         self._writer = SummaryWriter(str(self.output / "events"), purge_step=step + 1)
 
     def lines(self) -> list[dict[str, Any]]:
-        """All metrics so far."""
-        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        """All metrics so far. A last line without an end, which a killed run may leave, does not count."""
+        if not self.path.exists():
+            return []
+        remedy = "delete it, and the next run begins a new one"
+        text, _, _ = read_text(self.path, remedy).rpartition("\n")
+        lines = [line for _, line in json_lines(text, str(self.path), remedy)]
+        depths = {len(line["acceptance"]) for line in lines if _is_metrics(line) and "acceptance" in line}
+        if not all(map(_is_metrics, lines)) or len(depths) > 1:
+            raise damaged(self.path, remedy)
+        return lines
 
     def add(self, metrics: dict[str, Any]) -> None:
         """Append one line. Lists have one TensorBoard curve per depth."""
-        with self.path.open("a") as file:
+        with saving(self.path), self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         if self._writer is not None:
             for name, value in metrics.items():
@@ -64,3 +78,11 @@ class MetricsLog:
             axes.legend(fontsize="small")
         with written_whole(self.output / "curves.png") as temporary:
             figure.savefig(temporary, format="png", dpi=120)
+
+
+def _is_metrics(line: Any) -> bool:
+    """Whether a value is what the log has in a line: metrics of a step, or a validation."""
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return False
+    values = line["acceptance"] if "acceptance" in line else [line.get(name) for name in ("loss", "ce", "kl")]
+    return isinstance(values, list) and all(isinstance(value, int | float) for value in values)

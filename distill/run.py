@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
+from eesd.common.files import remove_leftovers, written_whole
 from eesd.common.geometry import ExitConfig
 from eesd.distill.acceptance import Acceptance, ValidationSet, replay_acceptance
 from eesd.distill.calibrate import CalibrationResult, calibrate
@@ -166,7 +166,7 @@ class Run:
             new_tokens, eos_token_ids = min(free, data.validation_tokens), self.checkpoint.config.eos_token_ids
             ValidationSet.make(self.decoder, prompts, new_tokens, layers, eos_token_ids).save(path)
         self.accelerator.wait_for_everyone()
-        return ValidationSet.load(path), rows
+        return ValidationSet.load(path, layers), rows
 
     def targets(self, rows: Rows, layers: Sequence[int]) -> TargetSource:
         """Make the source of training batches. With ``offline``, the missing part of the cache is computed first.
@@ -364,6 +364,8 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
             f"--length {training.length} exceeds the model's {checkpoint.config.max_positions} positions; give a lower one."
         )
     accelerator = make_accelerator()
+    for directory in filter(None, (output, data.own_text, options["offline"])):
+        remove_leftovers(directory)
     on_cpu = accelerator.device.type == "cpu"
     dtype = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
     return Run(

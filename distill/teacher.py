@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
+from eesd.common.json_input import read_json_object
 from eesd.distill.data import Rows, shard_name
 from eesd.distill.options import first_difference
+from eesd.distill.stored import damaged, saving
 from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.inputs import causal_inputs, empty_caches
 
@@ -217,13 +219,14 @@ class TargetCache:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "cache.json"
         if path.exists():
-            changed = first_difference(json.loads(path.read_text()), self.meta)
+            stored = read_json_object(path, f"delete {directory}, or give another --offline directory")
+            changed = first_difference(stored, self.meta)
             if changed:
                 raise EESDError(
                     f"The cache {directory} was made with other data or options ({changed}); give another --offline directory."
                 )
         else:
-            with written_whole(path) as temporary:
+            with saving(path), written_whole(path) as temporary:
                 temporary.write_text(json.dumps(self.meta, indent=2) + "\n")
 
     def missing_shards(self) -> list[int]:
@@ -274,7 +277,8 @@ class TargetCache:
                 _cached_tensors(*teacher(_pad_rows(ids, batch).to(device)), len(ids)) for ids in torch.split(tokens, batch)
             ]
             shard = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
-            with written_whole(self.directory / shard_name(number)) as temporary:
+            path = self.directory / shard_name(number)
+            with saving(path), written_whole(path) as temporary:
                 save_file(shard, temporary)
             advance(1)
 
@@ -283,6 +287,15 @@ class TargetCache:
         targets = Targets(self._read("top_ids", indices), self._read("top_logprobs", indices), final_hidden)
         return Batch(self._read(f"hidden.{layer}", indices), targets, *_next_tokens(self.rows, indices))
 
+    def _tensor_names(self) -> list[str]:
+        """Names of the tensors that every shard has."""
+        return [
+            *(f"hidden.{layer}" for layer in self.meta["layers"]),
+            "top_ids",
+            "top_logprobs",
+            *["final"] * self.meta["final"],
+        ]
+
     def _read(self, name: str, indices: NDArray[np.int64]) -> Tensor:
         return torch.cat([self._shard(int(i) // SHARD_ROWS).get_slice(name)[int(i) % SHARD_ROWS][None] for i in indices])
 
@@ -290,9 +303,14 @@ class TargetCache:
         if number not in self._open_shards:
             path = self.directory / shard_name(number)
             try:
-                self._open_shards[number] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise EESDError(f"{path} cannot be read ({error}); delete it, and the next run makes it again.") from None
+                shard: Any = safe_open(path, framework="pt")
+                shapes = {name: tuple(shard.get_slice(name).get_shape()[:2]) for name in self._tensor_names()}
+            except (SafetensorError, OSError):
+                raise damaged(path) from None
+            rows = min(SHARD_ROWS, len(self.rows) - number * SHARD_ROWS)
+            if set(shapes.values()) != {(rows, self.meta["length"])}:
+                raise damaged(path)
+            self._open_shards[number] = shard
         return self._open_shards[number]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,12 +24,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from eesd.common.errors import EESDError
+from eesd.common.files import directory_written_whole, remove_leftovers
 from eesd.common.geometry import Geometry
+from eesd.common.json_input import read_json_object
 from eesd.distill.acceptance import Acceptance, ValidationSet, replay_acceptance
 from eesd.distill.data import Rows, batch_indices
 from eesd.distill.losses import LOSS_NAMES, Student
 from eesd.distill.metrics import MetricsLog
 from eesd.distill.options import Intervals, TrainingOptions, first_difference
+from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.distill.teacher import TargetSource, full_sequence_inputs, storage_dtype
 from eesd.model import exit_head_file
 from eesd.model.exit_head import ExitHead
@@ -218,47 +222,73 @@ class Trainer:
         optimizer_state = self._optimizer_state()
         if self.accelerator.is_main_process:
             final = self.output / f"checkpoint-{self.step}"
-            temporary = self.output / f".checkpoint-{self.step}"
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            save_file(head_state, temporary / "head.safetensors")
-            save_file(optimizer_state, temporary / "optimizer.safetensors")
-            (temporary / "run.json").write_text(json.dumps({"step": self.step, "options": self.identity}, indent=2) + "\n")
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.rename(final)
-            for other in self.output.glob("checkpoint-*"):
+            with saving(final), directory_written_whole(final) as temporary:
+                save_file(head_state, temporary / "head.safetensors")
+                save_file(optimizer_state, temporary / "optimizer.safetensors")
+                (temporary / "run.json").write_text(json.dumps({"step": self.step, "options": self.identity}, indent=2) + "\n")
+            for other in self._checkpoints():
                 if other != final:
                     shutil.rmtree(other)
-            head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
-            head.load_state_dict(head_state)
-            exit_head_file.save(head, self.output)
+            self._save_head(head_state)
             self.metrics.plot()
         self.accelerator.wait_for_everyone()
 
+    def _save_head(self, state: dict[str, Tensor]) -> None:
+        head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
+        head.load_state_dict(state)
+        with saving(self.output / exit_head_file.WEIGHTS_FILE):
+            exit_head_file.save(head, self.output)
+
+    def _checkpoints(self) -> list[Path]:
+        """The directories of all checkpoints, oldest first."""
+        found = (re.fullmatch(r"checkpoint-([0-9]{1,18})", path.name) for path in self.output.iterdir())
+        return [self.output / match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
+
     def _resume(self) -> None:
         """Load the newest checkpoint, if there is one."""
-        checkpoints = sorted(self.output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+        remove_leftovers(self.output)
+        checkpoints = self._checkpoints()
         if not checkpoints:
             self.metrics.start(-1)
             return
         newest = checkpoints[-1]
-        run = json.loads((newest / "run.json").read_text())
-        changed = first_difference(run["options"], self.identity)
+        remedy = f"delete {newest}, and the next run starts from the checkpoint before it, or anew"
+        run = read_json_object(newest / "run.json", remedy)
+        step, stored_options = run.get("step"), run.get("options")
+        if not isinstance(stored_options, dict) or type(step) is not int or newest.name != f"checkpoint-{step}":
+            raise damaged(newest / "run.json", remedy)
+        changed = first_difference(stored_options, self.identity)
         if changed:
             raise EESDError(
                 f"{self.output} has a run with other options ({changed}); give the same options to continue it, "
                 "or another --output."
             )
-        head = load_file(newest / "head.safetensors")
-        options = FULL_ON_ALL_PROCESSES
-        set_model_state_dict(self.student, {f"head.{name}": value for name, value in head.items()}, options=options)
-        stored = load_file(newest / "optimizer.safetensors")
-        for number, optimizer in enumerate(self.optimizers):
-            full: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=options)
-            for key, value in stored.items():
-                index, parameter, name = key.split("|")
-                if int(index) == number:
-                    full["state"].setdefault(parameter, {})[name] = value
-            set_optimizer_state_dict(self.student, optimizer.optimizer, full, options=options)
-        self.step = run["step"]
+        self._load_head(newest / "head.safetensors", remedy)
+        self._load_optimizers(newest / "optimizer.safetensors", remedy)
+        state = self._head_state()
+        if self.accelerator.is_main_process:
+            self._save_head(state)  # the run may have been killed between the checkpoint and the head
+        self.step = step
         self.metrics.start(self.step)
+
+    def _load_head(self, path: Path, remedy: str) -> None:
+        state: dict[str, Any] = {f"head.{name}": value for name, value in load_tensors(path, remedy).items()}
+        expected: dict[str, Any] = dict(get_model_state_dict(self.student, options=FULL_ON_ALL_PROCESSES))
+        shapes, wanted = ({name: value.shape for name, value in tensors.items()} for tensors in (state, expected))
+        if shapes != wanted:  # torch would not miss a tensor that is not there
+            raise damaged(path, remedy)
+        set_model_state_dict(self.student, state, options=FULL_ON_ALL_PROCESSES)
+
+    def _load_optimizers(self, path: Path, remedy: str) -> None:
+        stored = load_tensors(path, remedy)
+        for number, optimizer in enumerate(self.optimizers):
+            full: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=FULL_ON_ALL_PROCESSES)
+            for parameter, values in full["state"].items():
+                for name, value in values.items():
+                    found = stored.pop(f"{number}|{parameter}|{name}", None)
+                    if found is None or found.shape != torch.as_tensor(value).shape:
+                        raise damaged(path, remedy)
+                    values[name] = found
+            set_optimizer_state_dict(self.student, optimizer.optimizer, full, options=FULL_ON_ALL_PROCESSES)
+        if stored:
+            raise damaged(path, remedy)

@@ -8,26 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from eesd.common.cli import clean_up_on_sigterm, command
+from eesd.common.cli import ENGINE_DIR, command
 from eesd.common.errors import EESDError
+from eesd.common.files import remove_leftovers
 from eesd.common.integrity import verify_files
 from eesd.common.machine import available_memory, compute_capability
 from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, PREFILL_CHUNK, GraphInfo, Manifest, PlanInfo
 from eesd.common.manifest_reader import load_manifest
+from eesd.common.terminal import Progress, notice, progress
 from eesd.export import plans
 from eesd.export.memory import build_memory
 from eesd.runtime.engines.backends import open_engines
 
 
 @command()
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", type=ENGINE_DIR)
 @click.option("--target", type=click.Choice(tuple(FLAVOURS)), help="Flavour to build.  [default: the installed one]")
 @click.option("--precision", help="Fail unless the engines have this element type, such as float16.")
 @click.option("--batch", type=click.IntRange(1, 64), default=1, help="Largest number of sequences of a call.")
-@click.option("--prefill-chunk", type=click.IntRange(min=1), help="Largest number of prompt tokens of a call.  [default: 128]")
+@click.option(
+    "--prefill-chunk", type=click.IntRange(1, 2**31 - 1), help="Largest number of prompt tokens of a call.  [default: 128]"
+)
 @click.option(
     "--compute-capability", "capabilities", multiple=True, help="tensorrt-rtx: GPU to build for, such as 8.9. Repeatable."
 )
@@ -44,8 +46,8 @@ def main(
     check: bool,
 ) -> None:
     """Build a plan from each graph in DIRECTORY, and record the plans in its manifest."""
-    clean_up_on_sigterm()  # so that a stopped build leaves no partial plan behind
     manifest = load_manifest(directory)
+    remove_leftovers(directory)
     plans.check_precision(manifest)
     if precision not in (None, manifest.dtype):
         raise EESDError(
@@ -76,7 +78,7 @@ def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: 
     """Build one plan, report time and memory, and return the manifest that records it."""
     estimate = check_resources(directory, manifest, graph)
     started = time.perf_counter()
-    with _progress(Console(stderr=True)) as bar:
+    with progress() as bar:
         plan = plans.build(directory, manifest, graph, options, partial(_monitor, bar))
     manifest = plans.record(directory, manifest, graph, plan)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -141,7 +143,7 @@ def _check(directory: Path, manifest: Manifest) -> None:
 
 
 def _skip_check(reason: str) -> None:
-    click.secho(f"The plans were not checked: {reason}.", fg="yellow", err=True)
+    notice(f"The plans were not checked: {reason}.")
 
 
 def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
@@ -149,17 +151,10 @@ def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     first_stage = graph == manifest.verify[0]  # it writes the cache of the last exit block without an attention
     attentions, updates = len(graph.caches) - first_stage, 2 * len(graph.caches)
     if plan.fused_attentions < attentions or plan.fused_cache_updates < updates:
-        click.secho(
+        notice(
             f"{graph.file}: only {plan.fused_attentions} of {attentions} attentions and {plan.fused_cache_updates} of "
-            f"{updates} cache updates are single kernels in this build; it will be slow.",
-            fg="yellow",
-            err=True,
+            f"{updates} cache updates are single kernels in this build; it will be slow."
         )
-
-
-def _progress(console: Console) -> Progress:
-    columns = TextColumn("{task.description:<44.44}"), BarColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _monitor(bar: Progress, base: Any) -> Any:
@@ -168,7 +163,7 @@ def _monitor(bar: Progress, base: Any) -> Any:
     class Monitor(base):  # type: ignore[misc]
         def __init__(self) -> None:
             base.__init__(self)
-            self.phases: dict[str, TaskID] = {}
+            self.phases: dict[str, Any] = {}
 
         def phase_start(self, name: str, _parent: str | None, steps: int) -> None:
             self.phases[name] = bar.add_task(name, total=steps)

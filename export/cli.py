@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from eesd.common.cli import clean_up_on_sigterm, command
+from eesd.common.cli import NAME, PATH, command
 from eesd.common.errors import EESDError
 from eesd.common.machine import available_memory
 from eesd.common.manifest import DEFAULT_SLOTS, DEFAULT_TOP_K, DEFAULT_TREE_NODES, MAX_TOP_K, MAX_TREE_NODES, WEIGHTS_FILE
+from eesd.common.terminal import notice, progress
 from eesd.common.weights import BLOCK, DTYPES, QUANTIZED, is_linear, model_shapes, stored_weight
 
 if TYPE_CHECKING:  # --help must not load torch
@@ -23,18 +22,20 @@ if TYPE_CHECKING:  # --help must not load torch
 
 
 @command()
-@click.option("--model", required=True, help="Model directory, Hugging Face id, or short name such as llama-70b.")
-@click.option("--exit-layer", type=int, help="Number of layers before the exit head (N).  [default: from the exit head]")
+@click.option("--model", type=NAME, required=True, help="Model directory, Hugging Face id, or short name such as llama-70b.")
 @click.option(
-    "--exit-head", type=click.Path(path_type=Path), help="Directory of a trained exit head.  [default: the model directory]"
+    "--exit-layer",
+    type=click.IntRange(1, 10_000),
+    help="Number of layers before the exit head (N).  [default: from the exit head]",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("plans"), help="Engine directory to write.")
+@click.option("--exit-head", type=PATH, help="Directory of a trained exit head.  [default: the model directory]")
+@click.option("-o", "--output", type=PATH, default=Path("plans"), help="Engine directory to write.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
 @click.option("--quantize", type=click.Choice(QUANTIZED), help="Quantize linear weights to 8 or 4 bits.")
-@click.option("--layers", type=click.IntRange(min=2), help="Export only the first layers of the model, for a trial.")
+@click.option("--layers", type=click.IntRange(2, 10_000), help="Export only the first layers of the model, for a trial.")
 @click.option(
     "--max-seq-len",
-    type=click.IntRange(min=2),
+    type=click.IntRange(2, 2**31 - 1),
     help=f"Slots of the KV cache (S).  [default: the model's positions, at most {DEFAULT_SLOTS}]",
 )
 @click.option(
@@ -49,7 +50,9 @@ if TYPE_CHECKING:  # --help must not load torch
     default=DEFAULT_TOP_K,
     help="Candidates that the draft reports per token (K).",
 )
-@click.option("--stages", type=int, default=1, help="Number of devices over which to split the layers of verify.")
+@click.option(
+    "--stages", type=click.IntRange(1, 1000), default=1, help="Number of devices over which to split the layers of verify."
+)
 @click.option("--link-weights", is_flag=True, help="Hard-link the checkpoint's files instead of copying the weights.")
 @click.option("--check/--no-check", default=None, help="Compare graphs and torch modules.  [default: if memory allows]")
 def main(
@@ -77,8 +80,6 @@ def main(
         from eesd.model.hub import find_model
     except ImportError as error:
         raise EESDError(f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'.") from None
-    clean_up_on_sigterm()  # so that a stopped export leaves no temporary directory behind
-
     check_output(output)
     checkpoint = Checkpoint(find_model(model))
     if layers is not None:
@@ -90,7 +91,7 @@ def main(
     options = ExportOptions(dtype or checkpoint.dtype, slots, max_tree_nodes, top_k, stages, link_weights, quantize)
     _check_options(options, config.max_positions)
     unquantized = [] if quantize is None else _unquantized_widths(checkpoint, options)
-    with _progress() as bar:
+    with progress() as bar:
         task = bar.add_task("", total=None)
         report: list[str] = []
         manifest = export(
@@ -111,11 +112,10 @@ def main(
         click.echo(f"weights: {linked / 1e9:.2f} GB linked, {manifest.files[WEIGHTS_FILE].size / 1e9:.2f} GB copied")
     for line in report:
         click.echo(line)
-    for notice in config.notices:
-        click.secho(notice, fg="yellow", err=True)
+    for text in config.notices:
+        notice(text)
     if not head.config.trained:
-        notice = "The exit head is not trained, so acceptance will be low; train one with eesd-distill."
-        click.secho(notice, fg="yellow", err=True)
+        notice("The exit head is not trained, so acceptance will be low; train one with eesd-distill.")
 
 
 def _check_options(options: ExportOptions, max_positions: int) -> None:
@@ -140,20 +140,6 @@ def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[
             f"{', '.join(map(str, widths))} inputs. Leave the option out."
         )
     return widths
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description:<44.44}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path | None) -> Head:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.files import directory_written_whole, existing_parent
+from eesd.common.files import directory_written_whole, existing_parent, is_temporary, remove_leftovers
 from eesd.common.generation_config import GENERATION_CONFIG_FILE
 from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of
@@ -217,13 +217,15 @@ def _tools() -> dict[str, str]:
 
 
 def check_output(output: Path) -> None:
-    """Check that an export may write to ``output``.
+    """Check that an export may write to ``output``, and remove what killed runs left beside it and in it.
 
     A directory that exists must be empty, or an engine directory without other files.
 
     Raises:
         EESDError: ``output`` holds files that replacing it would delete, or one of its parents is a file.
     """
+    remove_leftovers(output.resolve().parent, output.resolve().name)
+    remove_leftovers(output)
     existing = output if output.exists() else existing_parent(output)
     if not existing.is_dir():
         raise EESDError(f"{existing} is a file; give another --output.")
@@ -236,6 +238,8 @@ def check_output(output: Path) -> None:
     links = manifest.get("linked") if manifest else None
     linked = set(links) if isinstance(links, dict) else set()
     other = next((p.name for p in paths if p.is_dir() or (p.suffix not in _REPLACEABLE and p.name not in linked)), None)
+    if other is not None and is_temporary(other):
+        raise EESDError(f"Another run writes to {output} ({other}); wait for its end, or give another --output.")
     if other is not None:
         raise EESDError(f"{output} also holds {other}, which no export wrote; move it away or give another --output.")
 

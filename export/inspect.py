@@ -5,26 +5,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from eesd.common.cli import command
+from eesd.common.cli import ENGINE_DIR, command
 from eesd.common.errors import EESDError
 from eesd.common.integrity import check_plan, verify_files
 from eesd.common.manifest import PREFILL_CHUNK, Manifest
 from eesd.common.manifest_reader import load_manifest
+from eesd.common.terminal import Console, Table, progress_bar
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
 
 
 @command()
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", type=ENGINE_DIR)
 @click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
 @click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
 @click.option("--layers", is_flag=True, help="List only the layers of the plans. Needs the GPU that the plans are for.")
 @click.option("--memory", is_flag=True, help="Show only an estimate of the memory that running takes, by device.")
-@click.option("--max-seq-len", type=click.IntRange(min=2), help="With --memory: slots of the KV cache.  [default: as exported]")
-@click.option("--batch", type=click.IntRange(min=1), help="With --memory: number of sequences.  [default: 1]")
+@click.option(
+    "--max-seq-len", type=click.IntRange(2, 2**31 - 1), help="With --memory: slots of the KV cache.  [default: as exported]"
+)
+@click.option("--batch", type=click.IntRange(1, 65536), help="With --memory: number of sequences.  [default: 1]")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest, or the memory estimate, as JSON.")
 def main(
     directory: Path,
@@ -42,7 +42,7 @@ def main(
         raise EESDError("--max-seq-len and --batch only apply to the memory estimate; add --memory.")
     if layers and as_json:
         raise EESDError("--layers has no JSON form; leave out --json.")
-    console = Console(markup=False, emoji=False)  # file names may look like markup
+    console = Console()
     if layers:
         _layers(console, directory, manifest)
     elif memory:
@@ -57,10 +57,8 @@ def main(
         if manifest.plans:
             console.print(_plans(manifest))
     if verify:
-        stderr = Console(stderr=True)
-        with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-            task = bar.add_task("hashing", total=sum(manifest.sizes.values()))
-            verify_files(directory, manifest, lambda size: bar.advance(task, size))
+        with progress_bar("hashing", sum(manifest.sizes.values())) as advance:
+            verify_files(directory, manifest, advance)
             for plan in manifest.plans.values():
                 check_plan(directory, plan)
         click.echo("all files are as exported", err=as_json)

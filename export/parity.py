@@ -6,7 +6,6 @@ In both checks ONNX Runtime runs the graphs on the CPU, with 16-bit weights and 
 * :func:`compare_engines` runs after a build: engines of any backend against the graphs, on a random prompt and a draft step.
 """
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from onnx import TensorProto, numpy_helper
 from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor, nn
 
+from eesd.common.files import temporary_beside
 from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.common.weights import EXIT_HEAD, stored_weight
 from eesd.export.engine_dir import Head, weight_sources
@@ -292,10 +292,9 @@ def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArra
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     del model.graph.value_info[:]
     # The temporary graph lies beside the weights, because quantized weights are still read by their relative path.
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".onnx") as file:
-        file.write(model.SerializeToString())
-        file.flush()
-        session = ort.InferenceSession(file.name, options, providers=["CPUExecutionProvider"])
+    with temporary_beside(path) as temporary:
+        temporary.write_bytes(model.SerializeToString())
+        session = ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in model.graph.output]
     return dict(zip(names, session.run(names, feeds), strict=True))
 

@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
+from eesd.common.files import temporary_beside, written_whole
 from eesd.common.machine import compute_capability
 from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, GraphInfo, Manifest, PlanInfo
 
@@ -230,10 +229,9 @@ def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options:
             if dim.dim_param in fixed:
                 dim.dim_value = fixed[dim.dim_param]
     del model.graph.value_info[:]  # the shapes of intermediate values are still symbolic
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=".", suffix=".onnx") as file:
-        file.write(model.SerializeToString())
-        file.flush()
-        yield Path(file.name)
+    with temporary_beside(directory / graph.file) as path:
+        path.write_bytes(model.SerializeToString())
+        yield path
 
 
 def count_fused(trt: Any, network: Any) -> tuple[int, int]:

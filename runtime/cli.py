@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, SAMPLING_OPTIONS, read_generation_config
 from eesd.common.json_input import decode, json_lines, read_text
+from eesd.common.terminal import Console, Table, coloured
 from eesd.controllers import CONTROLLERS
 from eesd.runtime.compare import Comparison, compare
 from eesd.runtime.controller_state import load_controller_state, save_controller_state
@@ -29,9 +28,9 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 
 
 @cli.command()
-@click.option("--engine-dir", type=click.Path(path_type=Path), required=True, help="Directory made by eesd-export.")
+@click.option("--engine-dir", type=cli.ENGINE_DIR, required=True, help="Directory made by eesd-export.")
 @click.option("-p", "--prompt", "prompts", multiple=True, help="Prompt; may be given several times. - reads stdin.")
-@click.option("--prompt-file", type=click.Path(path_type=Path), help="Text file (one prompt) or .jsonl (one a line).")
+@click.option("--prompt-file", type=cli.PATH, help="Text file (one prompt) or .jsonl (one a line).")
 @click.option("--chat", is_flag=True, help="Prompts are chat messages. Without a prompt: chat on the terminal.")
 @click.option("-n", "--max-new-tokens", type=int, default=256)
 @click.option("--temperature", type=float, help="0 is greedy.  [default: the model's, else 0]")
@@ -45,7 +44,7 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 @click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at EOS (for measuring).")
 @click.option("--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4.")
-@click.option("--controller-state", type=click.Path(path_type=Path), metavar="FILE", help=LEARNED)
+@click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)
 @click.option("--tree-width", type=int, default=1, help="Nodes of a level of the draft tree; 1 drafts a chain.")
 @click.option("--tree-budget", is_flag=True, help="Verify only the candidates that are worth their place.")
 @click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded.")
@@ -82,7 +81,7 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
     if learned is not None and learned.exists():
         load_controller_state(llm, learned)
     try:
-        if options["chat"] and not prompts and prompt_file is None and sys.stdin.isatty():
+        if options["chat"] and not prompts and prompt_file is None and sys.stdin and sys.stdin.isatty():
             _chat(llm, sampling, options)
         else:
             for prompt in read_prompts(prompts, prompt_file, options["chat"]):
@@ -169,8 +168,8 @@ def _stream(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any
             click.echo()
             return "".join(text), end.value[1]
         text.append(piece.text)
-        coloured = click.style(piece.text, fg="green") if options["show_drafts"] and piece.from_draft else piece.text
-        click.echo(coloured, nl=False)
+        drafted = options["show_drafts"] and piece.from_draft
+        click.echo(coloured(piece.text, "green") if drafted else piece.text, nl=False)
         sys.stdout.flush()
 
 
@@ -194,6 +193,7 @@ def _print_json(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str,
 
 def _chat(llm: LLM, sampling: Sampling, options: dict[str, Any]) -> None:
     """A conversation on the terminal, until end of input."""
+    llm.encode([{"role": "user", "content": "Hello"}])  # a model without a chat template is refused before anybody types
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -214,7 +214,7 @@ def _show_stats(stats: Stats, llm: LLM) -> None:
     table = Table(show_header=False)
     for name, value in _rows(stats, llm):
         table.add_row(name, value)
-    Console(stderr=True, markup=False).print(table)
+    Console(stderr=True).print(table)
 
 
 def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:

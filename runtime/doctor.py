@@ -3,11 +3,10 @@
 import json
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from eesd.common import cli, machine
 from eesd.common.machine import installed
+from eesd.common.terminal import Console, Table
 
 PACKAGES = (
     ("eesd", ""),
@@ -34,7 +33,7 @@ def main(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(facts))
         return
-    console = Console(markup=False, emoji=False)  # "eesd[export]" is no style
+    console = Console()
     for title, rows in facts.items():
         table = Table(title=title, title_justify="left", show_header=False)
         for name, value in rows.items():

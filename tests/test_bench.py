@@ -156,7 +156,7 @@ def test_ablation_of_one_head_given_in_three_ways(text_model: Path, engine: Path
         (["--tree-widths", "99"], ["99", "allows 1 to"]),
         (["--budgeted", "2"], ["--budgeted", "--tree-widths"]),
         (["--budgeted", "one"], ["one", "whole numbers"]),
-        (["-n", "0"], ["max_new_tokens"]),
+        (["-n", "0"], ["--max-new-tokens"]),
         (["-n", "5000"], ["5000", "slots"]),
         (["--temperature", "0"], ["temperature"]),
         (["--task", "prompts=missing.jsonl"], ["missing.jsonl"]),

@@ -150,11 +150,11 @@ def test_coupled_sampling_is_replayed(engine: Path, prompts: str, tmp_path: Path
         (["--sampling", "rejection"], ["depends on the drafts"]),
         (["--sampling", "hot"], ["hot", "greedy"]),
         (["--depth", "99"], ["99", "allows 1 to"]),
-        (["--depth", "0"], ["depth", "allows 1 to"]),
+        (["--depth", "0"], ["--depth", "range"]),
         (["--task", "prompts=missing.jsonl"], ["missing.jsonl"]),
         (["--task", "prompts=/dev/null"], ["no prompts"]),
         (["--trace", "a.npz", "--tuning-trace", "b.npz"], ["Give --engine-dir"]),
-        (["-n", "0"], ["max_new_tokens"]),
+        (["-n", "0"], ["--max-new-tokens"]),
     ],
     ids=lambda value: " ".join(value),
 )

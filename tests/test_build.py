@@ -8,7 +8,8 @@ from typing import Any
 
 import onnx
 import pytest
-from support.command import assert_refused, export_engine, run, slow_but, succeed
+from support.command import assert_refused, export_engine, listing, run, slow_but, succeed
+from support.killing import kill_command
 from support.synthetic import LLAMA_70B, write_checkpoint
 from support.tiny_checkpoints import FAMILIES
 
@@ -255,3 +256,13 @@ def test_full_disk_while_writing_keeps_the_old_plan(copy: Path, monkeypatch: pyt
 def test_check_precision_raises_for_float32(engine: Path) -> None:
     with pytest.raises(EESDError, match="float32"):
         plans.check_precision(load_manifest(engine))
+
+
+def test_what_a_killed_build_left_is_removed(copy: Path, family_dir: Callable[[str], Path]) -> None:
+    """By the next build as by the next export to the directory."""
+    before = listing(copy)
+    for follow in (lambda: succeed(main, copy), lambda: export_engine(family_dir("qwen2"), copy, "--dtype", "float16")):
+        kill_command("eesd.export.build", "import eesd.export.plans as p; p._serialize = kill", copy, "--force")
+        assert len(listing(copy)) > len(before)
+        follow()
+        assert set(listing(copy)) <= set(before)

@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
-from support.command import assert_refused, run, succeed
+from support.command import assert_one_line, assert_refused, run, succeed
 from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
 
 from eesd.runtime.cli import main
@@ -186,3 +188,16 @@ def test_a_template_that_fails_is_one_line(engine_copy: Path, template: str) -> 
     (engine_copy / "chat_template.jinja").write_text(template)
     edit_manifest(engine_copy, "files/chat_template.jinja/size", len(template))
     assert_refused(eesd_run(engine_copy, "--chat", *PROMPT), "chat template refuses")
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.9], ids=["empty", "third", "most"])
+@pytest.mark.parametrize("name", ["draft.onnx", "verify.onnx"])
+def test_a_truncated_graph_is_one_line_of_the_whole_process(engine_copy: Path, name: str, keep: float) -> None:
+    """ONNX Runtime logs to the file descriptor, behind Python's back."""
+    data = (engine_copy / name).read_bytes()
+    (engine_copy / name).write_bytes(data[: int(keep * len(data))])
+    edit_manifest(engine_copy, f"files/{name}/size", int(keep * len(data)))
+    command = [sys.executable, "-m", "eesd.runtime.cli", "--engine-dir", str(engine_copy), *map(str, PROMPT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert_one_line(done.stderr, "cannot load", name, "export again")

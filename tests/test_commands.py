@@ -20,7 +20,8 @@ COMMANDS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())[
 
 def command(name: str) -> Command:
     module, _, attribute = COMMANDS[name].partition(":")
-    found = getattr(importlib.import_module(module), attribute)
+    start = getattr(importlib.import_module(module), attribute)
+    found = importlib.import_module(start.args[0]).main
     assert isinstance(found, Command)
     return found
 

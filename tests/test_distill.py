@@ -48,7 +48,7 @@ def test_validation_counts_equal_the_runtime_statistics(learner: Path, trained: 
     """Rounds replayed from one parallel pass have, depth by depth, the counts of rounds that the engines run."""
     checkpoint = Checkpoint(learner)
     (stored,) = trained.glob("validation-*.safetensors")
-    validation, lm_head = ValidationSet.load(stored), checkpoint.lm_head()
+    validation, lm_head = ValidationSet.load(stored, [1]), checkpoint.lm_head()
     head = checkpoint.exit_head(trained)
     replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, lm_head), 5)
     llm = eesd.load(

@@ -30,8 +30,8 @@ def without(start: tuple[object, ...], option: str) -> tuple[object, ...]:
     [
         ("empty.txt", "", ("nothing to train on", "empty.txt")),
         ("short.jsonl", '{"text": "ab"}\n', ("nothing to train on",)),
-        ("bad.jsonl", "{nonsense\n", ("Line 1", "JSON")),
-        ("list.jsonl", "[1]\n", ("Line 1", "object")),
+        ("bad.jsonl", "{nonsense\n", ("line 1", "JSON")),
+        ("list.jsonl", "[1]\n", ("line 1", "object")),
         ("other.jsonl", '{"question": "?"}\n', ("no prompt, text or messages",)),
     ],
 )

@@ -95,7 +95,7 @@ def test_model_that_is_not_in_the_cache_is_refused_offline(tmp_path: Path, name:
     assert_one_line(done.stderr, "/", "not in the local cache", "local model directory")
 
 
-@pytest.mark.parametrize("layer", [0, 3, -1, 10**9])
+@pytest.mark.parametrize("layer", [3, 4, 10_000])
 def test_exit_layer_out_of_range_is_refused(text_model: Path, tmp_path: Path, layer: int) -> None:
     result = run(export_main, "--model", text_model, "-o", tmp_path / "plans", "--exit-layer", layer)
     assert_refused(result, "between 1 and 2", str(layer))

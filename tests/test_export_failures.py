@@ -120,7 +120,7 @@ def test_export_stopped_by_sigterm_leaves_nothing_behind(text_model: Path, tmp_p
     command = f"{slow}; from eesd.export.cli import main; main()"
     options = ["--model", str(text_model), "--exit-layer", "1", "-o", str(tmp_path / "plans")]
     process = subprocess.Popen([sys.executable, "-c", command, *options], stderr=subprocess.DEVNULL)
-    while process.poll() is None and not list(tmp_path.glob(".plans-*/weights.bin")):
+    while process.poll() is None and not list(tmp_path.glob(".plans.*.new/weights.bin")):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143

@@ -1,15 +1,13 @@
 """A benchmark that saves its result after every prompt, so that it can be interrupted and resumed."""
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-
-import click
 
 from eesd.bench.measure.results import Result, describe_machine
 from eesd.bench.measure.run import Bench, Options, chosen_configurations, measure, tune
 from eesd.bench.measure.tasks import TaskPrompt, split_prompts
 from eesd.common.errors import EESDError
+from eesd.common.terminal import progress_bar
 
 RESULT_FILE = "result.json"
 
@@ -28,9 +26,10 @@ def run_with_progress(label: str, steps: Iterable[None], after_step: Callable[[]
         steps: Does the work of one step for each item.
         after_step: Called after every step.
     """
-    with click.progressbar(steps, label=label, file=sys.stderr) as bar:
-        for _ in bar:
+    with progress_bar(label, None) as advance:
+        for _ in steps:
             after_step()
+            advance(1)
 
 
 class ResumableRun:

@@ -84,7 +84,7 @@ def load_session(directory: Path, manifest: Manifest, graph: GraphInfo, threads:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what it logs below that, it also raises
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", FLOAT32_ACTIVATIONS)
     if providers == CPU_PROVIDERS and manifest.quantization is not None and manifest.quantization.weights == "int8":

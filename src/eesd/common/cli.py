@@ -1,76 +1,176 @@
-"""The common parts of the commands: help and version options, and errors as one line with an exit code."""
+"""The common parts of the commands: options, streams and signals, and errors as one line with an exit code."""
 
+import errno
+import os
 import signal
 import sys
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from math import isnan
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
 
 import click
 
 import eesd
 from eesd.common.errors import EESDError
+from eesd.common.files import remove_leftovers
 
-P = ParamSpec("P")
 C = TypeVar("C", bound=click.Command)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
+class _Path(click.Path):
+    """A path. An empty one, as from an unset variable of a shell, does not mean the current directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it is empty; give a path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class _EngineDirectory(_Path):
+    """An engine directory to read. If a killed export had moved it aside to replace it, it is put back."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if not path.exists():
+            remove_leftovers(path.resolve().parent, path.resolve().name)
+        return path
+
+
+class _Name(click.types.StringParamType):
+    """Text that is not empty."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it is empty; give a name", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number from ``min`` to ``max``. The range of click lets everything pass that cannot be compared."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if isnan(number):
+            self.fail(f"{value} is not a number", param, ctx)
+        return number
+
+
+PATH = _Path(path_type=Path)
+ENGINE_DIR = _EngineDirectory(path_type=Path)
+NAME = _Name()
+SEED = click.IntRange(0, 2**32 - 1)
+
+
+class _Command(click.Command):
+    """A command that ends with one line and an exit code, whatever happens."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        _check_streams()
+        _exit_on_signals()
+        return super().main(*args, **kwargs)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _one_line_errors():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _one_line_errors():
+            return super().invoke(ctx)
+
+
+class _Group(_Command, click.Group):
+    command_class = _Command
+
+
 def command(**settings: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """``click.command(**settings)`` with ``-h``, ``--version``, shown defaults, and :func:`one_line_errors`."""
-
-    def decorate(function: Callable[..., None]) -> click.Command:
-        made = click.command(None, click.Command, context_settings=HELP, **settings)(one_line_errors(function))
-        return _with_version(made)
-
-    return decorate
+    """``click.command(**settings)`` with ``-h``, ``--version``, shown defaults, and errors in one line."""
+    return lambda function: _with_version(click.command(None, _Command, context_settings=HELP, **settings)(function))
 
 
 def group(**settings: Any) -> Callable[[Callable[..., None]], click.Group]:
     """The same for ``click.group``."""
-
-    def decorate(function: Callable[..., None]) -> click.Group:
-        made = click.command(None, click.Group, context_settings=HELP, **settings)(one_line_errors(function))
-        return _with_version(made)
-
-    return decorate
+    return lambda function: _with_version(click.command(None, _Group, context_settings=HELP, **settings)(function))
 
 
 def _with_version(made: C) -> C:
     return click.version_option(eesd.__version__, message="%(prog)s %(version)s")(made)
 
 
-def one_line_errors(function: Callable[P, None]) -> Callable[P, None]:
-    """Make a click callback report :class:`EESDError` and unreadable files as ``error: ...`` with exit code 2.
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Report :class:`EESDError`, wrong options and unreadable files as ``error: ...`` with exit code 2.
 
     Ctrl-C exits with 130, and a closed output pipe with 141, as shells expect, without a traceback.
     """
+    try:
+        yield
+        sys.stdout.flush()
+    except EESDError as error:
+        fail(str(error))
+    except click.UsageError as error:
+        program = f"; see {error.ctx.command_path} --help" if error.ctx else ""
+        fail(f"{error.format_message().rstrip('.')}{program}.")
+    except KeyboardInterrupt:
+        click.echo(err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        _give_up_broken_streams()
+        sys.exit(141)
+    except MemoryError:
+        fail("There is not enough memory; give smaller values, or use a larger machine.")
+    except OSError as error:
+        place = f": {error.filename}" if error.filename else ""
+        remedy = "; free some space, or write to another place" if error.errno in _FULL else ""
+        fail(f"{error.strerror or error}{place}{remedy}.")
 
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+
+def _check_streams() -> None:
+    """Make a program that was started with closed streams safe: no file gets a number that libraries print to.
+
+    Without stderr, messages are dropped. Without stdout the program ends, because its result would be lost.
+    """
+    for number in (0, 1, 2):
         try:
-            function(*args, **kwargs)
-        except EESDError as error:
-            fail(str(error))
-        except KeyboardInterrupt:
-            click.echo(err=True)
-            sys.exit(130)
-        except BrokenPipeError:
-            sys.stderr.close()
-            sys.exit(141)
-        except OSError as error:
-            place = f": {error.filename}" if error.filename else ""
-            fail(f"{error.strerror or error}{place}.")
-
-    return run
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = _null()
+    if sys.stdout is None:
+        fail("stdout is closed; redirect it to a file, or to /dev/null.")
 
 
-def clean_up_on_sigterm() -> None:
-    """Make SIGTERM end the program like an exception, with exit code 143, so that partial output is deleted on the way out."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def _null() -> TextIO:
+    return Path(os.devnull).open("w", encoding="utf-8")
+
+
+def _give_up_broken_streams() -> None:
+    """Redirect the standard streams that cannot be written, so that Python does not try again at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _exit_on_signals() -> None:
+    """Make SIGTERM and SIGHUP end the program like an exception, so that partial output is deleted on the way out."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            with suppress(ValueError):  # only the main thread may do that
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def fail(message: str) -> None:
     """Print ``error: message`` in one line to stderr and exit with code 2."""
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    try:
+        click.echo(f"error: {' '.join(message.split())}", err=True)
+    except OSError:
+        _give_up_broken_streams()
     sys.exit(2)

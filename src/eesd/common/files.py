@@ -1,27 +1,47 @@
-"""Files and directories that appear under their names whole or not at all."""
+"""Files and directories that appear under their names whole or not at all, and what killed processes left of them.
 
+What is being written lies beside its final name as ``.NAME.eesd-RANDOM.new``; a directory that it replaces is moved to ``.old``
+for a moment. Before either exists there is ``.NAME.eesd-RANDOM.lock``, which the writing process keeps locked. The operating
+system unlocks it when the process ends, however it ends: a lock that can be taken shows that the files beside it are leftovers.
+The next run that writes to the same place removes them.
+"""
+
+import logging
 import os
+import re
+import secrets
 import shutil
+import socket
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
+
+if sys.platform != "win32":
+    import fcntl
+
+LOGGER = logging.getLogger(__name__)
+
+_TEMPORARY = re.compile(r"(?s)\.(?P<name>.+)\.eesd-(?P<key>[0-9a-f]{16})\.(?P<kind>lock|new|old)")
+_MAGIC = "EESD writes the files beside this one."
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A temporary file beside ``path``. It takes that name when the block ends normally; otherwise it is deleted."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
+    with temporary_beside(path) as temporary:
         yield temporary
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
-def existing_parent(path: Path) -> Path:
-    """The nearest directory above ``path`` that exists."""
-    return next(parent for parent in path.resolve().parents if parent.exists())
+@contextmanager
+def temporary_beside(path: Path) -> Iterator[Path]:
+    """The name of a temporary file or directory beside ``path``. What is there when the block ends is deleted."""
+    with _claimed(path) as claim:
+        yield claim.new
 
 
 @contextmanager
@@ -29,27 +49,220 @@ def directory_written_whole(output: Path) -> Iterator[Path]:
     """A temporary directory beside ``output``. It is renamed to ``output`` if the block succeeds, and deleted if it raises."""
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
-    staged = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        yield staged
-        staged.chmod(0o755)
-        if output.exists():
-            _replace(output, staged)
-        else:
-            staged.rename(output)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-
-
-def _replace(output: Path, staged: Path) -> None:
-    """Replace ``output`` by ``staged``, or leave ``output`` as it was if that fails."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-old-", dir=output.parent))
-    try:
-        output.rename(aside / output.name)
+    with _claimed(output) as claim:
+        claim.new.mkdir()
+        yield claim.new
+        if not output.exists():
+            claim.new.rename(output)
+            return
         try:
-            staged.rename(output)
+            output.rename(claim.old)
+            claim.new.rename(output)
         except BaseException:
-            (aside / output.name).rename(output)
+            claim.put_back()
             raise
+
+
+@contextmanager
+def scratch_directory(name: str) -> Iterator[Path]:
+    """A directory for large intermediate files, in the system's directory for temporary files. It is deleted afterwards."""
+    owner = os.getuid() if sys.platform != "win32" else ""
+    with temporary_beside(Path(tempfile.gettempdir()) / f"{name}-{owner}") as directory:
+        directory.mkdir(mode=0o700)
+        yield directory
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest directory above ``path`` that exists."""
+    return next(parent for parent in path.resolve().parents if parent.exists())
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file name is one of those that this module gives to temporary files."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def remove_leftovers(directory: Path, name: str | None = None) -> None:
+    """Remove what killed processes left in a directory, and put back a directory that one had moved aside.
+
+    Each is logged as a warning, in one line with the size. What may belong to a process that still runs is kept: without a word
+    if its lock is held, and with a warning if that cannot be known.
+
+    Args:
+        directory: The directory to look in. It need not exist.
+        name: Only what was being written under this name. None: everything.
+    """
+    with suppress(OSError):
+        found = filter(None, (_TEMPORARY.fullmatch(path.name) for path in directory.iterdir()))
+        for written, key in {(match["name"], match["key"]) for match in found if name in (None, match["name"])}:
+            _Claim(directory / written, key).sweep()
+
+
+class _Claim(NamedTuple):
+    """The temporary names of one writer.
+
+    Attributes:
+        target: The final name.
+        key: Random, so that no two writers share a name.
+    """
+
+    target: Path
+    key: str
+
+    @property
+    def lock(self) -> Path:
+        return self._path("lock")
+
+    @property
+    def new(self) -> Path:
+        return self._path("new")
+
+    @property
+    def old(self) -> Path:
+        return self._path("old")
+
+    def _path(self, kind: str) -> Path:
+        return self.target.with_name(f".{self.target.name}.eesd-{self.key}.{kind}")
+
+    def put_back(self) -> bool:
+        """Undo the first of the two renames of a replacement if the second did not happen. Returns whether it did that."""
+        if _exists(self.target) or not _exists(self.old):
+            return False
+        self.old.rename(self.target)
+        return True
+
+    def clean_up(self) -> None:
+        """Delete everything, the lock last: without it nobody could tell what the rest is."""
+        with suppress(OSError):
+            self.put_back()
+        if _delete(self.new) and (_exists(self.target) or not _exists(self.old)) and _delete(self.old):
+            self.lock.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Clean up if the writer is dead; otherwise, or if that is not sure, leave everything as it is."""
+        size = _size(self.new) + _size(self.old)
+        # A lock without text was made by a writer that was killed, or has not gone on, before it wrote anything else.
+        with suppress(OSError), _taken(self.lock) as (is_free, text):
+            if not is_free:
+                return
+            sure = _from_this_machine(text) if text else not (_exists(self.new) or _exists(self.old))
+            # Something took the place of a directory that was moved aside: only its owner knows which of the two is wanted.
+            if sure and not (_exists(self.new) and _exists(self.old) and _exists(self.target)):
+                if self.put_back():
+                    LOGGER.warning("%s is back, which a killed run had moved aside to replace it.", self.target)
+                    size = _size(self.new)
+                self.clean_up()
+                if not (_exists(self.new) or _exists(self.old)):
+                    if size:
+                        LOGGER.warning("Removed %s that a killed run left beside %s.", _readable(size), self.target)
+                    return
+        left = [str(path) for path in (self.new, self.old) if _exists(path)]
+        if left:
+            LOGGER.warning(
+                "A run that may still be going on left %s (%s); if none writes to %s, delete it, or rename it to keep it.",
+                " and ".join(left), _readable(size), self.target,
+            )  # fmt: skip
+
+
+@contextmanager
+def _claimed(target: Path) -> Iterator[_Claim]:
+    """Temporary names for what will be ``target``, under a lock. They are cleaned up at the end."""
+    remove_leftovers(target.parent, target.name)
+    claim, lock = _new_claim(target)
+    try:
+        os.write(lock, f"{_MAGIC}\n{socket.gethostname()}\n{_boot_id()}\n{os.getpid()}\n".encode())
+        yield claim
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            claim.clean_up()
+        finally:
+            os.close(lock)
+
+
+def _new_claim(target: Path) -> tuple[_Claim, int]:
+    """Create and lock the lock file of a new claim; returns its descriptor, too."""
+    while True:
+        claim = _Claim(target, secrets.token_hex(8))
+        try:
+            lock = os.open(claim.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:  # the user knows the final name only
+            raise OSError(error.errno, error.strerror, str(target)) from None
+        # Another run that just looks for leftovers may take the lock first, and delete the file.
+        if _try_lock(lock) is not False and claim.lock.exists():
+            return claim, lock
+        os.close(lock)
+
+
+@contextmanager
+def _taken(lock: Path) -> Iterator[tuple[bool, str]]:
+    """Try to lock an existing lock file. Gives whether that worked, and the file's text.
+
+    Raises:
+        OSError: It is not known whether another process holds the lock.
+    """
+    file = os.open(lock, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    try:
+        is_free = _try_lock(file)
+        if is_free is None:
+            raise OSError("there are no locks here")
+        yield is_free, os.read(file, 4096).decode(errors="replace")
+    finally:
+        os.close(file)
+
+
+def _try_lock(file: int) -> bool | None:
+    """Lock an open file without waiting. False: another process has the lock. None: there are no locks here."""
+    if sys.platform == "win32":
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # some network file systems have no locks
+        return None
+    return True
+
+
+def _from_this_machine(text: str) -> bool:
+    """Whether the lock file with this text was written on this machine.
+
+    Locks reach all containers of a machine. On some network file systems they do not reach other machines.
+    """
+    magic, host, boot, *_ = [*text.split("\n"), "", "", ""]
+    return magic == _MAGIC and (host == socket.gethostname() or (boot != "" and boot == _boot_id()))
+
+
+def _boot_id() -> str:
+    """A number that is the same in all containers of a machine, until it starts again. Empty where there is none."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _exists(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def _delete(path: Path) -> bool:
+    """Delete a file or a directory, and never what a link points at. Returns whether it is gone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    return not _exists(path)
+
+
+def _size(path: Path) -> int:
+    """Bytes that deleting a file or a directory frees."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            return sum(_size(entry) for entry in path.iterdir())
+        status = path.lstat()
+        return status.st_size if status.st_nlink == 1 else 0  # weights that an export linked stay where they are
+    return 0
+
+
+def _readable(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size} bytes"

@@ -1,0 +1,37 @@
+"""Files that a run writes and reads again. A stopped run, a full disk or a hand may have damaged them in the meantime."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eesd.common.errors import EESDError
+
+MAKE_AGAIN = "delete it, and the next run makes it again"
+
+
+def damaged(path: Path, remedy: str = MAKE_AGAIN) -> EESDError:
+    """The error for a file that does not hold what a run wrote."""
+    return EESDError(f"{path} is damaged; {remedy}.")
+
+
+def load_tensors(path: Path, remedy: str = MAKE_AGAIN) -> dict[str, Tensor]:
+    """Read a safetensors file. Raises :class:`EESDError` with the remedy if that is not possible."""
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError, ValueError):
+        raise damaged(path, remedy) from None
+    return tensors
+
+
+@contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Name the file or directory if it cannot be written. safetensors and full disks report errors without a name."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).removeprefix("Error while serializing: ")
+        raise EESDError(f"{path} cannot be written ({reason}); free some space, and the same command continues.") from None

@@ -1,0 +1,37 @@
+"""Where the commands start. Ctrl-C ends them without a traceback from the first line on, also while Python still imports."""
+
+import signal
+import sys
+from functools import partial
+
+
+def _start(module: str) -> None:
+    """Import a command and run it.
+
+    While it is imported, and after it ended, there is nothing to clean up: Ctrl-C then ends the process at once, as it does
+    programs that are not written in Python. A shell that started it in the background made it ignore Ctrl-C, and that stays.
+    """
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if interruptible:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from importlib import import_module
+
+    main = import_module(module).main
+    try:
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        main()
+    except KeyboardInterrupt:  # while another one was reported
+        sys.exit(130)
+    finally:
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+distill = partial(_start, "eesd.distill.cli")
+export = partial(_start, "eesd.export.cli")
+build = partial(_start, "eesd.export.build")
+inspect = partial(_start, "eesd.export.inspect")
+run = partial(_start, "eesd.runtime.cli")
+doctor = partial(_start, "eesd.runtime.doctor")
+bench = partial(_start, "eesd.bench.cli")

@@ -1,0 +1,69 @@
+"""Processes that kill themselves with SIGKILL inside a function, and nothing else of which survives."""
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_KILL = "import os, signal; kill = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def kill_command(module: str, arrange: str, *arguments: object) -> None:
+    """Run a command in a process. ``arrange`` puts the function ``kill`` where the process is to die."""
+    code = f"{_KILL}; {arrange}; from {module} import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def killed_at_line(number: int, file: str, action: Callable[[], object]) -> bool:
+    """Call a function in a process that dies at the given line, counted as they run, of a module. False: it ended before."""
+    child = os.fork()
+    if child == 0:
+        left = number
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename != file:
+                return None
+            left -= event == "line"
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        try:
+            sys.settrace(trace)
+            action()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0
+    return False
+
+
+def hold(path: Path) -> "subprocess.Popen[str]":
+    """A process that is writing ``path`` until its stdin is closed."""
+    code = (
+        "import sys; from pathlib import Path; from eesd.common.files import written_whole\n"
+        "with written_whole(Path(sys.argv[1])) as temporary:\n"
+        "    temporary.write_text('half'); print('writing', flush=True); sys.stdin.read(); temporary.write_text('whole')"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "writing\n"
+    return process
+
+
+def kill_writer(path: Path) -> None:
+    """Let a process be killed while it is writing ``path``."""
+    with hold(path) as process:
+        process.kill()

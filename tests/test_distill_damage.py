@@ -1,0 +1,218 @@
+"""``eesd-distill`` over damaged files of its own, and on a full disk: one sentence with the file and what to do."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.command import assert_one_line, assert_refused, listing, run, slow_but, succeed
+from support.distilling import SMALL, read_metrics
+
+from eesd.common.files import is_temporary
+from eesd.distill.cli import main
+
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def options(learner: Path) -> tuple[object, ...]:
+    return ("--model", learner, "--exit-layer", 1, *SMALL, "--steps", 4)
+
+
+@pytest.fixture(scope="module")
+def stopped(options: tuple[object, ...], own_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run that stopped at step 2 of 4, with a cache of targets."""
+    output = tmp_path_factory.mktemp("stopped") / "out"
+    calls = "import eesd.distill.trainer as t; f = t.Trainer._train_step; n = iter(range(9))"
+    stop = f"{calls}; t.Trainer._train_step = lambda s: f(s) if next(n) < 2 else exit(3)"
+    arguments = (*options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
+    line = [sys.executable, "-c", f"{stop}; from eesd.distill.cli import main; main()", *map(str, arguments)]
+    assert subprocess.run(line, stdout=subprocess.DEVNULL).returncode == 3
+    assert (output / "checkpoint-2").is_dir()
+    return output
+
+
+@pytest.fixture(scope="module")
+def generated(options: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run that generated its own text."""
+    output = tmp_path_factory.mktemp("generated") / "out"
+    (output.parent / "p.jsonl").write_text('{"prompt": "def"}\n')
+    succeed(main, *options, *generating(output.parent), "-o", output)
+    return output
+
+
+def generating(directory: Path) -> tuple[object, ...]:
+    return ("--self-generate", directory / "p.jsonl", "--own-rows", 20, "--own-batch", 10)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def without_a_tensor(path: Path) -> None:
+    tensors = load_file(path)
+    tensors.pop(sorted(tensors)[0])
+    save_file(tensors, path)
+
+
+def with_a_short_tensor(path: Path) -> None:
+    tensors = load_file(path)
+    large = next(name for name in sorted(tensors) if tensors[name].ndim)
+    save_file(tensors | {large: tensors[large][:-1].clone()}, path)
+
+
+def with_another_tensor(path: Path) -> None:
+    save_file({"other": torch.zeros(3)}, path)
+
+
+def text(content: str) -> Damage:
+    return lambda path: path.write_text(content)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def garble(path: Path) -> None:
+    path.write_bytes(b"\xff\x00garbage" * 9)
+
+
+ANY: list[Damage] = [truncate, empty, garble]
+TENSORS: list[Damage] = [*ANY, without_a_tensor, with_a_short_tensor, with_another_tensor]
+JSON: list[Damage] = [*ANY, text("[]"), text("{}"), text("null"), text("[" * 100_000)]
+QUICK = (truncate, without_a_tensor)
+FILES: list[tuple[str, list[Damage]]] = [
+    ("checkpoint-2/run.json", [*JSON, text('{"step": "2", "options": {}}'), text('{"step": 2, "options": []}')]),
+    ("checkpoint-2/head.safetensors", TENSORS),
+    ("checkpoint-2/optimizer.safetensors", TENSORS),
+    ("cache/cache.json", JSON),
+    ("cache/shard-*.safetensors", TENSORS),
+    ("cache/validation-*.safetensors", TENSORS),
+]
+CASES = [
+    pytest.param(name, damage, id=f"{name}-{number}", marks=[] if damage in QUICK else pytest.mark.slow)
+    for name, damages in FILES
+    for number, damage in enumerate(damages)
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), CASES)
+def test_a_damaged_file_is_named(
+    options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, name: str, damage: Damage
+) -> None:
+    output = shutil.copytree(stopped, tmp_path / "out")
+    (path,) = output.glob(name)
+    damage(path)
+    arguments = (*options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
+    result = run(main, *arguments)
+    assert result.exit_code == 2, result.output
+    assert_one_line(result.stderr, str(output))
+    if "other options" in result.stderr or "other data" in result.stderr:  # a JSON object of other content
+        return
+    assert path.name in result.stderr and "delete" in result.stderr
+    doomed = re.search(r"delete (/\S+?),", result.stderr)
+    for target in {doomed[1] if doomed else str(path)}:
+        shutil.rmtree(target) if Path(target).is_dir() else Path(target).unlink()
+    succeed(main, *arguments)  # what the message says helps
+
+
+@pytest.mark.parametrize("name", ["generation.json", "shard-00001.safetensors"])
+@pytest.mark.parametrize("number", range(3))
+def test_damaged_own_text_is_named(
+    options: tuple[object, ...], generated: Path, tmp_path: Path, name: str, number: int
+) -> None:
+    output = shutil.copytree(generated, tmp_path / "out")
+    ANY[number](output / "own-text" / name)
+    arguments = (*options, *generating(generated.parent), "-o", output)
+    assert_refused(run(main, *arguments), name, "delete")
+
+
+@pytest.mark.parametrize("damage", [truncate, text('{"step": 1'), empty])
+def test_a_last_line_that_was_cut_off_is_dropped(
+    options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, damage: Damage
+) -> None:
+    output = shutil.copytree(stopped, tmp_path / "out")
+    damage(output / "metrics.jsonl")
+    succeed(main, *options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
+    assert read_metrics(output)[-1]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[]", "{}", "x", '{"step": "1"}', '{"step": 1, "loss": 2}', '{"step": 1, "acceptance": 5}', "\udcff", "[" * 100_000],
+)
+def test_damaged_metrics_are_named(
+    options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, line: str
+) -> None:
+    output = shutil.copytree(stopped, tmp_path / "out")
+    with (output / "metrics.jsonl").open("a", errors="surrogateescape") as file:
+        file.write(f"{line}\n")
+    arguments = (*options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
+    result = run(main, *arguments)
+    assert result.exit_code == 2
+    assert_one_line(result.stderr, "metrics.jsonl", "delete it")
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(["checkpoint-foo", "checkpoint-", "checkpoint-3-old", "checkpoint-\u0663"], "checkpoint-foo")
+)
+def test_somebodys_directories_are_left_alone(
+    options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, name: str
+) -> None:
+    output = shutil.copytree(stopped, tmp_path / "out")
+    (output / name).mkdir()
+    (output / name / "mine").touch()
+    succeed(main, *options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
+    assert (output / name / "mine").exists() and (output / "checkpoint-4").is_dir() and not (output / "checkpoint-2").exists()
+
+
+@pytest.mark.parametrize("limit", slow_but([200, 5_000, 12_000, 30_000], 30_000))
+def test_a_full_disk_keeps_the_last_checkpoint(
+    options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, limit: int
+) -> None:
+    """The operating system refuses to extend any file beyond a limit."""
+    output = shutil.copytree(stopped, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (output / "checkpoint-2").iterdir()}
+    assert max(map(len, before.values())) > 30_000
+    arguments = (*options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    line = [sys.executable, "-m", "eesd.distill.cli", *map(str, arguments)]
+    done = subprocess.run(line, preexec_fn=limited, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert_one_line(done.stderr, str(output), "cannot be written (", "free some space")
+    assert {path.name: path.read_bytes() for path in (output / "checkpoint-2").iterdir()} == before
+    assert not [path for path in output.rglob("*") if is_temporary(path.name)]
+    succeed(main, *arguments)
+    assert "checkpoint-4" in listing(output)
+
+
+@pytest.mark.parametrize("option", slow_but(["--data", "--self-generate", "--mix", "--validation"], "--data"))
+def test_json_lines_end_at_line_feeds_only(options: tuple[object, ...], own_rows: Path, tmp_path: Path, option: str) -> None:
+    """Strings may hold the other line ends of Unicode; a byte order mark is no text."""
+    lines = [json.dumps({"text": f"abc{number} \u2028\u2029\u0085\x0c" * 9}, ensure_ascii=False) for number in range(40)]
+    (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    rest = () if option in ("--data", "--self-generate") else ("--data", own_rows)
+    succeed(main, *options, *rest, option, tmp_path / "t.jsonl", "-o", tmp_path / "out", "--own-rows", 20, "--steps", 1)
+
+
+def test_too_little_memory_is_one_sentence(options: tuple[object, ...], own_rows: Path, tmp_path: Path) -> None:
+    arguments = ("--data", own_rows, "-o", tmp_path / "out", "--batch", 65536, "--length", 512, "--accumulate", 1)
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.RLIM_INFINITY))
+
+    line = [sys.executable, "-m", "eesd.distill.cli", *map(str, (*options, *arguments))]
+    done = subprocess.run(line, preexec_fn=limited, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert_one_line(done.stderr, "not enough memory", "--batch")

@@ -1,0 +1,199 @@
+"""Signals, and standard streams that are closed, full or broken: one sentence or the shell's exit codes, never a traceback."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.command import assert_one_line
+from support.engine_dirs import edit_manifest
+
+TOO_LATE = 60
+
+
+def start(name: str, *arguments: object) -> list[str]:
+    """The command line of a command, as its script starts it."""
+    return [sys.executable, "-c", f"from eesd.commands import {name}; {name}()", *map(str, arguments)]
+
+
+def in_shell(redirection: str, command: list[str]) -> "subprocess.CompletedProcess[str]":
+    shell = ["bash", "-c", f'"$@" {redirection}', "bash", *command]
+    return subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TOO_LATE)
+
+
+@pytest.fixture(params=["run", "run --json", "inspect", "inspect --json", "doctor", "doctor --json", "run --help", "build -h"])
+def command(request: pytest.FixtureRequest, engine: Path) -> list[str]:
+    name, *options = request.param.split()
+    inputs = {"run": ("--engine-dir", engine, "-p", "hello", "-n", 3), "inspect": (engine,)}.get(name, ())
+    return start(name, *inputs, *options)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "words"),
+    [
+        (">&-", 2, ("stdout is closed", "/dev/null")),
+        ("<&- >&-", 2, ("stdout is closed",)),
+        (">/dev/full", 2, ("No space left on device", "write to another place")),
+    ],
+)
+def test_lost_output_is_an_error(command: list[str], redirection: str, code: int, words: tuple[str, ...]) -> None:
+    done = in_shell(redirection, command)
+    assert done.returncode == code
+    assert_one_line(done.stderr, *words)
+
+
+def test_a_broken_pipe_ends_quietly(command: list[str]) -> None:
+    done = in_shell("| true; exit ${PIPESTATUS[0]}", ["sh", "-c", 'sleep 0.3; exec "$@"', "sh", *command])
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "<&-", "<&- 2>&-"])
+def test_other_streams_do_not_matter(command: list[str], redirection: str) -> None:
+    if "--engine-dir" in command and "--json" not in command:
+        command = [*command, "--no-stats"]
+    done = in_shell(redirection, command)
+    assert done.returncode == 0 and done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "2>&- >&-", ">/dev/full 2>/dev/full"])
+def test_an_error_keeps_its_exit_code(redirection: str) -> None:
+    assert in_shell(redirection, start("run", "--engine-dir", "/nowhere", "-p", "x")).returncode == 2
+
+
+def test_statistics_that_are_lost_are_an_error(engine: Path) -> None:
+    assert in_shell("2>/dev/full", start("run", "--engine-dir", engine, "-p", "x", "-n", 2)).returncode == 2
+
+
+def test_no_file_takes_the_place_of_a_closed_stream(text_model: Path, tmp_path: Path) -> None:
+    """What libraries print would end up in the weights."""
+    options = ("--model", text_model, "--exit-layer", 1, "--no-check", "-o")
+    for name, redirection in (("closed", "<&- 2>&-"), ("open", "")):
+        assert in_shell(redirection, start("export", *options, tmp_path / name)).returncode == 0
+    for path in (tmp_path / "open").glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / "closed" / path.name).read_bytes()
+
+
+def test_a_closed_stdin_is_no_prompt(engine: Path) -> None:
+    for options in ((), ("-p", "-"), ("--chat",)):
+        done = in_shell("<&-", start("run", "--engine-dir", engine, *options))
+        assert done.returncode == 2
+        assert_one_line(done.stderr, "stdin is closed", "--prompt")
+
+
+SLOW = "import sys, time\nprint('here', flush=True)\ntime.sleep(60)\n"
+
+
+@pytest.mark.parametrize("name", ["distill", "export", "build", "inspect", "run", "doctor", "bench"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_python_imports(name: str, number: signal.Signals, tmp_path: Path) -> None:
+    """A slow click stands for all that is slow to import."""
+    (tmp_path / "click.py").write_text(SLOW)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(start(name), stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(number)
+        assert process.wait(TOO_LATE) == -number  # a shell makes 130 and 143 of it
+        assert process.stderr.read() == ""
+
+
+INSIDE = "import time, eesd.runtime.cli as c; c.load = lambda *a, **k: (print('here', flush=True), {0})"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["INT", "TERM", "HUP"]
+)
+def test_a_signal_while_a_command_works(number: signal.Signals, code: int) -> None:
+    line = [sys.executable, "-c", f"{INSIDE.format('time.sleep(60)')}; from eesd.commands import run; run()"]
+    with subprocess.Popen([*line, "--engine-dir", "x", "-p", "y"], stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(number)
+        assert process.wait(TOO_LATE) == code
+        assert process.stderr.read().strip() == ""
+
+
+def test_a_second_interrupt_while_the_first_is_cleaned_up(tmp_path: Path) -> None:
+    """The files that it leaves are the next run's to remove."""
+    code = (
+        "import time, eesd.common.files as f, eesd.runtime.cli as c\n"
+        "f._delete = lambda _: (print('cleaning', flush=True), time.sleep(60))\n"
+        f"def load(*_, **__):\n with f.written_whole(f.Path({str(tmp_path / 'x')!r})):\n"
+        "  print('here', flush=True); time.sleep(60)\n"
+        "c.load = load\nfrom eesd.commands import run; run()"
+    )
+    line = [sys.executable, "-c", code, "--engine-dir", "x", "-p", "y"]
+    with subprocess.Popen(line, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for expected in ("here\n", "cleaning\n"):
+            assert process.stdout.readline() == expected
+            process.send_signal(signal.SIGINT)
+        assert process.wait(TOO_LATE) == 130
+        assert process.stderr.read().strip() == ""
+
+
+def test_a_storm_of_interrupts(engine: Path) -> None:
+    """At any moment of a command, and more than once: an exit code of the shell, or the end of the work; no traceback."""
+    for delay in (0.05, 0.2, 0.5, 0.8, 1.1, 1.4, 1.8):
+        line = start("run", "--engine-dir", engine, "-p", "hello", "-n", 200, "--ignore-eos", "--no-stats")
+        with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=-1, text=True) as process:
+            time.sleep(delay)
+            while process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.002)
+            assert process.stderr is not None
+            assert process.returncode in (130, -signal.SIGINT, 0)
+            # Before its first line, Python itself reports the interrupt.
+            assert "Traceback" not in process.stderr.read() or delay == 0.05
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    """As a shell starts programs in the background."""
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from eesd import commands"
+    check = "import eesd.runtime.doctor as d; d.packages = lambda: (signal.raise_signal(signal.SIGINT), {})[1]"
+    line = [sys.executable, "-c", f"{code}; {check}; commands.doctor()", "--json"]
+    assert subprocess.run(line, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def on_terminal(line: list[str], environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit code, and everything shown, of a command whose streams are a terminal on which nobody types."""
+    main, other = pty.openpty()
+    process = subprocess.Popen(line, stdin=other, stdout=other, stderr=other, env=os.environ | (environment or {}))
+    os.close(other)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(main, 4096)
+        except OSError:
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(main)
+    return process.wait(TOO_LATE), shown.decode()
+
+
+def test_chat_without_a_template_is_refused_before_anybody_types(engine_copy: Path) -> None:
+    (engine_copy / "tokenizer_config.json").write_text("{}")
+    edit_manifest(engine_copy, "files/tokenizer_config.json/size", 2)
+    code, shown = on_terminal(start("run", "--engine-dir", engine_copy, "--chat"))
+    assert code == 2 and "no chat template" in shown and ">" not in shown
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_coloured"),
+    [
+        ({"TERM": "xterm", "NO_COLOR": ""}, True),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, False),
+        ({"TERM": "dumb", "NO_COLOR": ""}, False),
+    ],
+)
+def test_colours_can_be_switched_off(engine: Path, environment: dict[str, str], is_coloured: bool) -> None:
+    options = ("--engine-dir", engine, "-p", "a", "-n", 8, "--show-drafts", "--controller", "fixed:k=2")
+    code, shown = on_terminal(start("run", *options), environment)
+    assert code == 0 and ("\x1b[" in shown) == is_coloured
