@@ -156,7 +156,7 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
 
 
 @cli.group(invoke_without_command=True)
-@click.option("--engine-dir", type=cli.ENGINE_DIR, help="Directory that eesd-export wrote.")
+@click.option("--engine-dir", type=cli.PATH, help="Directory that eesd-export wrote.")
 @measurement_options(DEFAULT.controllers, DEFAULT.samplings)
 @click.pass_context
 def main(context: click.Context, /, engine_dir: Path | None, **given: Any) -> None:
@@ -203,7 +203,7 @@ def _refuse_recording_options(names: Iterable[str]) -> None:
 
 
 @main.command(context_settings=cli.HELP)
-@click.option("--engine-dir", type=cli.ENGINE_DIR, help="Record traces with this directory, which eesd-export wrote.")
+@click.option("--engine-dir", type=cli.PATH, help="Record traces with this directory, which eesd-export wrote.")
 @click.option("--trace", type=cli.PATH, help="Replay this recorded trace; needs --tuning-trace.")
 @click.option("--tuning-trace", type=cli.PATH, help="Recorded trace of the tuning prompts.")
 @click.option("--costs", multiple=True, default=(MEASURED, "70b"), help=f"{', '.join((MEASURED, *COST_MODELS))}; repeatable.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from eesd.common.cli import ENGINE_DIR, command
+from eesd.common.cli import PATH, command
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
 from eesd.common.integrity import verify_files
@@ -23,7 +23,7 @@ from eesd.runtime.engines.backends import open_engines
 
 
 @command()
-@click.argument("directory", type=ENGINE_DIR)
+@click.argument("directory", type=PATH)
 @click.option("--target", type=click.Choice(tuple(FLAVOURS)), help="Flavour to build.  [default: the installed one]")
 @click.option("--precision", help="Fail unless the engines have this element type, such as float16.")
 @click.option("--batch", type=click.IntRange(1, 64), default=1, help="Largest number of sequences of a call.")

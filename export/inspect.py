@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from eesd.common.cli import ENGINE_DIR, command
+from eesd.common.cli import PATH, command
 from eesd.common.errors import EESDError
 from eesd.common.integrity import check_plan, verify_files
 from eesd.common.manifest import PREFILL_CHUNK, Manifest
@@ -16,7 +16,7 @@ from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot
 
 
 @command()
-@click.argument("directory", type=ENGINE_DIR)
+@click.argument("directory", type=PATH)
 @click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
 @click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
 @click.option("--layers", is_flag=True, help="List only the layers of the plans. Needs the GPU that the plans are for.")

@@ -28,7 +28,7 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 
 
 @cli.command()
-@click.option("--engine-dir", type=cli.ENGINE_DIR, required=True, help="Directory made by eesd-export.")
+@click.option("--engine-dir", type=cli.PATH, required=True, help="Directory made by eesd-export.")
 @click.option("-p", "--prompt", "prompts", multiple=True, help="Prompt; may be given several times. - reads stdin.")
 @click.option("--prompt-file", type=cli.PATH, help="Text file (one prompt) or .jsonl (one a line).")
 @click.option("--chat", is_flag=True, help="Prompts are chat messages. Without a prompt: chat on the terminal.")
@@ -58,8 +58,7 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 @click.option("--stats/--no-stats", default=True, help="Table of statistics on stderr.")
 def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> None:
     """Generate text with the engines of a directory."""
-    chosen = {name: options[name] for name in SAMPLING_OPTIONS if options[name] is not None}
-    chosen |= {"seed": options["seed"], "method": options["method"]}
+    chosen = {name: options[name] for name in (*SAMPLING_OPTIONS, "seed", "method") if options[name] is not None}
     Sampling(**chosen)  # refuses bad options before anything is loaded
     learned: Path | None = options["controller_state"]
     for given, name in ((options["comparing"], "--compare"), (learned, "--controller-state")):
@@ -76,27 +75,29 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
         generation_config=options["generation_config"],
     )
     sampling = replace(llm.default_sampling, **chosen)
-    if options["generation_config"] == "auto":
-        _show_generation_config(engine_dir, chosen)
     if learned is not None and learned.exists():
         load_controller_state(llm, learned)
+    on_terminal = options["chat"] and not prompts and prompt_file is None and sys.stdin and sys.stdin.isatty()
+    found = [] if on_terminal else read_prompts(prompts, prompt_file, options["chat"])
+    if options["generation_config"] == "auto":
+        _show_generation_config(engine_dir, sampling, chosen)
     try:
-        if options["chat"] and not prompts and prompt_file is None and sys.stdin and sys.stdin.isatty():
+        for prompt in found:
+            _run(llm, prompt, sampling, options)
+        if on_terminal:
             _chat(llm, sampling, options)
-        else:
-            for prompt in read_prompts(prompts, prompt_file, options["chat"]):
-                _run(llm, prompt, sampling, options)
     finally:
         if learned is not None:
             save_controller_state(llm, learned)
 
 
-def _show_generation_config(engine_dir: Path, chosen: dict[str, Any]) -> None:
+def _show_generation_config(engine_dir: Path, sampling: Sampling, chosen: dict[str, Any]) -> None:
     """Say in one line on stderr what is used of the model's ``generation_config.json``, if anything in it changes tokens."""
     config = read_generation_config(engine_dir)
     if config is None:
         return
-    parts = [f"{name} {value:g}" for name, value in config.sampling.items() if name not in chosen]
+    names = ("repetition_penalty",) if sampling.greedy else SAMPLING_OPTIONS
+    parts = [f"{name} {config.sampling[name]:g}" for name in names if name in config.sampling and name not in chosen]
     parts += [f"not applied: {', '.join(config.not_applied)}"] if config.not_applied else []
     if parts:
         click.echo(f"{GENERATION_CONFIG_FILE}: {', '.join(parts)} (--generation-config none switches it off)", err=True)

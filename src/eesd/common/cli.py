@@ -14,7 +14,6 @@ import click
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.files import remove_leftovers
 
 C = TypeVar("C", bound=click.Command)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -28,16 +27,6 @@ class _Path(click.Path):
         if value == "":
             self.fail("it is empty; give a path", param, ctx)
         return super().convert(value, param, ctx)
-
-
-class _EngineDirectory(_Path):
-    """An engine directory to read. If a killed export had moved it aside to replace it, it is put back."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = super().convert(value, param, ctx)
-        if not path.exists():
-            remove_leftovers(path.resolve().parent, path.resolve().name)
-        return path
 
 
 class _Name(click.types.StringParamType):
@@ -60,7 +49,6 @@ class Number(click.FloatRange):
 
 
 PATH = _Path(path_type=Path)
-ENGINE_DIR = _EngineDirectory(path_type=Path)
 NAME = _Name()
 SEED = click.IntRange(0, 2**32 - 1)
 

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
+from eesd.common.files import remove_leftovers
 from eesd.common.geometry import ARCHITECTURES, draft_caches, exit_caches
 from eesd.common.json_input import read_json
 from eesd.common.manifest import (
@@ -28,10 +29,14 @@ _MOST = {"max_seq_len": 1 << 24, "max_tree_nodes": MAX_TREE_NODES, "draft_top_k"
 def load_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of an engine directory, and check that every file is there and has its full size.
 
+    A directory that a killed export had moved aside is put back first.
+
     Raises:
         EESDError: ``directory`` is not an engine directory, is damaged, or has another format version.
     """
     path = directory / MANIFEST_FILE
+    if not directory.exists():  # a killed export may have moved it aside to replace it
+        remove_leftovers(directory.resolve().parent, directory.resolve().name)
     if not directory.is_dir():
         raise EESDError(f"{directory} is not a directory; give the output directory of eesd-export.")
     if not path.exists():
