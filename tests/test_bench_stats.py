@@ -136,7 +136,7 @@ def test_reports_of_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"a": 1}')
     assert_refused(run(main, "report", tmp_path / "other.json", *output), "other.json", "result.json")
     (tmp_path / "text.json").write_text("hello")
-    assert_refused(run(main, "report", tmp_path / "text.json", *output), "not JSON")
+    assert_refused(run(main, "report", tmp_path / "text.json", *output), "not valid JSON")
     assert_refused(run(main, "report", tmp_path / "missing.json", *output), "missing.json")
     shutil.copy(EXAMPLE, tmp_path / "empty.json")
     empty = Result.load(EXAMPLE)

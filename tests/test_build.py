@@ -243,7 +243,9 @@ def test_full_disk_while_writing_keeps_the_old_plan(copy: Path, monkeypatch: pyt
     original = Path.open
 
     def full(path: Path, *args: Any, **options: Any) -> Any:
-        return original(Path("/dev/full") if ".draft.plan-" in path.name else path, *args, **options)
+        return original(
+            Path("/dev/full") if path.name.startswith(".draft.plan.") and path.suffix == ".new" else path, *args, **options
+        )
 
     monkeypatch.setattr(Path, "open", full)
     result = run(main, copy, "--force")

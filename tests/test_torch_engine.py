@@ -350,10 +350,10 @@ def rename_weight_file(directory: Path) -> None:
         (swap_graphs, ("do not fit its manifest",)),
         (rename_weight_file, ("do not fit its manifest",)),
         (cut_hidden_size, ("do not fit its manifest",)),
-        (lambda d: edit_manifest(d, "geometry/intermediate_size", 2**62), ("do not fit its manifest",)),
+        (lambda d: edit_manifest(d, "geometry/intermediate_size", 2**20), ("do not fit its manifest",)),
         (lambda d: edit_manifest(d, "geometry/qk_norm", True), ("do not fit its manifest",)),
         (lambda d: edit_manifest(d, "geometry/tied_embeddings", True), ("do not fit its manifest",)),
-        (lambda d: edit_manifest(d, "dtype", "bfloat16"), ("do not fit its manifest",)),
+        (lambda d: edit_manifest(d, "dtype", "bfloat16"), ("manifest.json is damaged",)),
     ],
 )
 def test_damaged_directory_is_refused(engine_copy: Path, damage: Damage, words: tuple[str, ...]) -> None:
