@@ -28,7 +28,7 @@ ALIASES = {
     "qwen3-32b": "Qwen/Qwen3-32B",
 }
 
-_INCLUDED = ["*.json", "*.safetensors", "*.jinja"]
+_INCLUDED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
 _EXCLUDED = ["consolidated*", "original/*"]  # copies of the weights in the formats of other tools
 
 
