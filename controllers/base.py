@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -70,6 +69,10 @@ class Stateful:
             raise ValueError(f"it must have the entries {', '.join(self.learned)}")
         for name in self.learned:
             setattr(self, name, _restored(getattr(self, name), state[name], name))
+        self.check_learned()
+
+    def check_learned(self) -> None:
+        """Check what was restored. Raises ValueError for values that no learning leads to."""
 
 
 def _saved(value: Any) -> Any:
@@ -98,9 +101,13 @@ def _restored(current: Any, value: Any, name: str) -> Any:
     return type(current)(number(value, name))
 
 
+LARGEST = 1e9
+"""Larger than anything that is learned: seconds, rounds, tokens."""
+
+
 def number(value: Any, name: str) -> float:
-    """A finite JSON number; ValueError for anything else."""
-    if type(value) not in (int, float) or not isfinite(value):
+    """A JSON number of at most :data:`LARGEST`; ValueError for anything else."""
+    if type(value) not in (int, float) or not -LARGEST <= value <= LARGEST:
         raise ValueError(f"{name} must be a number")
     return float(value)
 

@@ -3,6 +3,7 @@
 from math import log, sqrt
 from typing import ClassVar
 
+from eesd.common.manifest import MAX_TREE_NODES
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.controllers.costs import AcceptanceByDepth, RoundCosts
 
@@ -87,6 +88,10 @@ class UCB(Controller):
         self.length = longest
         """The arm to pull next."""
         self.width = 1
+
+    def check_learned(self) -> None:
+        if self.rounds < 0 or not 0 <= self.length <= self.longest or not 1 <= self.width <= MAX_TREE_NODES:
+            raise ValueError("rounds, length or width is out of range")
 
     def begin_round(self, width: int) -> int:
         self.width = width

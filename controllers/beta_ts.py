@@ -29,6 +29,10 @@ class BetaTS(Controller):
         self.discount = discount
         self.random = np.random.Generator(np.random.PCG64(seed))
 
+    def check_learned(self) -> None:
+        if min(self.accepted, self.rejected) < 0:
+            raise ValueError("accepted and rejected must not be negative")
+
     def keep_drafting(self, step: DraftStep) -> bool:
         theta = self.random.beta(self.prior[0] + self.accepted, self.prior[1] + self.rejected)
         return bool(self.random.random() < theta)

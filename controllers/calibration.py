@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from math import exp, log, log1p
 from typing import ClassVar
 
+import numpy as np
+
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import DraftStep, Stateful
 
@@ -38,6 +40,12 @@ class Calibrator(Stateful):
         self._prior = prior
         self.mean = [0.0, 1.0, 0.0]
         self.covariance = [prior.shift**2, 0.0, 0.0, prior.slope**2, 0.0, prior.request**2]
+
+    def check_learned(self) -> None:
+        aa, as_, ab, ss, sb, bb = self.covariance
+        eigenvalues = np.linalg.eigvalsh([[aa, as_, ab], [as_, ss, sb], [ab, sb, bb]])
+        if min(aa, ss, bb) < 0 or eigenvalues[0] < -1e-6 * max(eigenvalues[-1], 1e-6):
+            raise ValueError("covariance must be positive semidefinite")
 
     def score(self, x: Sequence[float]) -> float:
         """z of a token with the features ``x`` [5]."""

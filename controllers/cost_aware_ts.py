@@ -47,6 +47,10 @@ class CostAwareTS(Controller):
         self.random = np.random.Generator(np.random.PCG64(seed))
         self.begin_round(1)
 
+    def check_learned(self) -> None:
+        if min(*self.rate, self.rounds) < 0:
+            raise ValueError("rate and rounds must not be negative")
+
     def begin_request(self) -> None:
         self.accept.begin_request()
         self.following.begin_request()

@@ -71,8 +71,8 @@ class CostCurve(Stateful):
             if not isinstance(row, list) or len(row) != 3:
                 raise ValueError("samples must be lists of a count, a number of samples and their mean")
             count, samples, mean = (number(value, "samples") for value in row)
-            if min(count, samples - 1, mean) < 0:
-                raise ValueError("samples must not be negative")
+            if min(count, samples - 1, mean) < 0 or count > 10_000:
+                raise ValueError("samples must not be negative, and counts at most 10000")
             self.samples[int(count)] = int(samples), mean
         longest = number(state["longest"], "longest")
         if not -1 <= longest < 10_000 or (longest >= 0 and not self.samples):
@@ -146,6 +146,10 @@ class AcceptanceByDepth(Stateful):
         self.discount = discount
         self.judged = [0.0] * longest
         self.accepted = [0.0] * longest
+
+    def check_learned(self) -> None:
+        if not all(0 <= accepted <= judged for judged, accepted in zip(self.judged, self.accepted, strict=True)):
+            raise ValueError("no more can be accepted than was judged")
 
     def add(self, length: int, accepted: int) -> None:
         """Note a round of ``length`` draft tokens, of which ``accepted`` were accepted."""

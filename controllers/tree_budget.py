@@ -58,6 +58,10 @@ class TreeBudget(Stateful):
         """Tokens and seconds, discounted."""
         self.rounds = 0
 
+    def check_learned(self) -> None:
+        if min(self.covered, self.missed, *self.rate, self.rounds) < 0:
+            raise ValueError("covered, missed, rate and rounds must not be negative")
+
     def begin_request(self) -> None:
         """Another request begins."""
         self.accept.begin_request()

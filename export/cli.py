@@ -10,7 +10,15 @@ import click
 from eesd.common.cli import NAME, PATH, command
 from eesd.common.errors import EESDError
 from eesd.common.machine import available_memory
-from eesd.common.manifest import DEFAULT_SLOTS, DEFAULT_TOP_K, DEFAULT_TREE_NODES, MAX_TOP_K, MAX_TREE_NODES, WEIGHTS_FILE
+from eesd.common.manifest import (
+    DEFAULT_SLOTS,
+    DEFAULT_TOP_K,
+    DEFAULT_TREE_NODES,
+    MAX_SLOTS,
+    MAX_TOP_K,
+    MAX_TREE_NODES,
+    WEIGHTS_FILE,
+)
 from eesd.common.terminal import notice, progress
 from eesd.common.weights import BLOCK, DTYPES, QUANTIZED, is_linear, model_shapes, stored_weight
 
@@ -35,7 +43,7 @@ if TYPE_CHECKING:  # --help must not load torch
 @click.option("--layers", type=click.IntRange(2, 10_000), help="Export only the first layers of the model, for a trial.")
 @click.option(
     "--max-seq-len",
-    type=click.IntRange(2, 2**31 - 1),
+    type=click.IntRange(2, MAX_SLOTS),
     help=f"Slots of the KV cache (S).  [default: the model's positions, at most {DEFAULT_SLOTS}]",
 )
 @click.option(

@@ -1,6 +1,7 @@
 """Export a checkpoint and an exit head to an engine directory. The directory appears complete or not at all."""
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +15,7 @@ from torch import Tensor
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, existing_parent, is_temporary, remove_leftovers
-from eesd.common.generation_config import GENERATION_CONFIG_FILE
+from eesd.common.generation_config import GENERATION_CONFIG_FILE, parse_generation_config
 from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
@@ -35,6 +36,7 @@ from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint, exit_head_tensors
 from eesd.model.rotary import rotary_tables
 from eesd.model.tokenizer_files import resolved_tokenizer
+from eesd.runtime.decoding.sampling import Sampling
 
 _REPLACEABLE = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache", ".kernels")
 """Suffixes of the files that exports, builds and the runtime write. An export replaces a directory with only such files."""
@@ -117,8 +119,7 @@ def export(
     linked_names = frozenset(linked)
     progress("loading the tokenizer", 0, 0)
     texts = resolved_tokenizer(checkpoint.directory)  # first, because it refuses some models before the long work
-    if (checkpoint.directory / GENERATION_CONFIG_FILE).exists():
-        texts[GENERATION_CONFIG_FILE] = (checkpoint.directory / GENERATION_CONFIG_FILE).read_bytes()
+    texts |= _generation_config(checkpoint)
     progress("tracing the draft graph", 0, 0)
     graphs = {"draft": trace("draft", checkpoint.geometry, head.config, options, None, linked_names)}
     for number, layers in enumerate(splits):
@@ -137,6 +138,18 @@ def export(
             progress("checking parity", 0, 0)
             check(directory, manifest)
     return manifest
+
+
+def _generation_config(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """The file with the model's sampling options, if it has any. Raises EESDError if they cannot be used."""
+    fields = checkpoint.config.generation
+    if not fields:
+        return {}
+    try:
+        Sampling(**parse_generation_config(fields, GENERATION_CONFIG_FILE).sampling)
+    except EESDError as error:
+        raise EESDError(f"{checkpoint.directory / GENERATION_CONFIG_FILE} cannot be used: {error} Correct the file.") from None
+    return {GENERATION_CONFIG_FILE: (json.dumps(fields, indent=2) + "\n").encode()}
 
 
 def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, TensorSource]:

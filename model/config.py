@@ -4,13 +4,15 @@ Every field is honoured, known to be without effect, or refused by name. Fields 
 transformers ignores them, too.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
-from eesd.common.generation_config import read_generation_config
-from eesd.common.geometry import ARCHITECTURES, Geometry
+from eesd.common.generation_config import GENERATION_CONFIG_FILE, models_generation_config, parse_generation_config
+from eesd.common.geometry import ARCHITECTURES, LARGEST_SIZE, Geometry
 from eesd.common.json_fields import Fields
 from eesd.common.json_input import read_json_object
 from eesd.model.rope_config import read_rope
@@ -33,6 +35,9 @@ OTHER_FAMILIES = ("attention_bias", "max_window_layers", "mlp_bias", "sliding_wi
 REFUSED = {
     "compression_config": "the weights are quantized; give the unquantized checkpoint",
     "quantization_config": "the weights are quantized; give the unquantized checkpoint",
+    "attention_chunk_size": "attention in chunks is not supported",
+    "text_config": "a model of several parts is not supported; give a text model",
+    "vision_config": "a model of several parts is not supported; give a text model",
     "per_layer_config": "layers of different shapes are not supported",
     "transformers_weights": "rename the weights to model.safetensors and remove the field",
 }
@@ -50,6 +55,7 @@ class ModelConfig:
         bos_token_id: Token that begins a text; None if the model has none.
         eos_token_ids: Tokens that end a text.
         notices: Sentences about fields that are ignored, for whoever exports the model.
+        generation: Fields of ``generation_config.json``; without the file, those that ``config.json`` has.
     """
 
     geometry: Geometry
@@ -58,6 +64,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     notices: tuple[str, ...] = ()
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_config(model_dir: Path) -> ModelConfig:
@@ -68,6 +75,9 @@ def load_config(model_dir: Path) -> ModelConfig:
     """
     path = model_dir / "config.json"
     fields = Fields(read_json_object(path, REMEDY))
+    generation = models_generation_config(model_dir, fields.raw)
+    if not (model_dir / GENERATION_CONFIG_FILE).exists():
+        fields.taken |= set(generation)
     try:
         architecture = _architecture(fields)
         config = _read(fields, architecture)
@@ -75,10 +85,8 @@ def load_config(model_dir: Path) -> ModelConfig:
         raise EESDError(f"{path} has no {error.args[0]!r}; the file is incomplete, fetch it again.") from None
     except (ValueError, OverflowError) as error:
         raise EESDError(f"{path} cannot be used: {error}.") from None
-    generation = read_generation_config(model_dir)
-    if generation is None or generation.eos_token_ids is None:
-        return config
-    return replace(config, eos_token_ids=generation.eos_token_ids)
+    eos = parse_generation_config(generation, str(model_dir / GENERATION_CONFIG_FILE), "correct the file").eos_token_ids
+    return replace(config, generation=generation, eos_token_ids=config.eos_token_ids if eos is None else eos)
 
 
 def _architecture(fields: Fields) -> str:
@@ -103,7 +111,10 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
         raise ValueError(f"the activation {shown(activation)} is not supported; supported is 'silu'")
     bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.flag("attention_bias")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    layers, positions = fields.integer("num_hidden_layers"), fields.integer("max_position_embeddings", _POSITIONS[architecture])
+    layers, positions = (
+        fields.integer("num_hidden_layers"),
+        fields.integer("max_position_embeddings", _POSITIONS[architecture], most=LARGEST_SIZE),
+    )
     rope = read_rope(fields, positions)
     geometry = Geometry(
         architecture=architecture,
@@ -161,10 +172,13 @@ def _head_dim(fields: Fields, architecture: str, hidden: int, heads: int) -> int
 
 def _window(fields: Fields, architecture: str, layers: int) -> int | None:
     """Length of the sliding window, if any layer has one. Up to this length, sliding attention equals full attention."""
-    if architecture == "LlamaForCausalLM":
-        return None
-    if architecture == "MistralForCausalLM":  # has no switch: the window alone decides
-        window: int | None = fields.integer("sliding_window", 4096, optional=True)
+    if architecture in ("LlamaForCausalLM", "MistralForCausalLM"):  # have no switch: the window alone decides
+        # The window of a Llama config is in no mask of transformers, but its KV cache forgets what lies before it.
+        default = 4096 if architecture == "MistralForCausalLM" else None
+        window: int | None = fields.integer("sliding_window", default, optional=True)
+        kinds = fields.take("layer_types", None)
+        if kinds is not None and kinds != ["full_attention"] * layers:
+            raise ValueError(f"layer_types is {shown(kinds)}; supported for {architecture} is full_attention in all layers")
         return window
     window = fields.integer("sliding_window", 4096, optional=True, least=0)
     if not fields.flag("use_sliding_window"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eesd.common.checks import shown
-from eesd.common.geometry import RopeScaling
+from eesd.common.geometry import LARGEST_SIZE, RopeScaling
 from eesd.common.json_fields import Fields
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
@@ -92,7 +92,7 @@ def _scaling(own: Fields, kind: str, theta: float, positions: int) -> RopeScalin
         return None
     if kind == "linear":
         return RopeScaling("linear", _positive(own, "factor"))
-    original = own.integer("original_max_position_embeddings", positions)
+    original = own.integer("original_max_position_embeddings", positions, most=LARGEST_SIZE)
     if kind == "llama3":
         low, high = _positive(own, "low_freq_factor"), _positive(own, "high_freq_factor")
         if low >= high:
@@ -106,17 +106,20 @@ def _scaling(own: Fields, kind: str, theta: float, positions: int) -> RopeScalin
         "yarn",
         factor,
         original,
-        beta_fast=own.number("beta_fast", None, optional=True) or 32.0,
-        beta_slow=own.number("beta_slow", None, optional=True) or 1.0,
+        beta_fast=_positive(own, "beta_fast", 32.0),
+        beta_slow=_positive(own, "beta_slow", 1.0),
         attention_factor=_attention_factor(own, factor),
         truncate=own.flag("truncate", True),
     )
 
 
-def _positive(own: Fields, name: str) -> float:
-    value: float = own.number(name)
-    if value <= 0:
-        raise ValueError(f"{name} is {value}, and must be above 0")
+def _positive(own: Fields, name: str, default: float | None = None) -> float:
+    """A number of a size that makes sense. 0 and null mean the default, if there is one."""
+    value: float | None = own.number(name, ... if default is None else None, optional=default is not None)
+    if default is not None and not value:
+        return default
+    if value is None or not 1e-6 <= value <= 1e6:
+        raise ValueError(f"{name} is {value}, and must be above 0, from 1e-6 to 1e6")
     return value
 
 

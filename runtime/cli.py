@@ -12,7 +12,7 @@ import click
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, SAMPLING_OPTIONS, read_generation_config
-from eesd.common.json_input import decode, json_lines, read_text
+from eesd.common.json_input import MAX_BYTES, decode, json_lines, read_text
 from eesd.common.terminal import Console, Table, coloured
 from eesd.controllers import CONTROLLERS
 from eesd.runtime.compare import Comparison, compare
@@ -124,7 +124,10 @@ def _stdin() -> str:
     """All of stdin as text."""
     if sys.stdin is None:
         raise EESDError("There is no prompt: stdin is closed; give --prompt or --prompt-file.")
-    return decode(sys.stdin.buffer.read(), "stdin", "give UTF-8 text")
+    data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise EESDError(f"stdin has more than {MAX_BYTES >> 20} MiB; give a shorter prompt.")
+    return decode(data, "stdin", "give UTF-8 text")
 
 
 def _json_lines(text: str, file: Path) -> list[Any]:

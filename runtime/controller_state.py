@@ -5,9 +5,10 @@ how it was learned; ``state`` is what was learned.
 """
 
 import json
-from pathlib import Path
+import os
 from typing import Any
 
+from eesd.common.checks import check_path, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.json_input import read_json
@@ -16,29 +17,36 @@ from eesd.runtime.llm import LLM
 FORMAT = 1
 
 
-def save_controller_state(llm: LLM, path: Path) -> None:
+def save_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:
     """Write what the controller and the tree budget of ``llm`` have learned. The file appears whole or not at all."""
-    assert llm.controller is not None
+    path = check_path("path", path, "the file to write")
+    if llm.controller is None:
+        raise EESDError("This LLM does not draft, so its controller has learned nothing; load it with a Speculation.")
     state = {"controller": llm.controller.state(), "budget": llm.budget.state() if llm.budget else None}
-    with written_whole(path) as temporary:
-        temporary.write_text(json.dumps(_learned_with(llm) | {"state": state}) + "\n")
+    try:
+        with written_whole(path) as temporary:
+            temporary.write_text(json.dumps(_learned_with(llm) | {"state": state}) + "\n")
+    except OSError as error:
+        raise EESDError(f"{path} cannot be written ({error.strerror}); give another file.") from None
 
 
-def load_controller_state(llm: LLM, path: Path) -> None:
+def load_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:
     """Continue with what :func:`save_controller_state` wrote.
 
     Raises:
         EESDError: The file is damaged, or was learned with another model, controller or tree.
     """
-    assert llm.controller is not None
-    saved = read_json(path, "delete it, or give another --controller-state")
+    path = check_path("path", path, "a file that save_controller_state wrote")
+    if llm.controller is None:
+        raise EESDError("This LLM does not draft, so it has no controller that could learn; load it with a Speculation.")
+    saved = read_json(path, "give another --controller-state")
     expected = _learned_with(llm)
     if not isinstance(saved, dict) or saved.keys() != {*expected, "state"}:
         raise EESDError(f"{path} is not a controller state; give a file that --controller-state wrote.")
     for name, value in expected.items():
-        if saved[name] != value:
+        if type(saved[name]) is not type(value) or saved[name] != value:
             raise EESDError(
-                f"{path} was learned with {name} {saved[name]!r}, and this is {value!r}; give another --controller-state."
+                f"{path} was learned with {name} {shown(saved[name])}, this is {shown(value)}; give another --controller-state."
             )
     try:
         state = saved["state"]

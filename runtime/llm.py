@@ -3,6 +3,7 @@
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from eesd.common.checks import check_choice, check_flag, check_integer, check_path, shown
 from eesd.common.errors import EESDError
-from eesd.common.generation_config import GENERATION_CONFIG_FILE, read_generation_config
+from eesd.common.generation_config import GENERATION_CONFIG_FILE, REMEDY, read_generation_config
 from eesd.common.integrity import verify_files
 from eesd.common.manifest import MAX_TREE_NODES, Manifest
 from eesd.common.manifest_reader import load_manifest
@@ -122,8 +123,6 @@ def load(
         EESDError: The directory or an argument cannot be used.
     """
     directory = check_path("engine_dir", engine_dir, "the output directory of eesd-export")
-    if not isinstance(speculation, Speculation | None):
-        raise EESDError(f"speculation is {shown(speculation)}; it must be a Speculation or None.")
     check_flag("verify_hashes", verify_hashes)
     check_choice("generation_config", generation_config, GENERATION_CONFIGS)
     manifest = load_manifest(directory)
@@ -144,7 +143,8 @@ def models_sampling(directory: Path) -> Sampling:
     try:
         return Sampling(**config.sampling) if config else GREEDY
     except EESDError as error:
-        raise EESDError(f"{directory / GENERATION_CONFIG_FILE}: {error} Mend it, or give generation_config='none'.") from None
+        problem = str(error).removesuffix(".")
+        raise EESDError(f"{directory / GENERATION_CONFIG_FILE} cannot be used: {problem}; {REMEDY}.") from None
 
 
 class LLM:
@@ -167,21 +167,28 @@ class LLM:
         speculation: Speculation | None,
         default_sampling: Sampling = GREEDY,
     ) -> None:
-        self.default_sampling = default_sampling
         self.directory = directory
         self.manifest = manifest
+        self.engines = engines
+        self.default_sampling = default_sampling
+        # Read now: later the directory may have been exported again, with another tokenizer.
+        self._codec = TextCodec(directory) if (directory / "tokenizer.json").exists() else None
+        self._idle: list[_Workspace] = []
+        self._draft_with(speculation)
+
+    def _draft_with(self, speculation: Speculation | None) -> None:
+        """Make the controller, the guard and the budget."""
+        if not isinstance(speculation, Speculation | None):
+            raise EESDError(f"speculation is {shown(speculation)}; it must be a Speculation or None.")
         self.speculation = speculation
         self.controller: Controller | None = None
         self.guard: Guard | None = None
         self.budget: TreeBudget | None = None
-        self.engines = engines
-        self._codec: TextCodec | None = None
-        self._idle: list[_Workspace] = []
         if speculation is not None:
-            widest = min(manifest.draft_top_k, manifest.max_tree_nodes)
+            widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
             if not 1 <= speculation.tree_width <= widest:
                 raise EESDError(f"tree_width is {speculation.tree_width}; this engine allows 1 to {widest}.")
-            prior = manifest.exit_head.calibration
+            prior = self.manifest.exit_head.calibration
             self.controller = make_controller(speculation.controller, speculation.seed, prior)
             self.guard = Guard() if speculation.guard else None
             self.budget = TreeBudget(prior=prior) if speculation.tree_budget else None
@@ -191,15 +198,15 @@ class LLM:
 
         Its controller and guard are new. Use both LLMs from the same thread. Raises :class:`EESDError` for an invalid width.
         """
-        other = LLM(self.directory, self.manifest, self.engines, speculation, self.default_sampling)
-        other._idle = self._idle
+        other = copy(self)
+        other._draft_with(speculation)
         return other
 
     @property
     def codec(self) -> TextCodec:
-        """Tokenizer and chat template, loaded when first used."""
+        """Tokenizer and chat template. Raises :class:`EESDError` if the model has none."""
         if self._codec is None:
-            self._codec = TextCodec(self.directory)
+            raise EESDError(f"{self.directory} has no tokenizer.json; give token ids, or export from a model that has one.")
         return self._codec
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -210,7 +217,8 @@ class LLM:
         """
         if isinstance(prompt, str):
             return self.codec.encode(prompt)
-        several = isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes | bytearray)
+        several = isinstance(prompt, Sequence) or (isinstance(prompt, np.ndarray) and prompt.ndim == 1)
+        several = several and not isinstance(prompt, bytes | bytearray)
         items: list[Any] = list(prompt) if several else [None]
         if all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
             return [int(item) for item in items]
@@ -332,7 +340,7 @@ class LLM:
         stops = _stop_strings(stop)
         with self.session(prompt, sampling, max_new_tokens=max_new_tokens, draft=draft, ignore_eos=ignore_eos) as session:
             text = None
-            if stops or (self.directory / "tokenizer.json").exists():
+            if stops or self._codec is not None:
                 text = TextStream(self.codec, session.tokens, stops)
             while session.finish_reason is None:
                 result = session.step()

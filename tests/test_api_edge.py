@@ -1,5 +1,6 @@
 """The edge of the Python API: whatever is passed, it works or it is an EESDError of one sentence."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.json_input import MAX_DEPTH
+from eesd.runtime.controller_state import load_controller_state, save_controller_state
 from eesd.runtime.llm import LLM, Speculation
 
 PROMPT = [1, 40, 50, 60]
@@ -229,3 +231,55 @@ def test_extreme_sampling_options_are_lossless(llm: LLM, options: dict[str, Any]
     drafting = llm.with_speculation(Speculation("fixed:k=3", tree_width=width, guard=False))
     plain, drafted = (drafting.generate(PROMPT, sampling, max_new_tokens=16, ignore_eos=True, draft=d) for d in (False, True))
     assert plain.tokens == drafted.tokens
+
+
+def test_the_tokenizer_is_the_one_that_was_there_at_loading(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one that a later export put there, nor one below another working directory."""
+    monkeypatch.chdir(engine_copy.parent)
+    llm = eesd.load("plans")
+    expected = llm.generate("to be", max_new_tokens=6)
+    text = (engine_copy / "tokenizer.json").read_text()
+    (engine_copy / "tokenizer.json").write_text(text.replace('"t"', '"\u00e9"'))
+    assert llm.with_speculation(None).generate("to be", max_new_tokens=6).text == expected.text
+    monkeypatch.chdir("/")
+    assert llm.generate("to be", max_new_tokens=6).tokens == expected.tokens
+    assert llm.generate([*llm.encode("to be")], max_new_tokens=6).text == expected.text
+
+
+HUGE = 10**5000
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate([HUGE]),
+        lambda llm: llm.generate(PROMPT, max_new_tokens=HUGE),
+        lambda llm: llm.generate(np.array(5)),
+        lambda llm: llm.generate(np.ones((2, 2), np.int64)),
+        lambda llm: eesd.Sampling(seed=HUGE),
+        lambda llm: Speculation(tree_width=HUGE),
+        lambda llm: eesd.load(llm.directory, threads=HUGE),
+        lambda llm: llm.with_speculation(5),
+        lambda llm: llm.with_speculation("fixed:k=4"),
+        lambda llm: save_controller_state(llm, 5),  # type: ignore[arg-type]
+        lambda llm: save_controller_state(llm, "/nowhere/at/all/state.json"),
+        lambda llm: save_controller_state(llm.with_speculation(None), "state.json"),
+        lambda llm: load_controller_state(llm.with_speculation(None), "state.json"),
+        lambda llm: load_controller_state(llm, "/nowhere"),
+        lambda llm: load_controller_state(llm, "/dev/null"),
+    ],
+)
+def test_odd_calls_are_refused(llm: LLM, call: Callable[[Any], object]) -> None:
+    refused(lambda: call(llm))
+
+
+def test_numbers_that_are_too_large_are_told_their_bounds() -> None:
+    refused(lambda: eesd.Sampling(seed=2**64), "an integer between 0 and 9223372036854775807")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "generation_config.json"])
+def test_a_pipe_in_place_of_a_file_is_refused(engine_copy: Path, name: str) -> None:
+    """Nobody writes to it: reading would never end."""
+    (engine_copy / name).unlink()
+    os.mkfifo(engine_copy / name)
+    refused(lambda: eesd.load(engine_copy), name, "is not a file" if name == "manifest.json" else "bytes")

@@ -72,6 +72,7 @@ def test_configs_of_transformers_4_and_5_are_equal(family_dir: FamilyDir, tmp_pa
     raw = json.loads((family_dir(family) / "config.json").read_text())
     assert "rope_parameters" in raw and "rope_theta" not in raw
     (tmp_path / "config.json").write_text(json.dumps(as_written_by_transformers_4(raw, kind_key)))
+    shutil.copy(family_dir(family) / "generation_config.json", tmp_path)
     assert load_config(tmp_path) == load_config(family_dir(family))
 
 
@@ -131,6 +132,18 @@ def test_eos_ids_of_the_generation_config_take_precedence(
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, ("factor is 0", "above 0")),
         ({"rope_parameters": {"rope_theta": -1.0}}, ("rope_theta is -1", "above 0")),
         ({"rope_parameters": {"rope_theta": float("nan")}}, ("rope_theta is nan", "number")),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1}}, ("beta_fast is -1", "above 0")),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-310}}, ("beta_slow is 1e-310", "1e-6")),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 1e-300}}, ("factor is 1e-300",)),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1, "high_freq_factor": 1}}, ("below",)),
+        (
+            {"original_max_position_embeddings": 10**400, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            ("original_max",),
+        ),
+        ({"max_position_embeddings": 10**30}, ("max_position_embeddings is 1000", "16777216")),
+        ({"attention_chunk_size": 8}, ("attention_chunk_size",)),
+        ({"text_config": {}}, ("text_config", "text model")),
+        ({"layer_types": ["sliding_attention"] * 3}, ("layer_types", "full_attention in all layers")),
         ({"rms_norm_eps": float("nan")}, ("rms_norm_eps is nan",)),
         ({"rms_norm_eps": -1.0}, ("rms_norm_eps is -1.0", "at least 0")),
         ({"num_key_value_heads": 3}, ("3 key-value heads do not divide 4 heads",)),
@@ -140,7 +153,7 @@ def test_eos_ids_of_the_generation_config_take_precedence(
         ({"intermediate_size": 0}, ("intermediate_size is 0", "at least 1")),
         ({"hidden_size": -64}, ("hidden_size is -64",)),
         ({"num_hidden_layers": 200000}, ("num_layers is 200000", "4096")),
-        ({"num_hidden_layers": 10**400}, ("num_layers is 1000",)),
+        ({"num_hidden_layers": 10**400}, ("num_hidden_layers is 1000", "from 1 to")),
         ({"num_hidden_layers": True}, ("num_hidden_layers is True", "integer")),
         ({"bos_token_id": [1]}, ("bos_token_id is [1]", "integer")),
         ({"eos_token_id": "2"}, ("eos_token_id is '2'", "token id")),
@@ -173,6 +186,12 @@ def test_a_switch_that_mistral_does_not_have_does_not_switch_the_window_off(fami
     assert load_config(tmp_path).max_positions == 32
     edit_json(tmp_path / "config.json", sliding_window=..., max_position_embeddings=8192)
     assert load_config(tmp_path).max_positions == 4096
+
+
+def test_a_window_limits_a_llama_whose_cache_forgets_what_lies_before_it(model_dir: Path) -> None:
+    """No mask of transformers' Llama has it, but its KV cache does: ``generate`` gives other tokens than full attention."""
+    edit_json(model_dir / "config.json", sliding_window=24)
+    assert load_config(model_dir).max_positions == 24
 
 
 def test_a_scaled_model_has_the_positions_that_the_scaling_is_for(model_dir: Path) -> None:

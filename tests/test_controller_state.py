@@ -79,7 +79,12 @@ def test_a_damaged_file_is_refused(engine: Path, tmp_path: Path, text: str) -> N
 
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=3),
+    st.sampled_from([0, -1, 1e-320, 1e308, -1e308, 10**400, 0.5, 10**8])
+    | st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )

@@ -15,6 +15,8 @@ from support.engine_dirs import edit_manifest
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, read_generation_config
+from eesd.export.cli import main as export_main
+from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.cli import main
 
 QWEN = {
@@ -90,10 +92,29 @@ def test_an_engine_directory_without_one_is_greedy(engine_copy: Path) -> None:
 def test_it_is_exported_with_the_model(text_model: Path, tmp_path: Path) -> None:
     model = write(shutil.copytree(text_model, tmp_path / "model"), QWEN)
     plans = export_engine(model, tmp_path / "plans")
-    assert (plans / GENERATION_CONFIG_FILE).read_bytes() == (model / GENERATION_CONFIG_FILE).read_bytes()
+    assert json.loads((plans / GENERATION_CONFIG_FILE).read_text()) == QWEN
     llm = eesd.load(plans, verify_hashes=True)
     assert llm.default_sampling == eesd.Sampling(0.7, 20, 0.8, repetition_penalty=1.1)
     assert llm.manifest.eos_token_ids == (2, 5)
+
+
+def test_options_of_config_json_count_where_there_is_no_such_file(text_model: Path, tmp_path: Path) -> None:
+    """As transformers makes a generation config from the model's config."""
+    model = shutil.copytree(text_model, tmp_path / "model")
+    (model / GENERATION_CONFIG_FILE).unlink(missing_ok=True)
+    config = json.loads((model / "config.json").read_text()) | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    (model / "config.json").write_text(json.dumps(config))
+    assert Checkpoint(model).config.notices == ()
+    plans = export_engine(model, tmp_path / "plans")
+    assert eesd.load(plans).default_sampling == eesd.Sampling(repetition_penalty=1.3)
+    write(model, {"top_k": 5})
+    assert "'no_repeat_ngram_size', 'repetition_penalty'" in Checkpoint(model).config.notices[0]
+
+
+def test_options_that_cannot_be_used_are_refused_by_the_export(text_model: Path, tmp_path: Path) -> None:
+    model = write(shutil.copytree(text_model, tmp_path / "model"), {"top_p": 0, "temperature": 0.7})
+    result = run(export_main, "--model", model, "-o", tmp_path / "plans", "--exit-layer", 1)
+    assert_refused(result, GENERATION_CONFIG_FILE, "top_p is 0", "Correct the file")
 
 
 def test_it_is_the_default_and_shown_in_one_line(sampled: Path) -> None:

@@ -25,7 +25,7 @@ from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.rotary import rotary_tables
 from eesd.runtime.llm import Speculation
 
-TOLERANCE = 2e-4
+TOLERANCE, PROMPT_TOKENS = 2e-4, 4
 
 
 @pytest.fixture(autouse=True)
@@ -58,14 +58,17 @@ def test_rotary_tables_are_those_of_transformers_to_the_bit(tmp_path: Path, name
         assert torch.equal(ours, theirs[0, :, :64])
 
 
-def expected(directory: Path, tokens: Tensor) -> Tensor | None:
-    """Logits of transformers; None if it cannot load or run the checkpoint."""
+def expected(directory: Path, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Logits of transformers, and its greedy tokens behind the first few, with its own KV cache; None if it cannot run."""
     try:
         reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         logits: Tensor = reference.eval()(tokens, use_cache=False).logits
+        prompt = tokens[:, :PROMPT_TOKENS]
+        count = tokens.shape[1] - PROMPT_TOKENS
+        generated: Tensor = reference.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None)
     except Exception:
         return None
-    return logits
+    return logits, generated
 
 
 def ours(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
@@ -84,13 +87,19 @@ def judge(case: Case, directory: Path) -> tuple[str, int]:
         assert "\n" not in str(error)
         return "refused", 0
     count = min(checkpoint.config.max_positions, POSITIONS)
+    if count <= PROMPT_TOKENS:
+        return "refused", 0
     tokens = torch.randint(0, VOCABULARY, (1, count), generator=torch.Generator().manual_seed(case.seed))
     reference = expected(directory, tokens)
     if reference is None:
         return "different", 0
+    expected_logits, generated = reference
     logits = ours(checkpoint, tokens)
-    close = (logits - reference).abs().max() < TOLERANCE * max(1.0, float(reference.abs().max()))
-    equal = bool((logits.argmax(-1) == reference.argmax(-1)).all()) and bool(close)
+    close = (logits - expected_logits).abs().max() < TOLERANCE * max(1.0, float(expected_logits.abs().max()))
+    equal = bool((logits.argmax(-1) == expected_logits.argmax(-1)).all()) and bool(close)
+    # Each generated token is the most likely one behind those before it.
+    behind = ours(checkpoint, generated)[0, PROMPT_TOKENS - 1 : -1].argmax(-1)
+    equal = equal and torch.equal(behind, generated[0, PROMPT_TOKENS:])
     return ("exact" if equal else "different"), count
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.manifest import PREFILL_CHUNK
 from eesd.controllers import Controller, DraftStep, RoundOutcome
@@ -94,7 +95,7 @@ class Session:
             )
         outside = next((token for token in prompt if not 0 <= token < vocab_size), None)
         if outside is not None:
-            raise EESDError(f"The prompt has the token id {outside}; ids go from 0 to {vocab_size - 1}.")
+            raise EESDError(f"The prompt has the token id {shown(outside)}; ids go from 0 to {vocab_size - 1}.")
         self.tokens = list(prompt)
         self.stats = Stats(prompt_tokens=len(prompt))
         self.finish_reason: str | None = None

@@ -14,7 +14,8 @@ def check_integer(name: str, value: Any, least: int, most: int) -> int:
     """``value`` as an int. Raises :class:`EESDError` unless it is an integer from ``least`` to ``most``."""
     if isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most:
         return int(value)
-    bounds = f"of at least {least}" if most >= 2**63 - 1 else f"between {least} and {most}"
+    too_large = isinstance(value, int) and value > most
+    bounds = f"of at least {least}" if most >= 2**63 - 1 and not too_large else f"between {least} and {most}"
     raise EESDError(f"{name} is {shown(value)}; it must be an integer {bounds}.")
 
 
@@ -47,18 +48,21 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
 
 def check_path(name: str, value: Any, wanted: str) -> Path:
     """``value`` as a path. Raises :class:`EESDError` for other types, and for text that cannot name a file."""
-    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     try:
+        text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
         if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
             return Path(text)
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, TypeError):
         pass
     raise EESDError(f"{name} is {shown(value)}; give {wanted}.")
 
 
 def shown(value: Any) -> str:
     """A value for a message, in one line and shortened."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 

@@ -1,5 +1,6 @@
 """``generation_config.json``: how the authors of a model want its tokens chosen, and which tokens end a text."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 NOT_APPLIED = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
+    "constraints": None,
     "diversity_penalty": 0.0,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
     "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
     "guidance_scale": 1.0,
@@ -30,9 +35,16 @@ NOT_APPLIED = {
     "sequence_bias": None,
     "stop_strings": None,
     "suppress_tokens": None,
+    "token_healing": False,
+    "top_h": None,
     "typical_p": 1.0,
+    "watermarking_config": None,
 }
 """Options that would change the tokens and are not applied, with the value that has no effect."""
+
+
+GENERATION_FIELDS = (*SAMPLING_OPTIONS, "do_sample", *NOT_APPLIED)
+REMEDY = "correct it in the model and export again, or give --generation-config none"
 
 
 @dataclass(frozen=True)
@@ -52,19 +64,37 @@ class GenerationConfig:
 
 
 def read_generation_config(directory: Path) -> GenerationConfig | None:
-    """Read the ``generation_config.json`` of a model or engine directory; None if there is none.
+    """Read the ``generation_config.json`` of an engine directory; None if there is none.
 
     Raises:
         EESDError: The file is damaged.
     """
     path = directory / GENERATION_CONFIG_FILE
-    if not path.exists():
-        return None
-    fields = Fields(read_json_object(path, "fetch the file again, or delete it"))
+    return parse_generation_config(read_json_object(path, REMEDY), str(path)) if path.exists() else None
+
+
+def models_generation_config(model: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model's ``generation_config.json``; without the file those of its ``config.json``, as in transformers.
+
+    Args:
+        model: The model directory.
+        config: The fields of ``config.json``.
+
+    Raises:
+        EESDError: The file is damaged.
+    """
+    path = model / GENERATION_CONFIG_FILE
+    if path.exists():
+        return read_json_object(path, "fetch the file again, or delete it")
+    return {name: config[name] for name in GENERATION_FIELDS if config.get(name) is not None}
+
+
+def parse_generation_config(raw: Mapping[str, Any], name: str, remedy: str = REMEDY) -> GenerationConfig:
+    """Parse the fields of a generation config called ``name``. Raises :class:`EESDError` for values of wrong types."""
     try:
-        return _parse(fields)
+        return _parse(Fields(raw))
     except ValueError as error:
-        raise EESDError(f"{path} cannot be used: {error}; mend the file, or delete it.") from None
+        raise EESDError(f"{name} cannot be used: {error}; {remedy}.") from None
 
 
 def _parse(fields: Fields) -> GenerationConfig:

@@ -24,13 +24,15 @@ class Fields:
         self.taken.add(name)
         return self.raw[name] if default is ... else self.raw.get(name, default)
 
-    def integer(self, name: str, default: Any = ..., optional: bool = False, least: int = 1) -> Any:
-        """An integer of at least ``least``; None only if ``optional``."""
+    def integer(self, name: str, default: Any = ..., optional: bool = False, least: int = 1, most: int = 2**63 - 1) -> Any:
+        """An integer from ``least`` to ``most``; None only if ``optional``."""
         value = self.take(name, default)
         if optional and value is None:
             return None
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name} is {shown(value)}, and must be an integer of at least {least}")
+        if type(value) is not int or not least <= value <= most:
+            too_large = type(value) is int and value > most
+            bounds = f"from {least} to {most}" if most < 2**63 - 1 or too_large else f"of at least {least}"
+            raise ValueError(f"{name} is {shown(value)}, and must be an integer {bounds}")
         return value
 
     def number(self, name: str, default: Any = ..., optional: bool = False) -> Any:

@@ -86,10 +86,11 @@ def read_json(path: Path, remedy: str) -> Any:
     Raises:
         EESDError: The file is missing, too large, not UTF-8, not JSON, or nested too deeply.
     """
-    try:
-        text = read_text(path, remedy)
-    except FileNotFoundError:
-        raise EESDError(f"{path} is missing; {remedy}.") from None
+    if not path.exists():
+        raise EESDError(f"{path} is missing; {remedy}.")
+    if not path.is_file():  # a pipe that nobody writes to would be read for ever
+        raise EESDError(f"{path} is not a file; {remedy}.")
+    text = read_text(path, remedy)
     return parse_json(text, str(path), remedy)
 
 

@@ -14,8 +14,8 @@ MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DEFAULT_SLOTS, DEFAULT_TREE_NODES, DEFAULT_TOP_K = 4096, 32, 8
 """Defaults of an export for ``max_seq_len`` (or the model's positions, if fewer), ``max_tree_nodes`` and ``draft_top_k``."""
-MAX_TREE_NODES, MAX_TOP_K = 512, 64
-"""Largest ``max_tree_nodes`` and ``draft_top_k``."""
+MAX_SLOTS, MAX_TREE_NODES, MAX_TOP_K = 1 << 24, 512, 64
+"""Largest ``max_seq_len``, ``max_tree_nodes`` and ``draft_top_k``."""
 PREFILL_CHUNK = 128
 """Prompt tokens of one prefill call: the runtime's default, and the default that plans are built for."""
 MASKED = -30000.0

@@ -14,6 +14,7 @@ from eesd.common.json_input import read_json
 from eesd.common.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
+    MAX_SLOTS,
     MAX_TOP_K,
     MAX_TREE_NODES,
     WEIGHTS_FILE,
@@ -23,7 +24,7 @@ from eesd.common.manifest import (
 )
 from eesd.common.weights import BLOCK, DTYPES, QUANTIZED
 
-_MOST = {"max_seq_len": 1 << 24, "max_tree_nodes": MAX_TREE_NODES, "draft_top_k": MAX_TOP_K}
+_MOST = {"max_seq_len": MAX_SLOTS, "max_tree_nodes": MAX_TREE_NODES, "draft_top_k": MAX_TOP_K}
 
 
 def load_manifest(directory: Path) -> Manifest:
