@@ -28,6 +28,7 @@ from eesd.distill.calibrate import CalibrationResult, calibrate
 from eesd.distill.data import Rows, add_mixed_rows, hold_out_prompts, read_prompts, read_rows, split_documents
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions
+from eesd.distill.stored import saving
 from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall
 from eesd.distill.trainer import Report, Trainer
 from eesd.model.checkpoint import Checkpoint
@@ -83,7 +84,8 @@ class Run:
         files = resolved_tokenizer(self.checkpoint.directory)
         with tempfile.TemporaryDirectory() as directory:
             for name, content in files.items():
-                (Path(directory) / name).write_bytes(content)
+                with saving(Path(directory) / name):
+                    (Path(directory) / name).write_bytes(content)
             return TextCodec(Path(directory)) if files else None
 
     @cached_property

@@ -190,7 +190,8 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     line = [sys.executable, "-m", "eesd.distill.cli", *map(str, arguments)]
     done = subprocess.run(line, preexec_fn=limited, capture_output=True, text=True)
     assert done.returncode == 2
-    assert_one_line(done.stderr, str(output), "cannot be written (", "free some space")
+    place = "tokenizer.json" if limit < 1000 else str(output)  # the tokenizer is the first that is written, in a scratch place
+    assert_one_line(done.stderr, place, "cannot be written (", "free some space")
     assert {path.name: path.read_bytes() for path in (output / "checkpoint-2").iterdir()} == before
     assert not [path for path in output.rglob("*") if is_temporary(path.name)]
     succeed(main, *arguments)
