@@ -36,7 +36,7 @@ def make_controller(spec: str, seed: int = 0, prior: CalibrationPrior | None = N
     """
     name, colon, rest = spec.partition(":")
     if name not in CONTROLLERS:
-        raise EESDError(f"There is no controller {name!r}; there are {', '.join(sorted(CONTROLLERS))}.")
+        raise EESDError(f"There is no controller {name[:80]!r}; there are {', '.join(sorted(CONTROLLERS))}.")
     kind = CONTROLLERS[name]
     found = inspect.signature(kind).parameters
     parameters = {k: v for k, v in found.items() if k not in ("seed", "prior")}
@@ -45,14 +45,14 @@ def make_controller(spec: str, seed: int = 0, prior: CalibrationPrior | None = N
     for item in rest.split(",") if colon else ():
         key, _, value = item.partition("=")
         if key not in parameters:
-            raise EESDError(f"The controller {name} has no option {key!r}; it has {', '.join(parameters)}.")
+            raise EESDError(f"The controller {name} has no option {key[:40]!r}; it has {', '.join(parameters)}.")
         if key in options:
-            raise EESDError(f"The controller {spec!r} has the option {key} twice; give it once.")
+            raise EESDError(f"The controller {spec[:80]!r} has the option {key} twice; give it once.")
         try:
             options[key] = type(parameters[key].default)(value)
         except ValueError:
-            raise EESDError(f"The option {key}={value} of the controller {name} is not a number.") from None
+            raise EESDError(f"The option {key}={value[:40]} of the controller {name} is not a number.") from None
     try:
         return kind(**options, **given, seed=seed)
     except ValueError as error:
-        raise EESDError(f"The controller {spec!r} cannot be made: {error}.") from None
+        raise EESDError(f"The controller {spec[:80]!r} cannot be made: {error}.") from None

@@ -96,7 +96,7 @@ def _architecture(fields: Fields) -> str:
         raise ValueError(f"architectures is {shown(names)}, and must be a list of names")
     named = names[0] if names else ARCHITECTURES.get(model_type or "", f"of model_type {model_type!r}")
     if named not in SUPPORTED:
-        raise EESDError(f"The architecture {named} is not supported; supported are {', '.join(SUPPORTED)}.")
+        raise EESDError(f"The architecture {named[:80]} is not supported; supported are {', '.join(SUPPORTED)}.")
     if model_type is not None and ARCHITECTURES.get(model_type) != named:
         raise ValueError(f"model_type is {model_type!r}, which is not the model type of the architecture {named}")
     return named
@@ -111,11 +111,9 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
         raise ValueError(f"the activation {shown(activation)} is not supported; supported is 'silu'")
     bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.flag("attention_bias")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    layers, positions = (
-        fields.integer("num_hidden_layers"),
-        fields.integer("max_position_embeddings", _POSITIONS[architecture], most=LARGEST_SIZE),
-    )
-    rope = read_rope(fields, positions)
+    layers = fields.integer("num_hidden_layers")
+    rope = read_rope(fields, fields.integer("max_position_embeddings", _POSITIONS[architecture], most=LARGEST_SIZE))
+    dtype, torch_dtype = fields.text("dtype"), fields.text("torch_dtype")
     geometry = Geometry(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -138,7 +136,7 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
     return ModelConfig(
         geometry=geometry,
         max_positions=min(rope.positions, window or rope.positions),
-        dtype=fields.text("dtype") or fields.text("torch_dtype"),
+        dtype=dtype or torch_dtype,
         bos_token_id=fields.integer("bos_token_id", None, optional=True, least=-1),
         eos_token_ids=fields.token_ids("eos_token_id") or (),
         notices=(*rope.notices, *_notices(fields, architecture)),

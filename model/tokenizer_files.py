@@ -77,7 +77,7 @@ def _load(model: Path) -> Any:
         reason = " ".join((str(error) or type(error).__name__).split())[:200].rstrip(".")
         raise EESDError(
             f"transformers cannot load the tokenizer in {model} ({reason}); "
-            "correct its files, or move them away to use token ids alone."
+            "correct its files, config.json among them, or move them away to use token ids alone."
         ) from None
     finally:
         logging.set_verbosity(verbosity)
