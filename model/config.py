@@ -175,8 +175,8 @@ def _window(fields: Fields, architecture: str, layers: int) -> int | None:
         default = 4096 if architecture == "MistralForCausalLM" else None
         window: int | None = fields.integer("sliding_window", default, optional=True)
         kinds = fields.take("layer_types", None)
-        if kinds is not None and kinds != ["full_attention"] * layers:
-            raise ValueError(f"layer_types is {shown(kinds)}; supported for {architecture} is full_attention in all layers")
+        if kinds is not None and (architecture == "MistralForCausalLM" or kinds != ["full_attention"] * layers):
+            raise ValueError(f"layer_types is {shown(kinds)}, which is not supported for {architecture}")  # nor by transformers
         return window
     window = fields.integer("sliding_window", 4096, optional=True, least=0)
     if not fields.flag("use_sliding_window"):

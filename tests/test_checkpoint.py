@@ -143,7 +143,7 @@ def test_eos_ids_of_the_generation_config_take_precedence(
         ({"max_position_embeddings": 10**30}, ("max_position_embeddings is 1000", "16777216")),
         ({"attention_chunk_size": 8}, ("attention_chunk_size",)),
         ({"text_config": {}}, ("text_config", "text model")),
-        ({"layer_types": ["sliding_attention"] * 3}, ("layer_types", "full_attention in all layers")),
+        ({"layer_types": ["sliding_attention"] * 3}, ("layer_types", "not supported for LlamaForCausalLM")),
         ({"rms_norm_eps": float("nan")}, ("rms_norm_eps is nan",)),
         ({"rms_norm_eps": -1.0}, ("rms_norm_eps is -1.0", "at least 0")),
         ({"num_key_value_heads": 3}, ("3 key-value heads do not divide 4 heads",)),
