@@ -25,7 +25,7 @@ from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
 from eesd.common.manifest import WEIGHTS_FILE, FileInfo, LinkInfo
 from eesd.common.weights import SCALES, StoredWeight
-from eesd.model.checkpoint import CheckpointTensor
+from eesd.model.checkpoint import CheckpointTensor, all_finite
 from eesd.model.quantize import quantize
 
 ALIGNMENT = 4096
@@ -139,7 +139,7 @@ def _encode(tensor: Tensor, weight: StoredWeight) -> dict[str, memoryview]:
     if weight.transposed:
         tensor = tensor.t()
     converted = tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
-    if tensor.dtype != dtype and not all(torch.isfinite(bound) for bound in torch.aminmax(converted)):
+    if tensor.dtype != dtype and not all_finite(converted):
         raise EESDError(f"The tensor {weight.name} has values that {weight.dtype} cannot hold; give another --dtype.")
     return {weight.name: _bytes_of(converted)}
 

@@ -74,9 +74,14 @@ class CheckpointTensor:
             if file.readinto(data) != self.nbytes:
                 raise EESDError(f"{self.path} is truncated; fetch the file again.")
         tensor = torch.frombuffer(data, dtype=dtype).reshape(self.shape)
-        if not all(torch.isfinite(bound) for bound in torch.aminmax(tensor)):  # without a copy of the tensor
+        if not all_finite(tensor):
             raise EESDError(f"{self.path}: the tensor {self.name} has values that are not finite numbers; fetch it again.")
         return tensor
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no value is infinite or not a number. Needs no memory of the tensor's size."""
+    return all(bool(torch.isfinite(bound)) for bound in torch.aminmax(tensor))
 
 
 def read_header(path: Path) -> dict[str, CheckpointTensor]:
@@ -176,7 +181,7 @@ class Checkpoint:
                     f"The tensor {name} of {self.directory} has shape {list(tensor.shape)}, but config.json "
                     f"requires {list(shape)}; weights and config belong to different models."
                 )
-            tensor.dtype  # noqa: B018  (refuses types that nobody could read)
+            _ = tensor.dtype  # refuses types that cannot be read
 
     def _notices(self, geometry: Geometry) -> list[str]:
         """A sentence about tensors that the architecture does not have."""

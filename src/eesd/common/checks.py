@@ -22,13 +22,18 @@ def check_integer(name: str, value: Any, least: int, most: int) -> int:
 def check_number(name: str, value: Any, good: Any, wanted: str) -> float:
     """``value`` as a float. Raises :class:`EESDError` unless it is a finite number for which ``good(value)`` holds."""
     if isinstance(value, Real) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = float("inf")
+        number = as_float(value)
         if isfinite(number) and good(number):
             return number
     raise EESDError(f"{name} is {shown(value)}; it must be {wanted}.")
+
+
+def as_float(value: Real | float) -> float:
+    """The value as a float; infinite if it is an integer that no float can hold."""
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
 
 
 def check_flag(name: str, value: Any) -> bool:

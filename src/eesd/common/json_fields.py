@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from eesd.common.checks import shown
+from eesd.common.checks import as_float, shown
 
 
 class Fields:
@@ -70,11 +70,3 @@ class Fields:
     def left(self) -> list[str]:
         """Names of the fields that nobody took, apart from those that are null."""
         return sorted(name for name, value in self.raw.items() if name not in self.taken and value is not None)
-
-
-def as_float(value: int | float) -> float:
-    """The value as a float; infinite if it is an integer that no float can hold."""
-    try:
-        return float(value)
-    except OverflowError:
-        return float("inf")
