@@ -20,7 +20,7 @@ from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
 from eesd.common.manifest import FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, LinkInfo, Manifest
-from eesd.common.weights import EXIT_HEAD, model_shapes
+from eesd.common.weights import EXIT_HEAD, model_shapes, parts_of
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
 from eesd.export.weights import (
@@ -50,6 +50,17 @@ class ComputedTensor:
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self.read = compute
+
+
+class PackedTensor:
+    """A weight of a graph: one tensor, or several of the checkpoint's, one below the other."""
+
+    def __init__(self, name: str, sources: Mapping[str, TensorSource]) -> None:
+        self._parts = [sources[part] for part in parts_of(name)]
+
+    def read(self) -> Tensor:
+        parts = [part.read() for part in self._parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -126,6 +137,7 @@ def export(
         name = f"verify_{number}" if len(splits) > 1 else "verify"
         progress(f"tracing the {name} graph", 0, 0)
         graphs[name] = trace(name, checkpoint.geometry, head.config, options, layers, linked_names)
+    sources |= {weight.name: PackedTensor(weight.name, sources) for graph in graphs.values() for weight in graph.weights}
     layout = layout_weights((graph.weights for graph in graphs.values()), linked)
     check_space(existing_parent(output), layout.size + 64_000_000)
     progress("writing the weights", 0, 0)

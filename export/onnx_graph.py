@@ -1,8 +1,8 @@
 """Trace the torch modules to ONNX graphs (opset 24) without loading any weight.
 
 The modules are created under fake tensors and traced by ``torch.onnx.export``. The graph is then simplified: reshapes copy
-their first two dimensions instead of computing them, and linear weights lose their Transpose because they are stored
-transposed. Every weight becomes a reference to external data.
+dimensions instead of computing them, linear layers that read one input become one product, and linear weights lose their
+Transpose because they are stored transposed. Every weight becomes a reference to external data.
 """
 
 import logging
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import onnx_ir as ir
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import DEFAULT_TOP_K, DEFAULT_TREE_NODES, SLOTS_PROPERTY, GraphInfo, TensorInfo
-from eesd.common.weights import BLOCK, LM_HEAD, SCALES, Quantization, StoredWeight, lm_head_name, stored_weight
+from eesd.common.weights import BLOCK, LM_HEAD, SCALES, Quantization, StoredWeight, lm_head_name, packed_name, stored_weight
 from eesd.export.weights import TensorLocation
 from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.exit_head import ExitHead
@@ -135,9 +135,14 @@ def trace(
     _name_dimensions(model.graph)
     _name_tensors(model, caches, "hidden" if layers.start > 0 else "input_ids", outputs)
     _fold_reshapes(model.graph)
+    _fold_splits(model.graph)
     IdentityEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
-    weights = _name_weights(model.graph, geometry, options, linked)
+    _name_weights(model.graph, geometry)
+    if not options.link_weights:  # the checkpoint's files have separate weights
+        _pack_linear(model.graph)
+        RemoveUnusedNodesPass()(model)
+    weights = _stored_weights(model.graph, options, linked)
     _use_stored_layout(model.graph, weights)
     RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)
@@ -188,7 +193,15 @@ def _quiet() -> Iterator[None]:
 def _name_dimensions(graph: ir.Graph) -> None:
     for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
         if value.shape is not None:
-            value.shape = ir.Shape([SYMBOLS.get(dim, dim) if isinstance(dim, int) else dim for dim in value.shape])
+            value.shape = ir.Shape([_symbol(dim) if isinstance(dim, int) else dim for dim in value.shape])
+
+
+def _symbol(dim: int) -> int | str:
+    """The symbol of a traced size; a size that was computed from n has none of its own, and is called after how."""
+    times, more = divmod(dim, TOKENS)
+    if times and more < 2 and dim not in SYMBOLS:
+        return f"{times}n" + "+1" * more
+    return SYMBOLS.get(dim, dim)
 
 
 def _name_tensors(model: ir.Model, caches: list[int], first: str, outputs: list[str]) -> None:
@@ -202,7 +215,7 @@ def _name_tensors(model: ir.Model, caches: list[int], first: str, outputs: list[
 
 
 def _fold_reshapes(graph: ir.Graph) -> None:
-    """Replace computed target shapes [B, n, ...] by constants [0, 0, ...]; 0 copies the dimension of the input."""
+    """Replace computed target shapes by constants: 0 copies the dimension of the input, -1 is a multiple of n."""
     for node in list(graph):
         shape = node.inputs[1] if node.op_type == "Reshape" else None
         producer = shape.producer() if shape is not None else None
@@ -210,23 +223,47 @@ def _fold_reshapes(graph: ir.Graph) -> None:
             continue
         constants = [ir.convenience.get_const_tensor(part) for part in producer.inputs if part is not None]
         dims = [int(constant.numpy().item()) for constant in constants if constant is not None]
-        assert dims[:2] == [BATCH, TOKENS] and len(dims) == len(producer.inputs)
-        dims[:2] = [0, 0]
-        name = "reshape_" + "_".join(map(str, dims)).replace("-", "m")
-        target = graph.initializers.get(name)
-        if target is None:
-            target = ir.val(name, const_value=ir.tensor(dims, dtype=ir.DataType.INT64, name=name))
-            target.meta["constant"] = True
-            graph.initializers[name] = target
-        node.replace_input_with(1, target)
+        assert dims[0] == BATCH and len(dims) == len(producer.inputs)
+        dims = [0, 0 if dims[1] == TOKENS else dims[1], *dims[2:]]
+        dims = [-1 if dim and dim % TOKENS == 0 else dim for dim in dims]
+        node.replace_input_with(1, _constant(graph, "reshape", dims))
         node.attributes.pop("allowzero", None)
 
 
-def _name_weights(
-    graph: ir.Graph, geometry: Geometry, options: ExportOptions, linked: frozenset[str]
-) -> tuple[StoredWeight, ...]:
-    """Give the initializers their names in the checkpoint, remove unused ones, and decide how each is stored."""
-    weights = []
+def _fold_splits(graph: ir.Graph) -> None:
+    """Replace SplitToSequence and the SequenceAt behind it by one Split."""
+    for node in [node for node in graph if node.op_type == "SplitToSequence"]:
+        given = ir.convenience.get_const_tensor(node.inputs[1])
+        parts = [use.node for use in node.outputs[0].uses()]
+        assert given is not None and all(part.op_type == "SequenceAt" for part in parts)
+        sizes = [int(size) for size in given.numpy().reshape(-1)]
+        sizes = sizes * len(parts) if len(sizes) == 1 else sizes
+        attributes = {"axis": node.attributes["axis"].as_int()}
+        split = ir.node("Split", [node.inputs[0], _constant(graph, "split", sizes)], attributes, num_outputs=len(sizes))
+        graph.insert_before(node, split)
+        for part in parts:
+            index = ir.convenience.get_const_tensor(part.inputs[1])
+            assert index is not None
+            new = split.outputs[int(index.numpy().item())]
+            new.name, new.shape, new.type = part.outputs[0].name, part.outputs[0].shape, part.outputs[0].type
+            part.outputs[0].replace_all_uses_with(new)
+            graph.remove(part, safe=True)
+        graph.remove(node, safe=True)
+
+
+def _constant(graph: ir.Graph, kind: str, values: list[int]) -> ir.Value:
+    """A constant of the graph: the shape of a Reshape or the sizes of a Split. Nodes with the same values share it."""
+    name = f"{kind}_" + "_".join(map(str, values)).replace("-", "m")
+    constant = graph.initializers.get(name)
+    if constant is None:
+        constant = ir.val(name, const_value=ir.tensor(values, dtype=ir.DataType.INT64, name=name))
+        constant.meta["constant"] = True
+        graph.initializers[name] = constant
+    return constant
+
+
+def _name_weights(graph: ir.Graph, geometry: Geometry) -> None:
+    """Give the initializers their names in the checkpoint, and remove unused ones."""
     for old in list(graph.initializers):
         value = graph.initializers[old]
         if value.meta.get("constant"):
@@ -237,11 +274,73 @@ def _name_weights(
         name = old.removeprefix("module.")
         # Tracing may keep either name of an embedding table that the LM head is tied to.
         value.name = lm_head_name(geometry) if name == LM_HEAD else name
-        assert value.shape is not None
         graph.initializers[value.name] = value
-        weights.append(
-            stored_weight(value.name, value.shape.numpy(), options.dtype, options.quantization, value.name in linked)
-        )
+
+
+def _pack_linear(graph: ir.Graph) -> None:
+    """Compute linear layers that read one input, and whose outputs are concatenated, as one product over a packed weight."""
+    for concat in [node for node in graph if node.op_type == "Concat"]:
+        layers = [_match_linear(value) for value in concat.inputs if value is not None]
+        found = [layer for layer in layers if layer is not None]
+        if len(found) < len(layers):
+            continue
+        x = found[0].x
+        weight = _packed_weight(graph, [layer.weight for layer in found])
+        transpose = ir.node("Transpose", [weight], {"perm": [1, 0]})
+        nodes = [transpose, ir.node("MatMul", [x, transpose.outputs[0]])]
+        biases = [layer.bias for layer in found if layer.bias is not None]
+        if biases:
+            nodes.append(ir.node("Add", [nodes[-1].outputs[0], _packed_weight(graph, biases)]))
+        graph.insert_before(concat, nodes)
+        old, new = concat.outputs[0], nodes[-1].outputs[0]
+        new.name, new.shape, new.type = old.name, old.shape, old.type
+        old.replace_all_uses_with(new)
+        graph.remove(concat, safe=True)
+
+
+class _Linear(NamedTuple):
+    """A linear layer in a traced graph: MatMul with the Transpose of a weight [out, in], and perhaps Add with a bias [out]."""
+
+    x: ir.Value
+    weight: ir.Value
+    bias: ir.Value | None
+
+
+def _match_linear(output: ir.Value) -> _Linear | None:
+    """The linear layer that computes ``output``; None if something else does."""
+    bias, node = None, output.producer()
+    if node is not None and node.op_type == "Add":
+        bias = node.inputs[1]
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if node is None or node.op_type != "MatMul" or node.inputs[0] is None or node.inputs[1] is None:
+        return None
+    transpose = node.inputs[1].producer()
+    if transpose is None or transpose.op_type != "Transpose" or transpose.inputs[0] is None:
+        return None
+    return _Linear(node.inputs[0], transpose.inputs[0], bias)
+
+
+def _packed_weight(graph: ir.Graph, parts: list[ir.Value]) -> ir.Value:
+    """A new initializer for the parts, one below the other."""
+    shapes = [part.shape.numpy() for part in parts if part.shape is not None]
+    name = packed_name([str(part.name) for part in parts])
+    packed = ir.val(name, dtype=parts[0].dtype, shape=(sum(shape[0] for shape in shapes), *shapes[0][1:]))
+    graph.initializers[name] = packed
+    return packed
+
+
+def _stored_weights(graph: ir.Graph, options: ExportOptions, linked: frozenset[str]) -> tuple[StoredWeight, ...]:
+    """Remove weights that are not used any more, and decide how each of the others is stored."""
+    weights = []
+    for name in list(graph.initializers):
+        value = graph.initializers[name]
+        if value.meta.get("constant"):
+            continue
+        if not value.uses():
+            del graph.initializers[name]
+            continue
+        assert value.shape is not None
+        weights.append(stored_weight(name, value.shape.numpy(), options.dtype, options.quantization, name in linked))
     return tuple(weights)
 
 

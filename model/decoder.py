@@ -7,9 +7,12 @@ token, a chain or a token tree.
 
 Parameters have their Hugging Face names. The four operations that engines fuse (norm, rotary embedding, cache write, attention)
 are exported as single ONNX opset 24 operators, so ``torch.onnx.export`` writes the graph that engines run.
+
+A token's results must not depend on how many tokens a pass has: then drafting changes no bit of any logit. Matrix products and
+norms of ONNX Runtime keep this by themselves, attention only with two queries or more: see :func:`fold_mask`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,7 @@ class Inputs:
         position_ids: Position of each token in the text, [B, n].
         write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
         attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does not.
+        query_mask: The same with a row for each query that a KV head gets, from :func:`fold_mask`. None: heads stay apart.
     """
 
     cos: Tensor
@@ -34,6 +38,7 @@ class Inputs:
     position_ids: Tensor
     write_indices: Tensor
     attn_mask: Tensor
+    query_mask: Tensor | None = None
 
 
 KV = tuple[Tensor, Tensor]
@@ -89,18 +94,43 @@ def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
     return cache.scatter(2, index, new) if torch.is_grad_enabled() else cache.scatter_(2, index, new)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor) -> Tensor:
+def fold_mask(inputs: Inputs, group: int) -> Inputs:
+    """Inputs whose layers fold the ``group`` query heads of a KV head into its queries: [B, KV, group n, D].
+
+    One attention then reads each cache once, and has at least two queries even for one token. ONNX Runtime computes a single
+    query in another order than several; with two or more, a query's result is the same bits whatever their number. Without
+    groups the first query is therefore computed twice.
+    """
+    mask = inputs.attn_mask
+    copies = [mask] * group if group > 1 else [mask, mask[:, :, :1]]
+    return replace(inputs, query_mask=torch.cat(copies, 2))
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs) -> Tensor:
     """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D]; [B, H, n, D].
 
-    The heads of a group become additional queries of the KV head that they share. Torch's own grouped attention would repeat
-    the caches for every head.
+    Torch always gets folded heads, because its own grouped attention repeats the caches for every head.
     """
+    mask, kv_heads = inputs.query_mask, keys.shape[1]
+    if mask is None and torch.compiler.is_exporting():
+        return _attention(q, keys, values, inputs.attn_mask)
+    if mask is not None and q.shape[1] == kv_heads:
+        return _attention(torch.cat((q, q[:, :, :1]), 2), keys, values, mask)[:, :, :-1]
+    if mask is None:
+        mask = inputs.attn_mask.repeat(1, 1, q.shape[1] // kv_heads, 1)
+    return _attention(q.reshape(q.shape[0], kv_heads, -1, q.shape[3]), keys, values, mask).reshape(q.shape)
+
+
+def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """One attention operator, with as many heads in q as in the caches or a multiple of them."""
     if torch.compiler.is_exporting():
-        return torch.onnx.ops.attention(q, keys, values, attn_mask, scale=q.shape[-1] ** -0.5)[0]
-    group = q.shape[1] // keys.shape[1]
-    queries = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
-    y = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=attn_mask.repeat(1, 1, group, 1))
-    return y.reshape(q.shape)
+        return torch.onnx.ops.attention(q, keys, values, mask, scale=q.shape[-1] ** -0.5)[0]
+    return nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+def joint_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> Tensor:
+    """The outputs of linear layers for x [B, n, in], side by side: [B, n, sum of out]. An export makes one product of them."""
+    return torch.cat([layer(x) for layer in layers], -1)
 
 
 class Attention(nn.Module):
@@ -120,22 +150,26 @@ class Attention(nn.Module):
 
     def write_kv(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
         """Project x [B, n, hidden] to keys and values, and write them into the caches."""
-        k = self.k_norm(self._split_heads(self.k_proj(x))).transpose(1, 2)
-        v = self._split_heads(self.v_proj(x)).transpose(1, 2)
-        return (
-            write_cache(cache[0], rotate(k, inputs), inputs.write_indices),
-            write_cache(cache[1], v, inputs.write_indices),
-        )
+        k, v = self._heads(x, (self.k_proj, self.v_proj))
+        return self._write(k, v, inputs, cache)
 
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         """Return the attention output [B, n, hidden] and the written caches."""
-        q = self.q_norm(self._split_heads(self.q_proj(x))).transpose(1, 2)
-        keys, values = self.write_kv(x, inputs, cache)
-        y = attend(rotate(q, inputs), keys, values, inputs.attn_mask)
+        q, k, v = self._heads(x, (self.q_proj, self.k_proj, self.v_proj))
+        keys, values = self._write(k, v, inputs, cache)
+        y = attend(rotate(self.q_norm(q), inputs), keys, values, inputs)
         return self.o_proj(y.transpose(1, 2).flatten(2)), (keys, values)
 
-    def _split_heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.head_dim)
+    def _heads(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
+        """The outputs [B, heads, n, D] of linear layers for x [B, n, hidden]."""
+        y = joint_linear(x, layers).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+        return y.split([layer.out_features // self.head_dim for layer in layers], 1)
+
+    def _write(self, k: Tensor, v: Tensor, inputs: Inputs, cache: KV) -> KV:
+        return (
+            write_cache(cache[0], rotate(self.k_norm(k), inputs), inputs.write_indices),
+            write_cache(cache[1], v, inputs.write_indices),
+        )
 
 
 class MLP(nn.Module):
@@ -148,7 +182,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(geometry.intermediate_size, geometry.hidden_size, bias=geometry.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = joint_linear(x, (self.gate_proj, self.up_proj)).chunk(2, -1)
+        down: Tensor = self.down_proj(nn.functional.silu(gate) * up)
         return down
 
 

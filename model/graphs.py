@@ -4,13 +4,16 @@ Both take the same inputs and share one set of L + E caches: 0 .. L-1 belong to 
 The draft uses 0 .. N-1 and L .. L+E-1. Verify writes all caches, those of the exit blocks included. After a verify pass the
 draft can therefore go on at once: it has no caches to fill.
 
+Verify folds grouped heads, so that its logits do not depend on how many tokens a pass has. The draft needs no such promise:
+nothing that it computes reaches the output.
+
 Verify can be split by layers into stages that run on different devices. The first stage has every cache that the draft uses.
 """
 
 import torch
 from torch import Tensor, nn
 
-from eesd.model.decoder import KV, Decoder, Inputs
+from eesd.model.decoder import KV, Decoder, Inputs, fold_mask
 from eesd.model.exit_head import ExitHead
 
 
@@ -70,6 +73,7 @@ class Verify(nn.Module):
         self.lm_head = decoder.lm_head
         self.exit_head = head
         self.layers = range(decoder.geometry.num_layers) if layers is None else layers
+        self.group = decoder.geometry.num_heads // decoder.geometry.num_kv_heads
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
         """Run a verify pass.
@@ -83,6 +87,7 @@ class Verify(nn.Module):
             Logits [B, n, V] in float32 from the last stage, hidden state [B, n, hidden] from the others; the written caches.
         """
         exit_layer, count = self.exit_head.exit_config.layer, len(self.layers)
+        inputs = fold_mask(inputs, self.group)
         if self.layers.start == 0:
             x = self.model.embed_tokens(x)
         written = []

@@ -11,7 +11,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from eesd.common.geometry import ExitConfig, Geometry, RopeScaling, draft_caches, exit_caches
-from eesd.common.weights import EXIT_HEAD, ROTARY_TABLES, Shape, exit_head_shapes, graph_shapes, model_shapes
+from eesd.common.weights import (
+    EXIT_HEAD,
+    ROTARY_TABLES,
+    Shape,
+    exit_head_shapes,
+    graph_shapes,
+    model_shapes,
+    packed_name,
+    parts_of,
+)
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead, initial_names
 from eesd.model.graphs import Draft, Verify
@@ -109,16 +118,28 @@ def test_graph_shapes_are_the_parameters_that_draft_and_verify_use(
     decoder, head = Decoder(geometry), ExitHead(geometry, config)
     ids, hidden = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, geometry.hidden_size)
     used = used_shapes(Draft(decoder, head, 1), ids, geometry, len(draft_caches(geometry, config)))
-    assert graph_shapes(geometry, config, SLOTS, range(layer), draft=True) == used
+    assert graph_shapes(geometry, config, SLOTS, range(layer), draft=True, packed=False) == used
     for split in SPLITS:
         if split[0] < layer:
             continue
         for layers in stages(split):
             caches = len(layers) + (len(exit_caches(geometry, config)) if layers.start == 0 else 0)
             used = used_shapes(Verify(decoder, head, layers), hidden if layers.start else ids, geometry, caches)
-            assert graph_shapes(geometry, config, SLOTS, layers, draft=False) == used
+            assert graph_shapes(geometry, config, SLOTS, layers, draft=False, packed=False) == used
 
 
 def test_prefix_of_exit_head_weights_is_the_name_of_the_module() -> None:
     head = ExitHead(LLAMA, ExitConfig(1))
     assert dict(Draft(Decoder(LLAMA), head, 1).named_children())[EXIT_HEAD.removesuffix(".")] is head
+
+
+def test_packed_weights_have_the_rows_of_their_parts() -> None:
+    config = ExitConfig(1)
+    apart = graph_shapes(LLAMA, config, SLOTS, range(2), draft=False, packed=False)
+    packed = graph_shapes(LLAMA, config, SLOTS, range(2), draft=False)
+    assert "exit_head.blocks.0.self_attn.kv_proj.weight" in packed  # verify computes only keys and values there
+    for name, shape in packed.items():
+        parts = [apart[part] for part in parts_of(name)]
+        assert shape == (sum(part[0] for part in parts), *parts[0][1:])
+        assert len(parts) == 1 or packed_name(parts_of(name)) == name
+    assert sorted(part for name in packed for part in parts_of(name)) == sorted(apart)

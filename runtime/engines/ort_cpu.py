@@ -23,10 +23,9 @@ ORT_TYPES = {
     "tensor(bfloat16)": "bfloat16",
 }
 """Element types by ONNX Runtime's names."""
-FLOAT32_ACTIVATIONS = "1"
-"""Accuracy level of MatMulNBits. Level 4 rounds activations to int8, where a difference in the last bit of a float can become a
-whole int8 step. A pass over several nodes then differs from a pass over one node by 0.1 in a logit, and drafting changes
-tokens."""
+INT8_ACTIVATIONS = "4"
+"""Accuracy level of MatMulNBits: products of int8 activations, rounded in blocks, and int4 or int8 weights. A difference in the
+last bit of an activation could become a whole int8 step; but the graphs give a token the same bits in every call."""
 
 
 class OrtEngine:
@@ -86,10 +85,7 @@ def load_session(directory: Path, manifest: Manifest, graph: GraphInfo, threads:
     options.inter_op_num_threads = 1
     options.log_severity_level = 4  # what it logs below that, it also raises
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", FLOAT32_ACTIVATIONS)
-    if providers == CPU_PROVIDERS and manifest.quantization is not None and manifest.quantization.weights == "int8":
-        # With float32 activations, MatMulNBits has an int4 kernel only. Without it, int8 weights become float32 at load time.
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", INT8_ACTIVATIONS)
     try:
         session = ort.InferenceSession(str(path), options, providers=providers)
     except Exception as error:  # ONNX Runtime's exceptions have no common base class

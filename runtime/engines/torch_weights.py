@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
-from eesd.common.weights import ROTARY_TABLES, SCALES, StoredWeight
+from eesd.common.weights import ROTARY_TABLES, SCALES, StoredWeight, part_shapes, parts_of
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
@@ -122,9 +122,17 @@ def _load_weights(
                 linked = ExternalDataInfo(stored[name]).location != WEIGHTS_FILE
                 as_stored = replace(weight, transposed=False, quantization=None) if linked else weight
                 weights[name] = _load_weight(as_stored, stored, files)
+                weights |= _unpacked(name, weights[name], manifest)
         if any(name.removesuffix(SCALES) not in expected for name in stored):
             raise ValueError("a weight that is not in the manifest")
     return weights
+
+
+def _unpacked(name: str, tensor: Tensor, manifest: Manifest) -> dict[str, Tensor]:
+    """The parts of a packed weight by name: views."""
+    parts = parts_of(name)
+    rows = [shape[0] for shape in part_shapes(parts, manifest.geometry)] if len(parts) > 1 else [len(tensor)]
+    return dict(zip(parts, tensor.split(rows), strict=True))
 
 
 def _load_weight(weight: StoredWeight, stored: dict[str, TensorProto], files: dict[str, Tensor]) -> Tensor:

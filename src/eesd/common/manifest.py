@@ -169,7 +169,8 @@ class Manifest:
     def weights_of(self, graph: GraphInfo) -> dict[str, StoredWeight]:
         """The weights that ``graph`` uses, by name. A weight that several graphs use has the same name in each."""
         layers = self.base_layers(graph)
-        shapes = graph_shapes(self.geometry, self.exit_head, self.max_seq_len, layers, graph == self.draft)
+        draft, packed = graph == self.draft, not self.linked
+        shapes = graph_shapes(self.geometry, self.exit_head, self.max_seq_len, layers, draft, packed)
         return {name: stored_weight(name, shape, self.dtype, self.quantization) for name, shape in shapes.items()}
 
     def weight_bytes(self, graph: GraphInfo) -> int:

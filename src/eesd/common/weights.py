@@ -3,7 +3,7 @@
 All code that writes, reads, links, splits or counts weights uses these rules. The module needs no torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -25,6 +25,13 @@ EXIT_HEAD = "exit_head."
 ROTARY_TABLES = ("cos", "sin")
 SCALES = ".scales"
 """Suffix that turns the name of a quantized weight into the name of its scales."""
+
+PACKED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.kv_proj": ("self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Linear layers that read the same input, and so are one product: name of the packed layer, and its parts in order."""
 
 _KV_MODULES = ("input_layernorm", "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
 """The modules of a block that compute its keys and values."""
@@ -116,6 +123,39 @@ def stored_weight(
     return StoredWeight(name, shape, dtype, True, quantization if whole_blocks else None)
 
 
+def packed_name(parts: Sequence[str]) -> str:
+    """Name of the packed weight or bias of some weights or biases of a block. Raises KeyError for others."""
+    modules = tuple(".".join(part.split(".")[-3:-1]) for part in parts)
+    packed = {names: name for name, names in PACKED.items()}[modules]
+    return parts[0].replace(modules[0], packed)
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    """Names of the weights or biases that a packed one consists of; the name itself if it is not packed."""
+    for packed, parts in PACKED.items():
+        if f"{packed}." in name:
+            return tuple(name.replace(packed, part) for part in parts)
+    return (name,)
+
+
+def part_shapes(parts: Iterable[str], geometry: Geometry) -> list[Shape]:
+    """Shapes of weights or biases of a block."""
+    shapes = block_shapes(geometry)
+    return [shapes[".".join(part.split(".")[-3:])] for part in parts]
+
+
+def _packed_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The shapes with packed layers in the place of their parts."""
+    left = dict(shapes)
+    for packed, modules in PACKED.items():
+        for name in [name for name in left if f"{modules[0]}." in name]:
+            whole = name.replace(modules[0], packed)
+            if left.keys() >= set(parts_of(whole)):
+                parts = [left.pop(part) for part in parts_of(whole)]
+                left[whole] = (sum(shape[0] for shape in parts), *parts[0][1:])
+    return left
+
+
 def lm_head_name(geometry: Geometry) -> str:
     """Name of the base model's LM head; the embedding table if the two are tied."""
     return EMBEDDINGS if geometry.tied_embeddings else LM_HEAD
@@ -163,7 +203,7 @@ def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, S
 
 
 def graph_shapes(
-    geometry: Geometry, exit_config: ExitConfig, slots: int, layers: Iterable[int], draft: bool
+    geometry: Geometry, exit_config: ExitConfig, slots: int, layers: Iterable[int], draft: bool, packed: bool = True
 ) -> dict[str, Shape]:
     """Name and shape of every weight that a graph uses.
 
@@ -173,6 +213,7 @@ def graph_shapes(
         slots: S, the number of rows of the rotary tables.
         layers: Base layers of the graph, in order.
         draft: True for the draft graph, False for verify or one of its stages.
+        packed: Whether layers that read the same input are packed. Linked weights are not.
     """
     layers, base = list(layers), model_shapes(geometry)
     shapes: dict[str, Shape] = dict.fromkeys(ROTARY_TABLES, (slots, geometry.head_dim // 2))
@@ -188,7 +229,8 @@ def graph_shapes(
             ends += [EMBEDDINGS]
         if layers[-1] == geometry.num_layers - 1:
             ends += [FINAL_NORM, lm_head_name(geometry)]
-    return shapes | {name: base[name] for name in ends}
+    shapes |= {name: base[name] for name in ends}
+    return _packed_shapes(shapes) if packed else shapes
 
 
 def _written_by_verify(head: dict[str, Shape], blocks: int) -> dict[str, Shape]:
