@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import DEFAULT_TOP_K, DEFAULT_TREE_NODES, SLOTS_PROPERTY, GraphInfo, TensorInfo
-from eesd.common.weights import BLOCK, LM_HEAD, SCALES, Quantization, StoredWeight, lm_head_name, stored_weight
+from eesd.common.weights import BLOCK, LM_HEAD, SCALES, ZEROS, Quantization, StoredWeight, lm_head_name, stored_weight
 from eesd.export.weights import TensorLocation
 from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.exit_head import ExitHead
@@ -51,6 +51,7 @@ class ExportOptions:
         stages: Number of stages of the verify graph.
         link_weights: Whether weights stay in the checkpoint's files where possible.
         quantize: ``int8`` or ``int4`` to quantize linear weights; None to leave them in ``dtype``.
+        symmetric: Whether 4 bits have no zero points. None: as TensorRT needs it, for engines of 16 bits.
     """
 
     dtype: str
@@ -60,11 +61,15 @@ class ExportOptions:
     stages: int = 1
     link_weights: bool = False
     quantize: str | None = None
+    symmetric: bool | None = None
 
     @property
     def quantization(self) -> Quantization | None:
         """The quantization that the manifest records."""
-        return None if self.quantize is None else Quantization(self.quantize, BLOCK)
+        if self.quantize is None:
+            return None
+        symmetric = self.dtype != "float32" if self.symmetric is None else self.symmetric
+        return Quantization("uint4" if self.quantize == "int4" and not symmetric else self.quantize, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -256,14 +261,17 @@ def _use_stored_layout(graph: ir.Graph, weights: tuple[StoredWeight, ...]) -> No
                 user.outputs[0].replace_all_uses_with(value)
                 graph.remove(user, safe=True)
         if weight.quantization is not None:
-            scales = ir.val(weight.name + SCALES, dtype=value.dtype, shape=weight.scales_shape)
-            graph.initializers[weight.name + SCALES] = scales
+            levels = ir.DataType[weight.quantization.weights.upper()]
+            parts = [ir.val(weight.name + SCALES, dtype=value.dtype, shape=weight.scales_shape)]
+            if weight.quantization.zero_points:
+                parts.append(ir.val(weight.name + ZEROS, dtype=levels, shape=weight.scales_shape))
+            graph.initializers.update({part.name: part for part in parts})
             uses = [(use.node, use.idx) for use in value.uses()]
-            dequantize = ir.node("DequantizeLinear", [value, scales], {"axis": 0, "block_size": weight.quantization.block})
+            dequantize = ir.node("DequantizeLinear", [value, *parts], {"axis": 0, "block_size": weight.quantization.block})
             graph.insert_before(uses[0][0], dequantize)
             for node, index in uses:
                 node.replace_input_with(index, dequantize.outputs[0])
-            value.dtype = ir.DataType[weight.quantization.weights.upper()]
+            value.dtype = levels
 
 
 def _tensor_infos(values: Any) -> tuple[TensorInfo, ...]:
