@@ -40,6 +40,11 @@ if TYPE_CHECKING:  # --help must not load torch
 @click.option("-o", "--output", type=PATH, default=Path("plans"), help="Engine directory to write.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
 @click.option("--quantize", type=click.Choice(QUANTIZED), help="Quantize linear weights to 8 or 4 bits.")
+@click.option(
+    "--symmetric/--asymmetric",
+    default=None,
+    help="4 bits without or with zero points, which are closer but TensorRT has none.  [default: symmetric for 16-bit engines]",
+)
 @click.option("--layers", type=click.IntRange(2, 10_000), help="Export only the first layers of the model, for a trial.")
 @click.option(
     "--max-seq-len",
@@ -70,6 +75,7 @@ def main(
     output: Path,
     dtype: str | None,
     quantize: str | None,
+    symmetric: bool | None,
     layers: int | None,
     max_seq_len: int | None,
     max_tree_nodes: int,
@@ -96,7 +102,8 @@ def main(
     head = _choose_head(checkpoint, exit_layer, exit_head)
     slots = max_seq_len or min(config.max_positions, DEFAULT_SLOTS)
     top_k = min(draft_top_k, config.geometry.vocab_size)
-    options = ExportOptions(dtype or checkpoint.dtype, slots, max_tree_nodes, top_k, stages, link_weights, quantize)
+    kind = dtype or checkpoint.dtype
+    options = ExportOptions(kind, slots, max_tree_nodes, top_k, stages, link_weights, quantize, symmetric)
     _check_options(options, config.max_positions)
     unquantized = [] if quantize is None else _unquantized_widths(checkpoint, options)
     with progress() as bar:
@@ -133,6 +140,8 @@ def _check_options(options: ExportOptions, max_positions: int) -> None:
         raise EESDError(f"--max-tree-nodes {options.max_tree_nodes} does not fit a cache of {options.max_seq_len} slots.")
     if options.dtype not in DTYPES:
         raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
+    if options.symmetric is not None and options.quantize != "int4":
+        raise EESDError("--symmetric and --asymmetric are for --quantize int4; leave the option out.")
     if options.quantize is not None and options.link_weights:
         raise EESDError("--link-weights uses the weights as they are, and --quantize changes them; give one of the two.")
 

@@ -141,7 +141,7 @@ def _linear_weights(manifest: Manifest) -> str:
     quantization = manifest.quantization
     if quantization is None:
         return manifest.dtype
-    return f"{quantization.weights}, one scale for {quantization.block} inputs of an output"
+    return quantization.description
 
 
 def _files(manifest: Manifest) -> Table:

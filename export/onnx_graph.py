@@ -21,7 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import DEFAULT_TOP_K, DEFAULT_TREE_NODES, SLOTS_PROPERTY, GraphInfo, TensorInfo
-from eesd.common.weights import BLOCK, LM_HEAD, SCALES, Quantization, StoredWeight, lm_head_name, packed_name, stored_weight
+from eesd.common.weights import (
+    BLOCK,
+    LM_HEAD,
+    SCALES,
+    ZEROS,
+    Quantization,
+    StoredWeight,
+    lm_head_name,
+    packed_name,
+    stored_weight,
+)
 from eesd.export.weights import TensorLocation
 from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.exit_head import ExitHead
@@ -51,6 +61,7 @@ class ExportOptions:
         stages: Number of stages of the verify graph.
         link_weights: Whether weights stay in the checkpoint's files where possible.
         quantize: ``int8`` or ``int4`` to quantize linear weights; None to leave them in ``dtype``.
+        symmetric: Whether 4 bits have no zero points. None: as TensorRT needs it, for engines of 16 bits.
     """
 
     dtype: str
@@ -60,11 +71,15 @@ class ExportOptions:
     stages: int = 1
     link_weights: bool = False
     quantize: str | None = None
+    symmetric: bool | None = None
 
     @property
     def quantization(self) -> Quantization | None:
         """The quantization that the manifest records."""
-        return None if self.quantize is None else Quantization(self.quantize, BLOCK)
+        if self.quantize is None:
+            return None
+        symmetric = self.dtype != "float32" if self.symmetric is None else self.symmetric
+        return Quantization("uint4" if self.quantize == "int4" and not symmetric else self.quantize, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -233,22 +248,25 @@ def _fold_reshapes(graph: ir.Graph) -> None:
 def _fold_splits(graph: ir.Graph) -> None:
     """Replace SplitToSequence and the SequenceAt behind it by one Split."""
     for node in [node for node in graph if node.op_type == "SplitToSequence"]:
-        given = ir.convenience.get_const_tensor(node.inputs[1])
         parts = [use.node for use in node.outputs[0].uses()]
-        assert given is not None and all(part.op_type == "SequenceAt" for part in parts)
-        sizes = [int(size) for size in given.numpy().reshape(-1)]
+        assert all(part.op_type == "SequenceAt" for part in parts)
+        sizes = _values(node.inputs[1])
         sizes = sizes * len(parts) if len(sizes) == 1 else sizes
         attributes = {"axis": node.attributes["axis"].as_int()}
         split = ir.node("Split", [node.inputs[0], _constant(graph, "split", sizes)], attributes, num_outputs=len(sizes))
         graph.insert_before(node, split)
         for part in parts:
-            index = ir.convenience.get_const_tensor(part.inputs[1])
-            assert index is not None
-            new = split.outputs[int(index.numpy().item())]
+            new = split.outputs[_values(part.inputs[1])[0]]
             new.name, new.shape, new.type = part.outputs[0].name, part.outputs[0].shape, part.outputs[0].type
             part.outputs[0].replace_all_uses_with(new)
             graph.remove(part, safe=True)
         graph.remove(node, safe=True)
+
+
+def _values(constant: ir.Value | None) -> list[int]:
+    tensor = ir.convenience.get_const_tensor(constant) if constant is not None else None
+    assert tensor is not None
+    return [int(value) for value in tensor.numpy().reshape(-1)]
 
 
 def _constant(graph: ir.Graph, kind: str, values: list[int]) -> ir.Value:
@@ -355,14 +373,18 @@ def _use_stored_layout(graph: ir.Graph, weights: tuple[StoredWeight, ...]) -> No
                 user.outputs[0].replace_all_uses_with(value)
                 graph.remove(user, safe=True)
         if weight.quantization is not None:
-            scales = ir.val(weight.name + SCALES, dtype=value.dtype, shape=weight.scales_shape)
-            graph.initializers[weight.name + SCALES] = scales
+            levels = ir.DataType[weight.quantization.weights.upper()]
+            types = {SCALES: value.dtype} | ({ZEROS: levels} if weight.quantization.zero_points else {})
+            parts = []
+            for suffix, dtype in types.items():
+                parts.append(ir.val(weight.name + suffix, dtype=dtype, shape=weight.scales_shape))
+                graph.initializers[weight.name + suffix] = parts[-1]
             uses = [(use.node, use.idx) for use in value.uses()]
-            dequantize = ir.node("DequantizeLinear", [value, scales], {"axis": 0, "block_size": weight.quantization.block})
+            dequantize = ir.node("DequantizeLinear", [value, *parts], {"axis": 0, "block_size": weight.quantization.block})
             graph.insert_before(uses[0][0], dequantize)
             for node, index in uses:
                 node.replace_input_with(index, dequantize.outputs[0])
-            value.dtype = ir.DataType[weight.quantization.weights.upper()]
+            value.dtype = levels
 
 
 def _tensor_infos(values: Any) -> tuple[TensorInfo, ...]:

@@ -156,8 +156,8 @@ def _stored_value(name: str, tensor: Tensor, manifest: Manifest) -> Tensor:
     dtype: torch.dtype = getattr(torch, manifest.dtype)
     if weight.quantization is None:
         return tensor.to(dtype).float()
-    levels, scales = quantize(tensor, weight.quantization.weights, dtype)
-    return dequantize(levels, scales.float(), weight.quantization.weights).t()
+    quantized = quantize(tensor, weight.quantization.weights, dtype)
+    return dequantize(quantized._replace(scales=quantized.scales.float()), weight.quantization.weights).t()
 
 
 def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype, count: int) -> Inputs:

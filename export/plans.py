@@ -110,12 +110,14 @@ def _known_capabilities(flavour: str) -> tuple[str, ...]:
 
 
 def check_precision(manifest: Manifest) -> None:
-    """Raise :class:`EESDError` if the builders have no fused attention for the directory's element type."""
+    """Raise :class:`EESDError` if the builders have no kernels for the directory's element type or quantization."""
     if manifest.dtype not in _PRECISIONS:
         raise EESDError(
             f"The directory holds {manifest.dtype} graphs, and TensorRT's fused attention has no {manifest.dtype} kernel; "
             "export with --dtype float16 or --dtype bfloat16."
         )
+    if manifest.quantization is not None and manifest.quantization.zero_points:
+        raise EESDError("The directory's weights have zero points, and TensorRT has none for 4 bits; export with --symmetric.")
 
 
 def build(

@@ -24,7 +24,7 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
 from eesd.common.manifest import WEIGHTS_FILE, FileInfo, LinkInfo
-from eesd.common.weights import SCALES, StoredWeight
+from eesd.common.weights import SCALES, ZEROS, StoredWeight
 from eesd.model.checkpoint import CheckpointTensor, all_finite
 from eesd.model.quantize import quantize
 
@@ -134,8 +134,8 @@ def _encode(tensor: Tensor, weight: StoredWeight) -> dict[str, memoryview]:
     if tuple(tensor.shape) != weight.shape:
         raise EESDError(f"The tensor {weight.name} has shape {list(tensor.shape)}, but the graph needs {list(weight.shape)}.")
     if weight.quantization is not None:
-        levels, scales = quantize(tensor, weight.quantization.weights, dtype)
-        return {weight.name: _bytes_of(levels), weight.name + SCALES: _bytes_of(scales)}
+        parts = zip(("", SCALES, ZEROS), quantize(tensor, weight.quantization.weights, dtype), strict=True)
+        return {weight.name + suffix: _bytes_of(part) for suffix, part in parts if part is not None}
     if weight.transposed:
         tensor = tensor.t()
     converted = tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()

@@ -163,7 +163,7 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
         """The outputs [B, heads, n, D] of linear layers for x [B, n, hidden]."""
         y = joint_linear(x, layers).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
-        return y.split([layer.out_features // self.head_dim for layer in layers], 1)
+        return torch.split(y, [layer.out_features // self.head_dim for layer in layers], 1)
 
     def _write(self, k: Tensor, v: Tensor, inputs: Inputs, cache: KV) -> KV:
         return (

@@ -1,65 +1,200 @@
-"""Weight-only quantization of linear layers: symmetric int8 or int4 with one scale for each block of 32 weights.
+"""Weight-only quantization of linear layers: blocks of 32 weights share a scale, and in the type uint4 a zero point.
 
 A block is 32 consecutive inputs of one output. Weights are stored as [in, out], so this is the layout of ONNX's blockwise
-``DequantizeLinear`` with axis 0. The scale maps the block's largest weight to the end of the range. Rounding to nearest then
-changes no weight by more than half a scale.
+``DequantizeLinear`` with axis 0. A stored level ``q`` stands for the weight ``scale * (q - zero_point)``.
+
+* ``int8``: levels -127 .. 127. The scale maps the block's largest weight to the end of the range.
+* ``uint4``: levels 0 .. 15, zero points 0 .. 15. Scale and zero point are searched by the block's squared error.
+* ``int4``: levels -8 .. 7 without zero points, for TensorRT, which has none. The scale is searched.
+
+Four bits are so few that losing the largest weights of a block can be better than coarse levels for all, hence the search: each
+candidate is rounded, and gets the scale that fits its levels best in closed form.
 """
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eesd.common.weights import BITS, BLOCK
 
-LEVELS = {"int8": 127, "int4": 7}
-"""Largest level. The range is symmetric: -128 and -8 are not used."""
-_PIECE = 1 << 21
-"""Number of weights that are converted to float32 at a time."""
+_CLIPS = (1.05, 0.97, 0.89, 0.81, 0.73)
+"""Factors of a block's range in the search for uint4."""
+_STEPS = (0.82, 0.9, 0.98, 1.06, 1.14, 1.22)
+"""Factors of the scale in the search for int4. At 1, the largest absolute weight is mapped to 8 steps."""
+_NEARBY = (0.96, 1.04)
+"""Factors of the best scale that are tried at the end."""
+_TINY = 1e-30
+"""Smallest divisor, for blocks of zeros."""
+_PIECE = 1 << 17
+"""Number of weights that a thread searches at a time. Small pieces stay in the processor's cache."""
 
 
-def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+class Quantized(NamedTuple):
+    """A quantized weight.
+
+    Attributes:
+        levels: The bytes of a tensor [in, out]. Two levels of 4 bits share a byte, the first in the low half.
+        scales: Scales [in / block, out].
+        zeros: The bytes of the zero points [in / block, out], packed like the levels; None where all are zero.
+    """
+
+    levels: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+
+def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
     """Quantize a weight, piece by piece, so that only the arguments and the results take much memory.
 
     Args:
         weight: Weight [out, in]; ``in`` must be a multiple of 32.
-        kind: ``int8`` or ``int4``.
+        kind: ``int8``, ``int4`` or ``uint4``.
         dtype: Element type of the scales.
-
-    Returns:
-        The levels and the scales. The levels are the bytes of a tensor [in, out]; int4 has two levels in a byte, the first in
-        the low half. The scales are [in / 32, out].
     """
     outputs, inputs = weight.shape
-    stored = torch.empty(inputs * outputs * BITS[kind] // 8, dtype=torch.uint8)
+    levels = torch.empty(inputs * outputs * BITS[kind] // 8, dtype=torch.uint8)
     scales = torch.empty(inputs // BLOCK, outputs, dtype=dtype)
+    zeros = torch.zeros(scales.shape, dtype=torch.uint8)
+    rows = BLOCK * max(1, _PIECE // (BLOCK * outputs))
+    columns = max(1, _PIECE // rows)
+
+    def quantize_strip(begin: int) -> None:
+        """Quantize the inputs from ``begin`` on. Their bytes are consecutive."""
+        end = min(begin + rows, inputs)
+        strip = torch.empty((end - begin) // BLOCK, BLOCK, outputs, dtype=torch.int8)
+        at = slice(begin // BLOCK, end // BLOCK)
+        for first in range(0, outputs, columns):
+            part = slice(first, first + columns)
+            blocks = weight[part, begin:end].t().float().reshape(strip[:, :, part].shape)
+            strip[:, :, part], scales[at, part], zeros[at, part] = _quantize_blocks(blocks, kind, dtype)
+        levels[begin * len(levels) // inputs : end * len(levels) // inputs] = pack(strip.view(torch.uint8), BITS[kind])
+
+    with _one_thread_each() as pool:
+        list(pool.map(quantize_strip, range(0, inputs, rows)))
+    return Quantized(levels, scales, pack(zeros, BITS[kind]) if kind == "uint4" else None)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
+    """As many threads as torch has, each of which runs torch alone: splitting every small operation costs more than it gains."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _quantize_blocks(blocks: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels, scales and zero points of blocks [count, 32, out]."""
+    if kind == "int8":
+        scale = blocks.abs().amax(1) / 127
+        zero = torch.zeros_like(scale)
+        least, most = -127, 127
+    else:
+        scale, zero = _Search(blocks).run(kind)
+        least, most = 0, 15
     # Half the smallest subnormal number: for subnormal scales it turns rounding to nearest into rounding up.
     half = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
-    step = BLOCK * max(1, _PIECE // (BLOCK * outputs))
-    for begin in range(0, inputs, step):
-        end = min(begin + step, inputs)
-        blocks = weight[:, begin:end].t().float().reshape(-1, BLOCK, outputs)
-        scale = (blocks.abs().amax(1) / LEVELS[kind] + half).to(dtype)
-        scale[scale == 0] = 1
-        levels = (blocks / scale.float()[:, None]).round_().clamp_(-LEVELS[kind], LEVELS[kind]).to(torch.int8).reshape(-1)
+    scale = (scale + half).to(dtype)
+    scale[scale == 0] = 1
+    levels = (blocks / scale.float()[:, None]).round_().add_(zero[:, None]).clamp_(least, most)
+    if kind == "int4":
+        levels -= zero[:, None]
+    return levels.to(torch.int8), scale, zero.to(torch.uint8)
+
+
+class _Search:
+    """Search of the scales and zero points with the least squared error for blocks [count, 32, out], with 16 levels.
+
+    For given levels l = q - zero_point, the best scale is sum(w l) / sum(l l), and its squared error is lower by
+    sum(w l)^2 / sum(l l) than that of levels that are all zero. Candidates are compared by this gain.
+    """
+
+    def __init__(self, blocks: Tensor) -> None:
+        self._blocks = blocks
+        self._levels, self._products = torch.empty_like(blocks), torch.empty_like(blocks)
+        self._scale = self._zero = torch.zeros(blocks.shape[0], blocks.shape[2])
+        self._gain = torch.full_like(self._scale, -1)
+
+    def run(self, kind: str) -> tuple[Tensor, Tensor]:
+        """The scales and zero points [count, out]. int4 is searched as levels 0 .. 15 with the zero point 8."""
         if kind == "int4":
-            levels = (levels[1::2] << 4) | (levels[::2] & 15)
-        stored[begin * len(stored) // inputs : end * len(stored) // inputs] = levels.view(torch.uint8)
-        scales[begin // BLOCK : end // BLOCK] = scale
-    return stored, scales
+            largest = self._blocks.abs().amax(1)
+            for step in _STEPS:
+                self._try(largest * (step / 8), torch.full_like(largest, 8))
+        else:
+            low, high = self._blocks.amin(1).clamp_max_(0), self._blocks.amax(1).clamp_min_(0)
+            for clip in _CLIPS:
+                scale = (high - low) * (clip / 15)
+                self._try(scale, (7.5 - (high + low) / 2 / scale.clamp_min(_TINY)).round_().clamp_(0, 15))
+            scale, zero = self._scale, self._zero
+            for shift in (-1, 1):
+                self._try(scale, (zero + shift).clamp_(0, 15))
+        scale, zero = self._scale, self._zero
+        for factor in _NEARBY:
+            self._try(scale * factor, zero)
+        return self._fit(self._scale, self._zero)[0].clamp_min_(0), self._zero
+
+    def _try(self, scale: Tensor, zero: Tensor) -> None:
+        """Take scales and zero points where they are better than the best so far. The scale is fitted first."""
+        fitted, gain = self._fit(scale, zero)
+        better = gain > self._gain
+        self._scale, self._zero = torch.where(better, fitted, self._scale), torch.where(better, zero, self._zero)
+        self._gain = torch.maximum(gain, self._gain)
+
+    def _fit(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+        """The best scale for the levels that a scale and a zero point give, and its gain."""
+        levels, products = self._levels, self._products
+        torch.mul(self._blocks, scale.clamp_min(_TINY).reciprocal_()[:, None], out=levels)
+        torch.clamp(levels.round_(), -zero[:, None], 15 - zero[:, None], out=levels)
+        dot = torch.mul(self._blocks, levels, out=products).sum(1)
+        best = dot / torch.mul(levels, levels, out=products).sum(1).clamp_min_(_TINY)
+        return best, dot * best
 
 
-def dequantize(stored: Tensor, scales: Tensor, kind: str) -> Tensor:
-    """Undo :func:`quantize`.
+def pack(values: Tensor, bits: int) -> Tensor:
+    """The bytes of unsigned values, or of the two's complement of signed ones, of 4 or 8 bits.
 
     Args:
-        stored: The levels.
-        scales: The scales [in / 32, out].
-        kind: ``int8`` or ``int4``.
+        values: Bytes of any shape, in the order of the stored tensor.
+        bits: 4 or 8.
+    """
+    flat = values.reshape(-1)
+    if bits == 8:
+        return flat
+    if len(flat) % 2:
+        flat = torch.cat((flat, flat.new_zeros(1)))
+    return (flat[1::2] << 4) | (flat[::2] & 15)
+
+
+def unpack(stored: Tensor, kind: str, count: int) -> Tensor:
+    """Undo :func:`pack` for ``count`` values of a type such as ``int4`` or ``uint8``; they become int16."""
+    signed = not kind.startswith("u")
+    values = stored.view(torch.int8 if signed else torch.uint8)
+    if BITS[kind] == 4:
+        values = torch.stack(((values << 4) >> 4, values >> 4), -1).view(-1)[:count]
+    return values.to(torch.int16)
+
+
+def dequantize(quantized: Quantized, kind: str) -> Tensor:
+    """Undo :func:`quantize`, for blocks of any size.
+
+    Args:
+        quantized: The stored tensors.
+        kind: Type of the levels and zero points.
 
     Returns:
-        The weight [in, out] in the element type of ``scales``.
+        The weight [in, out] in the element type of the scales.
     """
-    levels = stored.view(torch.int8)
-    if kind == "int4":
-        levels = torch.stack(((levels << 4) >> 4, levels >> 4), -1)
-    blocks = levels.view(scales.shape[0], BLOCK, scales.shape[1])
-    return (blocks.to(scales.dtype) * scales[:, None]).view(-1, scales.shape[1])
+    scales = quantized.scales
+    count = len(quantized.levels) * 8 // BITS[kind]
+    levels = unpack(quantized.levels, kind, count).view(scales.shape[0], -1, scales.shape[1])
+    if quantized.zeros is not None:
+        levels = levels - unpack(quantized.zeros, kind, scales.numel()).view(scales.shape)[:, None]
+    return (levels.to(scales.dtype) * scales[:, None]).view(-1, scales.shape[1])

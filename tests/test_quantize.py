@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import load_file, save_file
 from support.bundled import EXAMPLE, assert_lossless, prompts
 from support.command import assert_refused, export_engine, listing, run, slow_but, succeed
@@ -21,10 +21,10 @@ from support.tiny_checkpoints import Family, build
 
 import eesd
 from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import BLOCK, SCALES
+from eesd.common.weights import BITS, BLOCK, LEVELS, SCALES, ZEROS
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
-from eesd.model.quantize import LEVELS, dequantize, quantize
+from eesd.model.quantize import Quantized, dequantize, quantize
 from eesd.runtime.cli import main as run_main
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import Speculation
@@ -47,39 +47,115 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     return directory
 
 
-def unpacked(stored: torch.Tensor, kind: str, shape: tuple[int, int]) -> NDArray[np.int8]:
-    """The levels as the ONNX format defines them: of two int4 values the first is in the low half of the byte."""
+def unpacked(stored: torch.Tensor, kind: str, shape: tuple[int, int]) -> NDArray[np.int16]:
+    """The levels as the ONNX format defines them: of two values of 4 bits the first is in the low half of the byte."""
     data = stored.numpy().tobytes()
     if kind == "int8":
-        return np.frombuffer(data, np.int8).reshape(shape)
-    halves = [half for byte in data for half in (byte & 15, byte >> 4)]
-    return np.array([half - 16 if half > 7 else half for half in halves], np.int8).reshape(shape)
+        return np.frombuffer(data, np.int8).reshape(shape).astype(np.int16)
+    halves = [half for byte in data for half in (byte & 15, byte >> 4)][: shape[0] * shape[1]]
+    return np.array([half - 16 if half > 7 and kind == "int4" else half for half in halves], np.int16).reshape(shape)
+
+
+def by_definition(quantized: Quantized, kind: str) -> NDArray[np.float32]:
+    """The weight [in, out] that DequantizeLinear defines: scale times (level minus zero point)."""
+    blocks, outputs = quantized.scales.shape
+    levels = unpacked(quantized.levels, kind, (blocks * BLOCK, outputs))
+    if quantized.zeros is not None:
+        levels = levels - np.repeat(unpacked(quantized.zeros, kind, (blocks, outputs)), BLOCK, 0)
+    result: NDArray[np.float32] = levels * np.repeat(quantized.scales.float().numpy(), BLOCK, 0)
+    return result
+
+
+def random_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A weight whose magnitudes go down to float16's subnormal numbers, with blocks of zeros and blocks of one sign."""
+    torch.manual_seed(0)
+    weight = torch.randn(outputs, inputs) * torch.logspace(-8, 2, outputs)[:, None]
+    weight[5], weight[7], weight[8] = 0, weight[7].abs(), -weight[8].abs()
+    return weight.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_weight_is_within_half_a_scale(kind: str, dtype: torch.dtype) -> None:
-    """Scales go down to float16's subnormal numbers; the number of outputs is odd."""
+@pytest.mark.parametrize("kind", LEVELS)
+def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: torch.dtype) -> None:
+    """The numbers of outputs, and of zero points, are odd."""
+    quantized = quantize(random_weight(37, 7 * BLOCK, dtype), kind, dtype)
+    assert quantized.scales.dtype == dtype and quantized.scales.shape == (7, 37) and (quantized.scales > 0).all()
+    assert len(quantized.levels) == 7 * BLOCK * 37 * BITS[kind] // 8
+    assert (quantized.zeros is not None) == (kind == "uint4")
+    exact = quantized._replace(scales=quantized.scales.float())
+    np.testing.assert_array_equal(dequantize(exact, kind).numpy(), by_definition(quantized, kind))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_int8_changes_no_weight_by_more_than_half_a_scale(dtype: torch.dtype) -> None:
+    weight = random_weight(37, 7 * BLOCK, dtype)
+    quantized = quantize(weight, "int8", dtype)
+    scale = np.repeat(quantized.scales.float().numpy(), BLOCK, 0)
+    assert (np.abs(by_definition(quantized, "int8") - weight.float().numpy().T) <= scale * 0.5001).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["int4", "uint4"])
+def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, dtype: torch.dtype) -> None:
+    """In squared error: much closer in all, in no block much worse. No weight is very wrong."""
+    weight = random_weight(64, 8 * BLOCK)[20:].to(dtype)  # without the rows whose scales float16 rounds much
+    found = torch.from_numpy(by_definition(quantize(weight, kind, dtype), kind)).T.reshape(-1, BLOCK)
+    blocks = weight.float().reshape(-1, BLOCK)
+    low, high = blocks.amin(1, keepdim=True).clamp_max(0), blocks.amax(1, keepdim=True).clamp_min(0)
+    scale, zero = (high - low) / 15, (low * 15 / (low - high)).round()
+    if kind == "int4":
+        scale, zero = torch.maximum(high, -low) / 7, torch.full_like(low, 8)
+    plain = ((blocks / scale).round().clamp(-zero, 15 - zero)) * scale
+    searched, whole = (((x - blocks) / scale).square().sum(1) for x in (found, plain))
+    assert (searched <= whole * 1.1).all() and float(searched.sum()) < {"int4": 0.82, "uint4": 0.92}[kind] * float(whole.sum())
+    assert ((found - blocks).abs() <= 0.35 * blocks.abs().amax(1, keepdim=True)).all()
+
+
+def test_weights_on_a_grid_of_16_levels_stay_as_they_are() -> None:
+    """Whatever the zero point. All that changes is the last bit of a scale."""
     torch.manual_seed(0)
-    outputs, inputs = 37, 7 * BLOCK
-    weight = (torch.randn(outputs, inputs) * torch.logspace(-8, 2, outputs)[:, None]).to(dtype)
-    weight[5] = 0
-    stored, scales = quantize(weight, kind, dtype)
-    assert scales.dtype == dtype and scales.shape == (inputs // BLOCK, outputs)
-    levels = unpacked(stored, kind, (inputs, outputs))
-    assert levels.max() == LEVELS[kind] == -levels.min()
-    scale = np.repeat(scales.float().numpy(), BLOCK, 0)
-    assert (scale > 0).all()
-    expected = weight.float().numpy().T
-    assert (np.abs(levels * scale - expected) <= scale * 0.5001).all()
-    np.testing.assert_array_equal(dequantize(stored, scales.float(), kind).numpy(), levels * scale)
+    levels, zeros = torch.randint(0, 16, (48, 6, BLOCK)), torch.randint(0, 16, (48, 6, 1))
+    levels[..., 0], levels[..., 1] = 0, 15
+    weight = ((levels - zeros) * torch.rand(48, 6, 1)).view(48, -1)
+    found = dequantize(quantize(weight, "uint4", torch.float32), "uint4").T
+    torch.testing.assert_close(found, weight, rtol=1e-5, atol=0)
 
 
 def test_result_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(33, 5 * BLOCK)
-    whole = quantize(weight, "int4", torch.float16)
-    monkeypatch.setattr("eesd.model.quantize._PIECE", 2 * BLOCK * 33)
-    assert all(torch.equal(*pair) for pair in zip(quantize(weight, "int4", torch.float16), whole, strict=True))
+    whole = quantize(weight, "uint4", torch.float16)
+    for piece in (2 * BLOCK * 33, 7 * BLOCK):
+        monkeypatch.setattr("eesd.model.quantize._PIECE", piece)
+        for part, expected in zip(quantize(weight, "uint4", torch.float16), whole, strict=True):
+            assert part is not None and expected is not None and torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_onnx_runtime_computes_with_the_dequantized_weights(kind: str) -> None:
+    """The bare operator, with one row and several."""
+    weight = torch.randn(24, 3 * BLOCK)
+    quantized = quantize(weight, kind, torch.float32)
+    named = {"w": (quantized.levels, kind, weight.shape[::-1]), "z": (quantized.zeros, kind, quantized.scales.shape)}
+    tensors = [
+        TensorProto(name=name, data_type=TensorProto.DataType.Value(kind.upper()), dims=shape, raw_data=part.numpy().tobytes())
+        for name, (part, kind, shape) in named.items()
+        if part is not None
+    ]
+    tensors.append(numpy_helper.from_array(quantized.scales.numpy(), "s"))
+    inputs = ["w", "s", "z"][: len(tensors)]
+    nodes = [
+        helper.make_node("DequantizeLinear", inputs, ["d"], axis=0, block_size=BLOCK),
+        helper.make_node("MatMul", ["x", "d"], ["y"]),
+    ]
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", size]) for n, size in (("x", 96), ("y", 24)))
+    model = helper.make_model(helper.make_graph(nodes, "g", [x], [y], tensors), opset_imports=[helper.make_opsetid("", 24)])
+    onnx.checker.check_model(model, full_check=True)
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    for rows in (1, 5):
+        given = np.random.default_rng(0).standard_normal((rows, 96), np.float32)
+        np.testing.assert_allclose(session.run(None, {"x": given})[0], given @ dequantize(quantized, kind).numpy(), atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,7 +171,9 @@ def test_graphs_are_standard_and_quantize_only_linear_weights(exported: Export, 
         assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", 24)]
         types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
         quantized = {name for name in types if name + SCALES in types}
-        assert {types[name] for name in quantized} == {TensorProto.DataType.Value(kind.upper())}
+        levels = {"int8": TensorProto.INT8, "int4": TensorProto.UINT4}[kind]
+        assert {types[name] for name in quantized} == {levels}
+        assert {types.get(name + ZEROS) for name in quantized} == {levels if kind == "int4" else None}
         dequantized = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
         products = [node.input[1] for node in model.graph.node if node.op_type == "MatMul"]
         assert set(dequantized.values()) == quantized and dequantized.keys() <= set(products)
@@ -136,8 +214,10 @@ def test_logits_are_those_of_the_dequantized_model(
     model = shutil.copytree(family_dir("qwen2"), tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     for name in [name for name in tensors if name + SCALES in found]:
-        scales = np.repeat(found[name + SCALES], BLOCK, 0)
-        tensors[name] = np.ascontiguousarray((found[name].astype(np.float32) * scales).T)
+        levels, scales = found[name].astype(np.float32), np.repeat(found[name + SCALES], BLOCK, 0)
+        if kind == "int4":
+            levels -= np.repeat(found[name + ZEROS].astype(np.float32), BLOCK, 0)
+        tensors[name] = np.ascontiguousarray((levels * scales).T)
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     reference = export_engine(model, tmp_path / "reference")
     for speculation in (None, SPECULATIONS[0]):
@@ -228,7 +308,7 @@ def test_unknown_quantization_is_refused(text_model: Path, tmp_path: Path) -> No
 
 
 def test_inspect_shows_the_quantization(exported: Export) -> None:
-    assert "int4, one scale for 32 inputs" in succeed(inspect_main, exported("qwen2", "int4")).stdout
+    assert "uint4, one scale and zero point for 32 inputs" in succeed(inspect_main, exported("qwen2", "int4")).stdout
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
-from eesd.common.weights import ROTARY_TABLES, SCALES, StoredWeight, part_shapes, parts_of
+from eesd.common.weights import LEVELS, ROTARY_TABLES, SCALES, ZEROS, StoredWeight, part_shapes, parts_of
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
-from eesd.model.quantize import dequantize
+from eesd.model.quantize import Quantized, dequantize
 from eesd.runtime.engines.device import explain_out_of_memory
 
 
@@ -123,7 +123,7 @@ def _load_weights(
                 as_stored = replace(weight, transposed=False, quantization=None) if linked else weight
                 weights[name] = _load_weight(as_stored, stored, files)
                 weights |= _unpacked(name, weights[name], manifest)
-        if any(name.removesuffix(SCALES) not in expected for name in stored):
+        if any(name.removesuffix(SCALES).removesuffix(ZEROS) not in expected for name in stored):
             raise ValueError("a weight that is not in the manifest")
     return weights
 
@@ -132,7 +132,7 @@ def _unpacked(name: str, tensor: Tensor, manifest: Manifest) -> dict[str, Tensor
     """The parts of a packed weight by name: views."""
     parts = parts_of(name)
     rows = [shape[0] for shape in part_shapes(parts, manifest.geometry)] if len(parts) > 1 else [len(tensor)]
-    return dict(zip(parts, tensor.split(rows), strict=True))
+    return dict(zip(parts, torch.split(tensor, rows), strict=True))
 
 
 def _load_weight(weight: StoredWeight, stored: dict[str, TensorProto], files: dict[str, Tensor]) -> Tensor:
@@ -141,9 +141,12 @@ def _load_weight(weight: StoredWeight, stored: dict[str, TensorProto], files: di
     if quantization is None:
         tensor = _stored_tensor(stored[weight.name], weight.dtype, weight.stored_shape, files)
     else:
-        levels = _stored_tensor(stored[weight.name], quantization.weights, weight.stored_shape, files)
-        scales = _stored_tensor(stored[weight.name + SCALES], weight.dtype, weight.scales_shape, files)
-        tensor = dequantize(levels, scales, quantization.weights)
+        kind, shape, zeros = quantization.weights, weight.scales_shape, None
+        levels = _stored_tensor(stored[weight.name], kind, weight.stored_shape, files)
+        scales = _stored_tensor(stored[weight.name + SCALES], weight.dtype, shape, files)
+        if quantization.zero_points:
+            zeros = _stored_tensor(stored[weight.name + ZEROS], kind, shape, files)
+        tensor = dequantize(Quantized(levels, scales, zeros), kind)
     return tensor.t() if weight.transposed else tensor
 
 
@@ -164,7 +167,7 @@ def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files:
     if tensor.data_type != kind or tuple(tensor.dims) != tuple(shape) or info.offset is None or info.length is None:
         raise ValueError(tensor.name)
     data = files[info.location][info.offset : info.offset + info.length]
-    return data if dtype.startswith("int") else data.view(getattr(torch, dtype)).view(*shape)
+    return data if dtype in LEVELS else data.view(getattr(torch, dtype)).view(*shape)
 
 
 def _external_tensors(path: Path) -> dict[str, TensorProto]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.weights import Quantization, StoredWeight, graph_shapes, stored_weight
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DEFAULT_SLOTS, DEFAULT_TREE_NODES, DEFAULT_TOP_K = 4096, 32, 8
@@ -174,7 +174,7 @@ class Manifest:
         return {name: stored_weight(name, shape, self.dtype, self.quantization) for name, shape in shapes.items()}
 
     def weight_bytes(self, graph: GraphInfo) -> int:
-        """Bytes of the weights that ``graph`` uses, scales included."""
+        """Bytes of the weights that ``graph`` uses, scales and zero points included."""
         return sum(weight.nbytes for weight in self.weights_of(graph).values())
 
     def base_layers(self, graph: GraphInfo) -> range:

@@ -12,8 +12,10 @@ from eesd.common.geometry import ExitConfig, Geometry
 DTYPES = ("float32", "float16", "bfloat16")
 """Element types of engines."""
 QUANTIZED = ("int8", "int4")
-"""Types that linear weights can be quantized to."""
-BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
+"""What linear weights can be quantized to."""
+LEVELS = ("int8", "int4", "uint4")
+"""Element types of quantized weights. Unsigned ones have zero points."""
+BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "uint4": 4}
 BLOCK = 32
 """Number of consecutive inputs of one output that share a scale. ONNX Runtime and TensorRT have kernels for 32."""
 
@@ -25,6 +27,8 @@ EXIT_HEAD = "exit_head."
 ROTARY_TABLES = ("cos", "sin")
 SCALES = ".scales"
 """Suffix that turns the name of a quantized weight into the name of its scales."""
+ZEROS = ".zeros"
+"""Suffix that turns the name of a quantized weight into the name of its zero points."""
 
 PACKED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -47,12 +51,23 @@ class Quantization:
     quantized.
 
     Attributes:
-        weights: ``int8`` or ``int4``.
-        block: Number of consecutive inputs of one output that share a scale.
+        weights: Element type of the weights, and of their zero points: ``int8``, ``int4`` or ``uint4``.
+        block: Number of consecutive inputs of one output that share a scale and a zero point.
     """
 
     weights: str
     block: int
+
+    @property
+    def zero_points(self) -> bool:
+        """Whether weights have zero points."""
+        return self.weights.startswith("u")
+
+    @property
+    def description(self) -> str:
+        """The scheme in words."""
+        shared = "scale and zero point" if self.zero_points else "scale"
+        return f"{self.weights}, one {shared} for {self.block} inputs of an output"
 
 
 @dataclass(frozen=True)
@@ -80,18 +95,19 @@ class StoredWeight:
 
     @property
     def scales_shape(self) -> Shape:
-        """[in / block, out]; only for quantized weights."""
+        """[in / block, out], the shape of scales and zero points; only for quantized weights."""
         assert self.quantization is not None
         return self.shape[1] // self.quantization.block, self.shape[0]
 
     @property
     def tensors(self) -> dict[str, int]:
-        """Name and bytes of each stored tensor: the weight and, if it is quantized, its scales."""
+        """Name and bytes of each stored tensor: the weight and, if it is quantized, its scales and zero points."""
         count = prod(self.shape)
         if self.quantization is None:
             return {self.name: count * BITS[self.dtype] // 8}
-        scales = prod(self.scales_shape) * BITS[self.dtype] // 8
-        return {self.name: count * BITS[self.quantization.weights] // 8, self.name + SCALES: scales}
+        bits, blocks = BITS[self.quantization.weights], prod(self.scales_shape)
+        tensors = {self.name: count * bits // 8, self.name + SCALES: blocks * BITS[self.dtype] // 8}
+        return tensors | ({self.name + ZEROS: (blocks * bits + 7) // 8} if self.quantization.zero_points else {})
 
     @property
     def nbytes(self) -> int:
