@@ -39,7 +39,7 @@ def _conditions(result: Result) -> list[str]:
         "",
         "Figures are medians over processes and prompts. A ratio is EESD's plain figure over the contestant's, in the same "
         "process and on the same prompt, with the 95 % bootstrap interval of the median. For tokens/s EESD is faster above 1, "
-        "for the time to the first token (TTFT) below 1. Peak is the largest resident size; anonymous is the part that is not of "
+        "for the time to the first token (TTFT) below 1. Peak is the largest resident size; anonymous is what is not of "
         "files, after the last prompt. Same tokens: the median common prefix with plain decoding, of EESD in float32 or of the "
         "same weights.",
         "",
