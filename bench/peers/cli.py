@@ -125,7 +125,7 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
     except KeyboardInterrupt:
         click.echo(f"\n{output} has the results so far; continue with --resume.", err=True)
         raise
-    show(result, output)
+    show(output)
 
 
 def resumed(found: Result, wanted: Result, path: Path) -> Result:
@@ -140,13 +140,13 @@ def resumed(found: Result, wanted: Result, path: Path) -> Result:
 @click.argument("results", type=cli.PATH)
 def report(results: Path) -> None:
     """Write the table of RESULTS, a file that run wrote, again."""
-    show(Result.load(results), results)
+    show(results)
 
 
-def show(result: Result, path: Path) -> None:
-    """Write the table beside the JSON file at ``path``, and print it."""
+def show(path: Path) -> None:
+    """Write the table of the JSON file at ``path`` beside it, and print it."""
     table = path.with_suffix(".md")
-    text = markdown(result)
+    text = markdown(Result.load(path))
     table.write_text(text, "utf-8")
     click.echo(text)
     click.echo(f"{path}, {table}", err=True)

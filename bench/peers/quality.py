@@ -74,7 +74,8 @@ class Judge:
                 return None
             window_divergence, window_same = compare(np.load(self._file(index)), np.load(file))
             divergence, same, positions = divergence + window_divergence, same + window_same, positions + len(window)
-        return Quality(name, positions, divergence / positions, same / positions)
+        # Rounding can make the divergence of equal distributions negative.
+        return Quality(name, positions, max(0.0, divergence / positions), same / positions)
 
 
 def measure_quality(

@@ -207,6 +207,9 @@ class Lookup:
         """Those of plain decoding; they are measured once."""
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-def SILENT(level: int, text: bytes, data: int) -> None:
+def _drop(level: int, text: bytes, data: int) -> None:
     """llama.cpp's log, which is long, goes nowhere."""
+
+
+SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_drop)
+"""Kept for the life of the process: llama.cpp calls it."""
