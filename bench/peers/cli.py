@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from eesd.bench.peers.contestants import GROUPS, PEERS, chosen
-from eesd.bench.peers.convert import Work, convert, exit_layer, variants
+from eesd.bench.peers.convert import Work, convert, directory_bytes, exit_layer, variants
 from eesd.bench.peers.measure import Comparison, Options, interpreters
 from eesd.bench.peers.results import Result
 from eesd.bench.peers.table import markdown
@@ -114,7 +114,7 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
     )  # fmt: skip
     model = {"name": Path(record.model).name, "exit_layer": record.exit_layer}
     result = Result(options.to_dict(), model, [c for c in everybody if c.name in names], prompts)
-    result.sizes = {name: made["bytes"] for name, made in record.made.items()}
+    result.sizes = {f"{c.peer} {c.variant}": directory_bytes(Path(c.path)) for c in result.contestants}
     result.skipped = {name: f"not converted: {reason}" for name, reason in record.skipped.items()}
     if resume and output.exists():
         result = resumed(Result.load(output), result, output)

@@ -74,6 +74,11 @@ def variant_dir(directory: Path, peer: str, variant: str) -> Path:
     return directory / f"{peer}-{variant}"
 
 
+def directory_bytes(directory: Path) -> int:
+    """Size of all files of a directory."""
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
 def variants() -> list[str]:
     """All conversions, in order."""
     return [f"{name} {variant}" for name, peer in PEERS.items() if peer.converts for variant in peer.variants]
@@ -124,7 +129,7 @@ def convert(
             work.skipped[name] = str(error)
             report(f"{name}: skipped; {error}")
         else:
-            size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
+            size = directory_bytes(output)
             work.made[name] = {"seconds": round(time.monotonic() - begun, 1), "bytes": size}
             report(f"{name}: {size / 1e6:.0f} MB in {time.monotonic() - begun:.0f} s")
         work.save(directory)

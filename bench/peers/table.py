@@ -27,7 +27,7 @@ def _conditions(result: Result) -> list[str]:
     machine, options = result.machine, result.options
     lengths = {kind: len(p.tokens) for p in result.prompts for kind in KINDS if p.kind == kind}
     counts = {kind: sum(p.kind == kind for p in result.prompts) for kind in KINDS}
-    prompts = " and ".join(f"{counts[kind]} of {length} tokens" for kind, length in lengths.items())
+    prompts = " and ".join(f"{counts[kind]} of {length} tokens" for kind, length in lengths.items()) or "none"
     packages = ", ".join(result.packages.values())
     where = f"{machine['CPU']}, {machine['cores']}, {machine['memory']}; {machine['system']}"
     lines = [
