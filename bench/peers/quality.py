@@ -36,7 +36,8 @@ def compare(reference: Logits, other: Logits) -> tuple[float, int]:
 def _log_softmax(logits: Logits) -> Logits:
     shifted = logits - logits.max(1, keepdims=True)
     sums: Logits = np.exp(shifted).sum(1, keepdims=True, dtype=np.float64)
-    return (shifted - np.log(sums)).astype(np.float32)
+    found: Logits = (shifted - np.log(sums)).astype(np.float32)
+    return found
 
 
 def reference_of(contestants: list[Contestant]) -> Contestant:

@@ -11,7 +11,7 @@ PACKAGE = "eesd"
 def load(path: str, options: dict[str, Any]) -> "Contestant":
     import eesd
 
-    settings = {} if options["mode"] == "drafting" else {"speculation": None}
+    settings: dict[str, Any] = {} if options["mode"] == "drafting" else {"speculation": None}
     return Contestant(eesd.load(path, threads=options["threads"], generation_config="none", **settings))
 
 

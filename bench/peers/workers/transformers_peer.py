@@ -15,7 +15,7 @@ def load(path: str, options: dict[str, Any]) -> "Contestant":
 
     torch.set_num_threads(options["threads"])
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options["variant"]]
-    model = AutoModelForCausalLM.from_pretrained(Path(path), dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(Path(path), dtype=dtype)
     # Without an EOS nothing stops early, and no logits are changed, as min_new_tokens would.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
