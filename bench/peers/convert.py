@@ -1,0 +1,149 @@
+"""One checkpoint in the forms that the peers read, in a work directory, with a record of what was made and what was not."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+from eesd.bench.peers.contestants import EESD, PEERS, WORKERS, Contestant, group_of, of_variant
+from eesd.bench.peers.process import PeerError, one_line, started
+from eesd.common.errors import EESDError
+from eesd.common.files import directory_written_whole, written_whole
+from eesd.common.json_input import read_json_object
+
+RECORD = "work.json"
+REMEDY = "make it with: python -m eesd.bench.peers convert"
+EXIT_SHARE = 4
+"""Without an exit head, the exit is behind this fraction of the layers."""
+
+
+@dataclass
+class Work:
+    """The record of a work directory.
+
+    Attributes:
+        model: The checkpoint.
+        python: The interpreter that has the peers.
+        exit_layer: Layers before the exit.
+        made: By variant (``llama.cpp F32``): seconds of the conversion, bytes of the result.
+        skipped: By variant, why it was not made.
+    """
+
+    model: str
+    python: str
+    exit_layer: int
+    made: dict[str, dict[str, float]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read the record. Raises :class:`EESDError` if there is none, or it is damaged."""
+        raw = read_json_object(directory / RECORD, REMEDY)
+        try:
+            return cls(**raw)
+        except TypeError:
+            raise EESDError(f"{directory / RECORD} is damaged (a value is missing or unknown); {REMEDY}.") from None
+
+    def save(self, directory: Path) -> None:
+        with written_whole(directory / RECORD) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=1), "utf-8")
+
+    def contestants(self, directory: Path, engines: dict[str, Path]) -> list[Contestant]:
+        """Everybody that can run.
+
+        Args:
+            directory: The work directory.
+            engines: Engine directories of EESD by name; none for those in the work directory.
+        """
+        own = engines or {v: variant_dir(directory, EESD, v) for v in PEERS[EESD].variants if f"{EESD} {v}" in self.made}
+        found = [c for variant, path in own.items() for c in of_variant(EESD, variant, group_of(variant), path)]
+        for name, peer in PEERS.items():
+            for variant, group in peer.variants.items():
+                if name != EESD and (not peer.converts or f"{name} {variant}" in self.made):
+                    path = variant_dir(directory, name, variant) if peer.converts else Path(self.model)
+                    found += of_variant(name, variant, group, path)
+        return found
+
+
+def variant_dir(directory: Path, peer: str, variant: str) -> Path:
+    """Where the work directory has a converted checkpoint."""
+    return directory / f"{peer}-{variant}"
+
+
+def directory_bytes(directory: Path) -> int:
+    """Size of all files of a directory."""
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
+def variants() -> list[str]:
+    """All conversions, in order."""
+    return [f"{name} {variant}" for name, peer in PEERS.items() if peer.converts for variant in peer.variants]
+
+
+def exit_layer(model: Path, given: int | None) -> tuple[int, list[str]]:
+    """Layers before the exit, and the options that ``eesd-export`` needs for it: none if the model has an exit head."""
+    head = model / "exit_head.json"
+    if given is None and head.exists():
+        return int(read_json_object(head, "train the exit head again")["layer"]), []
+    layers = read_json_object(model / "config.json", "give a directory with a checkpoint")["num_hidden_layers"]
+    layer = given or max(1, layers // EXIT_SHARE)
+    return layer, ["--exit-layer", str(layer)]
+
+
+def convert(
+    work: Work, directory: Path, pythons: dict[str, str], export: list[str], wanted: set[str], seconds: float,
+    report: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Make every wanted variant that is not there, and keep the record.
+
+    Args:
+        work: The record, which is updated and saved.
+        directory: The work directory.
+        pythons: Interpreters of single peers, instead of that of all.
+        export: Options of ``eesd-export``.
+        wanted: Names of variants.
+        seconds: Longest time of one conversion.
+        report: Called with a line for each variant.
+    """
+    for name in variants():
+        if name not in wanted:
+            continue
+        peer, variant = name.split(" ")
+        output = variant_dir(directory, peer, variant)
+        if name in work.made and output.exists():
+            report(f"{name}: there already")
+            continue
+        work.made.pop(name, None)
+        work.skipped.pop(name, None)
+        begun = time.monotonic()
+        try:
+            if peer == EESD:
+                _export(work.model, output, variant, export)
+            else:
+                _convert(work.model, output, peer, variant, pythons.get(peer, work.python), seconds)
+        except PeerError as error:
+            work.skipped[name] = str(error)
+            report(f"{name}: skipped; {error}")
+        else:
+            size = directory_bytes(output)
+            work.made[name] = {"seconds": round(time.monotonic() - begun, 1), "bytes": size}
+            report(f"{name}: {size / 1e6:.0f} MB in {time.monotonic() - begun:.0f} s")
+        work.save(directory)
+
+
+def _convert(model: str, output: Path, peer: str, variant: str, python: str, seconds: float) -> None:
+    with started(python, WORKERS / PEERS[peer].worker, 1, seconds) as process, directory_written_whole(output) as temporary:
+        process.ask("convert", model=model, output=str(temporary), variant=variant)
+
+
+def _export(model: str, output: Path, variant: str, options: list[str]) -> None:
+    """Export for EESD with the benchmark's own interpreter."""
+    quantize = [] if variant == "float32" else ["--quantize", variant]
+    command = [sys.executable, "-m", "eesd.export.cli", "--model", model, "--output", str(output), "--dtype", "float32"]
+    done = subprocess.run([*command, *quantize, *options], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PeerError(f"eesd-export: {one_line(done.stderr)}")

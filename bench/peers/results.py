@@ -1,0 +1,151 @@
+"""The result of a comparison: one JSON file with every run, saved after each round so that it can be resumed."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from eesd.bench.measure.results import describe_machine, read_json, rounded
+from eesd.bench.peers.contestants import Contestant
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+
+SCHEMA = 1
+KINDS = ("short", "long")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to decode behind. ``kind`` is ``short`` or ``long``."""
+
+    id: str
+    kind: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Load:
+    """One contestant in one process.
+
+    Attributes:
+        contestant: Its name.
+        process: Number of the process.
+        seconds: Time to load, with the import of its libraries.
+        peak_bytes: Largest resident size, over loading and all prompts. None where the system does not say.
+        anonymous_bytes: Anonymous part of the resident size after the last prompt. None where the system does not say.
+    """
+
+    contestant: str
+    process: int
+    seconds: float
+    peak_bytes: int | None = None
+    anonymous_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt decoded by one contestant in one process.
+
+    Attributes:
+        contestant: Its name.
+        process: Number of the process.
+        prompt: Id of the prompt.
+        first_seconds: Time to the first token.
+        decode_seconds: Time from the first token to the last.
+        tokens: The new tokens.
+    """
+
+    contestant: str
+    process: int
+    prompt: str
+    first_seconds: float
+    decode_seconds: float
+    tokens: list[int]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second behind the first one; those that came with the first one are counted, too."""
+        return (len(self.tokens) - 1) / max(self.decode_seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Next-token distributions of one contestant against those in float32, on held-out text.
+
+    Attributes:
+        contestant: Its name.
+        positions: Positions compared.
+        divergence: Mean KL(float32 || contestant), in nats.
+        agreement: Share of the positions with the same most likely token.
+    """
+
+    contestant: str
+    positions: int
+    divergence: float
+    agreement: float
+
+
+@dataclass
+class Result:
+    """Everything that one comparison measured.
+
+    Attributes:
+        options: What was measured.
+        model: The checkpoint, and the layers before the exit.
+        contestants: Those that took part.
+        prompts: What was decoded.
+        machine: Where it was measured.
+        packages: Package and version by peer.
+        sizes: Bytes on disk by peer and variant.
+        skipped: By contestant or variant, why there are no figures, or not all.
+        quality_reference: The contestant that is float32 for :attr:`qualities`.
+        qualities, loads, runs: The measurements.
+        complete: Whether everything was measured.
+        schema: Version of the file format.
+    """
+
+    options: dict[str, Any]
+    model: dict[str, Any]
+    contestants: list[Contestant]
+    prompts: list[Prompt]
+    machine: dict[str, str] = field(default_factory=describe_machine)
+    packages: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    quality_reference: str | None = None
+    qualities: list[Quality] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    complete: bool = False
+    schema: int = SCHEMA
+
+    def has_round(self, process: int, prompt: str, names: set[str]) -> bool:
+        """Whether all of these contestants have decoded this prompt in this process."""
+        return names <= {run.contestant for run in self.runs if (run.process, run.prompt) == (process, prompt)}
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically, one measurement a line."""
+        parts = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, list):
+                rows = ",\n".join(json.dumps(rounded(asdict(row))) for row in value)
+                parts.append(f'"{item.name}": [\n{rows}\n]')
+            else:
+                parts.append(f'"{item.name}": {json.dumps(value)}')
+        with written_whole(path) as temporary:
+            temporary.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file, and for another schema."""
+        raw = read_json(path)
+        if not isinstance(raw, dict) or "contestants" not in raw:
+            raise EESDError(f"{path} is not a comparison with peers; give the results.json of its run.")
+        if raw.get("schema") != SCHEMA:
+            raise EESDError(f"{path} has schema {raw.get('schema')}, this EESD reads schema {SCHEMA}; measure again.")
+        rows = {"contestants": Contestant, "prompts": Prompt, "qualities": Quality, "loads": Load, "runs": Run}
+        try:
+            return cls(**raw | {name: [kind(**row) for row in raw[name]] for name, kind in rows.items()})
+        except (KeyError, TypeError):
+            raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None

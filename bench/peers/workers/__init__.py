@@ -1,0 +1,12 @@
+"""Files that run in the peers' own interpreter, which need not have EESD: but for EESD's own, none of them imports EESD.
+
+``serve.py`` is the program. Each other file is one peer, with the same things:
+
+* ``convert(model, output, variant)`` writes the checkpoint in ``model`` to the directory ``output`` in the peer's format. It is
+  missing where the peer reads checkpoints.
+* ``load(path, options)`` returns an object with ``generate(prompt, count)`` and ``logits(tokens)``. Options are ``variant`` and
+  ``mode`` as in ``contestants.py``, ``threads``, ``slots`` (most tokens of prompt and text) and ``exit_layer``.
+* ``generate`` returns exactly ``count`` greedy tokens, past any EOS, and the seconds from the call to each of them.
+* ``logits`` returns float32 [n, V], or None where the peer gives none.
+* ``PACKAGE`` is the name by which pip knows the peer.
+"""

@@ -1,0 +1,96 @@
+"""OpenVINO GenAI, with models that optimum-intel exports; plain, or with prompt lookup.
+
+float32 computes in float32. int8 and int4 are given no hints, so OpenVINO chooses the precision of activations and KV cache.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "openvino-genai"
+FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+GROUP_SIZES = (128, 64, 32)
+LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
+"""Of the example in its documentation."""
+
+
+def convert(model: str, output: str, variant: str) -> None:
+    """By ``optimum-cli export openvino``. int4 has the largest group size that divides the layers' inputs."""
+    from optimum.commands.optimum_cli import main
+
+    task = ["--task", "text-generation-with-past", "--weight-format", variant]
+    if variant == "int4":
+        config = json.loads((Path(model) / "config.json").read_text("utf-8"))
+        widths = (config["hidden_size"], config["intermediate_size"])
+        size = next(size for size in GROUP_SIZES if all(width % size == 0 for width in widths))
+        task += ["--group-size", str(size)]
+    sys.argv = ["optimum-cli", "export", "openvino", "--model", model, *task, output]
+    main()
+    if not (Path(output) / "openvino_model.xml").exists():
+        raise RuntimeError("optimum-cli wrote no openvino_model.xml")
+
+
+def load(path: str, options: dict[str, Any]) -> "Contestant":
+    import openvino_genai as genai
+
+    properties = {"INFERENCE_NUM_THREADS": options["threads"], **(FLOAT32 if options["variant"] == "fp32" else {})}
+    lookup = {"prompt_lookup": True} if options["mode"] == "lookup" else {}
+    return Contestant(path, genai.LLMPipeline(path, "CPU", **properties, **lookup), properties, options["mode"])
+
+
+class Contestant:
+    def __init__(self, path: str, pipeline: Any, properties: dict[str, Any], mode: str) -> None:
+        self.path = path
+        self.pipeline = pipeline
+        self.properties = properties
+        self.mode = mode
+        self._compiled: Any = None
+
+    def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+        import numpy as np
+        import openvino as ov
+        import openvino_genai as genai
+
+        seconds: list[float] = []
+
+        class Stamps(genai.StreamerBase):  # type: ignore[misc]
+            """Notes when tokens come."""
+
+            def write(self, tokens: Any) -> Any:
+                new = len(tokens) if isinstance(tokens, list) else 1
+                seconds.extend([time.perf_counter() - started] * new)
+                return genai.StreamingStatus.RUNNING
+
+            def end(self) -> None:
+                """Nothing is held back."""
+
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = count, True, False
+        if self.mode == "lookup":
+            config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
+        started = time.perf_counter()
+        ids = np.array([prompt], dtype=np.int64)
+        inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
+        out = self.pipeline.generate(inputs, config, Stamps())
+        return list(out.tokens[0])[:count], seconds[:count]
+
+    def logits(self, tokens: list[int]) -> Any:
+        """By the model without the pipeline, in one pass: the pipeline gives no logits."""
+        import numpy as np
+        import openvino as ov
+
+        if self._compiled is None:
+            self._compiled = ov.Core().compile_model(Path(self.path) / "openvino_model.xml", "CPU", self.properties)
+        request = self._compiled.create_infer_request()
+        ids = np.array([tokens], dtype=np.int64)
+        values = {
+            "input_ids": ids,
+            "attention_mask": np.ones_like(ids),
+            "position_ids": np.arange(len(tokens), dtype=np.int64)[None],
+            "beam_idx": np.zeros(1, dtype=np.int32),
+        }
+        known = {name for port in self._compiled.inputs for name in port.get_names()}
+        request.infer({name: value for name, value in values.items() if name in known})
+        return request.get_tensor("logits").data[0]

@@ -1,0 +1,311 @@
+"""The comparison with other runtimes: real workers of EESD and transformers, and made-up peers for what goes wrong."""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.command import assert_refused, listing, run, succeed
+
+from eesd.bench.peers.cli import main
+from eesd.bench.peers.contestants import PEERS, WORKERS, Contestant, Peer, chosen, of_variant
+from eesd.bench.peers.convert import Work
+from eesd.bench.peers.measure import Comparison, Options
+from eesd.bench.peers.process import PeerError, started
+from eesd.bench.peers.quality import compare
+from eesd.bench.peers.results import Load, Prompt, Quality, Result, Run
+from eesd.bench.peers.table import markdown
+from eesd.bench.peers.texts import choose_prompts
+from eesd.bench.peers.workers.llama_cpp_peer import interleave
+from eesd.runtime.llm import load
+
+FEW = ("--short", 2, "--short-tokens", 8, "--long", 1, "--long-tokens", 24, "-n", 6, "--processes", 1, "--threads", 1)
+TEXTS = ["the first text is read", "short", "another text to go on with", "and a third one, long enough for all of this"]
+
+FAKE = """
+import os, sys, time
+from pathlib import Path
+PACKAGE = "pytest"
+
+def convert(model, output, variant):
+    Path(output).mkdir(exist_ok=True)
+    Path(output, "converted").write_text(model + variant)
+
+def load(path, options):
+    print("a library talks")
+    return Fake(Path(path), options)
+
+class Fake:
+    def __init__(self, path, options):
+        self.path, self.variant = path, options["variant"]
+
+    def generate(self, prompt, count):
+        with (self.path / "calls").open("a") as file:
+            file.write(f"{self.variant} {prompt[0]} {count}\\n")
+        trouble = self.path / self.variant
+        if trouble.exists() and prompt[0] == int(trouble.read_text()):
+            if self.variant == "broken":
+                raise ValueError("out of\\nluck")
+            if self.variant == "dies":
+                print("last words", file=sys.stderr)
+                os._exit(3)
+            if self.variant == "hangs":
+                time.sleep(60)
+            if self.variant == "stops":
+                return prompt[:1], [0.5]
+        return [7] * count, [0.5 * (n + 1) for n in range(count)]
+
+    def logits(self, tokens):
+        return None
+"""
+
+
+@pytest.fixture
+def work(text_model: Path, tmp_path: Path) -> Path:
+    """A work directory with nothing converted; the peers' interpreter is this one."""
+    directory = tmp_path / "work"
+    directory.mkdir()
+    Work(str(text_model), sys.executable, 1).save(directory)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return directory
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Contestant]:
+    """Contestants that fail in the way of their name on the prompt that a file of that name says."""
+    file = tmp_path / "fake.py"
+    file.write_text(FAKE)
+    monkeypatch.setattr("eesd.bench.peers.measure.REST_SECONDS", 0)
+    monkeypatch.setitem(PEERS, "fake", Peer(str(file), {"sound": "int4"}, {}, "nothing"))
+    names = ("sound", "broken", "dies", "hangs", "stops")
+    return {name: Contestant("fake", name, "plain", "int4", str(tmp_path)) for name in names}
+
+
+def comparison(contestants: list[Contestant], path: Path, result: Result | None = None) -> Comparison:
+    prompts = [Prompt(f"short-{n}", "short", [n, 50]) for n in (1, 2, 3)]
+    options = Options(3, (3, 2), (0, 1), 1, 1, "prompts")
+    fresh = Result(options.to_dict(), {"name": "m", "exit_layer": 1}, contestants, prompts)
+    return Comparison(result or fresh, options, {"fake": sys.executable}, 600, path, lambda _: None)
+
+
+def timed_calls(directory: Path) -> list[str]:
+    """Variant and first token of the measured calls, without warm-ups, whose prompts are reversed."""
+    lines = [line.split() for line in (directory / "calls").read_text().splitlines()]
+    return [f"{variant} {token}" for variant, token, _ in lines if token != "50"]
+
+
+def test_eesd_and_transformers_decode_the_same_and_are_reported(engine: Path, work: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out" / "results.json"
+    chosen_ones = ("--only", "EESD*", "--only", "transformers fp32", "--only", "transformers fp32, early-exit")
+    text = tmp_path / "held.txt"
+    text.write_text("some other words that nobody has seen " * 3)
+    options = ("--prompts", tmp_path / "prompts.jsonl", "--quality-text", text, "--window", 32)
+    done = succeed(main, "run", "--work", work, "--eesd", f"float32={engine}", "-o", output, *options, *chosen_ones, *FEW)
+
+    result = Result.load(output)
+    assert result.complete and not result.skipped
+    names = ["EESD float32", "EESD float32, drafting", "transformers fp32", "transformers fp32, early-exit"]
+    assert [c.name for c in result.contestants] == names
+    assert [(p.id, len(p.tokens)) for p in result.prompts] == [("short-1", 8), ("short-2", 8), ("long-1", 24)]
+    llm = load(engine, speculation=None, threads=1)
+    for prompt in result.prompts:
+        expected = llm.generate(prompt.tokens, max_new_tokens=6, ignore_eos=True).tokens
+        found = {r.contestant: r for r in result.runs if r.prompt == prompt.id}
+        assert sorted(found) == sorted(names)
+        assert all(r.tokens == expected and r.first_seconds > 0 and r.decode_seconds > 0 for r in found.values())
+    assert [load.contestant for load in result.loads] == names
+    assert all(load.seconds > 0 and load.peak_bytes and load.anonymous_bytes for load in result.loads)
+
+    assert result.quality_reference == "EESD float32"
+    assert [q.contestant for q in result.qualities] == ["EESD float32", "transformers fp32"]
+    assert all(q.positions == 96 and abs(q.divergence) < 1e-6 and q.agreement == 1 for q in result.qualities)
+
+    table = output.with_suffix(".md").read_text()
+    assert table in done.stdout and "quality, transformers fp32" in done.stdout
+    row = next(line for line in table.splitlines() if line.startswith("| transformers fp32, early-exit |"))
+    assert row.endswith("| 6 of 6 |") and len(re.findall(r"\*\*\d+\.\d\d\*\*", row)) == 4
+    output.with_suffix(".md").unlink()
+    assert table in succeed(main, "report", output).stdout and output.with_suffix(".md").read_text() == table
+
+
+def test_everybody_decodes_each_prompt_in_a_rotating_order(fakes: dict[str, Contestant], tmp_path: Path) -> None:
+    measured = comparison([fakes["sound"], fakes["broken"]], tmp_path / "r.json")
+    measured.run([])
+    assert timed_calls(tmp_path) == ["sound 1", "broken 1", "broken 2", "sound 2", "sound 3", "broken 3"]
+    assert measured.result.complete and len(measured.result.runs) == 6
+    assert measured.result.runs[0] == Run("fake sound", 0, "short-1", 0.5, 1.0, [7, 7, 7])
+    assert measured.result.runs[0].rate == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("broken", "generate: ValueError: out of luck"),
+        ("dies", "generate: ended (last words)"),
+        ("stops", "generate: RuntimeError: gave 1 tokens with 1 times instead of 3"),
+    ],
+)
+def test_who_fails_is_left_out_and_the_others_go_on(
+    name: str, reason: str, fakes: dict[str, Contestant], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text("2")
+    measured = comparison([fakes["sound"], fakes[name]], tmp_path / "r.json")
+    measured.run([])
+    found = Result.load(tmp_path / "r.json")
+    assert found.skipped == {f"fake {name}": reason} and not found.complete
+    assert [(r.contestant, r.prompt) for r in found.runs if r.contestant == "fake sound"] == [
+        ("fake sound", f"short-{n}") for n in (1, 2, 3)
+    ]
+    assert [r.prompt for r in found.runs if r.contestant == f"fake {name}"] == ["short-1"]
+    assert f"* fake {name}: {reason}" in markdown(found)
+
+
+def test_a_resumed_run_measures_only_the_rounds_that_are_missing(fakes: dict[str, Contestant], tmp_path: Path) -> None:
+    (tmp_path / "broken").write_text("2")
+    both = [fakes["sound"], fakes["broken"]]
+    comparison(both, tmp_path / "r.json").run([])
+    (tmp_path / "broken").unlink()
+    (tmp_path / "calls").unlink()
+    kept = Result.load(tmp_path / "r.json")
+    before = [r for r in kept.runs if r.prompt == "short-1"]
+    again = comparison(both, tmp_path / "r.json", kept)
+    again.run([])
+    assert sorted(timed_calls(tmp_path)) == ["broken 2", "broken 3", "sound 2", "sound 3"]
+    assert again.result.complete and not again.result.skipped
+    assert [r for r in again.result.runs if r.prompt == "short-1"] == before and len(again.result.runs) == 6
+    assert len(again.result.loads) == 2
+
+
+def test_a_peer_that_is_not_installed_is_skipped_with_its_reason(work: Path, text_model: Path, tmp_path: Path) -> None:
+    options = ("--model", text_model, "--exit-layer", 1, "-o", work)
+    done = succeed(main, "convert", *options, "--only", "llama.cpp F32", "--only", "EESD float32")
+    record = Work.load(work)
+    assert listing(work) == ["EESD-float32", "work.json"] and record.made["EESD float32"]["bytes"] > 1000
+    assert done.stdout.startswith("EESD float32: ") and "\nllama.cpp F32: skipped; convert: ModuleNotFoundError" in done.stdout
+    again = succeed(main, "convert", *options, "--only", "EESD float32")
+    assert again.stdout == "EESD float32: there already\n"
+    missing = succeed(main, "convert", *options, "--only", "ort-genai int4", "--peer-python", tmp_path / "none")
+    assert "ort-genai int4: skipped;" in missing.stdout and "cannot be started (No such file or directory)" in missing.stdout
+    peers = {(c.peer, c.variant) for c in Work.load(work).contestants(work, {})}
+    assert peers == {("EESD", "float32"), ("transformers", "fp32"), ("transformers", "bf16")}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--eesd", "float32"), ("--eesd 'float32'", "NAME=PATH")),
+        (("--eesd", "small=plans"), ("'small'", "int4")),
+        (("--only", "rwkv*"), ("--only 'rwkv*'", "transformers fp32")),
+        (("--short-tokens", 500), ("0 texts of at least 500 tokens", "3 wanted")),
+        (("--short", 0, "--long", 0), ("nothing to measure",)),
+        (("--long", 9, "--long-tokens", 50, "--short-tokens", 4), ("too few for 9 prompts of 50",)),
+        (("--prompts", "missing.jsonl"), ("missing.jsonl is no file",)),
+        (("--quality-text", "missing.json"), ("missing.json is missing",)),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(
+    options: tuple[object, ...], words: tuple[str, ...], work: Path, tmp_path: Path
+) -> None:
+    few = () if "--short-tokens" in options else ("--short-tokens", 8)
+    base = ("--work", work, "-o", tmp_path / "r.json", "--prompts", tmp_path / "prompts.jsonl", "--short", 3, "--long", 0, *few)
+    assert_refused(run(main, "run", *base, *options), *words)
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_results_are_neither_overwritten_nor_mixed_nor_misread(work: Path, engine: Path, tmp_path: Path) -> None:
+    assert_refused(run(main, "run", "--work", tmp_path / "empty"), "work.json is missing", "convert")
+    result = tmp_path / "r.json"
+    base = ("--work", work, "-o", result, "--prompts", tmp_path / "prompts.jsonl", "--eesd", f"float32={engine}", *FEW)
+    comparison([], result).run([])
+    before = result.read_bytes()
+    assert_refused(run(main, "run", *base), "--resume", "--overwrite")
+    assert_refused(run(main, "run", *base, "--resume"), "other options", "--overwrite")
+    assert result.read_bytes() == before
+    result.write_text(before.decode().replace('"schema": 1', '"schema": 9'))
+    assert_refused(run(main, "report", result), "schema 9")
+    result.write_text(before.decode().replace('"new_tokens"', '"new"').replace('"prompts": [', '"prompt": ['))
+    assert_refused(run(main, "report", result), "damaged")
+    result.write_text("{}")
+    assert_refused(run(main, "report", result), "not a comparison")
+    assert_refused(run(main, "convert", "--model", engine.parent / "none", "-o", work), "config.json is missing")
+
+
+def test_ratios_are_paired_and_medians_are_shown() -> None:
+    eesd, peer = of_variant("EESD", "int4", "int4", Path("e"))[0], of_variant("llama.cpp", "Q4_0", "int4", Path("l"))[0]
+    prompts = [Prompt("short-1", "short", [1, 2]), Prompt("short-2", "short", [3, 4])]
+    options = Options(11, (2, 2), (0, 1), 1, 2, "p").to_dict()
+    result = Result(options, {"name": "m", "exit_layer": 1}, [eesd, peer], prompts, complete=True)
+    tokens = [5] * 11
+    # EESD takes twice the time of the peer on one prompt, four times on the other.
+    for prompt, seconds, factor in (("short-1", 1.0, 2), ("short-2", 0.1, 4)):
+        result.runs.append(Run(eesd.name, 0, prompt, 0.3, seconds * factor, tokens))
+        result.runs.append(Run(peer.name, 0, prompt, 0.1, seconds, tokens))
+    result.loads.append(Load(peer.name, 0, 1.25, 3_000_000, 2_000_000))
+    result.sizes["llama.cpp Q4_0"] = 4_000_000
+    result.qualities.append(Quality(peer.name, 64, 0.0123, 0.75))
+    table = markdown(result)
+    assert "| EESD int4 | 15 |  | 300 |  |  |  |  |  |  |" in table
+    assert "| llama.cpp Q4_0 | 55 | **0.38** (0.25 to 0.50) | 100 | **3.00** (3.00 to 3.00) | 1.25 | 3 | 2 | 4 |  |" in table
+    assert "| llama.cpp Q4_0 | 0.0123 | 75.0% | 4 |" in table
+    assert "**Incomplete**" not in table
+
+
+def test_divergence_is_that_of_the_distributions() -> None:
+    p, q = np.array([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]), np.array([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]])
+    divergence, same = compare(np.log(p).astype(np.float32) + 3, np.log(q).astype(np.float32))
+    assert divergence == pytest.approx(0.25 * np.log(2), rel=1e-5) and same == 1
+    with pytest.raises(PeerError, match="shape"):
+        compare(np.zeros((2, 3), np.float32), np.zeros((2, 4), np.float32))
+    with pytest.raises(PeerError, match="finite"):
+        compare(np.zeros((1, 2), np.float32), np.full((1, 2), np.nan, np.float32))
+
+
+def test_prompts_do_not_begin_alike() -> None:
+    texts = [[1] * 5, [2] * 9, [3] * 2, [4] * 9, [5] * 6]
+    prompts = choose_prompts(texts, (2, 4), (2, 6), Path("p"))
+    assert [p.tokens for p in prompts] == [[1] * 4, [2] * 4, [3, 3, 4, 4, 4, 4], [4] * 5 + [5]]
+    assert [p.id for p in prompts] == ["short-1", "short-2", "long-1", "long-2"]
+
+
+def test_names_are_chosen_by_patterns() -> None:
+    assert chosen(["EESD int4", "OpenVINO int4", "EESD int8"], ["*int4"]) == {"EESD int4", "OpenVINO int4"}
+
+
+def test_rows_that_rotate_together_get_side_by_side() -> None:
+    rows = np.arange(8)[:, None].astype(np.float32)
+    assert interleave(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_workers_need_nothing_of_eesd() -> None:
+    """They run in the peers' interpreter; only EESD's own worker imports it, and none at the top what may be missing."""
+    for path in WORKERS.glob("*.py"):
+        tree = ast.parse(path.read_text("utf-8"))
+        top = {n for node in tree.body for n in _imported(node)}
+        everywhere = {n for node in ast.walk(tree) for n in _imported(node)}
+        assert top <= {*sys.stdlib_module_names} | ({"numpy"} if path.name == "eesd_peer.py" else set()), path
+        assert "eesd" not in everywhere or path.name == "eesd_peer.py"
+
+
+def _imported(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    return {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+
+
+def test_who_gives_no_answer_is_ended(fakes: dict[str, Contestant], tmp_path: Path) -> None:
+    (tmp_path / "hangs").write_text("2")
+    with started(sys.executable, fakes["hangs"].worker, 1, 600) as process:
+        process.ask("load", path=str(tmp_path), options={"variant": "hangs"})
+        process.seconds = 0.1
+        with pytest.raises(PeerError, match="generate: no answer within 0 seconds"):
+            process.ask("generate", prompt=[2], count=3)
+
+
+def test_a_process_ends_with_its_block(fakes: dict[str, Contestant]) -> None:
+    with started(sys.executable, fakes["sound"].worker, 1, 30) as process:
+        assert process.ask("hello")["package"] == "pytest"
+        assert process.memory()["peak_bytes"] > 1_000_000
+    assert process.memory() == {}
