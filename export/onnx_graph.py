@@ -264,10 +264,11 @@ def _use_stored_layout(graph: ir.Graph, weights: tuple[StoredWeight, ...]) -> No
                 graph.remove(user, safe=True)
         if weight.quantization is not None:
             levels = ir.DataType[weight.quantization.weights.upper()]
-            parts = [ir.val(weight.name + SCALES, dtype=value.dtype, shape=weight.scales_shape)]
-            if weight.quantization.zero_points:
-                parts.append(ir.val(weight.name + ZEROS, dtype=levels, shape=weight.scales_shape))
-            graph.initializers.update({part.name: part for part in parts})
+            types = {SCALES: value.dtype} | ({ZEROS: levels} if weight.quantization.zero_points else {})
+            parts = []
+            for suffix, dtype in types.items():
+                parts.append(ir.val(weight.name + suffix, dtype=dtype, shape=weight.scales_shape))
+                graph.initializers[weight.name + suffix] = parts[-1]
             uses = [(use.node, use.idx) for use in value.uses()]
             dequantize = ir.node("DequantizeLinear", [value, *parts], {"axis": 0, "block_size": weight.quantization.block})
             graph.insert_before(uses[0][0], dequantize)

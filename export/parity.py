@@ -145,9 +145,7 @@ def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest) -> t
         modules = Decoder(checkpoint.geometry), ExitHead(checkpoint.geometry, head.config)
     for module, prefix in zip(modules, ("", EXIT_HEAD), strict=True):
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        state = {
-            name: _stored_value(prefix + name, shape, sources[prefix + name], manifest) for name, shape in shapes.items()
-        }
+        state = {name: _stored_value(prefix + name, shape, sources[prefix + name], manifest) for name, shape in shapes.items()}
         module.load_state_dict(state, strict=False, assign=True)
     if checkpoint.geometry.tied_embeddings:
         modules[0].lm_head.weight = modules[0].model.embed_tokens.weight

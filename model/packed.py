@@ -2,9 +2,9 @@
 
 Both methods store a linear layer as three tensors, where a level ``q`` stands for the weight ``scale * (q - zero_point)``:
 
-* GPTQ: ``qweight`` [in / p, out], int32 of p levels each that follow each other along the inputs; ``qzeros`` [groups, out / p],
-  along the outputs; ``scales`` [groups, out]; ``g_idx`` [in], the group of each input. ``qzeros`` holds the zero point minus one,
-  except with ``checkpoint_format`` ``gptq_v2``.
+* GPTQ: ``qweight`` [in / p, out], int32 of p levels each, consecutive along the inputs; ``qzeros`` [groups, out / p], along the
+  outputs; ``scales`` [groups, out]; ``g_idx`` [in], the group of each input. ``qzeros`` holds the zero point minus one, except
+  with the ``checkpoint_format`` ``gptq_v2``.
 * AWQ: ``qweight`` [in, out / 8] and ``qzeros`` [groups, out / 8], both along the outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
 
 p is 32 divided by the bits. So both are blockwise quantization along the inputs, as ``eesd.model.quantize`` has it.
@@ -34,7 +34,16 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NO_EFFECT = frozenset(
     (
         *("backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent"),
-        *("dataset", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "max_input_length", "meta", "model_file"),
+        *(
+            "dataset",
+            "disable_exllama",
+            "do_fuse",
+            "exllama_config",
+            "fuse_max_seq_len",
+            "max_input_length",
+            "meta",
+            "model_file",
+        ),
         *("model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "modules_to_fuse"),
         *("modules_in_block_to_quantize", "modules_to_not_convert", "mse", "pad_token_id", "quantizer", "static_groups"),
         *("lm_head", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama"),
@@ -91,7 +100,9 @@ def read_packing(raw: Any) -> Packing:
     fields = Fields(raw)
     method = fields.take("quant_method", None)
     if method not in ("gptq", "awq"):
-        raise ValueError(f"quantization_config has the method {shown(method)}; supported are gptq and awq, or unquantized weights")
+        raise ValueError(
+            f"quantization_config has the method {shown(method)}; supported are gptq and awq, or unquantized weights"
+        )
     bits, group = fields.integer("bits"), fields.take("group_size", 128)
     if bits not in ((4, 8) if method == "gptq" else (4,)):
         raise ValueError(f"quantization_config has {shown(bits)} bits, which is not supported for {method}")
@@ -156,7 +167,9 @@ class PackedTensor:
         inputs, outputs = (rows * per, columns) if packing.method == "gptq" else (rows, columns * per)
         groups = 1 if packing.group is None else inputs // packing.group
         if not inputs or (packing.group and inputs % packing.group) or outputs % per:
-            raise EESDError(f"{qweight.path}: {name}.qweight has a shape that is no whole number of groups; it is not supported.")
+            raise EESDError(
+                f"{qweight.path}: {name}.qweight has a shape that is no whole number of groups; it is not supported."
+            )
         if shapes[1:] != [(groups, outputs // per), (groups, outputs)] or (qweight.stored, qzeros.stored) != ("I32", "I32"):
             raise EESDError(f"{qweight.path}: the tensors of {name} do not fit config.json's quantization_config.")
         self.shape = (outputs, inputs)

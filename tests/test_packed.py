@@ -135,6 +135,8 @@ def test_values_are_those_of_the_definition(pairs: Callable[[str], Pair], name: 
     assert tensors.keys() == expected.keys()
     for weight, tensor in expected.items():
         torch.testing.assert_close(tensors[weight].read(), tensor, rtol=0, atol=0)
+    for weight, parameter in Checkpoint(packed).decoder().named_parameters():  # the teacher of eesd-distill
+        assert torch.equal(parameter, expected[weight])
 
 
 @pytest.mark.parametrize("name", SCHEMES)
