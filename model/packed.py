@@ -181,6 +181,11 @@ class PackedTensor:
                     "quantized with desc_act false."
                 )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors in the checkpoint."""
+        return sum(part.nbytes for part in self._parts.values())
+
     def head(self) -> bytes:
         """The first kilobyte of levels and of scales, for the fingerprint."""
         return self._parts["qweight"].head() + self._parts["scales"].head()
