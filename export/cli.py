@@ -103,7 +103,8 @@ def main(
     slots = max_seq_len or min(config.max_positions, DEFAULT_SLOTS)
     top_k = min(draft_top_k, config.geometry.vocab_size)
     kind = dtype or checkpoint.dtype
-    options = ExportOptions(kind, slots, max_tree_nodes, top_k, stages, link_weights, quantize, symmetric)
+    own = checkpoint.quantization
+    options = ExportOptions(kind, slots, max_tree_nodes, top_k, stages, link_weights, quantize, symmetric, own)
     _check_options(options, config.max_positions)
     unquantized = [] if quantize is None else _unquantized_widths(checkpoint, options)
     with progress() as bar:
@@ -117,7 +118,8 @@ def main(
             check=lambda directory, manifest: report.extend(_check(directory, manifest, checkpoint, head, check)),
             progress=lambda text, size, total: bar.update(task, description=text, advance=size, total=total or None),
         )
-    types = options.dtype if quantize is None else f"{options.dtype} with {quantize} weights"
+    weights = quantize if own is None else f"the checkpoint's own {own.weights}"
+    types = options.dtype if weights is None else f"{options.dtype} with {weights} weights"
     click.echo(f"{output}: {config.geometry.architecture}, {types}, exit after layer {head.config.layer}, {slots} slots")
     if unquantized:
         widths = " and ".join(map(str, unquantized))
@@ -140,6 +142,8 @@ def _check_options(options: ExportOptions, max_positions: int) -> None:
         raise EESDError(f"--max-tree-nodes {options.max_tree_nodes} does not fit a cache of {options.max_seq_len} slots.")
     if options.dtype not in DTYPES:
         raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
+    if options.quantize is not None and options.own_quantization is not None:
+        raise EESDError("The checkpoint's weights are quantized already, and are taken as they are; leave --quantize out.")
     if options.symmetric is not None and options.quantize != "int4":
         raise EESDError("--symmetric and --asymmetric are for --quantize int4; leave the option out.")
     if options.quantize is not None and options.link_weights:
@@ -196,7 +200,7 @@ def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: He
         f"{kind}: largest difference to torch {difference.largest:.2e} (largest logit {difference.scale:.1f})"
         for kind, difference in differences.items()
     ]
-    if manifest.quantization is not None:
+    if manifest.quantization is not None and checkpoint.quantization is None:
         drift = quantization_drift(manifest, checkpoint, head)
         lines.append(
             f"{manifest.quantization.weights}: logits change by {drift.logit_change:.1%} of their standard deviation; the most "

@@ -62,6 +62,7 @@ class ExportOptions:
         link_weights: Whether weights stay in the checkpoint's files where possible.
         quantize: ``int8`` or ``int4`` to quantize linear weights; None to leave them in ``dtype``.
         symmetric: Whether 4 bits have no zero points. None: as TensorRT needs it, for engines of 16 bits.
+        own_quantization: Quantization of the checkpoint's own weights, which the engines keep.
     """
 
     dtype: str
@@ -72,12 +73,13 @@ class ExportOptions:
     link_weights: bool = False
     quantize: str | None = None
     symmetric: bool | None = None
+    own_quantization: Quantization | None = None
 
     @property
     def quantization(self) -> Quantization | None:
         """The quantization that the manifest records."""
         if self.quantize is None:
-            return None
+            return self.own_quantization
         symmetric = self.dtype != "float32" if self.symmetric is None else self.symmetric
         return Quantization("uint4" if self.quantize == "int4" and not symmetric else self.quantize, BLOCK)
 

@@ -24,12 +24,13 @@ from eesd.common.files import temporary_beside
 from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.common.weights import EXIT_HEAD, stored_weight
 from eesd.export.engine_dir import Head, weight_sources
+from eesd.export.weights import TensorSource, quantized
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder, Inputs
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.inputs import causal_inputs, empty_caches
-from eesd.model.quantize import dequantize, quantize
+from eesd.model.quantize import dequantize
 from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.backends import Engines
 
@@ -143,21 +144,20 @@ def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest) -> t
     with torch.device("meta"):
         modules = Decoder(checkpoint.geometry), ExitHead(checkpoint.geometry, head.config)
     for module, prefix in zip(modules, ("", EXIT_HEAD), strict=True):
-        names = [name for name, _ in module.named_parameters()]
-        state = {name: _stored_value(prefix + name, sources[prefix + name].read(), manifest) for name in names}
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        state = {name: _stored_value(prefix + name, shape, sources[prefix + name], manifest) for name, shape in shapes.items()}
         module.load_state_dict(state, strict=False, assign=True)
     if checkpoint.geometry.tied_embeddings:
         modules[0].lm_head.weight = modules[0].model.embed_tokens.weight
     return modules
 
 
-def _stored_value(name: str, tensor: Tensor, manifest: Manifest) -> Tensor:
-    weight = stored_weight(name, tensor.shape, manifest.dtype, manifest.quantization)
-    dtype: torch.dtype = getattr(torch, manifest.dtype)
+def _stored_value(name: str, shape: tuple[int, ...], source: TensorSource, manifest: Manifest) -> Tensor:
+    weight = stored_weight(name, shape, manifest.dtype, manifest.quantization)
     if weight.quantization is None:
-        return tensor.to(dtype).float()
-    quantized = quantize(tensor, weight.quantization.weights, dtype)
-    return dequantize(quantized._replace(scales=quantized.scales.float()), weight.quantization.weights).t()
+        return source.read().to(getattr(torch, manifest.dtype)).float()
+    levels = quantized(source, weight)
+    return dequantize(levels._replace(scales=levels.scales.float()), weight.quantization.weights).t()
 
 
 def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype, count: int) -> Inputs:

@@ -26,7 +26,8 @@ from eesd.common.integrity import link_info
 from eesd.common.manifest import WEIGHTS_FILE, FileInfo, LinkInfo
 from eesd.common.weights import SCALES, ZEROS, StoredWeight
 from eesd.model.checkpoint import CheckpointTensor, all_finite
-from eesd.model.quantize import quantize
+from eesd.model.packed import PackedTensor
+from eesd.model.quantize import Quantized, quantize
 
 ALIGNMENT = 4096
 """Alignment of tensors in ``weights.bin``: the page size, so that backends can map them."""
@@ -115,7 +116,7 @@ def write_weights(
     end = 0
     with path.open("wb") as file:
         for weight in layout.weights:
-            for name, data in _encode(sources[weight.name].read(), weight).items():
+            for name, data in _encode(sources[weight.name], weight).items():
                 _, offset, length = layout.locations[name]
                 for piece in (bytes(offset - end), data):
                     file.write(piece)
@@ -128,14 +129,29 @@ def write_weights(
     return FileInfo(end, digest.hexdigest())
 
 
-def _encode(tensor: Tensor, weight: StoredWeight) -> dict[str, memoryview]:
-    """The bytes of each tensor that is stored for a weight, by name."""
+def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
+    """The levels of a weight that is stored quantized: those of the checkpoint if it has them."""
+    assert weight.quantization is not None
     dtype: torch.dtype = getattr(torch, weight.dtype)
+    if isinstance(source, PackedTensor):
+        return source.quantized(weight.quantization.block, dtype)
+    return quantize(_read(source, weight), weight.quantization.weights, dtype)
+
+
+def _read(source: TensorSource, weight: StoredWeight) -> Tensor:
+    tensor = source.read()
     if tuple(tensor.shape) != weight.shape:
         raise EESDError(f"The tensor {weight.name} has shape {list(tensor.shape)}, but the graph needs {list(weight.shape)}.")
+    return tensor
+
+
+def _encode(source: TensorSource, weight: StoredWeight) -> dict[str, memoryview]:
+    """The bytes of each tensor that is stored for a weight, by name."""
     if weight.quantization is not None:
-        parts = zip(("", SCALES, ZEROS), quantize(tensor, weight.quantization.weights, dtype), strict=True)
+        parts = zip(("", SCALES, ZEROS), quantized(source, weight), strict=True)
         return {weight.name + suffix: _bytes_of(part) for suffix, part in parts if part is not None}
+    dtype: torch.dtype = getattr(torch, weight.dtype)
+    tensor = _read(source, weight)
     if weight.transposed:
         tensor = tensor.t()
     converted = tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()

@@ -6,7 +6,7 @@ keep the peak at one tensor. Nothing is read before it is asked for.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,11 +20,21 @@ from eesd.common.checks import is_file_name
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.json_input import read_json_object
-from eesd.common.weights import EMBEDDINGS, LM_HEAD, exit_head_shapes, lm_head_name, model_shapes
+from eesd.common.weights import (
+    EMBEDDINGS,
+    LM_HEAD,
+    Quantization,
+    exit_head_shapes,
+    is_linear,
+    layer_shapes,
+    lm_head_name,
+    model_shapes,
+)
 from eesd.model import exit_head, exit_head_file
 from eesd.model.config import REMEDY, load_config
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
+from eesd.model.packed import PARTS, PackedTensor, Packing
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _MAX_HEADER = 100_000_000
@@ -68,15 +78,25 @@ class CheckpointTensor:
             EESDError: The file is truncated, or a value is infinite or not a number.
         """
         dtype = self.dtype
+        tensor = torch.frombuffer(self.read_bytes(), dtype=dtype).reshape(self.shape)
+        if not all_finite(tensor):
+            raise EESDError(f"{self.path}: the tensor {self.name} has values that are not finite numbers; fetch it again.")
+        return tensor
+
+    def read_bytes(self) -> bytearray:
+        """Read the tensor, whatever its type. Raises :class:`EESDError` if the file is truncated."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             data = bytearray(self.nbytes)
             if file.readinto(data) != self.nbytes:
                 raise EESDError(f"{self.path} is truncated; fetch the file again.")
-        tensor = torch.frombuffer(data, dtype=dtype).reshape(self.shape)
-        if not all_finite(tensor):
-            raise EESDError(f"{self.path}: the tensor {self.name} has values that are not finite numbers; fetch it again.")
-        return tensor
+        return data
+
+    def head(self) -> bytes:
+        """The first kilobyte of the tensor, for the fingerprint."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(min(1024, self.nbytes))
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -148,10 +168,13 @@ class Checkpoint:
         if not directory.is_dir():
             raise EESDError(f"{directory} is not a directory; give a Hugging Face model directory.")
         self.directory = directory
-        self.tensors: dict[str, CheckpointTensor] = {}
         config = load_config(directory)
+        stored: dict[str, CheckpointTensor] = {}
         for path in _weight_files(directory):
-            self.tensors.update(read_header(path))
+            stored.update(read_header(path))
+        self.tensors: dict[str, CheckpointTensor | PackedTensor] = dict(stored)
+        if config.packing is not None:
+            self.tensors = _packed(stored, config.packing)
         geometry = config.geometry
         if geometry.tied_embeddings:
             geometry = replace(geometry, tied_embeddings=self._tie())
@@ -186,6 +209,10 @@ class Checkpoint:
     def _notices(self, geometry: Geometry) -> list[str]:
         """A sentence about tensors that the architecture does not have."""
         unused = sorted(self.tensors.keys() - model_shapes(geometry).keys())
+        if any(isinstance(tensor, PackedTensor) for tensor in self.tensors.values()):
+            biases = {name: self.tensors[name] for name in unused if name.endswith("_proj.bias")}
+            _check_biases(tensor for tensor in biases.values() if isinstance(tensor, CheckpointTensor))
+            unused = [name for name in unused if name not in biases]
         unused = [name for name in unused if name != LM_HEAD and not name.endswith("rotary_emb.inv_freq")]
         if not unused:
             return []
@@ -196,6 +223,23 @@ class Checkpoint:
     def dtype(self) -> str:
         """Element type of the checkpoint, such as ``bfloat16``: the config's, else that of the embeddings."""
         return self.config.dtype or str(self.tensors[EMBEDDINGS].dtype).removeprefix("torch.")
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """The quantization of the checkpoint's own weights.
+
+        Raises:
+            EESDError: Only some linear weights of the layers are quantized.
+        """
+        if self.config.packing is None:
+            return None
+        shapes = layer_shapes(self.geometry, range(self.geometry.num_layers))
+        widths = {}
+        for name in filter(is_linear, shapes):
+            if not isinstance(self.tensors[name], PackedTensor):
+                raise EESDError(f"{self.directory} has quantized weights, but {name} is not; such a mixture is not supported.")
+            widths[name] = shapes[name][1]
+        return self.config.packing.quantization(set(widths.values()))
 
     def first_layers(self, count: int) -> "Checkpoint":
         """The same checkpoint reduced to its first ``count`` layers, for a trial export.
@@ -218,9 +262,7 @@ class Checkpoint:
         for name in sorted(model_shapes(self.config.geometry)):
             tensor = self.tensors[name]
             digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
-            with tensor.path.open("rb") as file:
-                file.seek(tensor.offset)
-                digest.update(file.read(min(1024, tensor.nbytes)))
+            digest.update(tensor.head())
         return digest.hexdigest()
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -258,6 +300,31 @@ class Checkpoint:
         head = ExitHead(self.geometry, exit_config)
         head.load_state_dict({name: tensor.read().float() for name, tensor in tensors.items()})
         return head.eval()
+
+
+def _packed(stored: Mapping[str, CheckpointTensor], packing: Packing) -> dict[str, CheckpointTensor | PackedTensor]:
+    """The tensors of a checkpoint whose quantized weights are one tensor each.
+
+    Raises:
+        EESDError: There is none, or a layer has a bias that the architecture does not have.
+    """
+    modules = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
+    if not modules:
+        raise EESDError("config.json has a quantization_config, but no weight is quantized; remove the field, or fetch again.")
+    tensors: dict[str, CheckpointTensor | PackedTensor] = dict(stored)
+    for module in modules:
+        parts = {part: stored[f"{module}.{part}"] for part in PARTS if f"{module}.{part}" in stored}
+        for part in parts:
+            del tensors[f"{module}.{part}"]
+        tensors[f"{module}.weight"] = PackedTensor(module, parts, packing)
+    return tensors
+
+
+def _check_biases(biases: Iterable[CheckpointTensor]) -> None:
+    """Check that biases which the architecture does not have are zero. Some quantizers store them for every layer."""
+    for bias in biases:
+        if bool(bias.read().any()):
+            raise EESDError(f"{bias.path}: the architecture has no {bias.name}, and it is not zero; it is not supported.")
 
 
 def _weight_files(directory: Path) -> Iterator[Path]:

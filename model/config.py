@@ -4,7 +4,7 @@ Every field is honoured, known to be without effect, or refused by name. Fields 
 transformers ignores them, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from eesd.common.generation_config import GENERATION_CONFIG_FILE, models_generat
 from eesd.common.geometry import ARCHITECTURES, LARGEST_SIZE, Geometry
 from eesd.common.json_fields import Fields
 from eesd.common.json_input import read_json_object
+from eesd.model.packed import Packing, read_packing
 from eesd.model.rope_config import read_rope
 
 REMEDY = "give a complete Hugging Face model directory, or fetch the file again"
@@ -34,7 +35,6 @@ OTHER_FAMILIES = ("attention_bias", "max_window_layers", "mlp_bias", "sliding_wi
 """Fields that only some families have. In the config of another family transformers ignores them."""
 REFUSED = {
     "compression_config": "the weights are quantized; give the unquantized checkpoint",
-    "quantization_config": "the weights are quantized; give the unquantized checkpoint",
     "attention_chunk_size": "attention in chunks is not supported",
     "text_config": "a model of several parts is not supported; give a text model",
     "vision_config": "a model of several parts is not supported; give a text model",
@@ -55,6 +55,7 @@ class ModelConfig:
         bos_token_id: Token that begins a text; None if the model has none.
         eos_token_ids: Tokens that end a text.
         notices: Sentences about fields that are ignored, for whoever exports the model.
+        packing: How quantized weights are stored; None if there are none.
         generation: Fields of ``generation_config.json``; without the file, those that ``config.json`` has.
     """
 
@@ -64,6 +65,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     notices: tuple[str, ...] = ()
+    packing: Packing | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -106,6 +108,8 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
     for name, reason in REFUSED.items():
         if fields.take(name, None) is not None:
             raise ValueError(f"it has the field {name}: {reason}")
+    quantized = fields.take("quantization_config", None)
+    packing = None if quantized is None else read_packing(quantized)
     activation = fields.take("hidden_act", "silu")
     if activation not in ("silu", "swish"):  # two names of the same function
         raise ValueError(f"the activation {shown(activation)} is not supported; supported is 'silu'")
@@ -139,7 +143,8 @@ def _read(fields: Fields, architecture: str) -> ModelConfig:
         dtype=dtype or torch_dtype,
         bos_token_id=fields.integer("bos_token_id", None, optional=True, least=-1),
         eos_token_ids=fields.token_ids("eos_token_id") or (),
-        notices=(*rope.notices, *_notices(fields, architecture)),
+        notices=(*rope.notices, *_notices(fields, architecture, packing.unknown if packing else ())),
+        packing=packing,
     )
 
 
@@ -197,11 +202,12 @@ def _window(fields: Fields, architecture: str, layers: int) -> int | None:
     return window
 
 
-def _notices(fields: Fields, architecture: str) -> list[str]:
-    """Sentences about the fields that nobody took."""
+def _notices(fields: Fields, architecture: str, of_packing: Sequence[str]) -> list[str]:
+    """Sentences about the fields that nobody took, those of ``quantization_config`` included."""
     left = [name for name in fields.left if name not in NO_EFFECT]
     foreign = [name for name in left if name in OTHER_FAMILIES and fields.raw[name] is not False]
     unknown = [name for name in left if name not in OTHER_FAMILIES]
+    unknown += [f"quantization_config.{name}" for name in of_packing]
     notices = []
     if foreign:
         notices.append(f"config.json: {architecture} has no {', '.join(foreign)}; ignored, as transformers does.")

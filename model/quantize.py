@@ -80,7 +80,7 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
 
 @contextmanager
 def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
-    """As many threads as torch has, each running torch alone: splitting every small operation costs more than it gains."""
+    """As many threads as torch has. Each runs torch alone: splitting every small operation costs more than it gains."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -148,7 +148,9 @@ def test_onnx_runtime_computes_with_the_dequantized_weights(kind: str) -> None:
         helper.make_node("MatMul", ["x", "d"], ["y"]),
     ]
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", size]) for n, size in (("x", 96), ("y", 24)))
-    model = helper.make_model(helper.make_graph(nodes, "g", [x], [y], tensors), opset_imports=[helper.make_opsetid("", 24)])
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", [x], [y], tensors), opset_imports=[helper.make_opsetid("", 24)], ir_version=10
+    )
     onnx.checker.check_model(model, full_check=True)
     options = ort.SessionOptions()
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")

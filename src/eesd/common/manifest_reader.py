@@ -22,7 +22,7 @@ from eesd.common.manifest import (
     Manifest,
     TensorInfo,
 )
-from eesd.common.weights import BLOCK, DTYPES, LEVELS
+from eesd.common.weights import BLOCKS, DTYPES, LEVELS
 
 _MOST = {"max_seq_len": MAX_SLOTS, "max_tree_nodes": MAX_TREE_NODES, "draft_top_k": MAX_TOP_K}
 
@@ -75,7 +75,7 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     if not (1 <= exit_head.layer < num_layers and 1 <= exit_head.blocks <= num_layers):  # before anything is sized by them
         raise ValueError("the exit head does not fit the model")
     quantized = manifest.quantization
-    if quantized is not None and (quantized.weights not in LEVELS or quantized.block != BLOCK):
+    if quantized is not None and (quantized.weights not in LEVELS or quantized.block not in BLOCKS):
         raise ValueError("an unknown quantization")
     if not {WEIGHTS_FILE, *(graph.file for graph in manifest.graphs)} <= manifest.files.keys():
         raise ValueError("a file is not listed")

@@ -18,6 +18,8 @@ LEVELS = ("int8", "int4", "uint4")
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "uint4": 4}
 BLOCK = 32
 """Number of consecutive inputs of one output that share a scale. ONNX Runtime and TensorRT have kernels for 32."""
+BLOCKS = (32, 64, 128)
+"""Numbers that a checkpoint with quantized weights may have instead."""
 
 EMBEDDINGS = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -53,10 +55,12 @@ class Quantization:
     Attributes:
         weights: Element type of the weights, and of their zero points: ``int8``, ``int4`` or ``uint4``.
         block: Number of consecutive inputs of one output that share a scale and a zero point.
+        layers_only: Whether only the base layers are quantized, not LM heads and the exit head: the checkpoint's own levels.
     """
 
     weights: str
     block: int
+    layers_only: bool = False
 
     @property
     def zero_points(self) -> bool:
@@ -120,6 +124,11 @@ def is_linear(name: str) -> bool:
     return name.endswith(("_proj.weight", LM_HEAD))
 
 
+def in_layers(name: str) -> bool:
+    """Whether a weight belongs to a base layer."""
+    return name.startswith("model.layers.")
+
+
 def stored_weight(
     name: str, shape: Iterable[int], dtype: str, quantization: Quantization | None, linked: bool = False
 ) -> StoredWeight:
@@ -135,8 +144,9 @@ def stored_weight(
     shape = tuple(shape)
     if linked or not is_linear(name):
         return StoredWeight(name, shape, dtype)
-    whole_blocks = quantization is not None and shape[1] % quantization.block == 0
-    return StoredWeight(name, shape, dtype, True, quantization if whole_blocks else None)
+    if quantization is not None and (shape[1] % quantization.block or (quantization.layers_only and not in_layers(name))):
+        quantization = None
+    return StoredWeight(name, shape, dtype, True, quantization)
 
 
 def packed_name(parts: Sequence[str]) -> str:
