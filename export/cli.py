@@ -20,7 +20,9 @@ from eesd.common.manifest import (
     WEIGHTS_FILE,
 )
 from eesd.common.terminal import notice, progress
-from eesd.common.weights import BLOCK, DTYPES, QUANTIZED, is_linear, model_shapes, stored_weight
+from eesd.common.weights import BLOCK, DTYPES, QUANTIZED, Quantization, Quantizations, is_linear, model_shapes, stored_weight
+
+QUANTIZED_OR_NONE = (*QUANTIZED, "none")
 
 if TYPE_CHECKING:  # --help must not load torch
     from eesd.common.manifest import Manifest
@@ -39,7 +41,20 @@ if TYPE_CHECKING:  # --help must not load torch
 @click.option("--exit-head", type=PATH, help="Directory of a trained exit head.  [default: the model directory]")
 @click.option("-o", "--output", type=PATH, default=Path("plans"), help="Engine directory to write.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
-@click.option("--quantize", type=click.Choice(QUANTIZED), help="Quantize linear weights to 8 or 4 bits.")
+@click.option(
+    "--quantize",
+    type=click.Choice(QUANTIZED_OR_NONE),
+    help="Quantize the linear weights of the layers to 8 or 4 bits.  [default: none]",
+)
+@click.option(
+    "--quantize-head", type=click.Choice(QUANTIZED_OR_NONE), help="The same for the LM head.  [default: as --quantize]"
+)
+@click.option(
+    "--quantize-draft",
+    type=click.Choice(QUANTIZED_OR_NONE),
+    help="The same for what only the draft computes with; it never changes the output.  "
+    "[default: int4 for float32 engines, else as --quantize]",
+)
 @click.option(
     "--symmetric/--asymmetric",
     default=None,
@@ -75,6 +90,8 @@ def main(
     output: Path,
     dtype: str | None,
     quantize: str | None,
+    quantize_head: str | None,
+    quantize_draft: str | None,
     symmetric: bool | None,
     layers: int | None,
     max_seq_len: int | None,
@@ -103,10 +120,10 @@ def main(
     slots = max_seq_len or min(config.max_positions, DEFAULT_SLOTS)
     top_k = min(draft_top_k, config.geometry.vocab_size)
     kind = dtype or checkpoint.dtype
-    own = checkpoint.quantization
-    options = ExportOptions(kind, slots, max_tree_nodes, top_k, stages, link_weights, quantize, symmetric, own)
+    quantization = _choose_quantization(checkpoint, kind, quantize, quantize_head, quantize_draft, symmetric, link_weights)
+    options = ExportOptions(kind, slots, max_tree_nodes, top_k, stages, link_weights, quantization)
     _check_options(options, config.max_positions)
-    unquantized = [] if quantize is None else _unquantized_widths(checkpoint, options)
+    unquantized = [] if quantization.layers is None else _unquantized_widths(checkpoint, options)
     with progress() as bar:
         task = bar.add_task("", total=None)
         report: list[str] = []
@@ -118,8 +135,7 @@ def main(
             check=lambda directory, manifest: report.extend(_check(directory, manifest, checkpoint, head, check)),
             progress=lambda text, size, total: bar.update(task, description=text, advance=size, total=total or None),
         )
-    weights = quantize if own is None else f"the checkpoint's own {own.weights}"
-    types = options.dtype if weights is None else f"{options.dtype} with {weights} weights"
+    types = _types(options, own=checkpoint.quantization is not None)
     click.echo(f"{output}: {config.geometry.architecture}, {types}, exit after layer {head.config.layer}, {slots} slots")
     if unquantized:
         widths = " and ".join(map(str, unquantized))
@@ -142,12 +158,47 @@ def _check_options(options: ExportOptions, max_positions: int) -> None:
         raise EESDError(f"--max-tree-nodes {options.max_tree_nodes} does not fit a cache of {options.max_seq_len} slots.")
     if options.dtype not in DTYPES:
         raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
-    if options.quantize is not None and options.own_quantization is not None:
+
+
+def _choose_quantization(
+    checkpoint: Checkpoint,
+    dtype: str,
+    layers: str | None,
+    head: str | None,
+    draft: str | None,
+    symmetric: bool | None,
+    link_weights: bool,
+) -> Quantizations:
+    """What the options mean together. A checkpoint's own levels stay as they are."""
+    own = checkpoint.quantization
+    if layers is not None and own is not None:
         raise EESDError("The checkpoint's weights are quantized already, and are taken as they are; leave --quantize out.")
-    if options.symmetric is not None and options.quantize != "int4":
-        raise EESDError("--symmetric and --asymmetric are for --quantize int4; leave the option out.")
-    if options.quantize is not None and options.link_weights:
+    if link_weights and {layers, head, draft} - {None, "none"}:
         raise EESDError("--link-weights uses the weights as they are, and --quantize changes them; give one of the two.")
+    head = head or layers
+    if draft is None:
+        draft = "int4" if dtype == "float32" and not link_weights else layers
+    if symmetric is not None and "int4" not in (layers, head, draft):
+        raise EESDError("--symmetric and --asymmetric are for int4; leave the option out.")
+    if symmetric is None:
+        symmetric = dtype != "float32"  # TensorRT, which runs 16-bit engines, has no zero points of 4 bits
+
+    def scheme(kind: str | None) -> Quantization | None:
+        if kind in (None, "none"):
+            return None
+        return Quantization("uint4" if kind == "int4" and not symmetric else str(kind), BLOCK)
+
+    return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft))
+
+
+def _types(options: ExportOptions, own: bool) -> str:
+    """The element type, and what is quantized, in words."""
+    chosen = options.quantization
+    places = {"layers": chosen.layers, "LM head": chosen.head, "draft": chosen.draft}
+    texts = [f"{one.weights} {place}" for place, one in places.items() if one is not None]
+    if own:
+        texts[0] = f"the checkpoint's own {texts[0]}"
+    return f"{options.dtype} with {', '.join(texts)}" if texts else options.dtype
 
 
 def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[int]:
@@ -200,10 +251,10 @@ def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: He
         f"{kind}: largest difference to torch {difference.largest:.2e} (largest logit {difference.scale:.1f})"
         for kind, difference in differences.items()
     ]
-    if manifest.quantization is not None and checkpoint.quantization is None:
+    if (manifest.quantization.layers or manifest.quantization.head) and checkpoint.quantization is None:
         drift = quantization_drift(manifest, checkpoint, head)
         lines.append(
-            f"{manifest.quantization.weights}: logits change by {drift.logit_change:.1%} of their standard deviation; the most "
+            f"quantized: logits change by {drift.logit_change:.1%} of their standard deviation; the most "
             f"likely token is the unquantized model's at {drift.same_token} of {drift.positions} positions of a sampled text"
         )
     return lines

@@ -20,13 +20,14 @@ from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
 from eesd.common.manifest import FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, LinkInfo, Manifest
-from eesd.common.weights import EXIT_HEAD, model_shapes, parts_of
+from eesd.common.weights import EXIT_HEAD, checkpoint_names, model_shapes
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
 from eesd.export.weights import (
     TensorSource,
     WeightLayout,
     check_space,
+    joined,
     layout_weights,
     link_files,
     linkable_tensors,
@@ -50,17 +51,6 @@ class ComputedTensor:
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self.read = compute
-
-
-class PackedTensor:
-    """A weight of a graph: one tensor, or several of the checkpoint's, one below the other."""
-
-    def __init__(self, name: str, sources: Mapping[str, TensorSource]) -> None:
-        self._parts = [sources[part] for part in parts_of(name)]
-
-    def read(self) -> Tensor:
-        parts = [part.read() for part in self._parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -137,7 +127,8 @@ def export(
         name = f"verify_{number}" if len(splits) > 1 else "verify"
         progress(f"tracing the {name} graph", 0, 0)
         graphs[name] = trace(name, checkpoint.geometry, head.config, options, layers, linked_names)
-    sources |= {weight.name: PackedTensor(weight.name, sources) for graph in graphs.values() for weight in graph.weights}
+    for weight in (weight for graph in graphs.values() for weight in graph.weights):
+        sources.setdefault(weight.name, joined([sources[part] for part in checkpoint_names(weight.name, checkpoint.geometry)]))
     layout = layout_weights((graph.weights for graph in graphs.values()), linked)
     check_space(existing_parent(output), layout.size + 64_000_000)
     progress("writing the weights", 0, 0)

@@ -138,10 +138,13 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
 
 
 def _linear_weights(manifest: Manifest) -> str:
-    quantization = manifest.quantization
-    if quantization is None:
-        return manifest.dtype
-    return quantization.description
+    """How the linear weights of layers, LM head and draft are stored."""
+    chosen = manifest.quantization
+    places = {"layers": chosen.layers, "LM head": chosen.head, "draft": chosen.draft}
+    words = {place: manifest.dtype if one is None else one.description for place, one in places.items()}
+    if len(set(words.values())) == 1:
+        return words["layers"]
+    return "\n".join(f"{place}: {text}" for place, text in words.items())
 
 
 def _files(manifest: Manifest) -> Table:

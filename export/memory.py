@@ -11,7 +11,7 @@ from typing import Any
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.manifest import PREFILL_CHUNK, Manifest
-from eesd.common.weights import BITS, Quantization, Shape, graph_shapes, layer_shapes, stored_weight
+from eesd.common.weights import BITS, Quantizations, Shape, graph_shapes, layer_shapes, stored_weight
 
 _BUILD_FACTOR, _BUILD_BASE = 2.7, 600_000_000
 """Host memory of a build: bytes for each byte of weights, and a constant. Measured with TensorRT-RTX 1.7 on 1.8 GB of weights:
@@ -19,7 +19,7 @@ _BUILD_FACTOR, _BUILD_BASE = 2.7, 600_000_000
 
 
 def split_layers(
-    geometry: Geometry, exit_config: ExitConfig, dtype: str, quantization: Quantization | None, stages: int
+    geometry: Geometry, exit_config: ExitConfig, dtype: str, quantization: Quantizations, stages: int
 ) -> list[range]:
     """Split the layers of verify into stages, so that the fullest device holds as few bytes of weights as possible.
 
@@ -50,7 +50,8 @@ def split_layers(
         return sum(stored_weight(name, shape, dtype, quantization).nbytes for name, shape in shapes.items())
 
     def graph(layers: range, draft: bool) -> dict[str, Shape]:
-        return graph_shapes(geometry, exit_config, 0, layers, draft)  # every device has rotary tables: count none
+        # Every device has rotary tables: count none.
+        return graph_shapes(geometry, exit_config, 0, layers, draft, dtype, quantization)
 
     layer, prefix = nbytes(layer_shapes(geometry, [0])), range(before_exit)
     other = [0] * stages  # bytes on each device besides the layers

@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import onnx
@@ -22,13 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import DEFAULT_TOP_K, DEFAULT_TREE_NODES, SLOTS_PROPERTY, GraphInfo, TensorInfo
 from eesd.common.weights import (
-    BLOCK,
-    LM_HEAD,
     SCALES,
+    UNQUANTIZED,
     ZEROS,
-    Quantization,
+    Quantizations,
     StoredWeight,
-    lm_head_name,
+    graph_name,
     packed_name,
     stored_weight,
 )
@@ -60,9 +59,7 @@ class ExportOptions:
         draft_top_k: K, the candidates that the draft reports for each node.
         stages: Number of stages of the verify graph.
         link_weights: Whether weights stay in the checkpoint's files where possible.
-        quantize: ``int8`` or ``int4`` to quantize linear weights; None to leave them in ``dtype``.
-        symmetric: Whether 4 bits have no zero points. None: as TensorRT needs it, for engines of 16 bits.
-        own_quantization: Quantization of the checkpoint's own weights, which the engines keep.
+        quantization: Quantization of the linear weights.
     """
 
     dtype: str
@@ -71,17 +68,7 @@ class ExportOptions:
     draft_top_k: int = DEFAULT_TOP_K
     stages: int = 1
     link_weights: bool = False
-    quantize: str | None = None
-    symmetric: bool | None = None
-    own_quantization: Quantization | None = None
-
-    @property
-    def quantization(self) -> Quantization | None:
-        """The quantization that the manifest records."""
-        if self.quantize is None:
-            return self.own_quantization
-        symmetric = self.dtype != "float32" if self.symmetric is None else self.symmetric
-        return Quantization("uint4" if self.quantize == "int4" and not symmetric else self.quantize, BLOCK)
+    quantization: Quantizations = UNQUANTIZED
 
 
 @dataclass(frozen=True)
@@ -137,8 +124,9 @@ def trace(
         linked: Names of weights that stay in the checkpoint's layout. Linear ones keep their Transpose in the graph.
     """
     dtype, layers = getattr(torch, options.dtype), range(geometry.num_layers) if layers is None else layers
+    untied = replace(geometry, tied_embeddings=False)  # a quantized LM head is not the embedding table
     with FakeTensorMode(), _default_dtype(dtype):
-        decoder, head = Decoder(geometry), ExitHead(geometry, exit_config)
+        decoder, head = Decoder(untied), ExitHead(geometry, exit_config)
         if name == "draft":
             module: Draft | Verify = Draft(decoder, head, options.draft_top_k)
             caches, outputs = draft_caches(geometry, exit_config), ["logits", "topk_ids", "topk_logprobs"]
@@ -155,10 +143,11 @@ def trace(
     _fold_splits(model.graph)
     IdentityEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
-    _name_weights(model.graph, geometry)
+    _name_weights(model.graph)
     if not options.link_weights:  # the checkpoint's files have separate weights
         _pack_linear(model.graph)
         RemoveUnusedNodesPass()(model)
+    _rename_weights(model.graph, geometry, options, draft=name == "draft")
     weights = _stored_weights(model.graph, options, linked)
     _use_stored_layout(model.graph, weights)
     RemoveUnusedNodesPass()(model)
@@ -282,19 +271,16 @@ def _constant(graph: ir.Graph, kind: str, values: list[int]) -> ir.Value:
     return constant
 
 
-def _name_weights(graph: ir.Graph, geometry: Geometry) -> None:
-    """Give the initializers their names in the checkpoint, and remove unused ones."""
+def _name_weights(graph: ir.Graph) -> None:
+    """Give the initializers the names of the modules' parameters, and remove unused ones."""
     for old in list(graph.initializers):
         value = graph.initializers[old]
         if value.meta.get("constant"):
             continue
         del graph.initializers[old]
-        if not value.uses():
-            continue
-        name = old.removeprefix("module.")
-        # Tracing may keep either name of an embedding table that the LM head is tied to.
-        value.name = lm_head_name(geometry) if name == LM_HEAD else name
-        graph.initializers[value.name] = value
+        if value.uses():
+            value.name = old.removeprefix("module.")
+            graph.initializers[value.name] = value
 
 
 def _pack_linear(graph: ir.Graph) -> None:
@@ -347,6 +333,23 @@ def _packed_weight(graph: ir.Graph, parts: list[ir.Value]) -> ir.Value:
     packed = ir.val(name, dtype=parts[0].dtype, shape=(sum(shape[0] for shape in shapes), *shapes[0][1:]))
     graph.initializers[name] = packed
     return packed
+
+
+def _rename_weights(graph: ir.Graph, geometry: Geometry, options: ExportOptions, draft: bool) -> None:
+    """Give weights the names that :func:`~eesd.common.weights.graph_name` says. Two of one name become one."""
+    for old in list(graph.initializers):
+        value = graph.initializers[old]
+        if value.meta.get("constant") or value.shape is None:
+            continue
+        name = graph_name(old, tuple(value.shape.numpy()), geometry, draft, options.dtype, options.quantization)
+        if name == old:
+            continue
+        del graph.initializers[old]
+        if name in graph.initializers:
+            value.replace_all_uses_with(graph.initializers[name])
+        else:
+            value.name = name
+            graph.initializers[name] = value
 
 
 def _stored_weights(graph: ir.Graph, options: ExportOptions, linked: frozenset[str]) -> tuple[StoredWeight, ...]:

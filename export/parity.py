@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from eesd.common.files import temporary_beside
 from eesd.common.manifest import MASKED, GraphInfo, Manifest
-from eesd.common.weights import EXIT_HEAD, stored_weight
+from eesd.common.weights import EXIT_HEAD, UNQUANTIZED, checkpoint_names, graph_name, stored_weight
 from eesd.export.engine_dir import Head, weight_sources
-from eesd.export.weights import TensorSource, quantized
+from eesd.export.weights import TensorSource, joined, quantized
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder, Inputs
 from eesd.model.exit_head import ExitHead
@@ -82,7 +82,7 @@ class QuantizationDrift:
 
 def compare_graphs_memory(manifest: Manifest) -> int:
     """Bytes that :func:`compare_graphs` takes: the modules, the session, and the session's packed weights, in float32."""
-    wide = replace(manifest, dtype="float32", quantization=None)
+    wide = replace(manifest, dtype="float32", quantization=UNQUANTIZED)
     nbytes = {name: weight.nbytes for graph in wide.graphs for name, weight in wide.weights_of(graph).items()}
     return 3 * sum(nbytes.values())
 
@@ -100,15 +100,14 @@ def compare_graphs(directory: Path, manifest: Manifest, checkpoint: Checkpoint, 
         The differences of ``draft`` and ``verify``.
     """
     torch.manual_seed(0)
-    decoder, exit_head = _stored_modules(checkpoint, head, manifest)
     count = min(_TREE_TOKENS, manifest.max_seq_len)
     ids = torch.randint(0, manifest.geometry.vocab_size, (1, count))
     inputs = _random_tree(checkpoint, getattr(torch, manifest.dtype), count)
-    draft, verify = Draft(decoder, exit_head, manifest.draft_top_k).eval(), Verify(decoder, exit_head).eval()
-    return {
-        "draft": _difference(directory, manifest, [manifest.draft], draft, ids, inputs),
-        "verify": _difference(directory, manifest, manifest.verify, verify, ids, inputs),
-    }
+    draft = Draft(*_stored_modules(checkpoint, head, manifest, draft=True), manifest.draft_top_k).eval()
+    found = {"draft": _difference(directory, manifest, [manifest.draft], draft, ids, inputs)}
+    del draft  # otherwise both are in memory
+    verify = Verify(*_stored_modules(checkpoint, head, manifest)).eval()
+    return found | {"verify": _difference(directory, manifest, manifest.verify, verify, ids, inputs)}
 
 
 @torch.no_grad()
@@ -122,7 +121,7 @@ def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -
     """
     geometry, length = checkpoint.geometry, min(_TEXT_LENGTH, manifest.max_seq_len)
     generator = torch.Generator().manual_seed(0)
-    decoder, _ = _stored_modules(checkpoint, head, replace(manifest, quantization=None))
+    decoder, _ = _stored_modules(checkpoint, head, replace(manifest, quantization=UNQUANTIZED))
     caches, ids, rows = empty_caches(geometry, 1, length, geometry.num_layers), [checkpoint.config.bos_token_id or 0], []
     for position in range(length):
         logits, caches = decoder(torch.tensor([ids[-1:]]), causal_inputs(geometry, 1, 1, length, position), caches)
@@ -138,17 +137,20 @@ def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -
     return QuantizationDrift(float((found - exact).square().mean().sqrt() / deviation), same, length)
 
 
-def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest) -> tuple[Decoder, ExitHead]:
-    """The modules in float32, with the values of the stored weights: rounded to the engine's type, or quantized."""
+def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest, draft: bool = False) -> tuple[Decoder, ExitHead]:
+    """The modules of verify or of the draft in float32, with the stored weights: rounded to the engine's type, or quantized."""
+    geometry = checkpoint.geometry
     sources = weight_sources(checkpoint, head, manifest.max_seq_len)
     with torch.device("meta"):
-        modules = Decoder(checkpoint.geometry), ExitHead(checkpoint.geometry, head.config)
+        modules = Decoder(replace(geometry, tied_embeddings=False)), ExitHead(geometry, head.config)
     for module, prefix in zip(modules, ("", EXIT_HEAD), strict=True):
-        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        state = {name: _stored_value(prefix + name, shape, sources[prefix + name], manifest) for name, shape in shapes.items()}
+        state = {}
+        for name, parameter in module.named_parameters():
+            shape = tuple(parameter.shape)
+            stored = graph_name(prefix + name, shape, geometry, draft, manifest.dtype, manifest.quantization)
+            source = joined([sources[part] for part in checkpoint_names(prefix + name, geometry)])
+            state[name] = _stored_value(stored, shape, source, manifest)
         module.load_state_dict(state, strict=False, assign=True)
-    if checkpoint.geometry.tied_embeddings:
-        modules[0].lm_head.weight = modules[0].model.embed_tokens.weight
     return modules
 
 
@@ -190,7 +192,7 @@ def _difference(
 
 def compare_engines_memory(manifest: Manifest) -> int:
     """Bytes that the reference of :func:`compare_engines` takes: the largest graph and its packed weights, in float32."""
-    wide = replace(manifest, dtype="float32", quantization=None)
+    wide = replace(manifest, dtype="float32", quantization=UNQUANTIZED)
     return 2 * max(wide.weight_bytes(graph) for graph in wide.graphs)
 
 

@@ -116,7 +116,7 @@ def check_precision(manifest: Manifest) -> None:
             f"The directory holds {manifest.dtype} graphs, and TensorRT's fused attention has no {manifest.dtype} kernel; "
             "export with --dtype float16 or --dtype bfloat16."
         )
-    if manifest.quantization is not None and manifest.quantization.zero_points:
+    if any(one.zero_points for one in manifest.quantization.used):
         raise EESDError("The directory's weights have zero points, and TensorRT has none for 4 bits; export with --symmetric.")
 
 

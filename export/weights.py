@@ -12,7 +12,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,10 +24,10 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
 from eesd.common.manifest import WEIGHTS_FILE, FileInfo, LinkInfo
-from eesd.common.weights import SCALES, ZEROS, StoredWeight
+from eesd.common.weights import DRAFT, SCALES, ZEROS, StoredWeight
 from eesd.model.checkpoint import CheckpointTensor, all_finite
 from eesd.model.packed import PackedTensor
-from eesd.model.quantize import Quantized, quantize
+from eesd.model.quantize import Quantized, join_quantized, quantize
 
 ALIGNMENT = 4096
 """Alignment of tensors in ``weights.bin``: the page size, so that backends can map them."""
@@ -129,13 +129,30 @@ def write_weights(
     return FileInfo(end, digest.hexdigest())
 
 
+class JointTensor:
+    """Several tensors of a checkpoint as one, one below the other: a packed weight."""
+
+    def __init__(self, parts: Sequence[TensorSource]) -> None:
+        self.parts = parts
+
+    def read(self) -> Tensor:
+        return torch.cat([part.read() for part in self.parts])
+
+
+def joined(parts: Sequence[TensorSource]) -> TensorSource:
+    """One source for the parts of a weight."""
+    return parts[0] if len(parts) == 1 else JointTensor(parts)
+
+
 def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
     """The levels of a weight that is stored quantized: those of the checkpoint if it has them."""
     assert weight.quantization is not None
-    dtype: torch.dtype = getattr(torch, weight.dtype)
-    if isinstance(source, PackedTensor):
-        return source.quantized(weight.quantization.block, dtype)
-    return quantize(_read(source, weight), weight.quantization.weights, dtype)
+    block, dtype = weight.quantization.block, getattr(torch, weight.dtype)
+    parts = source.parts if isinstance(source, JointTensor) else [source]
+    own = [part.quantized(block, dtype) for part in parts if isinstance(part, PackedTensor)]
+    if len(own) < len(parts) or weight.name.startswith(DRAFT):
+        return quantize(_read(source, weight), weight.quantization.weights, dtype)
+    return join_quantized(own, weight.shape[1])
 
 
 def _read(source: TensorSource, weight: StoredWeight) -> Tensor:

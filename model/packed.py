@@ -86,7 +86,7 @@ class Packing:
         fitting = [size for size in BLOCKS if block % size == 0]
         if not fitting:
             raise EESDError(f"A quantized weight has a number of inputs that is no multiple of {min(BLOCKS)}; not supported.")
-        return Quantization(kind, max(fitting), layers_only=True)
+        return Quantization(kind, max(fitting))
 
 
 def read_packing(raw: Any) -> Packing:

@@ -11,7 +11,7 @@ Four bits are so few that losing the largest weights of a block can be better th
 candidate is rounded, and gets the scale that fits its levels best in closed form.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -156,6 +156,19 @@ class _Search:
         dot = torch.mul(self._blocks, levels, out=products).sum(1)
         best = dot / torch.mul(levels, levels, out=products).sum(1).clamp_min_(_TINY)
         return best, dot * best
+
+
+def join_quantized(parts: Sequence[Quantized], inputs: int) -> Quantized:
+    """Weights with the same ``inputs``, side by side along the outputs. Their numbers of outputs must be even."""
+    if len(parts) == 1:
+        return parts[0]
+    blocks = parts[0].scales.shape[0]
+    zeros = [part.zeros.view(blocks, -1) for part in parts if part.zeros is not None]
+    return Quantized(
+        torch.cat([part.levels.view(inputs, -1) for part in parts], 1).view(-1),
+        torch.cat([part.scales for part in parts], 1),
+        torch.cat(zeros, 1).view(-1) if zeros else None,
+    )
 
 
 def pack(values: Tensor, bits: int) -> Tensor:

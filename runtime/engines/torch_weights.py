@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
-from eesd.common.weights import LEVELS, ROTARY_TABLES, SCALES, ZEROS, StoredWeight, part_shapes, parts_of
+from eesd.common.weights import DRAFT, LEVELS, LM_HEAD, ROTARY_TABLES, SCALES, ZEROS, StoredWeight, part_shapes, parts_of
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
@@ -59,15 +59,16 @@ def load_modules(directory: Path, manifest: Manifest, devices: Sequence[torch.de
     for number, (graph, device) in enumerate(zip(manifest.verify, devices, strict=True)):
         with_draft = draft and number == 0
         with _explain_mismatch(directory):
-            weights = _load_weights(directory, manifest, [graph, manifest.draft] if with_draft else [graph], files)
+            graphs = [graph, manifest.draft] if with_draft else [graph]
+            weights = _load_weights(directory, manifest, graphs, files)
         with explain_out_of_memory("The weights"):
             weights = {name: tensor.to(device) for name, tensor in weights.items()}
-        cos, sin = (weights.pop(name) for name in ROTARY_TABLES)
         with _explain_mismatch(directory):
-            decoder, head = _make_modules(manifest, weights)
-        verify = Verify(decoder, head, manifest.stage_layers[number]).eval()
-        drafter = Draft(decoder, head, manifest.draft_top_k).eval() if with_draft else None
-        stages.append(StageModules(verify, drafter, (cos, sin)))
+            verifier, *drafter = (_make_modules(manifest, weights, of) for of in graphs)
+        verify = Verify(*verifier, manifest.stage_layers[number]).eval()
+        drafting = [Draft(*modules, manifest.draft_top_k).eval() for modules in drafter]
+        cos, sin = (weights[name] for name in ROTARY_TABLES)
+        stages.append(StageModules(verify, drafting[0] if drafting else None, (cos, sin)))
     return stages
 
 
@@ -80,15 +81,18 @@ def _explain_mismatch(directory: Path) -> Iterator[None]:
         raise EESDError(f"The graphs and weights in {directory} do not fit its manifest; export the model again.") from None
 
 
-def _make_modules(manifest: Manifest, weights: dict[str, Tensor]) -> tuple[Decoder, ExitHead]:
-    """Make modules with these weights. Parameters without a weight stay on the meta device."""
+def _make_modules(manifest: Manifest, weights: dict[str, Tensor], graph: GraphInfo) -> tuple[Decoder, ExitHead]:
+    """Make the modules of a graph with its weights. Parameters without a weight stay on the meta device."""
     with torch.device("meta"):
         decoder, head = Decoder(manifest.geometry), ExitHead(manifest.geometry, manifest.exit_head)
-    modules = Draft(decoder, head, manifest.draft_top_k)
-    modules.load_state_dict(weights, strict=False, assign=True)
-    if manifest.geometry.tied_embeddings:
+    own: dict[str, Tensor] = {}
+    for name in manifest.weights_of(graph):
+        own |= _unpacked(name.removeprefix(DRAFT), weights[name], manifest)
+    Draft(decoder, head, manifest.draft_top_k).load_state_dict(own, strict=False, assign=True)
+    if manifest.geometry.tied_embeddings and LM_HEAD not in own:
         decoder.lm_head.weight = decoder.model.embed_tokens.weight
-    modules.requires_grad_(False)
+    for module in (decoder, head):
+        module.requires_grad_(False)
     return decoder, head
 
 
@@ -122,7 +126,6 @@ def _load_weights(
                 linked = ExternalDataInfo(stored[name]).location != WEIGHTS_FILE
                 as_stored = replace(weight, transposed=False, quantization=None) if linked else weight
                 weights[name] = _load_weight(as_stored, stored, files)
-                weights |= _unpacked(name, weights[name], manifest)
         if any(name.removesuffix(SCALES).removesuffix(ZEROS) not in expected for name in stored):
             raise ValueError("a weight that is not in the manifest")
     return weights

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from eesd.common.geometry import ExitConfig, Geometry
-from eesd.common.weights import Quantization, StoredWeight, graph_shapes, stored_weight
+from eesd.common.weights import Quantizations, StoredWeight, graph_shapes, stored_weight
 
 FORMAT_VERSION = 5
 MANIFEST_FILE = "manifest.json"
@@ -123,7 +123,7 @@ class Manifest:
         geometry: Geometry of the base model.
         exit_head: Configuration of the exit head.
         dtype: Element type of weights, caches and activations.
-        quantization: Quantization of the linear weights; None if there is none.
+        quantization: Quantization of the linear weights.
         max_seq_len: S, the slots of the KV cache.
         max_tree_nodes: M, the drafted nodes that fit a round.
         draft_top_k: K, the candidates that the draft reports for each node.
@@ -142,7 +142,7 @@ class Manifest:
     geometry: Geometry
     exit_head: ExitConfig
     dtype: str
-    quantization: Quantization | None
+    quantization: Quantizations
     max_seq_len: int
     max_tree_nodes: int
     draft_top_k: int
@@ -170,7 +170,9 @@ class Manifest:
         """The weights that ``graph`` uses, by name. A weight that several graphs use has the same name in each."""
         layers = self.base_layers(graph)
         draft, packed = graph == self.draft, not self.linked
-        shapes = graph_shapes(self.geometry, self.exit_head, self.max_seq_len, layers, draft, packed)
+        shapes = graph_shapes(
+            self.geometry, self.exit_head, self.max_seq_len, layers, draft, self.dtype, self.quantization, packed
+        )
         return {name: stored_weight(name, shape, self.dtype, self.quantization) for name, shape in shapes.items()}
 
     def weight_bytes(self, graph: GraphInfo) -> int:

@@ -74,8 +74,7 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("the element type or the architecture is unknown")
     if not (1 <= exit_head.layer < num_layers and 1 <= exit_head.blocks <= num_layers):  # before anything is sized by them
         raise ValueError("the exit head does not fit the model")
-    quantized = manifest.quantization
-    if quantized is not None and (quantized.weights not in LEVELS or quantized.block not in BLOCKS):
+    if not all(one.weights in LEVELS and one.block in BLOCKS for one in manifest.quantization.used):
         raise ValueError("an unknown quantization")
     if not {WEIGHTS_FILE, *(graph.file for graph in manifest.graphs)} <= manifest.files.keys():
         raise ValueError("a file is not listed")

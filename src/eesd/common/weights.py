@@ -26,6 +26,8 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 EXIT_HEAD = "exit_head."
 """Prefix of the exit head's weights in the graphs."""
+DRAFT = "draft."
+"""Prefix of the draft's copies of base weights."""
 ROTARY_TABLES = ("cos", "sin")
 SCALES = ".scales"
 """Suffix that turns the name of a quantized weight into the name of its scales."""
@@ -55,12 +57,10 @@ class Quantization:
     Attributes:
         weights: Element type of the weights, and of their zero points: ``int8``, ``int4`` or ``uint4``.
         block: Number of consecutive inputs of one output that share a scale and a zero point.
-        layers_only: Whether only the base layers are quantized, not LM heads and the exit head: the checkpoint's own levels.
     """
 
     weights: str
     block: int
-    layers_only: bool = False
 
     @property
     def zero_points(self) -> bool:
@@ -72,6 +72,47 @@ class Quantization:
         """The scheme in words."""
         shared = "scale and zero point" if self.zero_points else "scale"
         return f"{self.weights}, one {shared} for {self.block} inputs of an output"
+
+
+@dataclass(frozen=True)
+class Quantizations:
+    """Quantization of the linear weights by where they are used. None: they keep the directory's element type.
+
+    Attributes:
+        layers: Of the base layers.
+        head: Of the base model's LM head. A head that is tied to the embedding table then has a quantized copy of its own.
+        draft: Of what only the draft's tokens depend on: the exit head, and the draft's copies of base layers and LM head. The
+            draft has copies only if they take fewer bits than those of verify.
+    """
+
+    layers: Quantization | None = None
+    head: Quantization | None = None
+    draft: Quantization | None = None
+
+    @property
+    def used(self) -> tuple[Quantization, ...]:
+        """Those that are not None."""
+        return tuple(one for one in (self.layers, self.head, self.draft) if one is not None)
+
+    def of(self, name: str, shape: Shape) -> Quantization | None:
+        """Quantization of a weight of a graph, by its name there and its shape in the checkpoint."""
+        if not is_linear(name):
+            return None
+        chosen = self.head if name == LM_HEAD else self.layers
+        if name.startswith((DRAFT, EXIT_HEAD)):
+            chosen = self.draft
+        return None if chosen is None or shape[1] % chosen.block else chosen
+
+    def draft_name(self, name: str, shape: Shape, dtype: str) -> str:
+        """Name in the draft graph of a weight that verify has as ``name``: the same, or that of the draft's copy."""
+        if not is_linear(name) or name.startswith(EXIT_HEAD):
+            return name
+        own, copy = self.of(name, shape), self.of(DRAFT + name, shape)
+        bits = BITS[dtype if own is None else own.weights]
+        return DRAFT + name if copy is not None and BITS[copy.weights] < bits else name
+
+
+UNQUANTIZED = Quantizations()
 
 
 @dataclass(frozen=True)
@@ -124,13 +165,8 @@ def is_linear(name: str) -> bool:
     return name.endswith(("_proj.weight", LM_HEAD))
 
 
-def in_layers(name: str) -> bool:
-    """Whether a weight belongs to a base layer."""
-    return name.startswith("model.layers.")
-
-
 def stored_weight(
-    name: str, shape: Iterable[int], dtype: str, quantization: Quantization | None, linked: bool = False
+    name: str, shape: Iterable[int], dtype: str, quantization: Quantizations, linked: bool = False
 ) -> StoredWeight:
     """Decide how an engine directory stores a weight.
 
@@ -144,9 +180,7 @@ def stored_weight(
     shape = tuple(shape)
     if linked or not is_linear(name):
         return StoredWeight(name, shape, dtype)
-    if quantization is not None and (shape[1] % quantization.block or (quantization.layers_only and not in_layers(name))):
-        quantization = None
-    return StoredWeight(name, shape, dtype, True, quantization)
+    return StoredWeight(name, shape, dtype, True, quantization.of(name, shape))
 
 
 def packed_name(parts: Sequence[str]) -> str:
@@ -229,7 +263,14 @@ def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, S
 
 
 def graph_shapes(
-    geometry: Geometry, exit_config: ExitConfig, slots: int, layers: Iterable[int], draft: bool, packed: bool = True
+    geometry: Geometry,
+    exit_config: ExitConfig,
+    slots: int,
+    layers: Iterable[int],
+    draft: bool,
+    dtype: str = "float32",
+    quantization: Quantizations = UNQUANTIZED,
+    packed: bool = True,
 ) -> dict[str, Shape]:
     """Name and shape of every weight that a graph uses.
 
@@ -239,6 +280,8 @@ def graph_shapes(
         slots: S, the number of rows of the rotary tables.
         layers: Base layers of the graph, in order.
         draft: True for the draft graph, False for verify or one of its stages.
+        dtype: Element type of the directory.
+        quantization: Quantization of the directory.
         packed: Whether layers that read the same input are packed. Linked weights are not.
     """
     layers, base = list(layers), model_shapes(geometry)
@@ -248,15 +291,39 @@ def graph_shapes(
     ends = []
     if draft:
         shapes |= head
-        ends = [EMBEDDINGS] if exit_config.own_lm_head else [EMBEDDINGS, lm_head_name(geometry)]
+        ends = [EMBEDDINGS] if exit_config.own_lm_head else [EMBEDDINGS, LM_HEAD]
     else:
         if layers[0] == 0:
             shapes |= _written_by_verify(head, exit_config.blocks)
             ends += [EMBEDDINGS]
         if layers[-1] == geometry.num_layers - 1:
-            ends += [FINAL_NORM, lm_head_name(geometry)]
-    shapes |= {name: base[name] for name in ends}
-    return _packed_shapes(shapes) if packed else shapes
+            ends += [FINAL_NORM, LM_HEAD]
+    shapes |= {name: base[lm_head_name(geometry) if name == LM_HEAD else name] for name in ends}
+    shapes = _packed_shapes(shapes) if packed else shapes
+    return {graph_name(name, shape, geometry, draft, dtype, quantization): shape for name, shape in shapes.items()}
+
+
+def graph_name(name: str, shape: Shape, geometry: Geometry, draft: bool, dtype: str, quantization: Quantizations) -> str:
+    """Name in a graph of a weight of the modules.
+
+    Args:
+        name: Name of the module's parameter, or of several packed ones.
+        shape: Its shape.
+        geometry: Geometry of the base model.
+        draft: True for the draft graph.
+        dtype: Element type of the directory.
+        quantization: Quantization of the directory.
+    """
+    if draft:
+        name = quantization.draft_name(name, shape, dtype)
+    tied = name == LM_HEAD and geometry.tied_embeddings and quantization.of(name, shape) is None
+    return EMBEDDINGS if tied else name
+
+
+def checkpoint_names(name: str, geometry: Geometry) -> tuple[str, ...]:
+    """Names of the tensors of checkpoint and exit head that a weight of a graph consists of."""
+    name = name.removeprefix(DRAFT)
+    return (lm_head_name(geometry),) if name == LM_HEAD else parts_of(name)
 
 
 def _written_by_verify(head: dict[str, Shape], blocks: int) -> dict[str, Shape]:
