@@ -62,7 +62,7 @@ def load_modules(directory: Path, manifest: Manifest, devices: Sequence[torch.de
             weights = _load_weights(directory, manifest, [graph, manifest.draft] if with_draft else [graph], files)
         with explain_out_of_memory("The weights"):
             weights = {name: tensor.to(device) for name, tensor in weights.items()}
-        cos, sin = (weights.pop(name) for name in ROTARY_TABLES)
+        cos, sin = (weights.pop(name).to(getattr(torch, manifest.dtype)) for name in ROTARY_TABLES)
         with _explain_mismatch(directory):
             decoder, head = _make_modules(manifest, weights)
         verify = Verify(decoder, head, manifest.stage_layers[number]).eval()
