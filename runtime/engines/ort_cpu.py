@@ -10,7 +10,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import MASKED, PREFILL_CHUNK, SLOTS_PROPERTY, GraphInfo, Manifest
+from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
 from eesd.runtime.engines.base import KVCache, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.widened import NARROW, Widened, widen, widened_info
@@ -29,6 +29,10 @@ FLOAT32_ACTIVATIONS = "1"
 whole int8 step. A pass over several nodes then differs from a pass over one node by 0.1 in a logit, and drafting changes
 tokens."""
 
+LARGEST_FOLDED = "65536"
+"""Bytes of a constant that ONNX Runtime computes when it loads a graph. A Transpose of a weight is larger: it becomes part of the
+MatMul that packs the weight, where folding would write a copy of the weight first."""
+
 
 class OrtEngine:
     """A graph of an engine directory, or its stages in order, each in an ONNX Runtime session, in float32.
@@ -37,7 +41,7 @@ class OrtEngine:
     end. Draft and verify alternate: a thread pool that went on spinning would take the cores from the other engine's pool.
     """
 
-    prefill_chunk = PREFILL_CHUNK
+    prefill_chunk = 256
 
     def __init__(
         self,
@@ -102,10 +106,13 @@ def load_session(
     options.inter_op_num_threads = 1
     options.log_severity_level = 4  # what it logs below that, it also raises
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.add_session_config_entry("session.prepack.enable_parallel", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", FLOAT32_ACTIVATIONS)
     if providers == CPU_PROVIDERS and manifest.quantization is not None and manifest.quantization.weights == "int8":
         # With float32 activations, MatMulNBits has an int4 kernel only. Without it, int8 weights become float32 at load time.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+    else:
+        options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", LARGEST_FOLDED)
     model = str(path) if widened is None else widen(path, options, widened, threads)
     graph = graph if widened is None else widened_info(graph)
     try:
