@@ -30,8 +30,8 @@ whole int8 step. A pass over several nodes then differs from a pass over one nod
 tokens."""
 
 LARGEST_FOLDED = "65536"
-"""Bytes of a constant that ONNX Runtime computes when it loads a graph. A Transpose of a weight is larger: it becomes part of the
-MatMul that packs the weight, where folding would write a copy of the weight first."""
+"""Bytes of a constant that ONNX Runtime may compute when it loads a graph. A Transpose of a weight is larger: it becomes part
+of the MatMul that packs the weight, where folding would write a copy of the weight first."""
 
 
 class OrtEngine:
