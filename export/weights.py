@@ -24,7 +24,7 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
 from eesd.common.manifest import WEIGHTS_FILE, FileInfo, LinkInfo
-from eesd.common.weights import DRAFT, SCALES, ZEROS, StoredWeight
+from eesd.common.weights import DRAFT, EXIT_HEAD, SCALES, ZEROS, StoredWeight
 from eesd.model.checkpoint import CheckpointTensor, all_finite
 from eesd.model.packed import PackedTensor
 from eesd.model.quantize import Quantized, join_quantized, quantize
@@ -150,7 +150,7 @@ def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
     block, dtype = weight.quantization.block, getattr(torch, weight.dtype)
     parts = source.parts if isinstance(source, JointTensor) else [source]
     own = [part.quantized(block, dtype) for part in parts if isinstance(part, PackedTensor)]
-    if len(own) < len(parts) or weight.name.startswith(DRAFT):
+    if len(own) < len(parts) or weight.name.startswith((DRAFT, EXIT_HEAD)):  # those may have another type
         return quantize(_read(source, weight), weight.quantization.weights, dtype)
     return join_quantized(own, weight.shape[1])
 

@@ -36,7 +36,9 @@ def pair(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tup
     """Engines with a copy of the weights, and with links. Tests must copy them before they change anything."""
     parent = tmp_path_factory.mktemp("linked")
     model = family_dir(SHARDED)
-    return export_engine(model, parent / "copied"), export_engine(model, parent / "linked", "--link-weights")
+    return export_engine(model, parent / "copied", "--quantize-draft", "none"), export_engine(
+        model, parent / "linked", "--link-weights"
+    )
 
 
 @pytest.fixture

@@ -104,10 +104,10 @@ def test_engines_agree_with_their_graphs(exported: Export, family: str, options:
     "name",
     [
         "model.layers.1.mlp.down_proj.weight",
-        "model.layers.1.self_attn.v_proj.weight",
+        "model.layers.1.self_attn.qkv_proj.weight",
         "model.norm.weight",
-        "exit_head.blocks.0.self_attn.k_proj.weight",
-        "exit_head.blocks.0.mlp.up_proj.weight",
+        "exit_head.blocks.0.self_attn.kv_proj.weight",
+        "exit_head.blocks.0.mlp.gate_up_proj.weight",
     ],
 )
 def test_broken_weight_is_detected(exported: Export, tmp_path: Path, name: str) -> None:

@@ -21,7 +21,7 @@ from support.tiny_checkpoints import Family, build
 
 import eesd
 from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import BITS, BLOCK, LEVELS, SCALES, ZEROS
+from eesd.common.weights import BITS, BLOCK, LEVELS, SCALES, ZEROS, parts_of
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.model.quantize import Quantized, dequantize, quantize
@@ -214,11 +214,14 @@ def test_logits_are_those_of_the_dequantized_model(
     found = {t.name: numpy_helper.to_array(t) for t in onnx.load(directory / "verify.onnx").graph.initializer}
     model = shutil.copytree(family_dir("qwen2"), tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
-    for name in [name for name in tensors if name + SCALES in found]:
+    for name in [name for name in found if name + SCALES in found and parts_of(name)[0] in tensors]:
         levels, scales = found[name].astype(np.float32), np.repeat(found[name + SCALES], BLOCK, 0)
         if kind == "int4":
             levels -= np.repeat(found[name + ZEROS].astype(np.float32), BLOCK, 0)
-        tensors[name] = np.ascontiguousarray((levels * scales).T)
+        parts = parts_of(name)
+        borders = np.cumsum([len(tensors[part]) for part in parts])[:-1]
+        rows = np.split((levels * scales).T, borders)
+        tensors |= {part: np.ascontiguousarray(own) for part, own in zip(parts, rows, strict=True)}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     reference = eesd.load(export_engine(model, tmp_path / "reference"), "ort", speculation=None, threads=1)
     with reference.session(PROMPT) as session:
@@ -246,9 +249,7 @@ def test_the_draft_has_copies_of_what_verify_has_in_more_bits(
     draft, verify = (tensor_locations(graph_of(directory, f"{name}.onnx")) for name in ("draft", "verify"))
     own = {name for name in draft if name.startswith("draft.")}
     assert {part for part in ("layers.0", "lm_head") if any(part in name for name in own)} == copies
-    assert not own & verify.keys() and all(
-        name.removeprefix("draft.") in {**draft, **verify} or "lm_head" in name for name in own
-    )
+    assert not own & verify.keys()
     assert_weights_match_manifest(directory)
     for backend in ("ort", "torch"):
         drafting = eesd.load(directory, backend, speculation=SPECULATIONS[0], threads=1)
@@ -265,16 +266,15 @@ def test_the_draft_has_copies_of_what_verify_has_in_more_bits(
         ("qwen2", "int8", 2),
     ),
 )
-def test_drafting_and_the_torch_engine_change_no_token(exported: Export, family: str, kind: str, stages: int) -> None:
+def test_drafting_changes_no_token(exported: Export, family: str, kind: str, stages: int) -> None:
     directory = exported(family, kind, *(("--stages", stages) if stages > 1 else ()))
-    plain, torch_engine = (eesd.load(directory, backend, speculation=None, threads=1) for backend in ("ort", "torch"))
-    drafting = [eesd.load(directory, "ort", speculation=speculation, threads=1) for speculation in SPECULATIONS]
-    for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
-        expected = plain.generate(PROMPT, sampling, max_new_tokens=120, ignore_eos=True).tokens
-        for llm in (torch_engine, *drafting):
-            assert llm.generate(PROMPT, sampling, max_new_tokens=120, ignore_eos=True).tokens == expected
-    with plain.session(PROMPT) as one, torch_engine.session(PROMPT) as other:
-        np.testing.assert_allclose(one.peek(), other.peek(), rtol=0, atol=1e-4)
+    for backend in ("ort", "torch"):
+        plain = eesd.load(directory, backend, speculation=None, threads=1)
+        drafting = [eesd.load(directory, backend, speculation=speculation, threads=1) for speculation in SPECULATIONS]
+        for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
+            expected = plain.generate(PROMPT, sampling, max_new_tokens=120, ignore_eos=True).tokens
+            for llm in drafting:
+                assert llm.generate(PROMPT, sampling, max_new_tokens=120, ignore_eos=True).tokens == expected
 
 
 def test_torch_engine_runs_quantized_weights_in_bfloat16(exported: Export) -> None:

@@ -24,7 +24,7 @@ def run(command: Command, *arguments: object, stdin: str | bytes = "") -> Result
 
 def succeed(command: Command, *arguments: object, stdin: str | bytes = "") -> Result:
     result = run(command, *arguments, stdin=stdin)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0, (result.output, result.exception)
     return result
 
 
