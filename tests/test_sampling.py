@@ -133,3 +133,15 @@ def test_values_out_of_range_are_refused(name: str, value: float) -> None:
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(EESDError, match="sampling method is 'typical'; it must be one of coupled, rejection"):
         Sampling(method="typical")
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(options=OPTIONS, seed=st.integers(0, 1000), size=st.sampled_from([7, 97, 4096]), count=st.integers(1, 5))
+def test_the_best_tokens_are_those_of_all_scores_plus_noise(options: Sampling, seed: int, size: int, count: int) -> None:
+    """Noise is made for few tokens, and none of the best is missed."""
+    scores, noise = warp(random_logits(seed, size), options), GumbelNoise(seed, size)
+    tokens, noisy = noise.best(scores, seed, count)
+    expected = scores + noise.at(seed)
+    np.testing.assert_array_equal(noisy, expected[tokens])
+    finite = [token for token in np.argsort(-expected, kind="stable")[:count] if expected[token] > -np.inf]
+    assert set(finite) <= set(tokens.tolist())

@@ -146,15 +146,17 @@ class Coupled(_Deterministic):
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
         logprobs = warp(self._penalized(outputs.logits[row], node), self._sampling)
-        noisy = logprobs + self._noise.at(self._position(node))
-        best = [token for token in _best(noisy, count) if logprobs[token] > -np.inf]
+        tokens, noisy = self._noise.best(logprobs, self._position(node), count + 1)  # one more, for the last margin
+        best = [index for index in _best(noisy, min(count, len(noisy))) if noisy[index] > -np.inf]
         scores = noisy[best] - noisy[best[0]]
-        columns = (logprobs[best].tolist(), scores.tolist(), _margins(noisy, best))
-        return [Proposal(token, *values) for token, *values in zip(best, *columns, strict=True)]
+        chosen = tokens[best]
+        columns = (logprobs[chosen].tolist(), scores.tolist(), _margins(noisy, best))
+        return [Proposal(token, *values) for token, *values in zip(chosen.tolist(), *columns, strict=True)]
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
         logprobs = warp(self._penalized(outputs.logits[node.index], node), self._sampling)
-        return int((logprobs + self._noise.at(self._position(node))).argmax())
+        tokens, noisy = self._noise.best(logprobs, self._position(node), 1)
+        return int(tokens[noisy.argmax()])
 
 
 class Rejection(_Base):

@@ -11,6 +11,8 @@ from eesd.runtime.engines.base import Logits
 
 Vector = NDArray[np.float64]
 
+LIKELY = 9.0
+"""Tokens within this many nats of the most likely one are tried first."""
 METHODS = ("coupled", "rejection")
 
 
@@ -114,23 +116,50 @@ class GumbelNoise:
     """The Gumbel noise of each position of one request, the same for the draft and the verifier.
 
     It is made from the raw output of Philox4x64-10, whose values are fixed by its paper (Salmon et al. 2011), not by a numpy
-    version.
+    version. Its two logarithms are taken only where a token could be among the best.
     """
 
     def __init__(self, seed: int, size: int) -> None:
         self._seed = seed
         self._size = size
-        self._kept: dict[int, Vector] = {}
+        self._kept: dict[int, tuple[NDArray[np.uint64], float]] = {}
+        """By position: 52 random bits for each token [V], and the largest noise."""
 
     def at(self, position: int) -> Vector:
         """g [V] for the token at ``position`` of the sequence."""
-        noise = self._kept.get(position)
-        if noise is None:
+        return _gumbel(self._bits(position)[0])
+
+    def best(self, scores: Vector, position: int, count: int) -> tuple[NDArray[np.int64], Vector]:
+        """All tokens that may be among the ``count`` best of ``scores`` [V] plus noise, ascending, and their noisy scores.
+
+        The others are out because even the largest noise would not lift them to the ``count`` best of the likely tokens. Tokens
+        that a filter removed may be out, too.
+        """
+        bits, largest = self._bits(position)
+        peak = scores.max()
+        likely = np.flatnonzero(scores >= peak - LIKELY)
+        noisy = scores[likely] + _gumbel(bits[likely])
+        if count <= len(likely):
+            reach = (noisy.max() if count == 1 else np.partition(noisy, -count)[-count]) - largest - 1e-9
+            if reach > peak - LIKELY:
+                return likely, noisy
+        else:
+            reach = -np.inf
+        tokens = np.flatnonzero((scores >= reach) & (scores > -np.inf))
+        return tokens, scores[tokens] + _gumbel(bits[tokens])
+
+    def _bits(self, position: int) -> tuple[NDArray[np.uint64], float]:
+        kept = self._kept.get(position)
+        if kept is None:
             if len(self._kept) >= 64:
                 self._kept.pop(next(iter(self._kept)))
             bits = np.random.Philox(key=[self._seed, 0], counter=[0, 0, position, 0]).random_raw(self._size)
-            uniform = (
-                (bits >> np.uint64(12)).astype(np.float64) + 0.5
-            ) * 2.0**-52  # with 53 bits it would sometimes round up to 1
-            noise = self._kept[position] = -np.log(-np.log(uniform))
-        return noise
+            bits >>= np.uint64(12)  # with 53 bits the uniform number would sometimes round up to 1
+            kept = self._kept[position] = bits, float(_gumbel(bits.max()))
+        return kept
+
+
+def _gumbel(bits: NDArray[np.uint64]) -> Vector:
+    """Gumbel noise from 52 random bits."""
+    noise: Vector = -np.log(-np.log((bits.astype(np.float64) + 0.5) * 2.0**-52))
+    return noise
