@@ -51,7 +51,7 @@ def test_quantized_directory_agrees_with_its_graphs(family_dir: Callable[[str], 
     options = ("--dtype", "bfloat16", "--quantize", kind, "--no-check")
     directory = export_engine(family_dir("llama3"), tmp_path / "plans", *options)
     manifest = load_manifest(directory)
-    assert min(compare_engines(open_engines(directory, manifest, "ort", 1, True), directory, manifest).values()) > 0.9999
+    assert min(compare_engines(open_engines(directory, manifest, "ort", 1, True), directory, manifest).values()) > 0.998
 
 
 def test_draft_and_verify_share_widened_weights(narrow: Path) -> None:
