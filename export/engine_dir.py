@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,11 +16,11 @@ import eesd
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, existing_parent, is_temporary, remove_leftovers
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, parse_generation_config
-from eesd.common.geometry import ExitConfig
+from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
 from eesd.common.manifest import FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, LinkInfo, Manifest
-from eesd.common.weights import EXIT_HEAD, checkpoint_names, model_shapes
+from eesd.common.weights import EXIT_HEAD, StoredWeight, checkpoint_names, model_shapes
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
 from eesd.export.weights import (
@@ -127,10 +127,9 @@ def export(
         name = f"verify_{number}" if len(splits) > 1 else "verify"
         progress(f"tracing the {name} graph", 0, 0)
         graphs[name] = trace(name, checkpoint.geometry, head.config, options, layers, linked_names)
-    for weight in (weight for graph in graphs.values() for weight in graph.weights):
-        sources.setdefault(weight.name, joined([sources[part] for part in checkpoint_names(weight.name, checkpoint.geometry)]))
     layout = layout_weights((graph.weights for graph in graphs.values()), linked)
     check_space(existing_parent(output), layout.size + 64_000_000)
+    sources = stored_sources(layout.weights, sources, checkpoint.geometry)
     progress("writing the weights", 0, 0)
     with directory_written_whole(output) as directory:
         links = link_files(directory, (linked[name] for name in linked.keys() & layout.locations.keys()))
@@ -156,7 +155,7 @@ def _generation_config(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, TensorSource]:
-    """The source of every weight of the graphs, by its name in the graphs.
+    """The source of every tensor of checkpoint and exit head that graphs use, and of the rotary tables, by name.
 
     Args:
         checkpoint: The base model.
@@ -168,6 +167,14 @@ def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, 
     sources["cos"] = ComputedTensor(lambda: rotary_tables(checkpoint.geometry, slots)[0])
     sources["sin"] = ComputedTensor(lambda: rotary_tables(checkpoint.geometry, slots)[1])
     return sources
+
+
+def stored_sources(
+    weights: Iterable[StoredWeight], sources: Mapping[str, TensorSource], geometry: Geometry
+) -> dict[str, TensorSource]:
+    """The source of each weight of the graphs, by its name there; ``sources`` has the names of checkpoint and exit head."""
+    names = {weight.name: checkpoint_names(weight.name, geometry) for weight in weights}
+    return {name: joined([sources[part] for part in parts]) for name, parts in names.items()}
 
 
 def _write_files(

@@ -87,7 +87,10 @@ class Graph:
 
 
 class _EngineModule(nn.Module):
-    """Draft or Verify with the inputs and outputs of an engine. The rotary tables are constants."""
+    """Draft or Verify with the inputs and outputs of an engine. The rotary tables are constants.
+
+    The tables are float32 and cast in the graph, so that a 16-bit directory that runs in float32 loses nothing.
+    """
 
     def __init__(self, module: Draft | Verify, cos: Tensor, sin: Tensor) -> None:
         super().__init__()
@@ -100,7 +103,8 @@ class _EngineModule(nn.Module):
     def forward(
         self, x: Tensor, position_ids: Tensor, write_indices: Tensor, attn_mask: Tensor, caches: list[KV]
     ) -> tuple[Tensor, ...]:
-        inputs = Inputs(self.cos, self.sin, position_ids, write_indices, attn_mask)
+        cos, sin = self.cos.to(attn_mask.dtype), self.sin.to(attn_mask.dtype)
+        inputs = Inputs(cos, sin, position_ids, write_indices, attn_mask)
         *outputs, written = self.module(x, inputs, caches)
         return (*outputs, *(tensor for cache in written for tensor in cache))
 
@@ -135,7 +139,7 @@ def trace(
             exits = exit_caches(geometry, exit_config) if layers.start == 0 else ()
             caches, outputs = [*layers, *exits], ["logits" if layers.stop == geometry.num_layers else "hidden_out"]
         cos, sin = rotary_tables(geometry, options.max_seq_len)
-        engine = _EngineModule(module, cos.to(dtype), sin.to(dtype)).eval()
+        engine = _EngineModule(module, cos, sin).eval()
         model = _export(engine, _example_inputs(geometry, len(caches), dtype, hidden=layers.start > 0))
     _name_dimensions(model.graph)
     _name_tensors(model, caches, "hidden" if layers.start > 0 else "input_ids", outputs)

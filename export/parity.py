@@ -12,15 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, numpy_helper
-from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor, nn
 
-from eesd.common.files import temporary_beside
 from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.common.weights import EXIT_HEAD, UNQUANTIZED, checkpoint_names, graph_name, stored_weight
 from eesd.export.engine_dir import Head, weight_sources
@@ -33,6 +29,7 @@ from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.quantize import dequantize
 from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.widened import Widened, widen
 
 TOLERANCE = 1e-3
 """Largest acceptable difference of a float32 logit, relative to the largest logit: the effect of another order of additions."""
@@ -42,7 +39,6 @@ LEAST_COSINE = {"float32": 0.99999, "float16": 0.999, "bfloat16": 0.99}
 _TREE_TOKENS, _TREE_SLOTS = 18, 32
 _ENGINE_PROMPT = 12
 _TEXT_LENGTH = 64
-_NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 Array = NDArray[np.float32]
 
@@ -102,7 +98,7 @@ def compare_graphs(directory: Path, manifest: Manifest, checkpoint: Checkpoint, 
     torch.manual_seed(0)
     count = min(_TREE_TOKENS, manifest.max_seq_len)
     ids = torch.randint(0, manifest.geometry.vocab_size, (1, count))
-    inputs = _random_tree(checkpoint, getattr(torch, manifest.dtype), count)
+    inputs = _random_tree(checkpoint, count)
     draft = Draft(*_stored_modules(checkpoint, head, manifest, draft=True), manifest.draft_top_k).eval()
     found = {"draft": _difference(directory, manifest, [manifest.draft], draft, ids, inputs)}
     del draft  # otherwise both are in memory
@@ -162,7 +158,7 @@ def _stored_value(name: str, shape: tuple[int, ...], source: TensorSource, manif
     return dequantize(levels._replace(scales=levels.scales.float()), weight.quantization.weights).t()
 
 
-def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype, count: int) -> Inputs:
+def _random_tree(checkpoint: Checkpoint, count: int) -> Inputs:
     """A prompt followed by a random tree, ``count`` tokens in all. Each node sees the prompt, its ancestors and itself."""
     prompt = count - count // 3
     parents = [*range(-1, prompt - 1), *(int(torch.randint(prompt - 1, i, ())) for i in range(prompt, count))]
@@ -172,7 +168,7 @@ def _random_tree(checkpoint: Checkpoint, dtype: torch.dtype, count: int) -> Inpu
         if parent >= 0:
             visible[node] |= visible[parent]
             positions[node] = positions[parent] + 1
-    cos, sin = (table.to(dtype).float() for table in rotary_tables(checkpoint.geometry, _TREE_SLOTS))
+    cos, sin = rotary_tables(checkpoint.geometry, _TREE_SLOTS)
     mask = torch.zeros(count, _TREE_SLOTS).masked_fill(~visible, MASKED)
     return Inputs(cos, sin, positions[None], torch.zeros(1, dtype=torch.int64), mask[None, None])
 
@@ -278,36 +274,14 @@ def _run_stages(
 
 
 def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Run a graph with ONNX Runtime on the CPU. 16-bit weights, inputs and outputs are widened to float32 in memory."""
+    """Run a graph with ONNX Runtime on the CPU, widened to float32 as the runtime does it."""
     options = ort.SessionOptions()
     options.log_severity_level = 3  # no warnings that caches are copied; a check wants copies
     options.add_session_config_entry("session.disable_quant_qdq", "1")  # int4 and int8 kernels would round differently
-    model = onnx.load(path, load_external_data=False)
-    narrow = [tensor for tensor in model.graph.initializer if tensor.data_type in _NARROW]
-    weights = [ort.OrtValue.ortvalue_from_numpy(_widened(tensor, path.parent)) for tensor in narrow]
-    if narrow:
-        options.add_external_initializers([tensor.name for tensor in narrow], weights)
-    for tensor in narrow:
-        tensor.data_type = TensorProto.FLOAT
-    for value in (*model.graph.input, *model.graph.output):
-        if value.type.tensor_type.elem_type in _NARROW:
-            value.type.tensor_type.elem_type = TensorProto.FLOAT
-    del model.graph.value_info[:]
-    # The temporary graph lies beside the weights, because quantized weights are still read by their relative path.
-    with temporary_beside(path) as temporary:
-        temporary.write_bytes(model.SerializeToString())
-        session = ort.InferenceSession(str(temporary), options, providers=["CPUExecutionProvider"])
-    names = [output.name for output in model.graph.output]
+    weights: Widened = {}
+    session = ort.InferenceSession(widen(path, options, weights), options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
-
-
-def _widened(tensor: TensorProto, directory: Path) -> Array:
-    """Read a weight from its file. onnx's own reader refuses files that have several hard links."""
-    info = ExternalDataInfo(tensor)
-    with (directory / info.location).open("rb") as file:
-        file.seek(info.offset or 0)
-        loaded = TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=file.read(info.length))
-    return numpy_helper.to_array(loaded).astype(np.float32)
 
 
 def _rows(cache: Array, first: int, stop: int) -> Array:

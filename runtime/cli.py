@@ -13,7 +13,7 @@ from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, SAMPLING_OPTIONS, read_generation_config
 from eesd.common.json_input import MAX_BYTES, decode, json_lines, read_text
-from eesd.common.terminal import Console, Table, coloured
+from eesd.common.terminal import Console, Table, coloured, notice
 from eesd.controllers import CONTROLLERS
 from eesd.runtime.compare import Comparison, compare
 from eesd.runtime.controller_state import load_controller_state, save_controller_state
@@ -74,6 +74,8 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
         verify_hashes=options["verify"],
         generation_config=options["generation_config"],
     )
+    if llm.engines.notice:
+        notice(llm.engines.notice)
     sampling = replace(llm.default_sampling, **chosen)
     if learned is not None and learned.exists():
         load_controller_state(llm, learned)

@@ -53,7 +53,7 @@ def jobs() -> dict[str, str]:
     torch = _missing("pip install 'eesd[torch]'", *machine.TORCH_ENGINE)
     exporting = _missing("pip install 'eesd[export]'", *(name for name, extra in PACKAGES if extra == "export"))
     return {
-        "run on the CPU (ort)": on_cpu or "yes, float32 engines",
+        "run on the CPU (ort)": on_cpu or f"yes, engines of every type in float32{_widening_lacks()}",
         "run on the CPU (torch)": torch or "yes, engines of every type",
         "run plans on a GPU (tensorrt)": _plans_lack("torch") or _gpu_lacks() or "yes",
         "run on a GPU (torch)": torch or _gpu_lacks() or "yes, engines of every type",
@@ -66,6 +66,10 @@ def _missing(remedy: str, *names: str) -> str:
     """Which packages are missing, and the command that installs them; "" if all are there."""
     missing = [name for name in names if not installed(name)]
     return f"no: {', '.join(missing)} missing; {remedy}" if missing else ""
+
+
+def _widening_lacks() -> str:
+    return "" if installed("onnx") else "; for 16-bit engines: pip install onnx"
 
 
 def _plans_lack(*others: str) -> str:

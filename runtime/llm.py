@@ -283,7 +283,7 @@ class LLM:
             self._idle.append(workspace)
 
     def _new_workspace(self) -> _Workspace:
-        verify, draft = self.engines
+        verify, draft = self.engines.verify, self.engines.draft
         kv_cache = verify.new_kv_cache()
         return _Workspace(kv_cache, verify.bind(kv_cache), draft.bind(kv_cache) if draft else None)
 

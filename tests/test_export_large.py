@@ -21,7 +21,8 @@ GB, MB = 10**9, 10**6
 COMMON = """
 import json, sys
 from pathlib import Path
-from eesd.export.engine_dir import untrained_head, weight_sources
+from eesd.common.weights import BLOCK, UNQUANTIZED, Quantization, Quantizations
+from eesd.export.engine_dir import stored_sources, untrained_head, weight_sources
 from eesd.export.onnx_graph import ExportOptions, to_proto, trace
 from eesd.export.weights import layout_weights, write_weights
 from eesd.model.checkpoint import Checkpoint
@@ -36,7 +37,9 @@ def reset_peak():
 
 checkpoint = Checkpoint(Path(sys.argv[1]))
 head = untrained_head(checkpoint, int(sys.argv[2]))
-options = ExportOptions(sys.argv[3], 4096, 32, 8, quantize=dict(enumerate(sys.argv)).get(5))
+kind = dict(enumerate(sys.argv)).get(5)
+quantization = Quantizations(*[Quantization(kind, BLOCK)] * 3) if kind else UNQUANTIZED
+options = ExportOptions(sys.argv[3], 4096, 32, 8, quantization=quantization)
 graphs = [trace(kind, checkpoint.geometry, head.config, options) for kind in ("draft", "verify")]
 layout = layout_weights((graph.weights for graph in graphs))
 """

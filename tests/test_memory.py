@@ -17,7 +17,7 @@ from support.synthetic import LLAMA_70B, write_checkpoint
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import PREFILL_CHUNK, WEIGHTS_FILE, FileInfo, Manifest
 from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import BLOCK, Quantization
+from eesd.common.weights import BLOCK, UNQUANTIZED, Quantization, Quantizations
 from eesd.export import engine_dir
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
@@ -123,7 +123,7 @@ def rendered(manifest: Manifest) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def manifest_70b(geometry: Geometry, small: Manifest, quantization: Quantization | None, stages: int) -> Manifest:
+def manifest_70b(geometry: Geometry, small: Manifest, quantization: Quantizations, stages: int) -> Manifest:
     """The manifest of a float16 export of that geometry, made from the manifest of a small model in two stages."""
     exit_head = ExitConfig(4)
     caches = [tuple(layers) for layers in split_layers(geometry, exit_head, "float16", quantization, stages)]
@@ -146,9 +146,9 @@ def manifest_70b(geometry: Geometry, small: Manifest, quantization: Quantization
 def test_page_on_70b_shows_the_estimates(checkpoint_70b: Path, staged: Path) -> None:
     """The estimates for two devices and, in int4, for one."""
     geometry, small = Checkpoint(checkpoint_70b).geometry, load_manifest(staged)
-    int4 = manifest_70b(geometry, small, Quantization("int4", BLOCK), stages=1)
+    int4 = manifest_70b(geometry, small, Quantizations(*[Quantization("int4", BLOCK)] * 3), stages=1)
     assert rendered(int4) == page("eesd-inspect plans-int4/ --memory")
-    manifest = manifest_70b(geometry, small, None, stages=2)
+    manifest = manifest_70b(geometry, small, UNQUANTIZED, stages=2)
     assert rendered(manifest) == page("eesd-inspect plans/ --memory")
     for figure in (
         f"{slot_bytes(manifest, 81):,} bytes",

@@ -146,7 +146,7 @@ def test_export_keeps_the_levels_and_computes_with_them(pairs: Callable[[str], P
     directory = export_engine(packed, tmp_path / "plans", "--check")
     reference = export_engine(values, tmp_path / "reference")
     manifest = load_manifest(directory)
-    assert manifest.quantization is not None and manifest.quantization.layers_only
+    assert manifest.quantization.layers is not None and manifest.quantization.head is None
     found = {t.name: t for t in load(directory / "verify.onnx").graph.initializer}
     kind = ("" if SCHEMES[name].symmetric else "U") + f"INT{SCHEMES[name].bits}"
     for weight, expected in levels.items():

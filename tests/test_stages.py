@@ -20,6 +20,7 @@ import eesd
 from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import WEIGHTS_FILE, Manifest
 from eesd.common.manifest_reader import load_manifest
+from eesd.common.weights import UNQUANTIZED
 from eesd.controllers import make_controller
 from eesd.export.cli import main as export_main
 from eesd.export.engine_dir import untrained_head
@@ -144,7 +145,7 @@ def test_stages_are_standard_graphs_that_pass_on_a_hidden_state(exported: Export
 
 
 def split_sizes(checkpoint: Checkpoint, layer: int, stages: int) -> list[int]:
-    return [len(layers) for layers in split_layers(checkpoint.geometry, ExitConfig(layer), "float32", None, stages)]
+    return [len(layers) for layers in split_layers(checkpoint.geometry, ExitConfig(layer), "float32", UNQUANTIZED, stages)]
 
 
 def device_bytes(checkpoint: Checkpoint, counts: list[int]) -> list[int]:
@@ -173,7 +174,7 @@ def test_no_other_split_has_less_on_its_fullest_device(tmp_path: Path, tied: boo
 
 def test_one_stage_has_all_layers(family_dir: Callable[[str], Path]) -> None:
     checkpoint = Checkpoint(family_dir("qwen2"))
-    assert split_layers(checkpoint.geometry, untrained_head(checkpoint, 2).config, "float32", None, 1) == [range(3)]
+    assert split_layers(checkpoint.geometry, untrained_head(checkpoint, 2).config, "float32", UNQUANTIZED, 1) == [range(3)]
 
 
 @pytest.mark.parametrize(("layer", "stages"), [(1, 4), (2, 3), (1, 1000)])

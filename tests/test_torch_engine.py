@@ -363,11 +363,6 @@ def test_damaged_directory_is_refused(engine_copy: Path, damage: Damage, words: 
     )
 
 
-def test_onnx_runtime_refuses_16_bit_engines_and_names_the_remedies(narrow: Path) -> None:
-    with pytest.raises(EESDError, match=r"float16 engines.*--dtype float32.*--backend torch"):
-        eesd.load(narrow, "ort")
-
-
 def test_unknown_backend_lists_the_known_ones(engine: Path) -> None:
     with pytest.raises(EESDError, match="backend is 'jax'; it must be one of auto, tensorrt, ort, torch"):
         eesd.load(engine, "jax")

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eesd.common.checks import check_choice, check_integer
 from eesd.common.errors import EESDError
-from eesd.common.machine import cores, torch_sees_gpu
+from eesd.common.machine import available_memory, cores, torch_sees_gpu
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Engine
 
@@ -20,10 +20,12 @@ class Engines(NamedTuple):
     Attributes:
         verify: The verify engine.
         draft: The draft engine; None if it was not loaded.
+        notice: What the user should know about how this machine runs the directory; empty if there is nothing.
     """
 
     verify: Engine
     draft: Engine | None
+    notice: str = ""
 
 
 def open_engines(directory: Path, manifest: Manifest, backend: str, threads: int | None, draft: bool) -> Engines:
@@ -52,10 +54,16 @@ def default_threads() -> int:
 
 
 def _open_auto(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
-    """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``; without a GPU, ``ort``."""
-    if not torch_sees_gpu():
+    """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU, ``ort``, or ``torch`` where a
+    16-bit directory fits the memory only as it is."""
+    if torch_sees_gpu():
+        return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, threads, draft)
+    from eesd.runtime.engines.widened import widening_memory
+
+    if manifest.dtype == "float32" or widening_memory(manifest) <= available_memory():
         return _open_ort(directory, manifest, threads, draft)
-    return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, threads, draft)
+    notice = f"There is too little memory to run {manifest.dtype} weights in float32, so torch runs them as they are: slowly."
+    return _open_torch(directory, manifest, threads, draft)._replace(notice=notice)
 
 
 def _open_ort(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
@@ -67,8 +75,11 @@ def _open_ort(directory: Path, manifest: Manifest, threads: int, draft: bool) ->
         return Engines(*open_ort_gpu(directory, manifest, threads, draft))
     from eesd.runtime.engines.ort_cpu import OrtEngine
 
-    verify = OrtEngine(directory, manifest, manifest.verify, threads)
-    return Engines(verify, OrtEngine(directory, manifest, [manifest.draft], threads) if draft else None)
+    widened: dict[str, Any] = {}
+    verify = OrtEngine(directory, manifest, manifest.verify, threads, widened)
+    drafter = OrtEngine(directory, manifest, [manifest.draft], threads, widened) if draft else None
+    notice = f"The CPU runs the {manifest.dtype} engines in float32: their weights take twice the memory." if widened else ""
+    return Engines(verify, drafter, notice)
 
 
 def _open_torch(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:

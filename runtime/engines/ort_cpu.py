@@ -10,9 +10,10 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import MASKED, PREFILL_CHUNK, SLOTS_PROPERTY, GraphInfo, Manifest
+from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
 from eesd.runtime.engines.base import KVCache, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
+from eesd.runtime.engines.widened import NARROW, Widened, widen, widened_info
 
 HIDDEN = np.float32(MASKED)
 CPU_PROVIDERS = ["CPUExecutionProvider"]
@@ -27,17 +28,28 @@ INT8_ACTIVATIONS = "4"
 """Accuracy level of MatMulNBits: products of int8 activations, rounded in blocks, and int4 or int8 weights. A difference in the
 last bit of an activation could become a whole int8 step; but the graphs give a token the same bits in every call."""
 
+LARGEST_FOLDED = "65536"
+"""Bytes of a constant that ONNX Runtime may compute when it loads a graph. A Transpose of a weight is larger: it becomes part
+of the MatMul that packs the weight, where folding would write a copy of the weight first."""
+
 
 class OrtEngine:
-    """A graph of an engine directory, or its stages in order, each in an ONNX Runtime session.
+    """A graph of an engine directory, or its stages in order, each in an ONNX Runtime session, in float32.
 
     The threads of a session spin during a call, in which they wait for each other hundreds of times, and stop spinning at its
     end. Draft and verify alternate: a thread pool that went on spinning would take the cores from the other engine's pool.
     """
 
-    prefill_chunk = PREFILL_CHUNK
+    prefill_chunk = 256
 
-    def __init__(self, directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], threads: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        stages: Sequence[GraphInfo],
+        threads: int,
+        widened: Widened | None = None,
+    ) -> None:
         """Load the stages.
 
         Args:
@@ -45,17 +57,17 @@ class OrtEngine:
             manifest: Its manifest.
             stages: The stages of verify, or the draft graph.
             threads: CPU threads of each session.
+            widened: Weights of a 16-bit directory that other engines have widened; this engine adds those that are missing.
 
         Raises:
-            EESDError: The graphs are not float32, or ONNX Runtime cannot load them.
+            EESDError: ONNX Runtime cannot load the graphs.
         """
-        if manifest.dtype != "float32":
-            raise EESDError(
-                f"{directory} holds {manifest.dtype} engines, and ONNX Runtime on the CPU runs float32 only: "
-                "export with --dtype float32, or run this directory with --backend torch."
-            )
+        widened = ({} if widened is None else widened) if manifest.dtype in NARROW else None
         self.manifest = manifest
-        self.stages = [(graph, load_session(directory, manifest, graph, threads, CPU_PROVIDERS)) for graph in stages]
+        self._widened = widened  # the sessions do not keep it alive
+        self.stages = [
+            (widened_info(graph), load_session(directory, manifest, graph, threads, CPU_PROVIDERS, widened)) for graph in stages
+        ]
 
     def new_kv_cache(self) -> HostKVCache:
         return HostKVCache(self.manifest)
@@ -65,7 +77,14 @@ class OrtEngine:
         return OrtBinding(self, kv_cache)
 
 
-def load_session(directory: Path, manifest: Manifest, graph: GraphInfo, threads: int, providers: Sequence[Any]) -> Any:
+def load_session(
+    directory: Path,
+    manifest: Manifest,
+    graph: GraphInfo,
+    threads: int,
+    providers: Sequence[Any],
+    widened: Widened | None = None,
+) -> Any:
     """Load a graph into an ONNX Runtime session.
 
     Args:
@@ -74,6 +93,7 @@ def load_session(directory: Path, manifest: Manifest, graph: GraphInfo, threads:
         graph: The graph.
         threads: CPU threads of the session.
         providers: Execution providers.
+        widened: To widen the graph to float32: widened weights, see :func:`~eesd.runtime.engines.widened.widen`.
 
     Raises:
         EESDError: The graph cannot be loaded, or has other inputs and outputs than the manifest says. Buffers are bound by what
@@ -85,9 +105,13 @@ def load_session(directory: Path, manifest: Manifest, graph: GraphInfo, threads:
     options.inter_op_num_threads = 1
     options.log_severity_level = 4  # what it logs below that, it also raises
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.add_session_config_entry("session.prepack.enable_parallel", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", INT8_ACTIVATIONS)
+    options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", LARGEST_FOLDED)
+    model = str(path) if widened is None else widen(path, options, widened, threads)
+    graph = graph if widened is None else widened_info(graph)
     try:
-        session = ort.InferenceSession(str(path), options, providers=providers)
+        session = ort.InferenceSession(model, options, providers=providers)
     except Exception as error:  # ONNX Runtime's exceptions have no common base class
         reason = str(error).splitlines()[0][:200]
         raise EESDError(f"ONNX Runtime cannot load {path} ({reason}); export again.") from None

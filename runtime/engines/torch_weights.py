@@ -67,7 +67,7 @@ def load_modules(directory: Path, manifest: Manifest, devices: Sequence[torch.de
             verifier, *drafter = (_make_modules(manifest, weights, of) for of in graphs)
         verify = Verify(*verifier, manifest.stage_layers[number]).eval()
         drafting = [Draft(*modules, manifest.draft_top_k).eval() for modules in drafter]
-        cos, sin = (weights[name] for name in ROTARY_TABLES)
+        cos, sin = (weights[name].to(getattr(torch, manifest.dtype)) for name in ROTARY_TABLES)
         stages.append(StageModules(verify, drafting[0] if drafting else None, (cos, sin)))
     return stages
 

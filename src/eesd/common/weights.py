@@ -122,7 +122,7 @@ class StoredWeight:
     Attributes:
         name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the exit head's.
         shape: Shape in the checkpoint; [out, in] for a linear layer.
-        dtype: Element type of the directory, and of the scales.
+        dtype: Element type of the weight, or of its scales: the directory's, but float32 for the rotary tables.
         transposed: Whether the weight is stored as [in, out], the layout that MatMul takes. Linked weights are not.
         quantization: None if the weight is stored in ``dtype``.
     """
@@ -178,6 +178,8 @@ def stored_weight(
         linked: Whether the weight stays in the checkpoint's own file, and so in its layout.
     """
     shape = tuple(shape)
+    if name in ROTARY_TABLES:
+        return StoredWeight(name, shape, "float32")  # rounded where they are used; see the module that is traced
     if linked or not is_linear(name):
         return StoredWeight(name, shape, dtype)
     return StoredWeight(name, shape, dtype, True, quantization.of(name, shape))
