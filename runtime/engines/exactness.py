@@ -56,8 +56,8 @@ class Differences:
     def __str__(self) -> str:
         if not self.differing:
             return f"equal in every bit at {self.positions} positions of {self.calls} calls"
-        kinds = f" (other {', '.join(sorted(self.kinds))})" if self.kinds else ""
-        return f"differ at {self.differing} of {self.positions} positions of {self.calls} calls{kinds}, by at most {self.largest:.1e}"
+        what = f"differ at {self.differing} of {self.positions} positions of {self.calls} calls, by at most {self.largest:.1e}"
+        return f"{what} (other {', '.join(sorted(self.kinds))})"
 
 
 @dataclass
@@ -80,6 +80,11 @@ class Exactness:
         random = np.random.default_rng(0)
         self._tokens: list[int] = random.integers(self.manifest.geometry.vocab_size, size=self._prompt + self._rows).tolist()
         self._expected: Logits | None = None
+
+    @property
+    def layouts(self) -> int:
+        """Combinations of cache size and chunks that :meth:`check` runs."""
+        return len(list(self._layouts()))
 
     def check(self, engine: Engine, progress: Callable[[], object] = lambda: None) -> None:
         """Compare calls of 1 to M + 1 rows, with other caches and chunks of the prompt, and a tree.
@@ -158,4 +163,4 @@ class Exactness:
         found = binding.forward(tokens, positions, prompt, prompt, seen).logits.copy()
         for node, path in enumerate(paths):
             chain = binding.forward([tokens[i] for i in path], range(prompt, prompt + len(path)), prompt).logits
-            self.trees = self.trees.with_rows("trees", found[node : node + 1], chain[-1:])
+            self.trees = self.trees.with_rows("slots", found[node : node + 1], chain[-1:])

@@ -29,9 +29,7 @@ class GrowingKVCache:
 
     shards: list[Any]
 
-    def __init__(
-        self, manifest: Manifest, slots: int, layers: Sequence[Sequence[int]] | None = None, spare: int = 0
-    ) -> None:
+    def __init__(self, manifest: Manifest, slots: int, layers: Sequence[Sequence[int]] | None = None, spare: int = 0) -> None:
         """``layers`` lists the layers of each shard; None: all in one. ``spare`` slots are allocated behind those that tokens
         may use: nodes that only pad a call are written there."""
         self.limit = manifest.max_seq_len

@@ -26,8 +26,8 @@ ORT_TYPES = {
 }
 """Element types by ONNX Runtime's names."""
 INT8_ACTIVATIONS, FLOAT32_ACTIVATIONS = "4", "1"
-"""Accuracy levels of MatMulNBits. Level 4 rounds activations to int8 in blocks. A difference in the last bit of an activation can
-then become a whole int8 step, so it is for kernels that give a token the same bits in every call."""
+"""Accuracy levels of MatMulNBits. Level 4 rounds activations to int8 in blocks. A difference in the last bit of an activation
+can then become a whole int8 step, so it is for kernels that give a token the same bits in every call."""
 
 LARGEST_FOLDED = "65536"
 """Bytes of a constant that ONNX Runtime may compute when it loads a graph. A Transpose of a weight is larger: it becomes part

@@ -13,8 +13,8 @@ from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
 from eesd.runtime.engines.torch_weights import load_modules
 
 ROWS = 4
-"""On the CPU, torch's float32 products add in another order where the number of rows is no multiple of this. Calls of verify are
-padded, so that a token's logits are the same bits in every call."""
+"""On the CPU, torch's float32 products add in another order where the number of rows is no multiple of this. Calls of verify
+are padded, so that a token's logits are the same bits in every call."""
 
 
 class TorchStageRunner:
