@@ -31,9 +31,7 @@ TREES = (
 @click.option("--new-tokens", type=click.IntRange(1), default=256, help="Of each generation.")
 @click.option("--backend", default="ort")
 @click.option("--threads", type=int)
-@click.option(
-    "--trees", is_flag=True, help="Draft trees, whose logits are the same up to rounding, or cut with int8 activations."
-)
+@click.option("--trees", is_flag=True, help="Draft trees; their logits are the same up to rounding.")
 def main(
     directories: tuple[Path, ...], positions: int, new_tokens: int, backend: str, threads: int | None, trees: bool
 ) -> None:
