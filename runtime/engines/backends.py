@@ -15,8 +15,8 @@ from eesd.runtime.engines.exactness import Exactness
 MAX_THREADS = 1024
 """More is taken for a typing error: the engines would start that many threads."""
 INEXACT = (
-    "On this processor ONNX Runtime's logits depend on how many tokens a call has, so quantized products keep float32 activations: "
-    "slower, but drafting does not change tokens."
+    "On this processor ONNX Runtime's logits depend on how many tokens a call has, so quantized products keep float32 "
+    "activations: slower, but drafting does not change tokens."
 )
 """Notice for a quantized directory."""
 
