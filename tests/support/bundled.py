@@ -30,7 +30,7 @@ def recorded(llm: LLM, prompt: str, sampling: Sampling, count: int, reference: L
 
 
 def assert_lossless(directory: Path, texts: list[str], sampling: Sampling, count: int) -> None:
-    """Drafting changes no token, chains change no bit of a logit. Trees round logits otherwise, or not with int8 activations."""
+    """Drafting changes no token, chains change no bit of a logit. Trees round otherwise, but with int8 activations."""
     plain = load(directory, speculation=None)
     drafting = {speculation: load(directory, speculation=speculation) for speculation in SPECULATIONS}
     for text in texts:
