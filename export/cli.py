@@ -236,7 +236,7 @@ def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path
 
 def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head, wanted: bool | None) -> list[str]:
     """Run the parity check, and return lines that report its result. Raises EESDError if a graph is wrong."""
-    from eesd.export.parity import compare_graphs, compare_graphs_memory, quantization_drift
+    from eesd.export.parity import check_bits, compare_graphs, compare_graphs_memory, quantization_drift
 
     if wanted is False:
         return []
@@ -251,6 +251,9 @@ def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: He
         f"{kind}: largest difference to torch {difference.largest:.2e} (largest logit {difference.scale:.1f})"
         for kind, difference in differences.items()
     ]
+    lines.append(
+        f"verify: logits of calls of 1 to {manifest.max_tree_nodes + 1} tokens {check_bits(directory, manifest).chains}"
+    )
     if (manifest.quantization.layers or manifest.quantization.head) and checkpoint.quantization is None:
         drift = quantization_drift(manifest, checkpoint, head)
         lines.append(

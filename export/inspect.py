@@ -1,6 +1,7 @@
 """``eesd-inspect``: show the content of an engine directory."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,16 @@ from eesd.common.manifest import PREFILL_CHUNK, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Console, Table, progress_bar
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
+from eesd.runtime.engines.backends import BACKENDS, open_engines
+from eesd.runtime.engines.exactness import Exactness
 
 
 @command()
 @click.argument("directory", type=PATH)
 @click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
+@click.option("--exact", is_flag=True, help="Compare the bits of logits between calls of 1 to M + 1 tokens, and with a tree.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="With --exact: what runs the calls.")
+@click.option("--threads", type=int, help="With --exact: CPU threads.  [default: 1, and as many as eesd-run takes]")
 @click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
 @click.option("--layers", is_flag=True, help="List only the layers of the plans. Needs the GPU that the plans are for.")
 @click.option("--memory", is_flag=True, help="Show only an estimate of the memory that running takes, by device.")
@@ -29,6 +35,9 @@ from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot
 def main(
     directory: Path,
     verify: bool,
+    exact: bool,
+    backend: str,
+    threads: int | None,
     tensors: bool,
     layers: bool,
     memory: bool,
@@ -62,6 +71,23 @@ def main(
             for plan in manifest.plans.values():
                 check_plan(directory, plan)
         click.echo("all files are as exported", err=as_json)
+    if exact:
+        found = check_exactness(directory, manifest, backend, [1, None] if threads is None else [threads])
+        click.echo(f"logits {found.chains}", err=as_json)
+        click.echo(f"logits of a tree's nodes, against their paths as chains, {found.trees}", err=as_json)
+        if found.chains.differing:
+            raise EESDError(
+                "Logits depend on how many tokens a call has, so drafting can change tokens where two are as likely."
+            )
+
+
+def check_exactness(directory: Path, manifest: Manifest, backend: str, threads: Sequence[int | None]) -> Exactness:
+    """Compare the bits of logits in about M + 45 calls, most of them short, for each number of threads (None: the default)."""
+    exactness = Exactness(manifest)
+    with progress_bar("comparing bits", exactness.layouts * len(threads)) as advance:
+        for count in threads:
+            exactness.check(open_engines(directory, manifest, backend, count, draft=False).verify, lambda: advance(1))
+    return exactness
 
 
 def _memory(console: Console, manifest: Manifest, slots: int, batch: int, as_json: bool) -> None:

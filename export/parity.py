@@ -28,7 +28,9 @@ from eesd.model.graphs import Draft, Verify
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.quantize import dequantize
 from eesd.model.rotary import rotary_tables
-from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.backends import Engines, default_threads
+from eesd.runtime.engines.exactness import Exactness
+from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.widened import Widened, widen
 
 TOLERANCE = 1e-3
@@ -104,6 +106,13 @@ def compare_graphs(directory: Path, manifest: Manifest, checkpoint: Checkpoint, 
     del draft  # otherwise both are in memory
     verify = Verify(*_stored_modules(checkpoint, head, manifest)).eval()
     return found | {"verify": _difference(directory, manifest, manifest.verify, verify, ids, inputs)}
+
+
+def check_bits(directory: Path, manifest: Manifest) -> Exactness:
+    """Whether ONNX Runtime gives a token's logits the same bits in calls of one, two and M + 1 tokens: in four calls."""
+    exactness = Exactness(manifest)
+    exactness.check_quickly(OrtEngine(directory, manifest, manifest.verify, default_threads()))
+    return exactness
 
 
 @torch.no_grad()

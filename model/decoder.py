@@ -99,11 +99,11 @@ def fold_mask(inputs: Inputs, group: int) -> Inputs:
 
     One attention then reads each cache once, and has at least two queries even for one token. ONNX Runtime computes a single
     query in another order than several; with two or more, a query's result is the same bits whatever their number. Without
-    groups the first query is therefore computed twice.
+    groups its graphs therefore compute the first query twice. Torch does not: its engine pads calls to an even number instead.
     """
     mask = inputs.attn_mask
-    copies = [mask] * group if group > 1 else [mask, mask[:, :, :1]]
-    return replace(inputs, query_mask=torch.cat(copies, 2))
+    again = [mask[:, :, :1]] if group == 1 and torch.compiler.is_exporting() else []
+    return replace(inputs, query_mask=torch.cat([mask] * group + again, 2))
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs) -> Tensor:
@@ -114,7 +114,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs) -> Tensor:
     mask, kv_heads = inputs.query_mask, keys.shape[1]
     if mask is None and torch.compiler.is_exporting():
         return _attention(q, keys, values, inputs.attn_mask)
-    if mask is not None and q.shape[1] == kv_heads:
+    if mask is not None and q.shape[1] == kv_heads and torch.compiler.is_exporting():
         return _attention(torch.cat((q, q[:, :, :1]), 2), keys, values, mask)[:, :, :-1]
     if mask is None:
         mask = inputs.attn_mask.repeat(1, 1, q.shape[1] // kv_heads, 1)

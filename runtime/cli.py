@@ -24,6 +24,7 @@ from eesd.runtime.llm import GENERATION_CONFIGS, LLM, Prompt, Speculation, load
 
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
 MODELS_SAMPLING = "Sampling options of the model's generation_config.json: take them where none is given, or not."
+EXACT = "checked when loading: logits are the same bits for every number of tokens in a call"
 LEARNED = "Start with what the controller learned in FILE, if it exists; save it there at the end."
 
 
@@ -53,7 +54,7 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 @click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")
 @click.option("--show-drafts", is_flag=True, help="Colour the tokens that were drafted (on a terminal).")
-@click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; show speed-up and equality.")
+@click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; compare speed, tokens and bits.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt.")
 @click.option("--stats/--no-stats", default=True, help="Table of statistics on stderr.")
 def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> None:
@@ -238,6 +239,8 @@ def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
             ("acceptance", f"{stats.acceptance:.2f}, by depth {' '.join(by_depth[:8])}"),
             ("time", _shares(stats)),
         ]
+    if stats.exact is not None:
+        rows.append(("exact", EXACT if stats.exact else "no: on this processor logits depend on how many tokens a call has"))
     if stats.guard_pauses:
         rows.append(("guard", f"drafting paused {stats.guard_pauses} times: it was slower than plain decoding"))
     if llm.speculation is not None and not llm.manifest.exit_head.trained:
@@ -259,6 +262,7 @@ def _show_comparison(comparison: Comparison, as_json: bool) -> None:
             "speedup": comparison.speedup,
             "equal": divergence is None,
             "divergence": asdict(divergence) if divergence else None,
+            "logits": asdict(comparison.logits),
             "plain": comparison.plain.to_dict(),
             "drafting": comparison.drafting.to_dict(),
         }
@@ -279,6 +283,7 @@ def _show_comparison(comparison: Comparison, as_json: bool) -> None:
             f"{divergence.drafting_token} with), logit gap {divergence.logit_gap:.2e}",
             err=True,
         )
+    click.echo(str(comparison.logits), err=True)
 
 
 if __name__ == "__main__":

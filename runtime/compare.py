@@ -1,11 +1,19 @@
-"""The same prompt with and without drafting: the speed-up, and whether the tokens are the same."""
+"""The same prompt with and without drafting: the speed-up, and whether tokens and logits are the same."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
 
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
+from eesd.runtime.engines.base import Logits
 from eesd.runtime.llm import LLM, Completion, Prompt
+
+KEPT_BYTES = 1 << 28
+"""Logits of a generation that are kept whole, to say by how much others differ. Of what is beyond, hashes are kept."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,73 @@ class Divergence:
 
 
 @dataclass(frozen=True)
+class LogitComparison:
+    """The logits that chose each new token, compared bit for bit between two generations, as far as their tokens are the same.
+
+    Attributes:
+        positions: New tokens whose logits were compared.
+        differing: Those at which a bit differs.
+        first: Index of the first of them; -1 if there is none.
+        largest: Largest difference of a logit, among rows that were kept whole.
+    """
+
+    positions: int = 0
+    differing: int = 0
+    first: int = -1
+    largest: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.differing:
+            return f"logits are equal, bit for bit ({self.positions} positions)"
+        return (
+            f"logits differ at {self.differing} of {self.positions} positions, first at new token {self.first}, by at most "
+            f"{self.largest:.1e}"
+        )
+
+
+class LogitRecord:
+    """The logits behind which each new token of a generation was chosen: an observer of its session."""
+
+    def __init__(self, reference: "LogitRecord | None" = None) -> None:
+        """Record, or with a ``reference`` compare with what it recorded."""
+        self.tokens: list[int] = []
+        self.result = LogitComparison()
+        self._rows: list[Logits | bytes] = []
+        self._kept = 0
+        self._reference = reference
+
+    def __call__(self, tokens: Sequence[int], logits: Logits) -> None:
+        for token, row in zip(tokens, logits, strict=True):
+            if self._reference is None:
+                self._keep(row)
+            else:
+                self._compare(self._reference, row)
+            self.tokens.append(token)
+
+    def _keep(self, row: Logits) -> None:
+        whole = self._kept + row.nbytes <= KEPT_BYTES
+        self._kept += row.nbytes if whole else 0
+        self._rows.append(row.copy() if whole else _hash(row))
+
+    def _compare(self, reference: "LogitRecord", row: Logits) -> None:
+        index, before = len(self.tokens), self.result
+        if index >= len(reference._rows) or self.tokens != reference.tokens[:index]:
+            return
+        kept = reference._rows[index]
+        bits = kept if isinstance(kept, bytes) else _hash(kept)
+        equal = _hash(row) == bits
+        largest = before.largest
+        if not equal and not isinstance(kept, bytes):
+            largest = max(largest, float(np.abs(row - kept).max()))
+        first = index if not equal and before.first < 0 else before.first
+        self.result = LogitComparison(before.positions + 1, before.differing + (not equal), first, largest)
+
+
+def _hash(row: Logits) -> bytes:
+    return blake2b(row.tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Both runs of one prompt. ``divergence`` is None where the tokens are the same."""
 
@@ -32,6 +107,7 @@ class Comparison:
     plain: Stats
     drafting: Stats
     divergence: Divergence | None
+    logits: LogitComparison
 
     @property
     def speedup(self) -> float:
@@ -46,15 +122,19 @@ def compare(
     """Run the prompt once each way, after a short warm-up of both. The arguments are those of :meth:`LLM.generate`."""
     tokens = llm.encode(prompt)
 
-    def run(limit: int, draft: bool) -> Completion:
-        return llm.generate(tokens, sampling, max_new_tokens=limit, stop=stop, draft=draft, ignore_eos=ignore_eos)
+    def run(limit: int, draft: bool, record: LogitRecord | None = None) -> Completion:
+        observed = copy(llm)
+        observed.observer = record
+        return observed.generate(tokens, sampling, max_new_tokens=limit, stop=stop, draft=draft, ignore_eos=ignore_eos)
 
     for draft in (False, True):
         run(min(8, max_new_tokens), draft)
-    plain, drafting = run(max_new_tokens, False), run(max_new_tokens, True)
+    expected = LogitRecord()
+    found = LogitRecord(expected)
+    plain, drafting = run(max_new_tokens, False, expected), run(max_new_tokens, True, found)
     divergence = first_divergence(llm, tokens, plain.tokens, drafting.tokens)
     text = plain.text if not isinstance(prompt, str) else prompt + plain.text
-    return Comparison(text, plain.stats, drafting.stats, divergence)
+    return Comparison(text, plain.stats, drafting.stats, divergence, found.result)
 
 
 def first_divergence(llm: LLM, prompt: list[int], plain: list[int], drafting: list[int]) -> Divergence | None:

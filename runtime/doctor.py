@@ -1,12 +1,16 @@
 """``eesd-doctor``: what is installed, what can run here, and what to install for the rest."""
 
 import json
+from pathlib import Path
 
 import click
 
 from eesd.common import cli, machine
 from eesd.common.machine import installed
+from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Console, Table
+from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.exactness import Exactness
 
 PACKAGES = (
     ("eesd", ""),
@@ -26,10 +30,13 @@ PACKAGES = (
 
 
 @cli.command()
+@click.option("--engine-dir", type=cli.PATH, help="Also check whether drafting leaves every bit of this directory's logits.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def main(as_json: bool) -> None:
+def main(engine_dir: Path | None, as_json: bool) -> None:
     """Show versions, processor and GPU, and for each job whether this machine can do it."""
     facts = {"packages": packages(), "machine": machine.describe(), "jobs": jobs()}
+    if engine_dir is not None:
+        facts["engines"] = engines(engine_dir)
     if as_json:
         click.echo(json.dumps(facts))
         return
@@ -39,6 +46,16 @@ def main(as_json: bool) -> None:
         for name, value in rows.items():
             table.add_row(name, value)
         console.print(table)
+
+
+def engines(directory: Path) -> dict[str, str]:
+    """Whether a directory's logits are the same bits here for every number of tokens in a call."""
+    manifest = load_manifest(directory)
+    opened = open_engines(directory, manifest, "auto", None, draft=False)
+    exactness = Exactness(manifest)
+    exactness.check_quickly(opened.verify)
+    found = {"logits of calls of different sizes": str(exactness.chains)}
+    return found | ({"note": opened.notice} if opened.notice else {})
 
 
 def packages() -> dict[str, str]:

@@ -22,7 +22,7 @@ from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Drafter, Limits, Session
+from eesd.runtime.decoding.session import Drafter, Limits, Observer, Session
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import Engines, open_engines
 from eesd.runtime.engines.base import Binding, KVCache
@@ -157,6 +157,7 @@ class LLM:
         default_sampling: For requests that give none.
         engines: The verify engine and the draft engine, to bind to other KV caches.
         controller, guard, budget: What decides about drafting; None where it is not used.
+        observer: Told each round's tokens and logits; see :data:`~eesd.runtime.decoding.session.Observer`.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class LLM:
         # Read now: later the directory may have been exported again, with another tokenizer.
         self._codec = TextCodec(directory) if (directory / "tokenizer.json").exists() else None
         self._idle: list[_Workspace] = []
+        self.observer: Observer | None = None
         self._draft_with(speculation)
 
     def _draft_with(self, speculation: Speculation | None) -> None:
@@ -258,6 +260,7 @@ class LLM:
             manifest.max_seq_len,
             manifest.max_tree_nodes,
             self.engines.verify.prefill_chunk,
+            self.engines.int8_activations,
         )
         drafter = None
         if draft and workspace.draft and self.controller and self.speculation:
@@ -275,7 +278,9 @@ class LLM:
                 limits,
                 sampling or self.default_sampling,
                 manifest.geometry.vocab_size,
+                self.observer,
             )
+            session.stats.exact = self.engines.exact
             yield session
         finally:
             if session is not None:

@@ -9,10 +9,13 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import tiny_models
+from support.command import export_engine
 from support.harness import Harness, PauseUntil, RandomStop, Wrapped
 from support.lossless_checks import (
     cache_of,
@@ -24,14 +27,23 @@ from support.lossless_checks import (
     check_tree_drafts,
 )
 
+from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import make_controller
+from eesd.export import onnx_graph
+from eesd.model import graphs
+from eesd.runtime.compare import compare
 from eesd.runtime.decoding import samplers, sampling, session
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import Coupled, Rejection
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Session
+from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.base import Logits, StepOutputs
+from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.kv_cache import HostKVCache
+from eesd.runtime.engines.ort_cpu import OrtEngine
+from eesd.runtime.engines.torch_engine import open_torch
+from eesd.runtime.llm import Speculation, load
 
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]
 GREEDY = Sampling()
@@ -55,7 +67,9 @@ def mutate(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new
 
 def caught() -> AbstractContextManager[Any]:
     """The check fails, and for its proper reason."""
-    return pytest.raises(AssertionError, match=r"not follow|changed the tokens|Not equal to tolerance|miscounted")
+    return pytest.raises(
+        AssertionError, match=r"not follow|changed the tokens|changed the logits|Not equal to tolerance|miscounted"
+    )
 
 
 UNSCALED = ("accept", "p /= p.sum()", "pass")
@@ -226,6 +240,64 @@ def test_a_stale_exit_cache_is_caught(harness: Harness) -> None:
     np.testing.assert_allclose(actual[:exit_cache], fresh[:exit_cache], rtol=0, atol=1e-4)
     with caught():
         np.testing.assert_allclose(actual[exit_cache:], fresh[exit_cache:], rtol=0, atol=1e-4)
+
+
+def last_bit(tokens: Sequence[int], _: int, outputs: StepOutputs) -> None:
+    """Changes the last bit of one logit in calls of several tokens."""
+    if len(tokens) > 1:
+        outputs.logits[-1, 5] = np.nextafter(outputs.logits[-1, 5], np.float32(np.inf))
+
+
+def test_one_changed_bit_of_a_logit_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = harness.workspace()
+    broken = replace(parts, verify=Wrapped(parts.verify, after=last_bit))
+    monkeypatch.setattr(harness, "workspace", lambda: broken)
+    with caught():
+        check_same_tokens(harness, PROMPT, GREEDY, make_controller("fixed:k=4"), width=1)
+
+
+def export_unfolded(monkeypatch: pytest.MonkeyPatch, directory: Path, *options: object) -> Path:
+    """Engines whose verify graph keeps heads apart, as the draft's does: one token's attention then has a single query."""
+    monkeypatch.setattr("eesd.export.engine_dir.trace", onnx_graph.trace)  # not one that was traced before
+    monkeypatch.setattr(graphs, "fold_mask", lambda inputs, _: inputs)
+    model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
+    return export_engine(model, directory / "plans", "--max-seq-len", 256, "--no-check", *options)
+
+
+def test_attention_over_a_single_query_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfolded = Harness(export_unfolded(monkeypatch, tmp_path))
+    with caught():
+        check_same_tokens(unfolded, PROMPT, GREEDY, make_controller("fixed:k=4"), width=1)
+    exactness = Exactness(unfolded.manifest)
+    exactness.check(OrtEngine(unfolded.directory, unfolded.manifest, unfolded.manifest.verify, threads=1))
+    assert "rows" in exactness.chains.kinds and exactness.chains.largest < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_int8_activations_that_are_not_exact_are_noticed_when_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    directory = export_unfolded(monkeypatch, tmp_path, "--quantize", kind)
+    engines = open_engines(directory, load_manifest(directory), "ort", 1, draft=False)
+    assert not engines.int8_activations and not engines.exact and "float32 activations" in engines.notice
+
+
+def test_unpadded_calls_of_torch_are_caught(harness: Harness) -> None:
+    verify, _ = open_torch(harness.directory, harness.manifest, 1, draft=False, device="cpu")
+    for multiple, equal in ((4, True), (1, False)):
+        verify.multiple = multiple
+        exactness = Exactness(harness.manifest)
+        exactness.check(verify)
+        assert (exactness.chains.differing == 0) == equal
+
+
+def test_logits_of_displaced_nodes_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
+    directory = export_engine(model, tmp_path / "plans", "--quantize", "int8", "--max-seq-len", 256)
+    llm = load(directory, "ort", threads=1, speculation=Speculation("fixed:k=4", tree_width=3, guard=False))
+    assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
+    monkeypatch.setattr(session, "cut_displaced", lambda path, bonus: (path, bonus))
+    assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing
 
 
 def test_a_commit_in_pieces_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

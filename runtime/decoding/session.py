@@ -6,7 +6,7 @@ root, and its cache entry is made by the next round's passes, so nothing runs tw
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain, tree_mask
 from eesd.runtime.decoding.guard import Guard
-from eesd.runtime.decoding.samplers import make_sampler
+from eesd.runtime.decoding.samplers import AcceptResult, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.base import Binding, ChainBinding, KVCache, Logits, StepOutputs
@@ -27,14 +27,21 @@ from eesd.runtime.engines.base import Binding, ChainBinding, KVCache, Logits, St
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a sequence ends (EOS ids, new tokens, slots of the cache), how many nodes a round may verify besides the root, and
-    how many tokens of the prompt one call takes."""
+    """Where a sequence ends (EOS ids, new tokens, slots of the cache), how many nodes a round may verify besides the root, how
+    many tokens of the prompt one call takes, and whether only logits of nodes ``in_place`` count: in the slots that they would
+    have as a chain. A path that leaves them is cut: what its first displaced node says about the next token is asked again."""
 
     eos_token_ids: tuple[int, ...]
     max_new_tokens: int
     max_seq_len: int
     max_tree_nodes: int
     prefill_chunk: int = PREFILL_CHUNK
+    in_place: bool = False
+
+
+Observer = Callable[[Sequence[int], Logits], None]
+"""Called after each round with the tokens that it committed and, for each, the verifier's logits behind the token before it
+[tokens, V]. They are valid during the call. Without an observer, logits may stay on the device."""
 
 
 class RoundResult(NamedTuple):
@@ -85,6 +92,7 @@ class Session:
         limits: Limits,
         sampling: Sampling,
         vocab_size: int,
+        observer: Observer | None = None,
     ) -> None:
         if not len(prompt):
             raise EESDError("The prompt is empty; give at least one token.")
@@ -104,6 +112,7 @@ class Session:
         self._drafter = drafter
         self._limits = limits
         self._sampler = make_sampler(sampling, vocab_size)
+        self._observer = observer
         self._prefilled = 0
         self._closed = False
         self._pauses_before = drafter.guard.pauses if drafter and drafter.guard else 0
@@ -144,6 +153,8 @@ class Session:
         outputs, verify_seconds = self._run_verify(nodes)
 
         path, bonus = self._sampler.accept(tree.root, outputs)
+        if self._limits.in_place:
+            path, bonus = cut_displaced(path, bonus)
         if path and path[-1].index != len(path):  # a chain's slots are consecutive already
             self._kv_cache.compact(len(self.tokens), [len(self.tokens) - 1 + node.index for node in path])
 
@@ -172,6 +183,8 @@ class Session:
         if self._drafter and self._drafter.guard:
             self._drafter.guard.record(drafting, len(result.tokens), time.perf_counter() - started)
             self.stats.guard_pauses = self._drafter.guard.pauses - self._pauses_before
+        if self._observer is not None:
+            self._observer(result.tokens, outputs.logits[[0, *(node.index for node in path)][: len(result.tokens)]])
         return result
 
     def peek(self) -> Logits:
@@ -278,6 +291,13 @@ class Session:
         ):
             reason = "length"
         return RoundResult(tokens, min(accepted, len(tokens)), reason)
+
+
+def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:
+    """A path up to its first node that is not in the slot that it has in a chain. That node's token is the bonus token: it was
+    chosen by a node in its place, and so would be everything before it, but nothing behind it."""
+    displaced = next((i for i, node in enumerate(path) if node.index != i + 1), None)
+    return AcceptResult(path, bonus) if displaced is None else AcceptResult(path[:displaced], path[displaced].token)
 
 
 def entropy_of(logits: Logits) -> float:

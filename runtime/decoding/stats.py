@@ -22,6 +22,8 @@ class Stats:
         verified_at_depth: Rounds whose draft reached depth 1, 2, ... and was judged there (all before was accepted).
         accepted_at_depth: Of these, the rounds whose token at that depth was accepted.
         guard_pauses: Times that the guard paused drafting.
+        exact: Whether a check found, when the engines were loaded, that logits do not depend on a call's number of rows; None:
+            not checked.
         prefill_seconds, draft_seconds, verify_seconds: Time in the engines.
         host_seconds: The rest of the decode time: sampling, the tree, the controller.
     """
@@ -36,6 +38,7 @@ class Stats:
     verified_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
     guard_pauses: int = 0
+    exact: bool | None = None
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0

@@ -1,6 +1,7 @@
 """The backends by name: open the engines of a directory with one of them, or with the best one for this machine."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,9 +10,15 @@ from eesd.common.errors import EESDError
 from eesd.common.machine import available_memory, cores, torch_sees_gpu
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Engine
+from eesd.runtime.engines.exactness import Exactness
 
 MAX_THREADS = 1024
 """More is taken for a typing error: the engines would start that many threads."""
+INEXACT = (
+    "On this processor ONNX Runtime's logits depend on how many tokens a call has, so quantized products keep float32 "
+    "activations: slower, but drafting does not change tokens."
+)
+"""Notice for a quantized directory."""
 
 
 class Engines(NamedTuple):
@@ -21,11 +28,16 @@ class Engines(NamedTuple):
         verify: The verify engine.
         draft: The draft engine; None if it was not loaded.
         notice: What the user should know about how this machine runs the directory; empty if there is nothing.
+        exact: Whether a check found that calls of every number of rows give the same bits here; None: it was not checked.
+        int8_activations: Whether verify rounds activations to int8. A tree's nodes lie in other slots than a chain's, which
+            changes the last bit of a sum, and so may change a logit by a whole int8 step.
     """
 
     verify: Engine
     draft: Engine | None
     notice: str = ""
+    exact: bool | None = None
+    int8_activations: bool = False
 
 
 def open_engines(directory: Path, manifest: Manifest, backend: str, threads: int | None, draft: bool) -> Engines:
@@ -76,10 +88,21 @@ def _open_ort(directory: Path, manifest: Manifest, threads: int, draft: bool) ->
     from eesd.runtime.engines.ort_cpu import OrtEngine
 
     widened: dict[str, Any] = {}
-    verify = OrtEngine(directory, manifest, manifest.verify, threads, widened)
+    load = partial(OrtEngine, directory, manifest, manifest.verify, threads, widened)
+    verify, exact, notice = load(), None, ""
+    int8_activations = bool(manifest.quantization.layers or manifest.quantization.head)
+    if int8_activations:
+        exact = int8_activations = Exactness(manifest).check_quickly(verify)
+    if exact is False:
+        del verify
+        verify = load(int8_activations=False)
+        exact = Exactness(manifest).check_quickly(verify)
+        notice = INEXACT
     drafter = OrtEngine(directory, manifest, [manifest.draft], threads, widened) if draft else None
-    notice = f"The CPU runs the {manifest.dtype} engines in float32: their weights take twice the memory." if widened else ""
-    return Engines(verify, drafter, notice)
+    if widened:
+        wide = f"The CPU runs the {manifest.dtype} engines in float32: their weights take twice the memory."
+        notice = f"{notice} {wide}".strip()
+    return Engines(verify, drafter, notice, exact, int8_activations)
 
 
 def _open_torch(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:

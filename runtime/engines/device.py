@@ -94,6 +94,7 @@ class DeviceKVCache(GrowingKVCache):
         *,
         grow: bool = False,
         slots: int = STEP,
+        spare: int = 0,
         memory: Sequence[Tensor] = (),
     ) -> None:
         """Allocate the cache.
@@ -104,6 +105,7 @@ class DeviceKVCache(GrowingKVCache):
             grow: Begin with few slots and grow. Otherwise all ``max_seq_len`` slots are allocated now, because a captured CUDA
                 graph needs fixed addresses.
             slots: First number of slots of a cache that grows.
+            spare: Slots behind those that tokens may use, for padding nodes.
             memory: A tensor for each shard, which the caller owns. Default: allocate with torch.
 
         Raises:
@@ -112,7 +114,8 @@ class DeviceKVCache(GrowingKVCache):
         self._dtype: torch.dtype = getattr(torch, manifest.dtype)
         self._streams = streams
         self._memory = memory
-        super().__init__(manifest, slots if grow else manifest.max_seq_len, [stage.caches for stage in manifest.verify])
+        layers = [stage.caches for stage in manifest.verify]
+        super().__init__(manifest, slots if grow else manifest.max_seq_len, layers, spare)
 
     def _zeros(self, shard: int, shape: tuple[int, ...]) -> Tensor:
         stream = self._streams[shard]

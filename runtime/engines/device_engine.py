@@ -39,7 +39,8 @@ class DeviceEngine:
         manifest: Manifest of the engine directory.
         stages: The stages in order; a draft engine has one.
         is_draft: Whether this is the draft engine.
-        buckets: Node counts that calls are padded to; empty if they are not padded.
+        buckets: Node counts that calls are padded to; empty if they are not padded to buckets.
+        multiple: Without buckets, calls are padded to a multiple of this.
         prefill_chunk: Tokens of the prompt that one call takes at most.
         on_warm_up: Called with each graph after a new binding has warmed up.
         cuda_graphs: Whether bindings that are made from now on use CUDA graphs. It has no effect on the CPU.
@@ -52,6 +53,7 @@ class DeviceEngine:
         is_draft: bool,
         make_kv_cache: Callable[[], DeviceKVCache],
         buckets: tuple[int, ...],
+        multiple: int,
         prefill_chunk: int,
         on_warm_up: Callable[[GraphInfo], None],
     ) -> None:
@@ -59,6 +61,7 @@ class DeviceEngine:
         self.stages = stages
         self.is_draft = is_draft
         self.buckets = buckets
+        self.multiple = multiple
         self.prefill_chunk = prefill_chunk
         self.on_warm_up = on_warm_up
         self.cuda_graphs = True
@@ -74,6 +77,12 @@ class DeviceEngine:
             binding.warm_up()
         return binding
 
+    def padded(self, count: int) -> int:
+        """The node count that a call of ``count`` nodes is padded to."""
+        if self.buckets:
+            return next((bucket for bucket in self.buckets if bucket >= count), count)
+        return -(-count // self.multiple) * self.multiple
+
 
 def make_engines(
     manifest: Manifest,
@@ -82,6 +91,7 @@ def make_engines(
     make_kv_cache: Callable[[], DeviceKVCache],
     *,
     pad: bool,
+    multiple: int = 1,
     prefill_chunk: int | None = None,
     on_warm_up: Callable[[GraphInfo], None] = lambda _: None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
@@ -93,6 +103,8 @@ def make_engines(
         draft: The draft; None: no draft engine.
         make_kv_cache: Makes a KV cache for both engines.
         pad: Whether to pad calls to buckets.
+        multiple: Without buckets, pad verify's calls to multiples of this. The draft's calls need no padding: nothing that they
+            compute reaches the output.
         prefill_chunk: Tokens of the prompt that one call takes at most. Default: 128, or the slots of the cache if fewer.
         on_warm_up: See :class:`DeviceEngine`.
 
@@ -104,7 +116,8 @@ def make_engines(
     engine = partial(
         DeviceEngine, manifest, make_kv_cache=make_kv_cache, buckets=buckets, prefill_chunk=chunk, on_warm_up=on_warm_up
     )
-    return engine(verify, is_draft=False), engine([draft], is_draft=True) if draft else None
+    drafter = engine([draft], is_draft=True, multiple=1) if draft else None
+    return engine(verify, is_draft=False, multiple=multiple), drafter
 
 
 class DeviceBinding:
@@ -140,7 +153,7 @@ class DeviceBinding:
     ) -> StepOutputs:
         self._drop_stale()
         count = len(tokens)
-        padded = next((bucket for bucket in self._engine.buckets if bucket >= count), count)
+        padded = self._engine.padded(count)
         # Padding nodes write to the slots behind the last token. At the end of the cache there are none left.
         if slot + padded > self._kv_cache.slots:
             padded = count
@@ -179,7 +192,7 @@ class DeviceBinding:
         step = self._steps.get((count, is_tree))
         if step is None:
             engine, largest_round = self._engine, self._engine.manifest.max_tree_nodes + 1
-            reused = count in engine.buckets if engine.buckets else count <= largest_round
+            reused = count in engine.buckets if engine.buckets else count <= engine.padded(largest_round)
             step = ForwardStep(engine, self._kv_cache, count, largest_round if is_tree else 0, self._pool if reused else None)
             if reused:
                 self._steps[count, is_tree] = step
@@ -348,7 +361,7 @@ class ForwardStep:
             pool: Memory pool for CUDA graphs; None: do not capture.
         """
         manifest, pinned = engine.manifest, engine.stages[0].stream.on_gpu
-        self._count, self._is_draft = count, engine.is_draft
+        self._count, self._is_draft, self._last_position = count, engine.is_draft, manifest.max_seq_len - 1
         host_inputs = torch.zeros(_buffer_size(count, width), dtype=torch.int64, pin_memory=pinned)
         self._inputs = _input_views(host_inputs.numpy(), count, width)
         self._stages: list[_StageStep] = []
@@ -383,8 +396,8 @@ class ForwardStep:
         inputs, given = self._inputs, len(tokens)
         inputs.tokens[:given], inputs.tokens[given:] = tokens, 0
         inputs.positions[:given] = positions
-        # Positions of padding nodes must be within the rotary tables. Their slots are, because the cache has room for them.
-        inputs.positions[given:] = range(slot + given, slot + self._count)
+        # Positions of padding nodes must be within the rotary tables. Spare slots at the end of the cache are beyond them.
+        inputs.positions[given:] = np.minimum(range(slot + given, slot + self._count), self._last_position)
         inputs.slot[0], inputs.context_len[0] = slot, context_len
         if tree_mask is not None:
             inputs.tree_mask[:] = 0

@@ -29,11 +29,13 @@ class GrowingKVCache:
 
     shards: list[Any]
 
-    def __init__(self, manifest: Manifest, slots: int, layers: Sequence[Sequence[int]] | None = None) -> None:
-        """``layers`` lists the layers of each shard; None: all in one."""
+    def __init__(self, manifest: Manifest, slots: int, layers: Sequence[Sequence[int]] | None = None, spare: int = 0) -> None:
+        """``layers`` lists the layers of each shard; None: all in one. ``spare`` slots are allocated behind those that tokens
+        may use: nodes that only pad a call are written there."""
         self.limit = manifest.max_seq_len
         self.version = 0
         self._first = min(slots, self.limit)
+        self._spare = spare
         self._head_dim = manifest.geometry.head_dim
         layers = layers or [range(manifest.num_caches)]
         self._rows = {layer: (shard, row) for shard, group in enumerate(layers) for row, layer in enumerate(group)}
@@ -44,11 +46,11 @@ class GrowingKVCache:
         raise NotImplementedError
 
     def _all_zeros(self, slots: int) -> list[Any]:
-        return [self._zeros(shard, (*shape, slots, self._head_dim)) for shard, shape in enumerate(self._shapes)]
+        return [self._zeros(shard, (*shape, slots + self._spare, self._head_dim)) for shard, shape in enumerate(self._shapes)]
 
     @property
     def slots(self) -> int:
-        """S now."""
+        """S now, spare slots included."""
         return int(self.shards[0].shape[4])
 
     def layer(self, index: int) -> Any:
@@ -58,11 +60,12 @@ class GrowingKVCache:
 
     def reserve(self, slots: int) -> None:
         """Make room for at least this many slots; growing copies the cache once. Raises :class:`EESDError` beyond the limit."""
-        if slots <= self.slots:
+        capacity = self.slots - self._spare
+        if slots <= capacity:
             return
         if slots > self.limit:
             raise EESDError(f"{slots} tokens do not fit the cache of {self.limit} slots; export with a larger --max-seq-len.")
-        wanted = max(slots, self.slots + self.slots // 8)
+        wanted = max(slots, capacity + capacity // 8)
         larger = self._all_zeros(min(-(-wanted // STEP) * STEP, self.limit))
         for new, old in zip(larger, self.shards, strict=True):
             new[..., : self.slots, :] = old
@@ -71,7 +74,7 @@ class GrowingKVCache:
 
     def reset(self) -> None:
         """Begin another sequence at the first size, so that a short text does not pay for a long one before it."""
-        if self.slots > self._first:
+        if self.slots > self._first + self._spare:
             self.shards = self._all_zeros(self._first)
             self.version += 1
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ ORT_TYPES = {
     "tensor(bfloat16)": "bfloat16",
 }
 """Element types by ONNX Runtime's names."""
-INT8_ACTIVATIONS = "4"
-"""Accuracy level of MatMulNBits: products of int8 activations, rounded in blocks, and int4 or int8 weights. A difference in the
-last bit of an activation could become a whole int8 step; but the graphs give a token the same bits in every call."""
+INT8_ACTIVATIONS, FLOAT32_ACTIVATIONS = "4", "1"
+"""Accuracy levels of MatMulNBits. Level 4 rounds activations to int8 in blocks. A difference in the last bit of an activation
+can then become a whole int8 step, so it is for kernels that give a token the same bits in every call."""
 
 LARGEST_FOLDED = "65536"
 """Bytes of a constant that ONNX Runtime may compute when it loads a graph. A Transpose of a weight is larger: it becomes part
@@ -49,6 +50,7 @@ class OrtEngine:
         stages: Sequence[GraphInfo],
         threads: int,
         widened: Widened | None = None,
+        int8_activations: bool = True,
     ) -> None:
         """Load the stages.
 
@@ -58,6 +60,7 @@ class OrtEngine:
             stages: The stages of verify, or the draft graph.
             threads: CPU threads of each session.
             widened: Weights of a 16-bit directory that other engines have widened; this engine adds those that are missing.
+            int8_activations: Whether products with quantized weights may round activations to int8, which is faster.
 
         Raises:
             EESDError: ONNX Runtime cannot load the graphs.
@@ -65,9 +68,8 @@ class OrtEngine:
         widened = ({} if widened is None else widened) if manifest.dtype in NARROW else None
         self.manifest = manifest
         self._widened = widened  # the sessions do not keep it alive
-        self.stages = [
-            (widened_info(graph), load_session(directory, manifest, graph, threads, CPU_PROVIDERS, widened)) for graph in stages
-        ]
+        load = partial(load_session, directory, manifest, threads=threads, providers=CPU_PROVIDERS, widened=widened)
+        self.stages = [(widened_info(graph), load(graph=graph, int8_activations=int8_activations)) for graph in stages]
 
     def new_kv_cache(self) -> HostKVCache:
         return HostKVCache(self.manifest)
@@ -84,6 +86,7 @@ def load_session(
     threads: int,
     providers: Sequence[Any],
     widened: Widened | None = None,
+    int8_activations: bool = True,
 ) -> Any:
     """Load a graph into an ONNX Runtime session.
 
@@ -94,6 +97,7 @@ def load_session(
         threads: CPU threads of the session.
         providers: Execution providers.
         widened: To widen the graph to float32: widened weights, see :func:`~eesd.runtime.engines.widened.widen`.
+        int8_activations: See :class:`OrtEngine`.
 
     Raises:
         EESDError: The graph cannot be loaded, or has other inputs and outputs than the manifest says. Buffers are bound by what
@@ -106,8 +110,13 @@ def load_session(
     options.log_severity_level = 4  # what it logs below that, it also raises
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", INT8_ACTIVATIONS)
-    options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", LARGEST_FOLDED)
+    level = INT8_ACTIVATIONS if int8_activations else FLOAT32_ACTIVATIONS
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", level)
+    if not int8_activations and any(one.weights == "int8" for one in manifest.quantization.used):
+        # With float32 activations, MatMulNBits is fast for 4 bits only. Without it, weights become float32 at load time.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+    else:
+        options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", LARGEST_FOLDED)
     model = str(path) if widened is None else widen(path, options, widened, threads)
     graph = graph if widened is None else widened_info(graph)
     try:

@@ -12,6 +12,10 @@ from eesd.runtime.engines.device import DeviceKVCache, DeviceStream, PreparedCal
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
 from eesd.runtime.engines.torch_weights import load_modules
 
+ROWS = 4
+"""On the CPU, torch's float32 products add in another order where the number of rows is no multiple of this. Calls of verify
+are padded, so that a token's logits are the same bits in every call."""
+
 
 class TorchStageRunner:
     """A torch module with its weights and rotary tables [S, D/2] on a device."""
@@ -62,5 +66,5 @@ def open_torch(
     ]
     first = stages[0]
     drafter = TorchStageRunner(first.draft, manifest.draft, first.rotary_tables, streams[0]) if first.draft else None
-    make_kv_cache = partial(DeviceKVCache, manifest, streams, grow=not on_gpu)
-    return make_engines(manifest, verify, drafter, make_kv_cache, pad=on_gpu)
+    make_kv_cache = partial(DeviceKVCache, manifest, streams, grow=not on_gpu, spare=0 if on_gpu else ROWS - 1)
+    return make_engines(manifest, verify, drafter, make_kv_cache, pad=on_gpu, multiple=ROWS)

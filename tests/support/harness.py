@@ -12,7 +12,7 @@ from eesd.controllers import Controller, DraftStep
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Drafter, Limits, RoundResult, Session
+from eesd.runtime.decoding.session import Drafter, Limits, Observer, RoundResult, Session
 from eesd.runtime.engines.base import Binding, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
@@ -56,14 +56,14 @@ class Harness:
         guard: Guard | None = None,
         budget: TreeBudget | None = None,
         workspace: Workspace | None = None,
+        observer: Observer | None = None,
     ) -> Session:
         """A session that drafts if there is a controller."""
         parts, manifest = workspace or self._shared, self.manifest
         limits = Limits(eos, new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
         drafter = Drafter(parts.draft, controller, guard, width, budget) if controller else None
-        return Session(
-            prompt, parts.kv_cache, parts.verify, drafter, limits, sampling or Sampling(), manifest.geometry.vocab_size
-        )
+        vocab_size = manifest.geometry.vocab_size
+        return Session(prompt, parts.kv_cache, parts.verify, drafter, limits, sampling or Sampling(), vocab_size, observer)
 
     def fresh_prefill(self, tokens: Sequence[int]) -> Workspace:
         """A new cache with all but the last token in it."""

@@ -17,6 +17,7 @@ from scipy.stats import chi2
 
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
+from eesd.runtime.compare import LogitRecord
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain
 from eesd.runtime.decoding.samplers import Rejection
 from eesd.runtime.decoding.sampling import Sampling
@@ -169,11 +170,24 @@ def check_same_tokens(
     new_tokens: int = 40,
     budget: TreeBudget | None = None,
 ) -> Stats:
-    """Drafting changes nothing, while the cache grows under it; what the drafting run did."""
-    plain = harness.session(prompt, sampling, new_tokens=new_tokens)
+    """Drafting changes nothing, while the cache grows under it; what the drafting run did.
+
+    The logits behind every committed token are compared, too: chains change no bit of them, trees no more than rounding does.
+    """
+    expected = LogitRecord()
+    found = LogitRecord(expected)
+    plain = harness.session(prompt, sampling, new_tokens=new_tokens, observer=expected)
+    generated(plain)
     workspace = harness.workspace()
-    drafting = harness.session(prompt, sampling, controller, width, new_tokens=new_tokens, workspace=workspace, budget=budget)
+    drafting = harness.session(
+        prompt, sampling, controller, width, new_tokens=new_tokens, workspace=workspace, budget=budget, observer=found
+    )
     assert generated(drafting) == generated(plain), f"drafting changed the tokens ({sampling}, width {width})"
+    logits = found.result
+    assert logits.positions == plain.stats.new_tokens
+    assert logits.largest < TOLERANCE if width > 1 or budget else logits.differing == 0, (
+        f"drafting changed the logits: {logits}"
+    )
     assert drafting.finish_reason == plain.finish_reason
     return drafting.stats
 

@@ -16,7 +16,14 @@ EXIT_LAYER = 1
 
 
 def build(
-    directory: Path, vocab_size: int, layers: int, damping: float, seed: int, tied: bool = False, head_dim: int = 8
+    directory: Path,
+    vocab_size: int,
+    layers: int,
+    damping: float,
+    seed: int,
+    tied: bool = False,
+    head_dim: int = 8,
+    kv_heads: int = 2,
 ) -> Path:
     """Write a random Llama.
 
@@ -29,7 +36,7 @@ def build(
         intermediate_size=48,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=512,
         bos_token_id=1,
         eos_token_id=2,

@@ -1,0 +1,166 @@
+"""Whether an engine gives a token's logits the same bits in every call, so that drafting cannot change them.
+
+Plain decoding runs one token a call, a round several, a prefill many. The logits are the same bits only if the kernels add in
+an order that depends neither on the number of rows of a call nor on the size of the cache. This is checked by running it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from eesd.common.manifest import Manifest
+from eesd.runtime.engines.base import Binding, Engine, Logits
+
+PROMPT = 40
+CHUNKS = (PROMPT, 16, 7, 1)
+SLOTS = (0, 256, 512)
+"""Cache sizes to reserve; 0: what a new cache has."""
+TREE_NODES = 12
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What comparing rows of logits gave.
+
+    Attributes:
+        calls: Calls of the engine.
+        positions: Rows that were compared.
+        differing: Rows in which a bit differs.
+        largest: Largest absolute difference of a logit.
+        kinds: What the calls that differ have in common: ``rows`` (of a call), ``slots`` (of the cache), ``chunks`` (of the
+            prompt), ``threads``.
+    """
+
+    calls: int = 0
+    positions: int = 0
+    differing: int = 0
+    largest: float = 0.0
+    kinds: frozenset[str] = frozenset()
+
+    def with_rows(self, kind: str, found: Logits, expected: Logits) -> "Differences":
+        """These differences and a call's, whose rows [n, V] are compared with at least as many expected ones."""
+        expected = expected[: len(found)]
+        # Bits, not values: -0 and 0 are equal, NaN is never.
+        wrong = (found.view(np.uint32) != expected.view(np.uint32)).any(1)
+        largest = float(np.abs(found[wrong] - expected[wrong]).max()) if wrong.any() else 0.0
+        return replace(
+            self,
+            calls=self.calls + 1,
+            positions=self.positions + len(found),
+            differing=self.differing + int(wrong.sum()),
+            largest=max(self.largest, largest),
+            kinds=self.kinds | {kind} if wrong.any() else self.kinds,
+        )
+
+    def __str__(self) -> str:
+        if not self.differing:
+            return f"equal in every bit at {self.positions} positions of {self.calls} calls"
+        what = f"differ at {self.differing} of {self.positions} positions of {self.calls} calls, by at most {self.largest:.1e}"
+        return f"{what} (other {', '.join(sorted(self.kinds))})"
+
+
+@dataclass
+class Exactness:
+    """Checks engines of one directory with the same tokens.
+
+    Attributes:
+        chains: Differences among calls over consecutive tokens: what plain decoding, prefill and drafted chains run.
+        trees: Differences of a tree's nodes from their paths, run as chains.
+    """
+
+    manifest: Manifest
+    chains: Differences = field(default_factory=Differences)
+    trees: Differences = field(default_factory=Differences)
+
+    def __post_init__(self) -> None:
+        slots = self.manifest.max_seq_len
+        self._rows = min(self.manifest.max_tree_nodes + 1, slots)
+        self._prompt = min(PROMPT, slots - self._rows)
+        random = np.random.default_rng(0)
+        self._tokens: list[int] = random.integers(self.manifest.geometry.vocab_size, size=self._prompt + self._rows).tolist()
+        self._expected: Logits | None = None
+
+    @property
+    def layouts(self) -> int:
+        """Combinations of cache size and chunks that :meth:`check` runs."""
+        return len(list(self._layouts()))
+
+    def check(self, engine: Engine, progress: Callable[[], object] = lambda: None) -> None:
+        """Compare calls of 1 to M + 1 rows, with other caches and chunks of the prompt, and a tree.
+
+        The first engine's rows are what all others are compared with: check engines with other numbers of threads, too.
+
+        Args:
+            engine: A verify engine.
+            progress: Called after each layout of cache and chunks.
+        """
+        kind = "threads"
+        for slots, chunk in self._layouts():
+            kv_cache = engine.new_kv_cache()
+            kv_cache.reserve(min(slots, self.manifest.max_seq_len))
+            binding = engine.bind(kv_cache)
+            self._prefill(binding, chunk)
+            several = self._forward(binding, self._rows)
+            if self._expected is None:
+                self._expected = several
+            self.chains = self.chains.with_rows(kind, several, self._expected)
+            every = chunk == PROMPT and slots == 0
+            for rows in range(1, self._rows) if every else (1, 2, 3):
+                if rows < self._rows:
+                    self.chains = self.chains.with_rows("rows", self._forward(binding, rows), several)
+            self._one_by_one(binding, several)
+            if every:
+                self._tree(binding)
+            kind = "chunks" if slots == 0 else "slots"
+            progress()
+
+    def check_quickly(self, engine: Engine) -> bool:
+        """Compare a few calls of one and two rows with one of all rows from slot 0 on. Returns whether all bits are equal."""
+        kv_cache = engine.new_kv_cache()
+        kv_cache.reserve(self._rows)
+        binding = engine.bind(kv_cache)
+        tokens = self._tokens[: self._rows]
+        every = binding.forward(tokens, range(len(tokens)), 0).logits.copy()
+        middle, last = len(tokens) // 2, len(tokens) - 1
+        for start, count in ((0, 1), (0, 2), (middle, 1), (last - 1, 2), (last - 1, 1), (last, 1)):
+            found = binding.forward(tokens[start : start + count], range(start, start + count), start).logits
+            self.chains = self.chains.with_rows("rows", found, every[start:])
+        return not self.chains.differing
+
+    def _layouts(self) -> Iterator[tuple[int, int]]:
+        yield from ((0, chunk) for chunk in CHUNKS)
+        yield from ((slots, PROMPT) for slots in SLOTS[1:])
+
+    def _prefill(self, binding: Binding, chunk: int) -> None:
+        for start in range(0, self._prompt, chunk):
+            stop = min(start + chunk, self._prompt)
+            binding.forward(self._tokens[start:stop], range(start, stop), start)
+
+    def _forward(self, binding: Binding, rows: int, skip: int = 0) -> Logits:
+        """The logits of ``rows`` tokens behind the prompt and ``skip`` more."""
+        first, stop = self._prompt + skip, self._prompt + skip + rows
+        logits: Logits = binding.forward(self._tokens[first:stop], range(first, stop), first).logits.copy()
+        return logits
+
+    def _one_by_one(self, binding: Binding, several: Logits) -> None:
+        """Decode the first few tokens as plain decoding does, so that also the cache comes from calls of one row."""
+        for row in range(min(4, self._rows)):
+            self.chains = self.chains.with_rows("rows", self._forward(binding, 1, row), several[row:])
+
+    def _tree(self, binding: Binding) -> None:
+        """Run a random tree behind the prompt, then the path of each of its nodes as a chain."""
+        random = np.random.default_rng(1)
+        count, prompt = min(TREE_NODES, self._rows), self._prompt
+        paths = [[0]]
+        for node in range(1, count):
+            paths.append([*paths[int(random.integers(node))], node])
+        seen = np.zeros((count, count), np.bool_)
+        for node, path in enumerate(paths):
+            seen[node, path] = True
+        tokens = self._tokens[prompt : prompt + count]
+        positions = [prompt + len(path) - 1 for path in paths]
+        found = binding.forward(tokens, positions, prompt, prompt, seen).logits.copy()
+        for node, path in enumerate(paths):
+            chain = binding.forward([tokens[i] for i in path], range(prompt, prompt + len(path)), prompt).logits
+            self.trees = self.trees.with_rows("slots", found[node : node + 1], chain[-1:])

@@ -1,0 +1,231 @@
+"""Drafting changes no bit of the logits that choose a token, and what checks this notices when it is not so."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import tiny_models
+from support.command import add_tokenizer, assert_one_line, export_engine, run, succeed
+from support.harness import Wrapped
+
+import eesd
+from eesd.bench.exactness import main as bench_main
+from eesd.common.manifest_reader import load_manifest
+from eesd.export.cli import main as export_main
+from eesd.export.inspect import main as inspect_main
+from eesd.runtime import compare as comparing
+from eesd.runtime import doctor
+from eesd.runtime.compare import LogitRecord, compare
+from eesd.runtime.decoding.draft_tree import Node
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.session import cut_displaced
+from eesd.runtime.engines.backends import Engines, open_engines
+from eesd.runtime.engines.base import Binding, Engine, KVCache, StepOutputs
+from eesd.runtime.engines.exactness import Differences, Exactness
+from eesd.runtime.llm import LLM, Speculation
+
+KINDS = {
+    "float32": (),
+    "int4": ("--quantize", "int4"),
+    "int8": ("--quantize", "int8"),
+    "two stages": ("--stages", 2),
+    "no groups": (),
+}
+CASES = [(backend, kind) for backend in ("ort", "torch") for kind in KINDS]
+PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]
+COUPLED = Sampling(temperature=0.9, seed=4)
+CHAIN = Speculation("fixed:k=4", guard=False)
+TREES = [
+    Speculation("fixed:k=4", tree_width=3, guard=False),
+    Speculation("cost-aware-ts", guard=False, tree_budget=True),
+]
+Export = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """A function that returns engines of a tiny model. Tests must not change them."""
+
+    @cache
+    def directory(kind: str) -> Path:
+        base = tmp_path_factory.mktemp("exact")
+        heads = 4 if kind == "no groups" else 2
+        model = tiny_models.build(base / "model", 97, layers=3, damping=0.3, seed=0, kv_heads=heads)
+        add_tokenizer(model)
+        return export_engine(model, base / "plans", "--max-seq-len", 320, "--max-tree-nodes", 12, *KINDS[kind])
+
+    return directory
+
+
+class Inexact:
+    """An engine whose first logit of the first row is one bit larger in calls of several rows."""
+
+    prefill_chunk = 128
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner = inner
+
+    def new_kv_cache(self) -> KVCache:
+        return self._inner.new_kv_cache()
+
+    def bind(self, kv_cache: KVCache) -> Binding:
+        return Wrapped(self._inner.bind(kv_cache), after=one_bit_larger)
+
+
+def one_bit_larger(tokens: Any, _: int, outputs: StepOutputs) -> None:
+    if len(tokens) > 1:
+        outputs.logits[0, 0] = np.nextafter(outputs.logits[0, 0], np.float32(np.inf))
+
+
+def inexact(llm: LLM) -> LLM:
+    return LLM(llm.directory, llm.manifest, llm.engines._replace(verify=Inexact(llm.engines.verify)), llm.speculation)
+
+
+@pytest.mark.parametrize(("backend", "kind"), CASES)
+def test_calls_of_every_size_give_the_same_bits(exported: Export, backend: str, kind: str) -> None:
+    manifest = load_manifest(exported(kind))
+    exactness = Exactness(manifest)
+    for threads in (1, 2):
+        exactness.check(open_engines(exported(kind), manifest, backend, threads, draft=False).verify)
+    assert exactness.chains.differing == 0 and not exactness.chains.kinds
+    assert exactness.chains.positions > 300 and exactness.chains.calls > 100
+    assert exactness.trees.positions == 24
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), COUPLED, Sampling(repetition_penalty=1.3)], ids=["greedy", "T", "penalty"])
+@pytest.mark.parametrize(("backend", "kind"), CASES)
+def test_drafting_chains_changes_no_bit(exported: Export, backend: str, kind: str, sampling: Sampling) -> None:
+    """Over 160 tokens the cache grows. A prompt of one chunk and a bit more has chunks of two sizes."""
+    llm = eesd.load(exported(kind), backend, speculation=CHAIN, threads=1)
+    for prompt in (PROMPT, list(range(3, 90)) * 2):
+        found = compare(llm, prompt, sampling, 120, ignore_eos=True)
+        assert found.divergence is None and found.drafting.accepted_tokens
+        assert (found.logits.positions, found.logits.differing) == (120, 0)
+
+
+@pytest.mark.parametrize("speculation", TREES, ids=["tree", "budget"])
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_trees_are_cut_where_activations_are_int8(exported: Export, kind: str, speculation: Speculation) -> None:
+    llm = eesd.load(exported(kind), "ort", speculation=speculation, threads=1)
+    assert llm.engines.int8_activations
+    for sampling in (Sampling(), COUPLED):
+        found = compare(llm, PROMPT, sampling, 120, ignore_eos=True)
+        assert found.divergence is None and found.drafting.accepted_tokens
+        assert (found.logits.positions, found.logits.differing) == (120, 0)
+
+
+@pytest.mark.parametrize("speculation", TREES, ids=["tree", "budget"])
+@pytest.mark.parametrize(("backend", "kind"), [("ort", "float32"), ("torch", "float32"), ("torch", "int4")])
+def test_trees_change_logits_by_rounding_alone(exported: Export, backend: str, kind: str, speculation: Speculation) -> None:
+    llm = eesd.load(exported(kind), backend, speculation=speculation, threads=1)
+    found = compare(llm, PROMPT, COUPLED, 120, ignore_eos=True)
+    assert found.divergence is None and found.logits.positions == 120 and found.logits.largest < 1e-4
+
+
+@pytest.mark.parametrize("backend", ["ort", "torch"])
+def test_bits_are_the_same_up_to_the_last_slot(exported: Export, backend: str) -> None:
+    """Calls at the end of the cache have no slots for padding nodes but spare ones."""
+    llm = eesd.load(exported("float32"), backend, speculation=CHAIN, threads=1)
+    found = compare(llm, list(range(3, 90)) * 3, Sampling(), 100, ignore_eos=True)
+    assert found.plain.prompt_tokens + found.plain.new_tokens == 320
+    assert found.divergence is None and found.logits.differing == 0 and found.logits.positions == 320 - 261
+
+
+def test_a_path_is_cut_at_its_first_node_in_another_slot() -> None:
+    root = Node(1, index=0)
+    first = Node(2, root, 1, index=1)
+    second, displaced = Node(3, first, 2, index=2), Node(4, first, 2, index=5)
+    assert cut_displaced([first, second], 9) == ([first, second], 9)
+    assert cut_displaced([first, displaced, Node(6, displaced, 3, index=6)], 9) == ([first], 4)
+    assert cut_displaced([displaced], 9) == ([], 4)
+    assert cut_displaced([], 9) == ([], 9)
+
+
+def test_differences_count_rows_and_see_every_bit() -> None:
+    expected = np.zeros((3, 4), np.float32)
+    found = expected.copy()
+    found[1, 2] = -0.0
+    found[2, 0] = 0.5
+    differences = Differences().with_rows("rows", found[:1], expected).with_rows("chunks", found, expected)
+    assert (differences.calls, differences.positions, differences.differing, differences.largest) == (2, 4, 2, 0.5)
+    assert str(differences) == "differ at 2 of 4 positions of 2 calls, by at most 5.0e-01 (other chunks)"
+    assert "equal in every bit at 1 positions" in str(Differences().with_rows("rows", found[:1], expected))
+
+
+def test_the_record_says_where_logits_differ(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = inexact(eesd.load(exported("float32"), "ort", speculation=CHAIN, threads=1))
+    found = compare(llm, PROMPT, Sampling(), 60, ignore_eos=True)
+    assert found.divergence is None and 0 < found.logits.differing < 60 and found.logits.first >= 0
+    assert 0 < found.logits.largest < 1e-5
+    monkeypatch.setattr(comparing, "KEPT_BYTES", 0)
+    hashed = compare(llm, PROMPT, Sampling(), 60, ignore_eos=True)
+    assert (hashed.logits.differing, hashed.logits.largest) == (found.logits.differing, 0)
+
+
+def test_logits_behind_other_tokens_are_not_compared() -> None:
+    expected = LogitRecord()
+    expected([1, 2, 3], np.eye(3, dtype=np.float32))
+    found = LogitRecord(expected)
+    found([1, 5], np.eye(3, dtype=np.float32)[:2])
+    found([3], 2 * np.eye(3, dtype=np.float32)[2:])
+    assert (found.result.positions, found.result.differing) == (2, 0)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_kernels_that_are_not_exact_get_float32_activations(
+    exported: Export, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([False, True])
+    monkeypatch.setattr(Exactness, "check_quickly", lambda *_: next(answers))
+    llm = eesd.load(exported(kind), "ort", speculation=TREES[0], threads=1)
+    assert "float32 activations" in llm.engines.notice and llm.engines.exact and not llm.engines.int8_activations
+    torch = eesd.load(exported(kind), "torch", speculation=None, threads=1)
+    with llm.session(PROMPT) as session, torch.session(PROMPT) as other:
+        np.testing.assert_allclose(session.peek(), other.peek(), rtol=0, atol=1e-4)
+    found = compare(llm, PROMPT, COUPLED, 60, ignore_eos=True)
+    assert found.divergence is None and found.logits.largest < 1e-4
+
+
+def test_the_check_when_loading_is_seen_in_the_statistics(exported: Export) -> None:
+    for kind, exact in (("float32", None), ("int4", True)):
+        engines = open_engines(exported(kind), load_manifest(exported(kind)), "ort", 1, draft=False)
+        assert isinstance(engines, Engines) and engines.exact is exact and not engines.notice
+        stats = eesd.load(exported(kind), "ort", threads=1).generate(PROMPT, max_new_tokens=3).stats
+        assert stats.exact is exact and stats.to_dict()["exact"] is exact
+
+
+def test_one_changed_bit_is_noticed(exported: Export) -> None:
+    manifest = load_manifest(exported("int4"))
+    engine = Inexact(open_engines(exported("int4"), manifest, "ort", 1, draft=False).verify)
+    assert not Exactness(manifest).check_quickly(engine)
+    exactness = Exactness(manifest)
+    exactness.check(engine)
+    assert exactness.chains.kinds == {"rows"}
+
+
+def test_eesd_inspect_compares_bits(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = succeed(inspect_main, exported("int4"), "--exact", "--threads", 1, "--backend", "ort")
+    assert "logits equal in every bit at" in result.stdout and "tree's nodes" in result.stdout
+    broken = Engines(Inexact(open_engines(exported("int4"), load_manifest(exported("int4")), "ort", 1, False).verify), None)
+    monkeypatch.setattr("eesd.export.inspect.open_engines", lambda *_, **__: broken)
+    result = run(inspect_main, exported("int4"), "--exact", "--json")
+    assert result.exit_code == 2 and "logits differ at" in result.stderr
+    assert_one_line(result.stderr.splitlines()[-1] + "\n", "depend on how many tokens")
+
+
+def test_eesd_doctor_checks_a_directory(exported: Export) -> None:
+    assert "equal in every bit" in succeed(doctor.main, "--json", "--engine-dir", exported("int8")).stdout
+
+
+def test_export_reports_bits(exported: Export, tmp_path: Path) -> None:
+    model = exported("float32").parent / "model"
+    result = succeed(export_main, "--model", model, "--exit-layer", 1, "-o", tmp_path / "plans", "--max-tree-nodes", 5)
+    assert "verify: logits of calls of 1 to 6 tokens equal in every bit" in result.stdout
+
+
+def test_the_benchmark_counts_positions(exported: Export) -> None:
+    result = succeed(bench_main, exported("int4"), "--positions", 100, "--new-tokens", 30, "--threads", 1)
+    assert "0 of 120 positions differ" in result.stdout
