@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import Result as Finished
 from support.bundled import EXAMPLE
-from support.command import assert_refused, listing, run, succeed
+from support.command import assert_refused, export_engine, listing, run, succeed
 
 from eesd.bench.cli import main
 from eesd.bench.measure.results import CallLatency, Configuration, Result
@@ -122,8 +122,9 @@ def test_results_are_neither_overwritten_nor_mixed_with_another_measurement(engi
     )
 
 
-def test_ablation_of_one_head_given_in_three_ways(text_model: Path, engine: Path, tmp_path: Path) -> None:
+def test_ablation_of_one_head_given_in_three_ways(text_model: Path, tmp_path: Path) -> None:
     """An initialised head, the same head in a directory, and the same head in an engine directory draft the same tokens."""
+    engine = export_engine(text_model, tmp_path / "plans", "--quantize-draft", "none")
     checkpoint = Checkpoint(text_model)
     made = exit_head.initialise(checkpoint.decoder(), ExitConfig(1, base=checkpoint.fingerprint()))
     exit_head_file.save(made.requires_grad_(False), tmp_path / "head", torch.float32)

@@ -110,9 +110,9 @@ def test_no_draft_does_not_load_the_draft_engine(engine: Path, monkeypatch: pyte
     loaded: list[str] = []
     original = ort_cpu.OrtEngine
 
-    def load(directory: Path, manifest: Any, stages: Any, *rest: Any) -> Any:
+    def load(directory: Path, manifest: Any, stages: Any, *rest: Any, **options: Any) -> Any:
         loaded.extend(stage.file for stage in stages)
-        return original(directory, manifest, stages, *rest)
+        return original(directory, manifest, stages, *rest, **options)
 
     drafting = text_of(engine, "-p", PROMPT, *SAMPLED)
     monkeypatch.setattr(ort_cpu, "OrtEngine", load)

@@ -52,7 +52,8 @@ def test_validation_counts_equal_the_runtime_statistics(learner: Path, trained: 
     head = checkpoint.exit_head(trained)
     replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, lm_head), 5)
     llm = eesd.load(
-        export_engine(learner, tmp_path / "plans", "--exit-head", trained), speculation=Speculation("fixed:k=5", guard=False)
+        export_engine(learner, tmp_path / "plans", "--exit-head", trained, "--quantize-draft", "none"),
+        speculation=Speculation("fixed:k=5", guard=False),
     )
     verified, accepted, rounds = np.zeros(5, int), np.zeros(5, int), 0
     for tokens, start, end in zip(validation.tokens, validation.starts, validation.ends, strict=True):

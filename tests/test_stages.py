@@ -80,7 +80,7 @@ def test_stages_give_the_tokens_of_one_stage(
 
 
 def test_torch_engine_runs_a_staged_directory(exported: Export) -> None:
-    directory = exported("llama-tied", 3)
+    directory = exported("llama-tied", 3, "--quantize-draft", "none")
     ort, torch = (eesd.load(directory, backend, speculation=SPECULATIONS[1], threads=1) for backend in ("ort", "torch"))
     expected, found = (llm.generate(PROMPT, max_new_tokens=60, ignore_eos=True) for llm in (ort, torch))
     assert found.tokens == expected.tokens and found.stats.accepted_tokens == expected.stats.accepted_tokens > 0

@@ -200,13 +200,16 @@ def test_16_bit_engines_differ_from_plain_decoding_by_rounding_at_most(narrow: P
 
 def test_draft_and_verify_share_the_mapped_weight_file(harness: Harness) -> None:
     verify, draft = open_on_cpu(harness.directory)
-    verify_weights = dict(module_of(verify).named_parameters())
-    draft_weights = dict(module_of(draft).named_parameters())
-    assert verify_weights.keys() == draft_weights.keys() and len(verify_weights) > 30
-    assert all(weight.data_ptr() == draft_weights[name].data_ptr() for name, weight in verify_weights.items())
-    start = min(weight.data_ptr() for weight in verify_weights.values())
-    size = (harness.directory / WEIGHTS_FILE).stat().st_size
-    assert all(start <= weight.data_ptr() < start + size for weight in verify_weights.values())
+    verify_weights, draft_weights = (
+        {name: weight for name, weight in module_of(engine).named_parameters() if not weight.is_meta}
+        for engine in (verify, draft)
+    )
+    # Verify only writes the caches of the last exit block: it has keys and values of its own there.
+    shared = {name for name in verify_weights.keys() & draft_weights.keys() if "exit_head" not in name}
+    assert len(shared) > 10 and all(verify_weights[name].data_ptr() == draft_weights[name].data_ptr() for name in shared)
+    weights = [*verify_weights.values(), *draft_weights.values()]
+    start, size = min(weight.data_ptr() for weight in weights), (harness.directory / WEIGHTS_FILE).stat().st_size
+    assert all(start <= weight.data_ptr() < start + size for weight in weights)
 
 
 def test_weights_of_the_draft_alone_are_not_loaded_without_a_draft(exported: Callable[[str], Path]) -> None:
