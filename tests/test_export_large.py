@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.synthetic import LLAMA_70B, write_checkpoint
 
-from eesd.export.engine_dir import untrained_head, weight_sources
+from eesd.export.engine_dir import stored_sources, untrained_head, weight_sources
 from eesd.export.onnx_graph import ExportOptions, trace
 from eesd.export.weights import layout_weights
 from eesd.model.checkpoint import Checkpoint
@@ -52,7 +52,8 @@ print(json.dumps({"peak": memory("VmHWM"), "sizes": sizes, "nodes": nodes, "weig
 
 WEIGHT_STAGE = """
 before = reset_peak()
-info = write_weights(Path(sys.argv[4]), layout, weight_sources(checkpoint, head, 4096), lambda *_: None)
+sources = stored_sources(layout.weights, weight_sources(checkpoint, head, 4096), checkpoint.geometry)
+info = write_weights(Path(sys.argv[4]), layout, sources, lambda *_: None)
 print(json.dumps({"grown": memory("VmHWM") - before, "size": info.size, "tensors": len(layout.weights)}))
 """
 
@@ -128,7 +129,7 @@ def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
     head, options = untrained_head(checkpoint, 1), ExportOptions("float16", 4096, 32, 8)
     graph = trace("verify", checkpoint.geometry, head.config, options)
     layout = layout_weights([trace("draft", checkpoint.geometry, head.config, options).weights, graph.weights])
-    sources = weight_sources(checkpoint, head, 4096)
+    sources = stored_sources(layout.weights, weight_sources(checkpoint, head, 4096), checkpoint.geometry)
     with path.open("rb") as file:
         for weight in (*layout.weights[:12:4], *layout.weights[-12::4], layout.weights[-1]):
             _, offset, length = layout.locations[weight.name]

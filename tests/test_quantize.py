@@ -288,10 +288,7 @@ def test_torch_engine_runs_quantized_weights_in_bfloat16(exported: Export) -> No
 def test_drafting_with_the_quantized_bundled_model_is_lossless(tmp_path: Path, kind: str) -> None:
     options = ("--model", EXAMPLE / "model", "--dtype", "float32", "--quantize", kind, "-o", tmp_path / "plans")
     shown = succeed(export_main, *options, "--check").stdout
-    assert (
-        f"{kind} layers, {'u' * (kind == 'int4')}" in shown.replace("uint4 layers", "int4 layers")
-        and "verify: largest difference" in shown
-    )
+    assert f"{kind} layers" in shown and "verify: largest difference" in shown
     same, positions = (int(word) for word in shown.split("unquantized model's at ")[1].split(" positions")[0].split(" of "))
     assert positions == 64 and same >= {"int8": 61, "int4": 54}[kind]
     assert_lossless(tmp_path / "plans", prompts()[:60:30], Sampling(), 40)
