@@ -94,7 +94,7 @@ def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
     return cache.scatter(2, index, new) if torch.is_grad_enabled() else cache.scatter_(2, index, new)
 
 
-def fold_mask(inputs: Inputs, group: int) -> Inputs:
+def fold_mask(inputs: Inputs, group: int, kv_heads: int) -> Inputs:
     """Inputs whose layers fold the ``group`` query heads of a KV head into its queries: [B, KV, group n, D].
 
     One attention then reads each cache once, and has at least two queries even for one token. ONNX Runtime computes a single
@@ -102,6 +102,8 @@ def fold_mask(inputs: Inputs, group: int) -> Inputs:
     groups its graphs therefore compute the first query twice. Torch does not: its engine pads calls to an even number instead.
     """
     mask = inputs.attn_mask
+    if kv_heads == 1 and torch.compiler.is_exporting() and mask.dtype != torch.float32:
+        return inputs  # TensorRT-RTX has no kernel for it
     again = [mask[:, :, :1]] if group == 1 and torch.compiler.is_exporting() else []
     return replace(inputs, query_mask=torch.cat([mask] * group + again, 2))
 

@@ -73,7 +73,8 @@ class Verify(nn.Module):
         self.lm_head = decoder.lm_head
         self.exit_head = head
         self.layers = range(decoder.geometry.num_layers) if layers is None else layers
-        self.group = decoder.geometry.num_heads // decoder.geometry.num_kv_heads
+        self.kv_heads = decoder.geometry.num_kv_heads
+        self.group = decoder.geometry.num_heads // self.kv_heads
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
         """Run a verify pass.
@@ -87,7 +88,7 @@ class Verify(nn.Module):
             Logits [B, n, V] in float32 from the last stage, hidden state [B, n, hidden] from the others; the written caches.
         """
         exit_layer, count = self.exit_head.exit_config.layer, len(self.layers)
-        inputs = fold_mask(inputs, self.group)
+        inputs = fold_mask(inputs, self.group, self.kv_heads)
         if self.layers.start == 0:
             x = self.model.embed_tokens(x)
         written = []

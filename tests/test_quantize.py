@@ -226,7 +226,7 @@ def test_logits_are_those_of_the_dequantized_model(
     reference = eesd.load(export_engine(model, tmp_path / "reference"), "ort", speculation=None, threads=1)
     with reference.session(PROMPT) as session:
         expected = session.peek()
-    for backend, tolerance in (("torch", 1e-4), ("ort", 0.03 * np.abs(expected).max())):  # ort rounds activations to int8
+    for backend, tolerance in (("torch", 1e-4), ("ort", 0.06 * np.abs(expected).max())):  # ort rounds activations to int8
         with eesd.load(directory, backend, speculation=None, threads=1).session(PROMPT) as session:
             np.testing.assert_allclose(session.peek(), expected, rtol=0, atol=tolerance)
 
