@@ -193,9 +193,7 @@ def _choose_quantization(
 
 def _types(options: ExportOptions, own: bool) -> str:
     """The element type, and what is quantized, in words."""
-    chosen = options.quantization
-    places = {"layers": chosen.layers, "LM head": chosen.head, "draft": chosen.draft}
-    texts = [f"{one.weights} {place}" for place, one in places.items() if one is not None]
+    texts = [f"{one.weights} {place}" for place, one in options.quantization.places.items() if one is not None]
     if own:
         texts[0] = f"the checkpoint's own {texts[0]}"
     return f"{options.dtype} with {', '.join(texts)}" if texts else options.dtype

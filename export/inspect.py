@@ -165,9 +165,8 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
 
 def _linear_weights(manifest: Manifest) -> str:
     """How the linear weights of layers, LM head and draft are stored."""
-    chosen = manifest.quantization
-    places = {"layers": chosen.layers, "LM head": chosen.head, "draft": chosen.draft}
-    words = {place: manifest.dtype if one is None else one.description for place, one in places.items()}
+    places = manifest.quantization.places.items()
+    words = {place: manifest.dtype if one is None else one.description for place, one in places}
     if len(set(words.values())) == 1:
         return words["layers"]
     return "\n".join(f"{place}: {text}" for place, text in words.items())

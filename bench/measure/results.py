@@ -195,16 +195,7 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Write the file atomically, one run a line."""
-        parts = []
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, list):
-                rows = [json.dumps(row if isinstance(row, dict) else rounded(asdict(row))) for row in value]
-                parts.append(f'"{item.name}": [\n' + ",\n".join(rows) + "\n]")
-            else:
-                parts.append(f'"{item.name}": {json.dumps(value)}')
-        with written_whole(path) as temporary:
-            temporary.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")
+        save_rows(self, path)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -243,3 +234,17 @@ def rounded(value: Any) -> Any:
 def read_json(path: Path) -> Any:
     """The JSON value of a file that eesd-bench wrote. Raises :class:`EESDError` if the file is not JSON."""
     return json_input.read_json(path, "give a file that eesd-bench wrote")
+
+
+def save_rows(result: Any, path: Path) -> None:
+    """Write a dataclass as JSON, atomically: each item of its lists, a dataclass or a dict, has a line."""
+    parts = []
+    for item in fields(result):
+        value = getattr(result, item.name)
+        if isinstance(value, list):
+            rows = [json.dumps(row if isinstance(row, dict) else rounded(asdict(row))) for row in value]
+            parts.append(f'"{item.name}": [\n' + ",\n".join(rows) + "\n]")
+        else:
+            parts.append(f'"{item.name}": {json.dumps(value)}')
+    with written_whole(path) as temporary:
+        temporary.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eesd.bench.peers.contestants import EESD, GROUPS, Contestant
+from eesd.bench.peers.contestants import EESD, GROUPS, PEERS, Contestant
 from eesd.bench.peers.process import PeerError, Process, started
 from eesd.bench.peers.quality import measure_quality, reference_of
 from eesd.bench.peers.results import Load, Prompt, Quality, Result, Run
@@ -208,6 +208,4 @@ class Comparison:
 
 def interpreters(python: str, own: str) -> dict[str, str]:
     """Interpreter by peer: EESD runs in the benchmark's own."""
-    from eesd.bench.peers.contestants import PEERS
-
     return {name: own if name == EESD else python for name in PEERS}

@@ -1,14 +1,12 @@
 """The result of a comparison: one JSON file with every run, saved after each round so that it can be resumed."""
 
-import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from eesd.bench.measure.results import describe_machine, read_json, rounded
+from eesd.bench.measure.results import describe_machine, read_json, save_rows
 from eesd.bench.peers.contestants import Contestant
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
 
 SCHEMA = 1
 KINDS = ("short", "long")
@@ -125,16 +123,7 @@ class Result:
 
     def save(self, path: Path) -> None:
         """Write the file atomically, one measurement a line."""
-        parts = []
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, list):
-                rows = ",\n".join(json.dumps(rounded(asdict(row))) for row in value)
-                parts.append(f'"{item.name}": [\n{rows}\n]')
-            else:
-                parts.append(f'"{item.name}": {json.dumps(value)}')
-        with written_whole(path) as temporary:
-            temporary.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")
+        save_rows(self, path)
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -90,9 +90,14 @@ class Quantizations:
     draft: Quantization | None = None
 
     @property
+    def places(self) -> dict[str, Quantization | None]:
+        """All three by the words for where they are used."""
+        return {"layers": self.layers, "LM head": self.head, "draft": self.draft}
+
+    @property
     def used(self) -> tuple[Quantization, ...]:
         """Those that are not None."""
-        return tuple(one for one in (self.layers, self.head, self.draft) if one is not None)
+        return tuple(one for one in self.places.values() if one is not None)
 
     def of(self, name: str, shape: Shape) -> Quantization | None:
         """Quantization of a weight of a graph, by its name there and its shape in the checkpoint."""
