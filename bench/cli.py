@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import click
@@ -15,6 +16,7 @@ from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import LOADERS, load_tasks
 from eesd.bench.replay.costs import COST_MODELS
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, is_simulation, run_simulation
+from eesd.bench.replay.starts import simulate_starts
 from eesd.bench.replay.traces import (
     TRACE_FILE,
     TUNING_TRACE_FILE,
@@ -27,8 +29,11 @@ from eesd.bench.report.markdown import write_report
 from eesd.bench.report.plots import check_plots
 from eesd.common import cli
 from eesd.common.errors import EESDError
+from eesd.common.terminal import progress_bar
 from eesd.common.weights import DTYPES
+from eesd.controllers import make_controller
 from eesd.runtime.engines.backends import BACKENDS
+from eesd.runtime.llm import Speculation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -241,6 +246,29 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
     output.mkdir(parents=True, exist_ok=True)
     simulation.save(result)
     show_report([], [simulation], result, plots)
+
+
+@main.command(context_settings=cli.HELP)
+@click.option("--trace", type=cli.PATH, required=True, help="Recorded trace, of simulate --engine-dir.")
+@click.option("--costs", default=MEASURED, help=f"{', '.join((MEASURED, *COST_MODELS))}.")
+@click.option("--controller", default=Speculation().controller, help="Controller and its options.")
+@click.option("--starts", type=click.IntRange(1, 10_000), default=200, help="Number of processes.")
+def starts(trace: Path, costs: str, controller: str, starts: int) -> None:
+    """Simulate fresh processes that are disturbed for a second: bursts, stalls, noisy clocks. Shows what that costs."""
+    recorded = load_trace(trace)
+    models = find_costs([costs], recorded)
+    make_controller(controller)
+    found = []
+    with progress_bar("starting", starts) as advance:
+        for start in simulate_starts(recorded, models[costs], controller, starts):
+            found.append(start)
+            advance(1)
+    lost = sorted(start.lost / start.tokens for start in found)
+    speeds = (sorted(getattr(start, name) for start in found) for name in ("first", "speed"))
+    for label, values in zip(("first request", f"all {found[0].tokens} tokens"), speeds, strict=True):
+        click.echo(f"speed over plain decoding, {label}: mean {fmean(values):.3f}, least {values[0]:.3f}")
+    click.echo(f"tokens lost to a disturbance: mean {fmean(lost):.2%}, most {lost[-1]:.2%}")
+    click.echo(f"drafting stopped for good: {sum(start.stopped for start in found)} of {starts}")
 
 
 @main.command(context_settings=cli.HELP)

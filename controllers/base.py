@@ -115,8 +115,8 @@ def number(value: Any, name: str) -> float:
 class Controller(Stateful):
     """Decides after each draft step whether to run another. Subclasses override what they need.
 
-    For each round a session calls :meth:`begin_round` once, :meth:`keep_drafting` after each step, and, when the round is
-    committed, :meth:`observe`. A round that is cancelled is never observed: the next call is then :meth:`begin_round`.
+    For each round that may draft a session calls :meth:`begin_round` once and :meth:`keep_drafting` after each step; for each
+    round that is committed, :meth:`observe`. A round that is cancelled is never observed.
     """
 
     needs_entropy: ClassVar[bool] = False
@@ -137,5 +137,9 @@ class Controller(Stateful):
         """Whether to draft one more token (tree: one more level)."""
         raise NotImplementedError
 
+    def expected_tokens(self, outcome: RoundOutcome) -> float:
+        """Tokens that a round like this one brings on average, told before :meth:`observe`; what it brought, if not known."""
+        return outcome.accepted + 1
+
     def observe(self, outcome: RoundOutcome) -> None:
-        """Learn from a committed round."""
+        """Learn from a committed round. One without draft steps, which may not have been asked for, tells only its cost."""

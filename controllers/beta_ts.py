@@ -38,5 +38,7 @@ class BetaTS(Controller):
         return bool(self.random.random() < theta)
 
     def observe(self, outcome: RoundOutcome) -> None:
+        if not outcome.steps:
+            return
         self.accepted = self.accepted * self.discount + outcome.num_expanded
         self.rejected = self.rejected * self.discount + (outcome.num_expanded < outcome.depth)

@@ -41,6 +41,8 @@ class CalibrationTS(Controller):
         return bool(self.random.random() < sigmoid(shift + slope * score))
 
     def observe(self, outcome: RoundOutcome) -> None:
+        if not outcome.steps:
+            return
         for depth, score in enumerate(self._scores[: min(outcome.num_expanded + 1, outcome.depth)], start=1):
             self.accept.learn(score, depth <= outcome.num_expanded)
         self.accept.advance()

@@ -7,18 +7,16 @@ import numpy as np
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.controllers.calibration import Calibrator, features, sigmoid
-from eesd.controllers.costs import AcceptanceByDepth, RoundCosts
+from eesd.controllers.costs import RoundCosts
 
-FIRST_LENGTHS = (4, 0, 2, 8, 1, 5, 3, 8)
-"""Draft lengths of the first rounds. They measure what lengths cost, and give deep positions labels."""
 LONGEST = 16
 """Draft steps that the cost table covers."""
 HORIZON = 3
 """Tokens that the rule looks ahead: more than one only because v(n) may rise in steps."""
 REFIT_EVERY = 16
-"""Rounds between two fits of the costs."""
-FIRST_RATE_WEIGHT = 20
-"""The rate starts as that of the best fixed length, with the weight of this many plain steps."""
+"""Rounds between two fits of the costs; each of the first ones is fitted."""
+FIRST_RATE_WEIGHT = 5
+"""The rate starts as that of plain decoding, with the weight of this many plain steps."""
 
 
 class CostAwareTS(Controller):
@@ -27,9 +25,11 @@ class CostAwareTS(Controller):
     S is the chance that all k are accepted, m that the next one would be, both from :class:`Calibrator` posteriors (one draw
     of each per round; ``draws=0`` takes the means). The seconds are measured, by draft steps and by nodes of the verify pass.
     lambda is the recent rate in tokens per second. ``discount`` makes old rounds count less in it.
+
+    The first rounds are a plain one and a draft of one token, to learn what both cost; then the rule decides.
     """
 
-    learned: ClassVar = ("accept", "following", "costs", "first_rounds", "rate", "rounds", "random")
+    learned: ClassVar = ("accept", "following", "costs", "rate", "rounds", "random")
 
     def __init__(self, discount: float = 0.998, draws: int = 1, seed: int = 0, prior: CalibrationPrior | None = None) -> None:
         if not 0 < discount <= 1:
@@ -40,9 +40,8 @@ class CostAwareTS(Controller):
         prior = prior or CalibrationPrior()
         self.accept, self.following = Calibrator(prior.accept, prior), Calibrator(prior.following, prior)
         self.costs = RoundCosts()
-        self.first_rounds = AcceptanceByDepth(LONGEST, discount=1.0)
         self.rate = [0.0, 0.0]
-        """Tokens and seconds of the rule's rounds, discounted. Zero seconds: still in the first rounds."""
+        """Tokens and seconds of the rule's rounds, discounted. Zero seconds: costs are not known yet."""
         self.rounds = 0
         self.random = np.random.Generator(np.random.PCG64(seed))
         self.begin_round(1)
@@ -59,9 +58,9 @@ class CostAwareTS(Controller):
         self._width = width
         self._scores: list[tuple[float, float]] = []
         self._survival = 1.0
-        self._fixed = None if self.rate[1] else FIRST_LENGTHS[self.rounds % len(FIRST_LENGTHS)]
+        self._fixed = None if self.rate[1] else int(0 in self.costs.verify.samples)
         self._draw: tuple[float, float, float, float] | None = None
-        return 0 if self._fixed == 0 else None  # lengths above 0 are asked step by step: every label teaches the calibration
+        return 0 if self._fixed == 0 else None  # a draft is asked step by step: every label teaches the calibration
 
     def keep_drafting(self, step: DraftStep) -> bool:
         if self._draw is None:
@@ -87,9 +86,22 @@ class CostAwareTS(Controller):
                 return True
         return False
 
+    def expected_tokens(self, outcome: RoundOutcome) -> float:
+        """1 and the chances of the verified levels, each that of the levels before it and its own."""
+        if not outcome.steps or len(self._scores) < outcome.depth:  # at the end of a text the last level is not asked about
+            return outcome.accepted + 1
+        shift, slope = self.accept.draw((0.0, 0.0))
+        tokens = survival = 1.0
+        for own, _ in self._scores[: outcome.depth]:
+            survival *= sigmoid(shift + slope * own)
+            tokens += survival
+        return tokens
+
     def observe(self, outcome: RoundOutcome) -> None:
-        depth, accepted = outcome.depth, outcome.num_expanded
         self.costs.add(outcome)
+        if not outcome.steps:
+            return
+        depth, accepted = outcome.depth, outcome.num_expanded
         for level, (own, following) in enumerate(self._scores[: accepted + 1], start=1):
             if level <= depth:
                 self.accept.learn(own, level <= accepted)
@@ -98,22 +110,13 @@ class CostAwareTS(Controller):
         self.accept.advance()
         self.following.advance()
         self.rounds += 1
-        if self._fixed is not None:
-            if depth == outcome.steps > 0:  # with a budget the verified depth depends on what was drafted
-                self.first_rounds.add(depth, accepted)
-            if self.rounds >= len(FIRST_LENGTHS) and self.costs.known:
-                self._fit_costs()
-                self._start_rule()
+        if self.rounds < REFIT_EVERY or self.rounds % REFIT_EVERY == 0:
+            self.costs.fit(LONGEST, LONGEST * self._width)
+        if not self.rate[1]:
+            if 0 not in self.costs.verify.samples:
+                return
+            self.rate = [float(FIRST_RATE_WEIGHT), FIRST_RATE_WEIGHT * self.costs.verify.samples[0][1]]
             return
-        spent = outcome.draft_seconds + outcome.verify_seconds
-        self.rate = [self.rate[0] * self.discount + outcome.accepted + 1, self.rate[1] * self.discount + spent]
-        if self.rounds % REFIT_EVERY == 0:
-            self._fit_costs()
-
-    def _fit_costs(self) -> None:
-        self.costs.fit(LONGEST, LONGEST * self._width)
-
-    def _start_rule(self) -> None:
-        """Start the rate as if the best fixed length had run for a few rounds."""
-        seconds = FIRST_RATE_WEIGHT * self.costs.verify.seconds(0)
-        self.rate = [max(self.first_rounds.rates(self.costs, self._width)) * seconds, seconds]
+        spent = self.costs.draft.seconds(outcome.steps) + self.costs.verify.seconds(outcome.nodes)  # stalls hardly count
+        discount = min(self.discount, 1 - 1 / (self.rounds + FIRST_RATE_WEIGHT))  # the first rounds are soon forgotten
+        self.rate = [self.rate[0] * discount + outcome.accepted + 1, self.rate[1] * discount + spent]

@@ -1,52 +1,71 @@
 """What rounds cost and what draft lengths are worth, estimated while decoding."""
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from eesd.controllers.base import RoundOutcome, Stateful, number
 
 MEMORY = 64
-"""About this many of the last samples count."""
+"""About this many of the last samples of a count make its mean."""
+FORGETTING = 1 / 128
+"""Share of its weight that a count loses for each sample of another one. What was once measured, perhaps while the machine was
+slow, is not believed for long if it keeps the controller from measuring it again."""
 CLIP = 0.25
 """A sample moves an estimate as if it were off by at most this share, so that stalls of the machine hardly count."""
 STIFFNESS = 8.0
-"""This many samples of one count weigh as much as the line through all counts."""
+"""This many samples of one count weigh as much as the line through all counts, and as the line's usual slope."""
+USUAL_SLOPE = 0.1
+"""Where only one count is known, each more costs this share of a count of 0; from zero, costs are proportional."""
+FIRST_SAMPLE = 2.0
+"""A count's first sample is at most this many times what the curve expected."""
 
 
 class CostCurve(Stateful):
     """Seconds as a function of a count.
 
     Each count has Huber's mean of its own samples. Where samples are few, the estimate leans on a line through all counts. It
-    never falls as the count grows. ``from_zero``: a count of 0 costs nothing, and with samples of one count alone the others
-    are proportional.
+    never falls as the count grows. ``from_zero``: a count of 0 costs nothing.
     """
 
     def __init__(self, from_zero: bool = False) -> None:
-        self.samples: dict[int, tuple[int, float]] = {}
-        """Number of samples and mean seconds, by count."""
+        self.samples: dict[int, tuple[float, float]] = {}
+        """Weight (samples, fewer as they age) and mean seconds, by count."""
         self._from_zero = from_zero
         self._table: list[float] = []
 
     def add(self, count: int, seconds: float) -> None:
         """Note one call. The mean starts at the least of three samples, so that an early outlier hardly counts."""
-        samples, mean = self.samples.get(count, (0, 0.0))
-        if samples < 3:
-            mean = min(mean, seconds) if samples else seconds
+        samples, mean = self.samples.get(count, (0.0, 0.0))
+        if not samples:
+            mean = min(seconds, FIRST_SAMPLE * self._expected(count)) if self.samples else seconds
+        elif samples < 3:
+            mean = min(mean, seconds)
+        elif seconds < (1 - CLIP) * mean:  # nothing makes a call fast: the earlier ones were slowed
+            mean += (seconds - mean) / 4
         else:
             bound = CLIP * mean
             mean += min(max(seconds - mean, -bound), bound) / min(samples + 1, MEMORY)
+        for other, (weight, seen) in self.samples.items():
+            self.samples[other] = weight * (1 - FORGETTING), seen
         self.samples[count] = samples + 1, mean
+
+    def _expected(self, count: int) -> float:
+        """The cost of a count that has no samples yet."""
+        if count >= len(self._table):
+            self.fit(count)
+        return self._table[count]
 
     def fit(self, longest: int) -> None:
         """Compute the table for 0 to ``longest`` from the samples."""
         points = [(count, min(samples, MEMORY), mean) for count, (samples, mean) in sorted(self.samples.items())]
-        if self._from_zero and len(points) == 1:
-            points.insert(0, (0, points[0][1], 0.0))
         total = sum(w for _, w, _ in points)
         x0 = sum(w * n for n, w, _ in points) / total
         y0 = sum(w * y for _, w, y in points) / total
         spread = sum(w * (n - x0) ** 2 for n, w, _ in points)
-        slope = max(sum(w * (n - x0) * (y - y0) for n, w, y in points) / spread, 0.0) if spread else 0.0
+        usual = y0 / x0 if self._from_zero else USUAL_SLOPE * y0 / (1 + USUAL_SLOPE * x0)
+        found = sum(w * (n - x0) * (y - y0) for n, w, y in points)
+        slope = max((found + STIFFNESS * usual) / (spread + STIFFNESS), 0.0)
         own = {n: (w, y - y0 - slope * (n - x0)) for n, w, y in points}
         residuals = _interpolated({n: w * r / (w + STIFFNESS) for n, (w, r) in own.items()}, longest)
         self._table = _rising([max(y0 + slope * (n - x0) + residuals[n], 1e-9) for n in range(longest + 1)])
@@ -71,9 +90,9 @@ class CostCurve(Stateful):
             if not isinstance(row, list) or len(row) != 3:
                 raise ValueError("samples must be lists of a count, a number of samples and their mean")
             count, samples, mean = (number(value, "samples") for value in row)
-            if min(count, samples - 1, mean) < 0 or count > 10_000:
+            if min(count, samples, mean) < 0 or count > 10_000:
                 raise ValueError("samples must not be negative, and counts at most 10000")
-            self.samples[int(count)] = int(samples), mean
+            self.samples[int(count)] = samples, mean
         longest = number(state["longest"], "longest")
         if not -1 <= longest < 10_000 or (longest >= 0 and not self.samples):
             raise ValueError("longest does not fit the samples")
@@ -122,15 +141,8 @@ def _interpolated(known: dict[int, float], longest: int) -> list[float]:
 
 
 def _rising(values: list[float]) -> list[float]:
-    """The nearest sequence that never falls (pool adjacent violators)."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        size = 1
-        while pools and pools[-1][0] > value:
-            mean, count = pools.pop()
-            value, size = (value * size + mean * count) / (size + count), size + count
-        pools.append((value, size))
-    return [value for value, size in pools for _ in range(size)]
+    """The largest sequence that never falls and is nowhere above ``values``: disturbances only ever add time."""
+    return list(accumulate(reversed(values), min))[::-1]
 
 
 class AcceptanceByDepth(Stateful):

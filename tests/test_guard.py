@@ -7,93 +7,100 @@ import pytest
 from support.harness import Harness, Wrapped, finish, generated
 
 from eesd.controllers import make_controller
-from eesd.runtime.decoding.guard import FIRST_PROBES, LONGEST_PAUSE, PROBE_EVERY, TRIAL, Guard
+from eesd.runtime.decoding.guard import FIRST_INTERVAL, LONGEST_INTERVAL, Guard
 from eesd.runtime.decoding.session import Session
 
 pytestmark = pytest.mark.fast
 
 
-def play(guard: Guard, rounds: int, drafting_seconds: float, plain_seconds: float, tokens: int = 2) -> list[bool]:
+def play(guard: Guard, rounds: int, drafting_seconds: float, plain_seconds: float = 1.0, tokens: int = 2) -> list[bool]:
     """Rounds of fixed cost: a drafting one gives ``tokens`` tokens, a plain one gives one. Which of them drafted."""
     drafted = []
     for _ in range(rounds):
         drafting = guard.allows()
-        guard.record(drafting, tokens if drafting else 1, drafting_seconds if drafting else plain_seconds)
+        brought = tokens if drafting else 1
+        guard.record(drafting, brought, brought, drafting_seconds if drafting else plain_seconds)
         drafted.append(drafting)
     return drafted
 
 
-def pauses(drafted: list[bool]) -> list[int]:
-    """Lengths of the runs of plain rounds that are longer than a probe."""
-    runs = "".join("d" if d else "p" for d in drafted).split("d")
-    return [len(run) for run in runs if len(run) > 1]
-
-
 def test_stays_while_drafting_is_faster() -> None:
     guard = Guard()
-    drafted = play(guard, 1000, drafting_seconds=1.9, plain_seconds=1.0)
+    drafted = play(guard, 2000, drafting_seconds=1.5)
     assert guard.pauses == 0 and not guard.paused
-    assert drafted[:PROBE_EVERY].count(False) == FIRST_PROBES
-    assert 1000 - sum(drafted) == 1000 // PROBE_EVERY + FIRST_PROBES
-    assert guard.rate(True) == pytest.approx(2 / 1.9) and guard.rate(False) == pytest.approx(1.0)
+    assert drafted[:2] == [False, False] and all(drafted[2 : 2 + FIRST_INTERVAL])
+    probes = [i for i in range(1, 2000) if not drafted[i] and not drafted[i - 1]]
+    assert np.diff(probes).tolist()[:2] == [FIRST_INTERVAL + 2, 2 * FIRST_INTERVAL + 2], "settled: ever fewer probes"
+    assert 2000 - sum(drafted) <= 2 * (2000 / LONGEST_INTERVAL + 4)
 
 
-def test_pauses_when_drafting_is_slower_and_tries_again_ever_later() -> None:
+@pytest.mark.parametrize(
+    ("drafting_seconds", "first", "later"), [(2.05, 0.025, 0.012), (2.5, 0.025, 0.012), (4.0, 0.045, 0.021)]
+)
+def test_loses_at_most_a_few_percent_where_drafting_does_not_pay(drafting_seconds: float, first: float, later: float) -> None:
     guard = Guard()
-    drafted = play(guard, 6000, drafting_seconds=2.1, plain_seconds=1.0)
-    lengths = pauses(drafted)
-    assert drafted.index(False) == 1, "one plain round comes early, to compare with"
-    first_pause = [i for i, d in enumerate(drafted) if d][TRIAL - 1] + 1
-    assert drafted[first_pause : first_pause + 16] == [False] * 16 and drafted[first_pause + 16]
-    assert lengths[:6] == [16, 32, 64, 128, 256, 512]
-    assert max(lengths) <= LONGEST_PAUSE
-    assert sum(drafted) < 0.03 * len(drafted)
-
-
-def test_pauses_never_longer_than_the_longest() -> None:
-    guard = Guard()
-    lengths = pauses(play(guard, 20000, drafting_seconds=9.0, plain_seconds=1.0))
-    assert lengths[-3:-1] == [LONGEST_PAUSE] * 2
+    for rounds, most in ((100, first), (4000, later)):
+        drafted = play(guard, rounds, drafting_seconds)
+        lost = sum(drafted) * (drafting_seconds - 2)
+        tokens = len(drafted) + sum(drafted)
+        assert 0 < lost < most * tokens
+    assert guard.pauses > 2
 
 
 def test_comes_back_when_drafting_became_faster() -> None:
     guard = Guard()
-    play(guard, 100, drafting_seconds=3.0, plain_seconds=1.0)
+    play(guard, 300, drafting_seconds=3.0)
     slow = guard.pauses
-    drafted = play(guard, 600, drafting_seconds=1.0, plain_seconds=1.0)
+    drafted = play(guard, 600, drafting_seconds=1.0)
     assert slow > 0 and guard.pauses == slow
-    assert sum(drafted[-400:]) >= 400 - 400 // PROBE_EVERY - 1
+    assert sum(drafted[-400:]) >= 390
 
 
-def test_a_good_trial_forgives() -> None:
-    """After drafting paid again, the next pause begins short."""
+def test_stops_soon_when_drafting_became_slower() -> None:
     guard = Guard()
-    play(guard, 200, drafting_seconds=3.0, plain_seconds=1.0)
-    while guard.paused:
-        play(guard, 1, drafting_seconds=1.0, plain_seconds=1.0)
-    play(guard, 100, drafting_seconds=1.0, plain_seconds=1.0)
-    assert pauses(play(guard, 200, drafting_seconds=5.0, plain_seconds=1.0))[0] == 16
+    play(guard, 5000, drafting_seconds=1.0)
+    drafted = play(guard, 400, drafting_seconds=3.0)
+    assert guard.pauses and sum(drafted[:40]) < 25 and not any(drafted[60:100])
 
 
 def test_does_not_judge_before_it_knows_plain_decoding() -> None:
     guard = Guard()
-    for _ in range(3 * TRIAL):
-        guard.record(True, 2, 100.0)
-    assert guard.pauses == 0 and guard.rate(False) == 0
-    guard.record(False, 1, 1.0)
-    for _ in range(TRIAL):
-        guard.record(True, 2, 100.0)
-    assert guard.pauses == 1 and not guard.allows()
+    for _ in range(50):
+        guard.record(True, 2, 2, 100.0)
+    assert guard.pauses == 0 and guard.plain_seconds == 0
+    assert not guard.allows(), "it asks for a probe"
 
 
 def test_one_slow_round_or_bad_luck_does_not_stop_it() -> None:
-    """Half of the rounds give 1 token, half give 3, at 1.7 plain steps each; and now and then the machine stalls."""
+    """Rounds of 1 or 3 tokens where 2 are expected, at 1.7 plain steps; and now and then the machine stalls."""
     guard, random = Guard(), np.random.default_rng(0)
     for _ in range(2000):
         drafting = guard.allows()
         stall = 30.0 if random.random() < 0.003 else 0.0
-        guard.record(drafting, int(random.choice([1, 3])) if drafting else 1, (1.7 if drafting else 1.0) + stall)
+        guard.record(drafting, int(random.choice([1, 3])) if drafting else 1, 2, (1.7 if drafting else 1.0) + stall)
     assert guard.pauses == 0
+
+
+def test_expectations_that_are_not_met_count_for_little() -> None:
+    """Rounds bring one token, but are expected to bring three, in two plain steps."""
+    guard = Guard()
+    drafted = 0
+    for _ in range(500):
+        drafting = guard.allows()
+        drafted += drafting
+        guard.record(drafting, 1, 3 if drafting else 1, 2.0 if drafting else 1.0)
+    assert drafted < 15 and guard.pauses
+
+
+def test_a_slower_machine_is_not_the_fault_of_drafting() -> None:
+    """Everything takes five times longer for a while: drafting pays, and goes on."""
+    guard = Guard()
+    play(guard, 500, drafting_seconds=1.3)
+    drafted = play(guard, 200, drafting_seconds=5 * 1.3, plain_seconds=5.0)
+    assert sum(drafted[-150:]) > 120
+    assert guard.plain_seconds == 5.0
+    play(guard, 2 * LONGEST_INTERVAL, drafting_seconds=1.3)
+    assert guard.plain_seconds == 1.0, "probes that say something new are soon followed by others"
 
 
 def timed_session(harness: Harness, monkeypatch: pytest.MonkeyPatch, draft_seconds: float, guard: Guard) -> Session:
@@ -116,7 +123,7 @@ def test_slow_drafting_is_paused_and_the_statistics_say_so(harness: Harness, mon
     session = timed_session(harness, monkeypatch, draft_seconds=3.0, guard=guard)
     rounds, stats = finish(session), session.stats
     assert stats.guard_pauses == guard.pauses >= 2
-    assert TRIAL <= stats.drafting_rounds < 0.4 * stats.rounds
+    assert 2 <= stats.drafting_rounds < 0.2 * stats.rounds
     assert sum(r.num_accepted > 0 for r in rounds) <= stats.drafting_rounds
     assert stats.draft_seconds == 3.0 * stats.draft_steps and stats.verify_seconds == stats.rounds
     assert stats.host_seconds == 0 and stats.to_dict()["guard_pauses"] == guard.pauses
@@ -128,7 +135,7 @@ def test_fast_drafting_does_not_pause(harness: Harness, monkeypatch: pytest.Monk
     session = timed_session(harness, monkeypatch, draft_seconds=0.05, guard=Guard())
     rounds, stats = finish(session), session.stats
     assert stats.guard_pauses == 0
-    assert len(rounds) - stats.drafting_rounds <= FIRST_PROBES + len(rounds) // PROBE_EVERY
+    assert len(rounds) - stats.drafting_rounds <= 8
     assert stats.tokens_per_second > 1.5
 
 

@@ -1,85 +1,111 @@
-"""Never slower than plain decoding: the guard measures both, and pauses drafting while it does not pay."""
+"""Never slower than plain decoding: the guard keeps an account of what drafting gained, and pauses it when overdrawn."""
 
 from collections import deque
-from statistics import fmean, median, stdev
+from statistics import median_low
 
-TRIAL = 16
-"""Drafting rounds between two judgements."""
-WINDOW = 64
-"""Drafting rounds that a judgement looks back over."""
-PROBE_EVERY = 64
-"""One round in this many is plain, so that the cost of plain decoding stays known as the text grows."""
-FIRST_PROBES = 3
-"""Probes that come early, one every ``TRIAL / 2`` rounds, because a single one may be an outlier."""
-FIRST_PAUSE, LONGEST_PAUSE = 16, 1024
-"""Rounds."""
-SIGNIFICANCE = 1.5
-"""Drafting pauses when the mean saving is this many standard errors below zero."""
+FIRST_ALLOWANCE, ALLOWANCE = 0.8, 0.01
+"""Plain steps that drafting may lose before it has gained any; and how many more for each token that is decoded."""
+LARGEST_BALANCE = 16.0
+"""Plain steps. Gains beyond it do not count: so little is lost where text changes and drafting no longer pays."""
+TO_RESUME = 0.5
+"""Plain steps in the account at which a pause ends: about what one more round of drafting may lose."""
+LARGEST_LOSS, LARGEST_DEBT = 3.0, 0.5
+"""Plain steps that one round can lose, and that the account can be overdrawn. More was lost to the machine, not to drafting. A
+single round that loses more does not count at all."""
+SLOWED = 1.5
+"""If plain rounds in a pause take this many times what they took before, the machine is slower, and drafting may go on."""
+LUCK = 4.0
+"""Tokens, more or fewer than expected, that count as luck and not as gain or loss."""
+FIRST_INTERVAL, SHORTEST_INTERVAL, LONGEST_INTERVAL = 64, 16, 256
+"""Rounds between two probes. A probe is two plain rounds; the second is measured."""
+SETTLED = 0.15
+"""A probe that differs by a smaller share from the earlier ones confirms them."""
 
 
 class Guard:
-    """Compares seconds per token of rounds with and without drafting.
+    """Allows drafting while its account is not overdrawn.
 
-    Call :meth:`allows` at the start of a round and :meth:`record` at its end. Every ``TRIAL`` drafting rounds it computes how
-    much time each of the last ``WINDOW`` saved against plain decoding. It pauses drafting when the mean saving is clearly
-    below zero, so that bad luck within a few rounds, or one round that the machine slowed, does not. Each pause is twice as
-    long as the one before; each good judgement halves the next.
+    Call :meth:`allows` at the start of a round and :meth:`record` at its end. The account is in plain steps, the time of a
+    plain round. A drafting round that is expected to bring n tokens and took as long as m plain rounds adds n - m. What it
+    brought beyond that, or short of it, counts only where the sum of it exceeds ``LUCK`` tokens: a few rejections in a row say
+    little about drafting, but an expectation that is never met is wrong. Every token adds ``ALLOWANCE``, so a pause ends, and
+    all that drafting can ever lose is a small share of the time.
 
     Attributes:
         pauses: Number of pauses so far.
+        paused: Whether drafting is paused now.
+        balance: Plain steps in the account.
     """
 
     def __init__(self) -> None:
         self.pauses = 0
-        self._pause_left = 0
-        self._next_pause = FIRST_PAUSE
-        self._rounds = 0
-        self._unjudged = 0
-        self._drafting: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self._plain: deque[tuple[int, float]] = deque(maxlen=FIRST_PROBES)
-
-    @property
-    def paused(self) -> bool:
-        return self._pause_left > 0
+        self.paused = False
+        self.balance = FIRST_ALLOWANCE
+        self._luck = 0.0
+        """Tokens that are not in the account."""
+        self._plain: deque[float] = deque(maxlen=5)
+        """Seconds of plain rounds behind plain rounds. Right behind drafting they are slower: the draft took the caches."""
+        self._price = 0.0
+        """Plain seconds when the last pause began."""
+        self._stalled = False
+        """Whether the last drafting round lost more than ``LARGEST_LOSS``."""
+        self._drafted = True
+        """Whether the last round drafted."""
+        self._interval = FIRST_INTERVAL
+        self._until_probe = 0
+        """Drafting rounds before the next probe."""
 
     def allows(self) -> bool:
         """Whether this round may draft."""
-        if self._pause_left > 0:
-            return False
-        return self._rounds % (PROBE_EVERY if len(self._plain) == FIRST_PROBES else TRIAL // 2) != 1
+        return not self.paused and self._until_probe > 0
 
-    def rate(self, drafting: bool) -> float:
-        """Recent tokens per second with or without drafting; 0 while unknown."""
-        if not drafting:
-            return 1 / self._plain_cost() if self._plain else 0.0
-        seconds = sum(seconds for _, seconds in self._drafting)
-        return sum(tokens for tokens, _ in self._drafting) / seconds if seconds else 0.0
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a plain round: the median of the last ones, which an outlier does not move; 0 while unknown."""
+        return median_low(self._plain) if self._plain else 0.0
 
-    def record(self, drafting: bool, tokens: int, seconds: float) -> None:
-        """Note a round that took ``seconds`` for ``tokens`` tokens."""
-        self._rounds += 1
-        if not drafting:
-            self._plain.append((tokens, seconds))
-            self._pause_left = max(self._pause_left - 1, 0)
-            return
-        self._drafting.append((tokens, seconds))
-        self._unjudged += 1
-        if self._unjudged >= TRIAL and self._plain:
-            self._unjudged = 0
-            self._judge()
+    def record(self, drafted: bool, tokens: float, expected: float, seconds: float) -> None:
+        """Note a round.
 
-    def _plain_cost(self) -> float:
-        """Seconds per token of plain decoding: the median of the last rounds, which an outlier does not move."""
-        return median(seconds / tokens for tokens, seconds in self._plain)
-
-    def _judge(self) -> None:
-        plain = self._plain_cost()
-        saved = [tokens * plain - seconds for tokens, seconds in self._drafting]
-        mean = fmean(saved)
-        if mean >= 0:
-            self._next_pause = max(self._next_pause // 2, FIRST_PAUSE)
-        elif mean + SIGNIFICANCE * stdev(saved) / len(saved) ** 0.5 < 0:
+        Args:
+            drafted: Whether it ran the draft.
+            tokens: Tokens that it brought.
+            expected: Tokens that such a round brings on average, as far as the controller knows.
+            seconds: Its time.
+        """
+        plain = self.plain_seconds
+        if drafted:
+            self._until_probe -= 1
+            luck = min(max(self._luck + tokens - expected, -LUCK), LUCK)
+            gained = tokens - (luck - self._luck)
+            self._luck = luck
+            if plain:
+                self._settle(gained - seconds / plain)
+        elif self._drafted:
+            if plain:  # slower because of the draft, which therefore pays the difference
+                self.balance -= min(max(seconds / plain - 1, 0.0), 1.0)
+        else:
+            self._measured(seconds)
+        self._drafted = drafted
+        self.balance = min(max(self.balance, -LARGEST_DEBT) + ALLOWANCE * tokens, LARGEST_BALANCE)
+        if self.paused:
+            self.paused = self.balance < TO_RESUME and self.plain_seconds < SLOWED * self._price
+        elif self.balance < 0:
+            self.paused, self._price = True, plain
             self.pauses += 1
-            self._pause_left = self._next_pause
-            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
-            self._drafting.clear()
+
+    def _settle(self, gained: float) -> None:
+        """Add what a drafting round gained, in plain steps, unless the machine stalled in it."""
+        stalled = gained < -LARGEST_LOSS
+        if self._stalled or not stalled:
+            self.balance += max(gained, -LARGEST_LOSS)
+        self._stalled = stalled
+
+    def _measured(self, seconds: float) -> None:
+        """Note a plain round behind a plain round. The next probe comes later if this one says what is known already."""
+        settled = abs(seconds - self.plain_seconds) < SETTLED * self.plain_seconds
+        if self._plain:
+            interval = self._interval * 2 if settled else self._interval // 2
+            self._interval = min(max(interval, SHORTEST_INTERVAL), LONGEST_INTERVAL)
+        self._until_probe = self._interval
+        self._plain.append(seconds)

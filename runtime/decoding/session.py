@@ -16,7 +16,7 @@ from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.manifest import PREFILL_CHUNK
 from eesd.controllers import Controller, DraftStep, RoundOutcome
-from eesd.controllers.tree_budget import TreeBudget
+from eesd.controllers.tree_budget import SiblingLabel, TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain, tree_mask
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.samplers import AcceptResult, make_sampler
@@ -175,17 +175,22 @@ class Session:
         # The commit: one statement behind everything that may raise. No signal is handled within it.
         self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason
 
-        if drafter is not None:
-            drafter.controller.observe(outcome)
-        if budget is not None:
-            budget.observe(tree.labels(chosen), outcome)
+        if self._drafter is not None:
+            self._learn(self._drafter, outcome, tree.labels(chosen), started)
         self.stats.host_seconds += time.perf_counter() - committed_at
-        if self._drafter and self._drafter.guard:
-            self._drafter.guard.record(drafting, len(result.tokens), time.perf_counter() - started)
-            self.stats.guard_pauses = self._drafter.guard.pauses - self._pauses_before
         if self._observer is not None:
             self._observer(result.tokens, outputs.logits[[0, *(node.index for node in path)][: len(result.tokens)]])
         return result
+
+    def _learn(self, drafter: Drafter, outcome: RoundOutcome, labels: list[SiblingLabel], started: float) -> None:
+        """Tell the controller, the budget and the guard about a committed round, also if it was not allowed to draft."""
+        expected = drafter.controller.expected_tokens(outcome)
+        drafter.controller.observe(outcome)
+        if drafter.budget is not None:
+            drafter.budget.observe(labels, outcome)
+        if drafter.guard is not None:
+            drafter.guard.record(outcome.steps > 0, outcome.accepted + 1, expected, time.perf_counter() - started)
+            self.stats.guard_pauses = drafter.guard.pauses - self._pauses_before
 
     def peek(self) -> Logits:
         """The verifier's logits [V] behind the last committed token, by a single-token pass. Commits nothing."""

@@ -107,7 +107,7 @@ class PauseUntil(Guard):
     def allows(self) -> bool:
         return self._left <= 0
 
-    def record(self, drafting: bool, tokens: int, seconds: float) -> None:
+    def record(self, drafted: bool, tokens: float, expected: float, seconds: float) -> None:
         self._left -= 1
 
 

@@ -1,0 +1,78 @@
+"""The default controller and the guard on a simulated machine: not slower than plain decoding, and never stopped for good."""
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from eesd.bench.cli import main
+from eesd.bench.replay.costs import BUNDLED, CallCosts
+from eesd.bench.replay.machine import Machine, burst, decode
+from eesd.bench.replay.starts import simulate_starts
+from eesd.bench.replay.streams import SyntheticStream
+from eesd.bench.replay.traces import Trace, TracedRequest
+from eesd.controllers import make_controller
+from eesd.runtime.decoding.guard import Guard
+
+pytestmark = pytest.mark.fast
+VERIFY = {1: 9.8e-3, 2: 11.7e-3, 3: 12.7e-3, 4: 14.0e-3, 5: 14.7e-3, 8: 17.7e-3, 17: 27e-3}
+"""Seconds of verify passes of a model with 135 million parameters, by nodes, on two cores."""
+
+
+def texts(acceptance: float, tokens: int, count: int, seed: int) -> Trace:
+    """Requests whose acceptance differs from text to text, and from token to token."""
+    random, found = np.random.default_rng(seed), list[TracedRequest]()
+    for _ in range(count):
+        mean = acceptance + 0.15 * random.standard_normal()
+        levels = tuple(
+            float(np.clip(mean + d, 0.01 + 0.001 * i, 0.98 + 0.001 * i)) for i, d in enumerate((-0.3, -0.1, 0.1, 0.3))
+        )
+        found += SyntheticStream("text", levels, 0.5).trace(tokens, 1, seed=int(random.integers(1 << 30))).requests
+    return Trace(tuple(found), {})
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize(("draft", "acceptance"), [(1.5e-3, 0.2), (3.5e-3, 0.2), (3.5e-3, 0.47), (5e-3, 0.4), (5e-3, 0.6)])
+def test_hardly_slower_from_the_first_request_on(draft: float, acceptance: float, requests: int) -> None:
+    """Whatever a weak head costs. The seeds are fixed, so this cannot fail by bad luck."""
+    costs = CallCosts({1: draft, 16: 16 * draft}, VERIFY)
+    plain = drafting = 0.0
+    for seed in range(24 // requests):
+        trace = texts(acceptance, 96, requests, seed)
+        plain += decode(trace, Machine(costs, seed=seed)).seconds
+        drafting += decode(trace, Machine(costs, seed=seed), make_controller("cost-aware-ts", seed), Guard()).seconds
+    assert plain / drafting >= 0.975
+
+
+GOOD = SyntheticStream("good", (0.5, 0.7, 0.9, 0.97), 0.8)
+
+
+def test_no_start_stops_drafting_for_good() -> None:
+    starts = [*simulate_starts(GOOD.trace(128, 40, seed=3), BUNDLED, "cost-aware-ts", 12)]
+    assert not any(start.stopped for start in starts)
+    assert all(start.speed > 1.3 for start in starts)
+    assert np.mean([start.lost / start.tokens for start in starts]) < 0.02
+
+
+def test_a_guard_that_never_forgives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eesd.runtime.decoding.guard.ALLOWANCE", 0.0)
+    monkeypatch.setattr("eesd.runtime.decoding.guard.SLOWED", np.inf)
+    starts = [*simulate_starts(GOOD.trace(128, 20, seed=3), BUNDLED, "cost-aware-ts", 12)]
+    assert any(start.stopped for start in starts)
+
+
+def test_a_burst_while_drafting_pays_stops_it_for_a_moment_only() -> None:
+    trace, costs = GOOD.trace(128, 16, seed=3), BUNDLED.calls.scaled(BUNDLED.plain_seconds)
+    found = [
+        decode(trace, Machine(costs, disturbance=disturbance), make_controller("cost-aware-ts"), Guard())
+        for disturbance in (None, burst(4, 20, 1))
+    ]
+    undisturbed, disturbed = (run.undisturbed_seconds(costs, 1024) for run in found)
+    assert disturbed < 1.05 * undisturbed and found[1].seconds > found[0].seconds
+
+
+def test_starts_are_shown(pytestconfig: pytest.Config) -> None:
+    trace = pytestconfig.rootpath / "bench/results/trace-greedy.npz"
+    result = CliRunner().invoke(main, ["starts", "--trace", str(trace), "--starts", "1"])
+    assert result.exit_code == 0 and "drafting stopped for good: 0 of 1" in result.output
+    result = CliRunner().invoke(main, ["starts", "--trace", str(trace), "--costs", "9b"])
+    assert result.exit_code == 2 and "no costs '9b'" in result.output
