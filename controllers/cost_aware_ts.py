@@ -13,7 +13,7 @@ LONGEST = 16
 """Draft steps that the cost table covers."""
 HORIZON = 3
 """Tokens that the rule looks ahead: more than one only because v(n) may rise in steps."""
-REFIT_EVERY = 16
+REFIT_EVERY = 8
 """Rounds between two fits of the costs; each of the first ones is fitted."""
 FIRST_RATE_WEIGHT = 5
 """The rate starts as that of plain decoding, with the weight of this many plain steps."""

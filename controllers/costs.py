@@ -8,7 +8,7 @@ from eesd.controllers.base import RoundOutcome, Stateful, number
 
 MEMORY = 64
 """About this many of the last samples of a count make its mean."""
-FORGETTING = 1 / 128
+FORGETTING = 1 / 32
 """Share of its weight that a count loses for each sample of another one. What was once measured, perhaps while the machine was
 slow, is not believed for long if it keeps the controller from measuring it again."""
 CLIP = 0.25
@@ -81,11 +81,13 @@ class CostCurve(Stateful):
 
     def state(self) -> dict[str, Any]:
         samples = [[count, samples, mean] for count, (samples, mean) in self.samples.items()]
-        return {"samples": samples, "longest": len(self._table) - 1}
+        return {"samples": samples, "table": self._table}
 
     def restore(self, state: Any) -> None:
-        if not isinstance(state, Mapping) or state.keys() != {"samples", "longest"} or not isinstance(state["samples"], list):
-            raise ValueError("a cost curve must have the entries samples, longest")
+        if not isinstance(state, Mapping) or state.keys() != {"samples", "table"}:
+            raise ValueError("a cost curve must have the entries samples, table")
+        if not all(isinstance(part, list) and len(part) <= 10_000 for part in state.values()):
+            raise ValueError("samples and table must be lists")
         for row in state["samples"]:
             if not isinstance(row, list) or len(row) != 3:
                 raise ValueError("samples must be lists of a count, a number of samples and their mean")
@@ -93,11 +95,9 @@ class CostCurve(Stateful):
             if min(count, samples, mean) < 0 or count > 10_000:
                 raise ValueError("samples must not be negative, and counts at most 10000")
             self.samples[int(count)] = samples, mean
-        longest = number(state["longest"], "longest")
-        if not -1 <= longest < 10_000 or (longest >= 0 and not self.samples):
-            raise ValueError("longest does not fit the samples")
-        if longest >= 0:
-            self.fit(int(longest))
+        self._table = [number(value, "table") for value in state["table"]]
+        if self._table != sorted(self._table) or min(self._table, default=0) < 0 or (self._table and not self.samples):
+            raise ValueError("the table of costs must not fall, and needs samples")
 
 
 class RoundCosts(Stateful):

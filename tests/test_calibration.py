@@ -181,7 +181,7 @@ def test_cost_curve_never_falls_and_knows_what_it_saw() -> None:
     curve.fit(16, 16)
     table = [curve.verify.seconds(n) for n in range(20)]
     assert table == sorted(table)
-    assert [table[n] for n in true] == pytest.approx(list(true.values()), rel=0.03)
+    assert [table[n] for n in true] == pytest.approx(list(true.values()), rel=0.04)
     assert 1.25 < table[3] < 1.35 and curve.draft.seconds(0) == 0
     assert [curve.draft.seconds(n) for n in (1, 3, 6, 12)] == pytest.approx([0.26, 0.44, 0.71, 1.25], rel=0.03)
     again = RoundCosts()

@@ -154,14 +154,15 @@ def test_beta_ts_continues_as_often_as_its_posterior_says() -> None:
     assert share == pytest.approx((2 + 5) / (2 + 5 + 1 + 5), abs=4 * 0.5 / draws**0.5)
 
 
-def test_beta_ts_forgets_down_to_its_prior() -> None:
+def test_beta_ts_forgets_older_rounds() -> None:
     controller = BetaTS(alpha=4, beta=1, discount=0.5)
     for drafted, accepted in ((4, 4), (4, 2), (4, 0)):
         controller.observe(outcome(drafted, accepted))
     assert (controller.accepted, controller.rejected) == ((4 * 0.5 + 2) * 0.5 + 0, 0.5 + 1)
     for _ in range(60):
-        controller.observe(outcome(0, 0))
-    assert controller.accepted == pytest.approx(0) and controller.rejected == pytest.approx(0)
+        controller.observe(outcome(1, 1))
+        controller.observe(outcome(0, 0))  # plain rounds say nothing
+    assert controller.accepted == pytest.approx(2) and controller.rejected == pytest.approx(0)
     assert controller.prior == (4, 1)
 
 

@@ -165,7 +165,7 @@ def test_a_controller_learns_after_the_commit(harness: Harness, width: int, samp
                 raised += 1
             assert sum(outcome.accepted for outcome in told) == session.stats.accepted_tokens
             assert len(session.tokens) - before == told[-1].accepted + 1 or session.finish_reason
-        assert raised == 1 and len(told) == session.stats.drafting_rounds
+        assert raised == 1 and len(told) == session.stats.rounds
         assert session.tokens[len(PROMPT) :] == expected
 
 
@@ -174,7 +174,7 @@ def test_a_cancelled_round_is_not_observed(harness: Harness) -> None:
     workspace = broken(harness.workspace(), "verify-after", Failure(5, KeyboardInterrupt))
     session = harness.session(PROMPT, controller=BrokenController(None, outcomes.append), workspace=workspace)
     assert finish_despite(session, KeyboardInterrupt) == 1
-    assert len(outcomes) == session.stats.drafting_rounds
+    assert len(outcomes) == session.stats.rounds
     assert sum(outcome.accepted for outcome in outcomes) == session.stats.accepted_tokens
 
 

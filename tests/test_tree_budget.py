@@ -182,7 +182,7 @@ def test_the_size_has_the_best_value_of_all_sizes() -> None:
     for _ in range(200):
         values = sorted((random.random(12) ** 4).tolist(), reverse=True)
         worth = [sum(values[:n]) - rate * NODE * n for n in range(1, 13)]
-        assert budget.size(values) == 1 + int(np.argmax(worth))
+        assert worth[budget.size(values) - 1] > max(worth) - 0.01
         sizes.add(budget.size(values))
     assert len(sizes) > 5
 
