@@ -49,6 +49,8 @@ class CostAwareTS(Controller):
     def check_learned(self) -> None:
         if min(*self.rate, self.rounds) < 0:
             raise ValueError("rate and rounds must not be negative")
+        if self.rate[1] and not (self.costs.draft.fitted and self.costs.verify.fitted):
+            raise ValueError("a rate needs tables of costs")
 
     def begin_request(self) -> None:
         self.accept.begin_request()

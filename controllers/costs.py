@@ -17,6 +17,8 @@ STIFFNESS = 8.0
 """This many samples of one count weigh as much as the line through all counts, and as the line's usual slope."""
 USUAL_SLOPE = 0.1
 """Where only one count is known, each more costs this share of a count of 0; from zero, costs are proportional."""
+FORGOTTEN = 1e-3
+"""A count with less weight is dropped."""
 FIRST_SAMPLE = 2.0
 """A count's first sample is at most this many times what the curve expected."""
 
@@ -46,9 +48,15 @@ class CostCurve(Stateful):
         else:
             bound = CLIP * mean
             mean += min(max(seconds - mean, -bound), bound) / min(samples + 1, MEMORY)
-        for other, (weight, seen) in self.samples.items():
-            self.samples[other] = weight * (1 - FORGETTING), seen
-        self.samples[count] = samples + 1, mean
+        aged = {
+            other: (weight * (1 - FORGETTING), seen) for other, (weight, seen) in self.samples.items() if weight > FORGOTTEN
+        }
+        self.samples = aged | {count: (samples + 1, mean)}
+
+    @property
+    def fitted(self) -> bool:
+        """Whether there is a table."""
+        return bool(self._table)
 
     def _expected(self, count: int) -> float:
         """The cost of a count that has no samples yet."""
@@ -92,8 +100,8 @@ class CostCurve(Stateful):
             if not isinstance(row, list) or len(row) != 3:
                 raise ValueError("samples must be lists of a count, a number of samples and their mean")
             count, samples, mean = (number(value, "samples") for value in row)
-            if min(count, samples, mean) < 0 or count > 10_000:
-                raise ValueError("samples must not be negative, and counts at most 10000")
+            if min(count, mean) < 0 or samples <= 0 or count > 10_000:
+                raise ValueError("samples must be above 0, their mean not negative, and counts at most 10000")
             self.samples[int(count)] = samples, mean
         self._table = [number(value, "table") for value in state["table"]]
         if self._table != sorted(self._table) or min(self._table, default=0) < 0 or (self._table and not self.samples):
