@@ -15,6 +15,7 @@ from eesd.bench.measure.resumable import ResumableRun, refuse_existing, run_with
 from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import LOADERS, load_tasks
 from eesd.bench.replay.costs import COST_MODELS
+from eesd.bench.replay.round_log import replay_rounds
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, is_simulation, run_simulation
 from eesd.bench.replay.starts import simulate_starts
 from eesd.bench.replay.traces import (
@@ -269,6 +270,16 @@ def starts(trace: Path, costs: str, controller: str, starts: int) -> None:
         click.echo(f"speed over plain decoding, {label}: mean {fmean(values):.3f}, least {values[0]:.3f}")
     click.echo(f"tokens lost to a disturbance: mean {fmean(lost):.2%}, most {lost[-1]:.2%}")
     click.echo(f"drafting stopped for good: {sum(start.stopped for start in found)} of {starts}")
+
+
+@main.command("replay-rounds", context_settings=cli.HELP)
+@click.argument("file", type=cli.PATH)
+def replay_log(file: Path) -> None:
+    """Repeat the decisions in a FILE that eesd-run --log-rounds wrote, and show those that differ."""
+    rounds, differences = replay_rounds(file)
+    for found in differences[:20]:
+        click.echo(f"line {found.line}, {found.call}: {found.recorded} recorded, {found.replayed} now")
+    click.echo(f"{rounds} rounds, {len(differences)} answers differ")
 
 
 @main.command(context_settings=cli.HELP)

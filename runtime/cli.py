@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from eesd.runtime.decoding.sampling import METHODS, Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import BACKENDS
 from eesd.runtime.llm import GENERATION_CONFIGS, LLM, Prompt, Speculation, load
+from eesd.runtime.round_log import log_rounds
 
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
 MODELS_SAMPLING = "Sampling options of the model's generation_config.json: take them where none is given, or not."
@@ -46,6 +48,7 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at EOS (for measuring).")
 @click.option("--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4.")
 @click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)
+@click.option("--log-rounds", type=cli.PATH, metavar="FILE", help="Record what the controller and the guard decide.")
 @click.option("--tree-width", type=int, default=1, help="Nodes of a level of the draft tree; 1 drafts a chain.")
 @click.option("--tree-budget", is_flag=True, help="Verify only the candidates that are worth their place.")
 @click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded.")
@@ -62,7 +65,8 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
     chosen = {name: options[name] for name in (*SAMPLING_OPTIONS, "seed", "method") if options[name] is not None}
     Sampling(**chosen)  # refuses bad options before anything is loaded
     learned: Path | None = options["controller_state"]
-    for given, name in ((options["comparing"], "--compare"), (learned, "--controller-state")):
+    log: Path | None = options["log_rounds"]
+    for given, name in ((options["comparing"], "--compare"), (learned, "--controller-state"), (log, "--log-rounds")):
         if given and options["no_draft"]:
             raise EESDError(f"{name} needs drafting; leave --no-draft out.")
     names = ("controller", "tree_width", "seed", "tree_budget")
@@ -85,10 +89,11 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
     if options["generation_config"] == "auto":
         _show_generation_config(engine_dir, sampling, chosen)
     try:
-        for prompt in found:
-            _run(llm, prompt, sampling, options)
-        if on_terminal:
-            _chat(llm, sampling, options)
+        with log_rounds(llm, log) if log else nullcontext():
+            for prompt in found:
+                _run(llm, prompt, sampling, options)
+            if on_terminal:
+                _chat(llm, sampling, options)
     finally:
         if learned is not None:
             save_controller_state(llm, learned)

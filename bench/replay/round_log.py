@@ -1,0 +1,80 @@
+"""Replays a record of rounds (``eesd-run --log-rounds``): the same calls must get the same answers."""
+
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from eesd.common.errors import EESDError
+from eesd.common.json_input import json_lines, read_text
+from eesd.common.prior import CalibrationPrior
+from eesd.controllers import DraftStep, RoundOutcome, make_controller
+from eesd.controllers.tree_budget import SiblingLabel, TreeBudget
+from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.round_log import FORMAT, KIND, plain
+
+REMEDY = "give a file that --log-rounds wrote"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An answer that is not the recorded one. ``line`` counts from 1."""
+
+    line: int
+    call: str
+    recorded: Any
+    replayed: Any
+
+
+def replay_rounds(path: Path) -> tuple[int, list[Difference]]:
+    """Make a controller, a guard and a budget as recorded, and repeat all calls.
+
+    Returns:
+        The number of rounds, and the answers that differ; none, if this is the code that recorded them.
+
+    Raises:
+        EESDError: The file cannot be read, or is not a record of rounds.
+    """
+    (_, header), *calls = [*json_lines(read_text(path, REMEDY), str(path), REMEDY)] or [(1, None)]
+    if not isinstance(header, dict) or header.get("kind") != KIND:
+        raise EESDError(f"{path} is not a record of rounds; {REMEDY}.")
+    if header.get("format") != FORMAT:
+        raise EESDError(f"{path} has another format than {FORMAT}; record it again.")
+    differences = []
+    try:
+        parts = _made(header)
+        for line, (part, method, told, recorded) in calls:
+            answer = plain(getattr(parts[part], method)(*_arguments(part, method, told)))
+            if answer != recorded:
+                differences.append(Difference(line, f"{part}.{method}", recorded, answer))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError):
+        raise EESDError(f"{path} is damaged; {REMEDY}.") from None
+    return sum(call[:2] == ["controller", "observe"] for _, call in calls), differences
+
+
+def _made(header: dict[str, Any]) -> dict[str, Any]:
+    """The parts as they were when the record began."""
+    speculation, state = header["speculation"], header["state"]
+    prior = CalibrationPrior.from_dict(header["calibration"]) if header["calibration"] else None
+    parts: dict[str, Any] = {"controller": make_controller(speculation["controller"], speculation["seed"], prior)}
+    parts["controller"].restore(state["controller"])
+    parts["guard"] = Guard()
+    if state["budget"]:
+        parts["budget"] = TreeBudget(prior=prior)
+        parts["budget"].restore(state["budget"])
+    return parts
+
+
+def _arguments(part: str, method: str, told: list[Any]) -> list[Any]:
+    """The arguments of a call."""
+    if method in ("keep_drafting", "chances"):
+        return [_step(told[0]), *told[1:]]
+    if method in ("observe", "expected_tokens"):
+        labels = [[SiblingLabel(**label) for label in told[0]]] if part == "budget" else []
+        return [*labels, RoundOutcome(**told[-1])]
+    return told
+
+
+def _step(values: list[Any]) -> DraftStep:
+    step = DraftStep(*values)
+    return step._replace(margin=inf) if step.margin is None else step

@@ -1,0 +1,88 @@
+"""A record of rounds: everything that the controller, the guard and the tree budget were told, and what they answered.
+
+The file is JSON lines. The first says how they were made and what they had learned. Each further one is a call, ``[part,
+method, arguments, answer]``; a part is ``controller``, ``guard`` or ``budget``. ``eesd-bench replay-rounds`` repeats the calls.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from math import isinf
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from eesd.common.errors import EESDError
+from eesd.controllers import Controller
+from eesd.controllers.tree_budget import TreeBudget
+from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.llm import LLM
+
+KIND, FORMAT = "rounds", 1
+ENDS_ROUND = ("begin_request", "observe", "record")
+"""Calls behind which the file is flushed, so that a process that dies leaves its rounds."""
+
+
+@contextmanager
+def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
+    """Record the rounds of ``llm`` until the block ends. The guard starts anew, so that a replay can start with one, too.
+
+    Raises:
+        EESDError: The LLM does not draft, or the file cannot be written.
+    """
+    if llm.controller is None or llm.speculation is None:
+        raise EESDError("This LLM does not draft, so there is nothing to record; load it with a Speculation.")
+    parts = llm.controller, llm.guard, llm.budget
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise EESDError(f"{path} cannot be written ({error.strerror}); give another file.") from None
+    with file:
+        calibration = llm.manifest.exit_head.calibration
+        state = {"controller": llm.controller.state(), "budget": llm.budget.state() if llm.budget else None}
+        header = {"kind": KIND, "format": FORMAT, "speculation": asdict(llm.speculation), "state": state}
+        _write(file, header | {"calibration": calibration.to_dict() if calibration else None})
+        llm.controller = cast(Controller, _Recorded(file, "controller", llm.controller))
+        llm.guard = cast(Guard, _Recorded(file, "guard", Guard())) if llm.guard else None
+        llm.budget = cast(TreeBudget, _Recorded(file, "budget", llm.budget)) if llm.budget else None
+        try:
+            yield
+        finally:
+            llm.controller, llm.guard, llm.budget = parts
+
+
+class _Recorded:
+    """Stands in for an object and writes down each call of its methods."""
+
+    def __init__(self, file: TextIO, part: str, inner: object) -> None:
+        self._file, self._part, self._inner = file, part, inner
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            told = plain(arguments)  # before the call, which may change them
+            answer = found(*arguments)
+            _write(self._file, [self._part, name, told, plain(answer)])
+            if name in ENDS_ROUND:
+                self._file.flush()
+            return answer
+
+        return call
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON: dataclasses as objects, tuples as lists, infinity (the margin of an only candidate) as null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return None if isinstance(value, float) and isinf(value) else value
+
+
+def _write(file: TextIO, value: Any) -> None:
+    file.write(json.dumps(value) + "\n")
