@@ -36,7 +36,7 @@ def test_other_decisions_are_shown(harness: Harness, tmp_path: Path) -> None:
     with log_rounds(llm, path):
         llm.generate([5, 9, 3], max_new_tokens=60, ignore_eos=True)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    index, line = next((i, line) for i, line in enumerate(lines) if line[:2] == ["guard", "allows"])
+    index, line = next((i, line) for i, line in enumerate(lines[1:], 1) if line[:2] == ["guard", "allows"])
     line[3] = not line[3]
     path.write_text("\n".join(map(json.dumps, lines)))
     result = CliRunner().invoke(bench_main, ["replay-rounds", str(path)])
