@@ -54,7 +54,8 @@ def test_no_start_stops_drafting_for_good() -> None:
 
 
 def test_a_guard_that_never_forgives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eesd.runtime.decoding.guard.ALLOWANCE", 0.0)
+    for name in ("ALLOWANCE", "LEAST_ALLOWANCE"):
+        monkeypatch.setattr(f"eesd.runtime.decoding.guard.{name}", 0.0)
     monkeypatch.setattr("eesd.runtime.decoding.guard.SLOWED", np.inf)
     starts = [*simulate_starts(GOOD.trace(128, 20, seed=3), BUNDLED, "cost-aware-ts", 12)]
     assert any(start.stopped for start in starts)

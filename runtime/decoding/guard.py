@@ -3,8 +3,12 @@
 from collections import deque
 from statistics import median_low
 
-FIRST_ALLOWANCE, ALLOWANCE = 0.8, 0.01
+FIRST_ALLOWANCE, ALLOWANCE = 1.0, 0.01
 """Plain steps that drafting may lose before it has gained any; and how many more for each token that is decoded."""
+LEAST_ALLOWANCE, LESS = 0.0025, 0.85
+"""The allowance for each token after many pauses, and what each pause leaves of it. Gains restore it."""
+GAINED = 2.0
+"""Plain steps in the account that restore the allowance."""
 LARGEST_BALANCE = 16.0
 """Plain steps. Gains beyond it do not count: so little is lost where text changes and drafting no longer pays."""
 TO_RESUME = 0.5
@@ -28,8 +32,8 @@ class Guard:
     Call :meth:`allows` at the start of a round and :meth:`record` at its end. The account is in plain steps, the time of a
     plain round. A drafting round that is expected to bring n tokens and took as long as m plain rounds adds n - m. What it
     brought beyond that, or short of it, counts only where the sum of it exceeds ``LUCK`` tokens: a few rejections in a row say
-    little about drafting, but an expectation that is never met is wrong. Every token adds ``ALLOWANCE``, so a pause ends, and
-    all that drafting can ever lose is a small share of the time.
+    little about drafting, but an expectation that is never met is wrong. Every token adds an allowance, less after each pause,
+    so a pause ends, and all that drafting can ever lose is a small share of the time.
 
     Attributes:
         pauses: Number of pauses so far.
@@ -41,6 +45,7 @@ class Guard:
         self.pauses = 0
         self.paused = False
         self.balance = FIRST_ALLOWANCE
+        self._allowance = ALLOWANCE
         self._luck = 0.0
         """Tokens that are not in the account."""
         self._plain: deque[float] = deque(maxlen=5)
@@ -87,12 +92,15 @@ class Guard:
         else:
             self._measured(seconds)
         self._drafted = drafted
-        self.balance = min(max(self.balance, -LARGEST_DEBT) + ALLOWANCE * tokens, LARGEST_BALANCE)
+        self.balance = min(max(self.balance, -LARGEST_DEBT) + self._allowance * tokens, LARGEST_BALANCE)
+        if self.balance > GAINED:
+            self._allowance = ALLOWANCE
         if self.paused:
             self.paused = self.balance < TO_RESUME and self.plain_seconds < SLOWED * self._price
         elif self.balance < 0:
             self.paused, self._price = True, plain
             self.pauses += 1
+            self._allowance = max(self._allowance * LESS, LEAST_ALLOWANCE)
 
     def _settle(self, gained: float) -> None:
         """Add what a drafting round gained, in plain steps, unless the machine stalled in it."""
