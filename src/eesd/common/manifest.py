@@ -28,7 +28,7 @@ FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Name, shape and element type of an input or output of a graph. ``B``, ``n`` and ``S`` in a shape are symbolic."""
+    """Name, shape and element type of an input or output of a graph. ``B``, ``n``, ``S`` and ``R`` in a shape are symbolic."""
 
     name: str
     shape: tuple[int | str, ...]
