@@ -135,6 +135,10 @@ class Wrapped:
         self._after(tokens, slot, outputs)
         return outputs
 
+    def prefill(self, tokens: Sequence[int], slot: int) -> None:
+        self._before(tokens, slot)
+        self._inner.prefill(tokens, slot)
+
 
 def recording_drafts(workspace: Workspace) -> tuple[Workspace, dict[int, NDArray[np.float32]]]:
     """The workspace, and where its draft engine's logits for each slot will be noted."""
