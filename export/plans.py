@@ -272,7 +272,7 @@ def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) 
         sizes = [{"B": b, "n": n, "S": slots, "R": r} for b, n, r in zip((1, batch, batch), counts, rows, strict=True)]
         profiles.append(
             {
-                tensor.name: [tuple(size[d] if isinstance(d, str) else d for d in tensor.shape) for size in sizes]
+                tensor.name: [tensor.sized(**size) for size in sizes]
                 for tensor in graph.inputs
                 if {"n", "R"} & set(tensor.shape) or batch > 1
             }

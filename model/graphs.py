@@ -7,7 +7,7 @@ draft can therefore go on at once: it has no caches to fill.
 Verify folds grouped heads, so that its logits do not depend on how many tokens a pass has. The draft needs no such promise:
 nothing that it computes reaches the output.
 
-Verify computes logits only for the rows that its caller names. A chunk of a prompt has no use for logits, and the LM head is a large
+Verify computes logits only for the tokens that its caller names: nobody reads those of a prompt, and the LM head is a large
 part of a small model.
 
 Verify can be split by layers into stages that run on different devices. The first stage has every cache that the draft uses.

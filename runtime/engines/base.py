@@ -86,10 +86,9 @@ class Binding(Protocol):
         ...
 
     def prefill(self, tokens: Sequence[int], slot: int) -> None:
-        """Run n tokens of a text as a verify engine, at most the engine's ``prefill_chunk``, and only write their keys and values.
+        """Write the keys and values of n tokens of a prompt, at most :attr:`Engine.prefill_chunk`: a chain without logits.
 
-        Token i has position and slot ``slot + i``, and sees every slot up to its own. The LM head runs for one of them, or for
-        those of a call that exists anyway.
+        Their slots, which are also their positions, are ``slot`` to ``slot + n - 1``.
         """
         ...
 

@@ -169,8 +169,8 @@ class StepInputs:
 
 
 PreparedCall = Callable[[], list[Tensor]]
-"""Runs a graph on the inputs it was prepared for. Returns logits [1, R, V] or a hidden state; from a draft logits [1, n, V], ids and
-log-probabilities [1, n, K]. The next run overwrites them."""
+"""Runs a graph on the inputs it was prepared for. Returns logits [1, R, V] or a hidden state; for a draft logits [1, n, V], ids
+[1, n, K] and log-probabilities [1, n, K]. The next run overwrites them."""
 
 
 class StageRunner(Protocol):
@@ -195,13 +195,9 @@ class StageRunner(Protocol):
 def allocate_results(graph: GraphInfo, inputs: StepInputs) -> list[Tensor]:
     """Allocate the outputs of a call that are not caches."""
     count, device = inputs.position_ids.shape[1], inputs.position_ids.device
-    sizes: dict[int | str, int] = {"B": 1, "n": count, "R": len(inputs.logit_rows)}
+    sizes = {"B": 1, "n": count, "R": len(inputs.logit_rows)}
     with explain_out_of_memory(f"The results of {count} nodes"):
-        shapes = [[sizes.get(dim, dim) for dim in info.shape] for info in graph.results]
-        return [
-            torch.zeros(shape, dtype=getattr(torch, info.dtype), device=device)
-            for shape, info in zip(shapes, graph.results, strict=True)
-        ]
+        return [torch.zeros(t.sized(**sizes), dtype=getattr(torch, t.dtype), device=device) for t in graph.results]
 
 
 def tensors_by_name(graph: GraphInfo, inputs: StepInputs, results: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

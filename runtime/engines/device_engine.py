@@ -158,7 +158,7 @@ class DeviceBinding:
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], slot: int) -> None:
-        # Up to a round, the calls that rounds have captured serve a prompt, too: there the LM head's weights are most of its cost.
+        # A call that fits a round is captured already, with logits for all of its nodes.
         only_caches = self._padded(len(tokens), slot) > self._engine.manifest.max_tree_nodes + 1
         self._run(tokens, range(slot, slot + len(tokens)), slot, only_caches=only_caches)
 

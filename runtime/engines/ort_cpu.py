@@ -139,8 +139,8 @@ class _BoundCall:
 
     Attributes:
         io_bindings: The I/O binding of each stage.
-        buffers: What lives as long as the call, because an I/O binding does not keep its buffers alive: hidden states, which the
-            next stage reads in place, logits, and the rows that get them.
+        buffers: The other buffers, because an I/O binding does not keep its buffers alive: hidden states, which the next stage
+            reads in place, the logits, and which nodes get them.
         input_ids, position_ids: [1, n].
         write_indices: [1].
         mask: Additive attention mask [n, S].
@@ -246,9 +246,9 @@ class OrtBinding:
             "attn_mask": mask,
             "logit_rows": rows,
         }
-        sizes: dict[int | str, int] = {"B": 1, "n": count, "R": logit_rows}
         x: NDArray[Any] = ids
-        io_bindings, buffers = [], [rows]
+        io_bindings: list[Any] = []
+        buffers: list[NDArray[Any]] = [rows]
         for graph, session in self._engine.stages:
             io_binding = session.io_binding()
             given = {**shared, graph.inputs[0].name: x}
@@ -258,7 +258,7 @@ class OrtBinding:
                 for kind, cache in zip(("key", "value"), self._kv_cache.layer(index), strict=True):
                     io_binding.bind_input(f"{kind}_{index}", *_buffer(cache))
                     io_binding.bind_output(f"{kind}_{index}_out", *_buffer(cache))
-            results = [np.zeros([sizes.get(dim, dim) for dim in info.shape], info.dtype) for info in graph.results]
+            results = [np.zeros(info.sized(B=1, n=count, R=logit_rows), info.dtype) for info in graph.results]
             for info, result in zip(graph.results, results, strict=True):
                 io_binding.bind_output(info.name, *_buffer(result))
             x = results[0]

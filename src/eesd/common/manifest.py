@@ -34,6 +34,10 @@ class TensorInfo:
     shape: tuple[int | str, ...]
     dtype: str
 
+    def sized(self, **sizes: int) -> tuple[int, ...]:
+        """The shape with these sizes of its symbolic dimensions."""
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
+
 
 @dataclass(frozen=True)
 class GraphInfo:
