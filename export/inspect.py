@@ -23,7 +23,11 @@ from eesd.runtime.engines.exactness import Exactness
 @click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
 @click.option("--exact", is_flag=True, help="Compare the bits of logits between calls of 1 to M + 1 tokens, and with a tree.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="With --exact: what runs the calls.")
-@click.option("--threads", type=int, help="With --exact: CPU threads.  [default: 1, and as many as eesd-run takes]")
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="With --exact: CPU threads.  [default: 1, and as many as eesd-run takes]",
+)
 @click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
 @click.option("--layers", is_flag=True, help="List only the layers of the plans. Needs the GPU that the plans are for.")
 @click.option("--memory", is_flag=True, help="Show only an estimate of the memory that running takes, by device.")

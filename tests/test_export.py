@@ -163,7 +163,7 @@ def test_16_bit_engines_have_16_bit_weights_and_caches(
 ) -> None:
     options = ["--model", family_dir("qwen2"), "--exit-layer", 1, "-o", tmp_path / "plans", "--dtype", dtype]
     result = succeed(export_main, *options, "--check")
-    assert [line.split(":")[0] for line in result.stdout.splitlines()[1:]] == ["draft", "verify"]
+    assert [line.split(":")[0] for line in result.stdout.splitlines()[1:]] == ["draft", "verify", "verify"]
     manifest = load_manifest(tmp_path / "plans")
     assert manifest.dtype == dtype
     ids = ("input_ids", "position_ids", "write_indices", "logit_rows")

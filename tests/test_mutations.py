@@ -259,7 +259,7 @@ def test_one_changed_bit_of_a_logit_is_caught(harness: Harness, monkeypatch: pyt
 def export_unfolded(monkeypatch: pytest.MonkeyPatch, directory: Path, *options: object) -> Path:
     """Engines whose verify graph keeps heads apart, as the draft's does: one token's attention then has a single query."""
     monkeypatch.setattr("eesd.export.engine_dir.trace", onnx_graph.trace)  # not one that was traced before
-    monkeypatch.setattr(graphs, "fold_mask", lambda inputs, _: inputs)
+    monkeypatch.setattr(graphs, "fold_mask", lambda inputs, *_: inputs)
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
     return export_engine(model, directory / "plans", "--max-seq-len", 256, "--no-check", *options)
 
