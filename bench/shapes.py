@@ -198,7 +198,7 @@ def time_passes(manifest: Manifest, engines: Engines, repeats: int, per_second: 
 def _prefill(verify: Binding, chunk: int) -> None:
     for start in range(0, PROMPT, chunk):
         stop = min(start + chunk, PROMPT)
-        verify.forward([7] * (stop - start), range(start, stop), start)
+        verify.prefill([7] * (stop - start), start)
 
 
 def time_rounds(directory: Path, manifest: Manifest, engines: Engines) -> dict[str, float]:

@@ -76,7 +76,7 @@ class DeviceMemory:
         shared_weights: Weights that both use; they are part of both numbers.
         kv_cache: The caches of the stage when they are full.
         round_buffers: Mask, activations and logits of a verify pass over a full round.
-        prefill_buffers: Mask, activations and logits of a prefill call.
+        prefill_buffers: Mask and activations of a prefill call, and the logits of one token.
         build_host_memory: Estimate of the host memory for building the plan of the device's largest graph.
     """
 
@@ -111,7 +111,7 @@ def estimate_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
     Returns:
         One entry for each stage of verify.
     """
-    devices = []
+    devices, nodes = [], manifest.max_tree_nodes + 1
     for number, (stage, layers) in enumerate(zip(manifest.verify, manifest.stage_layers, strict=True)):
         first, last = number == 0, number == len(manifest.verify) - 1
         verify = manifest.weights_of(stage)
@@ -125,8 +125,8 @@ def estimate_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
                 verify_weights=verify_weights,
                 shared_weights=sum(verify[name].nbytes for name in verify.keys() & draft.keys()),
                 kv_cache=batch * manifest.max_seq_len * slot_bytes(manifest, len(stage.caches)),
-                round_buffers=_buffers(manifest, batch * (manifest.max_tree_nodes + 1), logits=first or last),
-                prefill_buffers=_buffers(manifest, batch * PREFILL_CHUNK, logits=last),
+                round_buffers=_buffers(manifest, batch * nodes, batch * nodes if first or last else 0),
+                prefill_buffers=_buffers(manifest, batch * PREFILL_CHUNK, batch if last else 0),
                 build_host_memory=build_memory(max(draft_weights, verify_weights)),
             )
         )
@@ -143,14 +143,17 @@ def build_memory(weights: int) -> int:
     return _BUILD_BASE + round(_BUILD_FACTOR * weights)
 
 
-def _buffers(manifest: Manifest, tokens: int, logits: bool) -> int:
-    """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused attention in float32."""
+def _buffers(manifest: Manifest, tokens: int, logits: int) -> int:
+    """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused attention in float32.
+
+    Of ``tokens`` tokens, ``logits`` get logits.
+    """
     element, hidden, slots = BITS[manifest.dtype] // 8, manifest.geometry.hidden_size, manifest.max_seq_len
     heads = (manifest.geometry.num_heads + manifest.geometry.num_kv_heads) * manifest.geometry.head_dim
     attention = (2 * hidden + 2 * heads) * element + 4 * manifest.geometry.num_heads * slots
     mlp = (2 * hidden + 3 * manifest.geometry.intermediate_size) * element
-    head = (hidden + manifest.geometry.vocab_size) * element + 4 * manifest.geometry.vocab_size if logits else 0
-    return tokens * ((slots + 2 * hidden) * element + max(attention, mlp, head))
+    head = (hidden + manifest.geometry.vocab_size) * element + 4 * manifest.geometry.vocab_size
+    return tokens * (slots + 2 * hidden) * element + max(tokens * attention, tokens * mlp, logits * head)
 
 
 def format_bytes(count: int) -> str:

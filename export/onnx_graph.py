@@ -39,8 +39,8 @@ from eesd.model.rotary import rotary_tables
 
 OPSET = 24
 
-BATCH, TOKENS, SLOTS = 100_003, 100_019, 100_043
-SYMBOLS = {BATCH: "B", TOKENS: "n", SLOTS: "S"}
+BATCH, TOKENS, SLOTS, ROWS = 100_003, 100_019, 100_043, 100_049
+SYMBOLS = {BATCH: "B", TOKENS: "n", SLOTS: "S", ROWS: "R"}
 """Sizes that stand for the dynamic dimensions during tracing, and the names that replace them in the graph.
 
 They are primes that no model has as a size, and fake tensors take no memory. Tracing with symbolic dimensions gives the same
@@ -101,10 +101,16 @@ class _EngineModule(nn.Module):
         self.register_buffer("sin", sin)
 
     def forward(
-        self, x: Tensor, position_ids: Tensor, write_indices: Tensor, attn_mask: Tensor, caches: list[KV]
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        write_indices: Tensor,
+        attn_mask: Tensor,
+        logit_rows: Tensor | None,
+        caches: list[KV],
     ) -> tuple[Tensor, ...]:
         cos, sin = self.cos.to(attn_mask.dtype), self.sin.to(attn_mask.dtype)
-        inputs = Inputs(cos, sin, position_ids, write_indices, attn_mask)
+        inputs = Inputs(cos, sin, position_ids, write_indices, attn_mask, logit_rows=logit_rows)
         *outputs, written = self.module(x, inputs, caches)
         return (*outputs, *(tensor for cache in written for tensor in cache))
 
@@ -140,9 +146,10 @@ def trace(
             caches, outputs = [*layers, *exits], ["logits" if layers.stop == geometry.num_layers else "hidden_out"]
         cos, sin = rotary_tables(geometry, options.max_seq_len)
         engine = _EngineModule(module, cos, sin).eval()
-        model = _export(engine, _example_inputs(geometry, len(caches), dtype, hidden=layers.start > 0))
+        first, rows = layers.start == 0, outputs == ["logits"]
+        model = _export(engine, _example_inputs(geometry, len(caches), dtype, first, rows))
     _name_dimensions(model.graph)
-    _name_tensors(model, caches, "hidden" if layers.start > 0 else "input_ids", outputs)
+    _name_tensors(model, caches, "input_ids" if first else "hidden", outputs)
     _fold_reshapes(model.graph)
     _fold_splits(model.graph)
     IdentityEliminationPass()(model)
@@ -161,12 +168,13 @@ def trace(
     return Graph(model, weights, info)
 
 
-def _example_inputs(geometry: Geometry, caches: int, dtype: torch.dtype, hidden: bool) -> tuple[Any, ...]:
+def _example_inputs(geometry: Geometry, caches: int, dtype: torch.dtype, first: bool, rows: bool) -> tuple[Any, ...]:
     ids, positions = (torch.zeros(BATCH, TOKENS, dtype=torch.int64) for _ in range(2))
-    x = torch.zeros(BATCH, TOKENS, geometry.hidden_size, dtype=dtype) if hidden else ids
+    x = ids if first else torch.zeros(BATCH, TOKENS, geometry.hidden_size, dtype=dtype)
     shape = (BATCH, geometry.num_kv_heads, SLOTS, geometry.head_dim)
     kv = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(caches)]
-    return x, positions, torch.zeros(BATCH, dtype=torch.int64), torch.zeros(BATCH, 1, TOKENS, SLOTS, dtype=dtype), kv
+    slot, mask = torch.zeros(BATCH, dtype=torch.int64), torch.zeros(BATCH, 1, TOKENS, SLOTS, dtype=dtype)
+    return x, positions, slot, mask, torch.zeros(ROWS, dtype=torch.int64) if rows else None, kv
 
 
 def _export(module: nn.Module, example: tuple[Any, ...]) -> ir.Model:
@@ -218,7 +226,7 @@ def _name_tensors(model: ir.Model, caches: list[int], first: str, outputs: list[
     """Name inputs and outputs. A cache is ``key_3`` as input and ``key_3_out`` as output."""
     model.graph.inputs[0].name = first
     names = [f"{part}_{index}" for index in caches for part in ("key", "value")]
-    for value, name in zip(model.graph.inputs[4:], names, strict=True):
+    for value, name in zip(model.graph.inputs[-len(names) :], names, strict=True):
         value.name = name
     for value, name in zip(model.graph.outputs, [*outputs, *(f"{name}_out" for name in names)], strict=True):
         value.name = name

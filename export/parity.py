@@ -214,7 +214,7 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
         its keys or values of all heads in one cache.
     """
     assert engines.draft is not None
-    count = min(_ENGINE_PROMPT, manifest.max_seq_len - 1)
+    count = min(_ENGINE_PROMPT, manifest.max_tree_nodes + 1, manifest.max_seq_len - 1)
     tokens: list[int] = np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=count + 1).tolist()
     kv_cache = engines.verify.new_kv_cache()
     caches = {index: _empty_cache(manifest, count + 1) for index in range(manifest.num_caches)}
@@ -267,7 +267,7 @@ def _run_stages(
         directory: Engine directory.
         stages: The draft graph, or the stages of verify.
         x: Token ids [B, n].
-        feeds: The inputs that all stages share.
+        feeds: The inputs that all stages share. Every token gets logits.
         caches: Keys and values [2, B, KV, S, D] by the index of the cache.
 
     Returns:
@@ -276,7 +276,8 @@ def _run_stages(
     written: dict[int, Array] = {}
     for graph in stages:
         own = {f"{part}_{i}": caches[i][n] for i in graph.caches for n, part in enumerate(("key", "value"))}
-        outputs = _run_widened(directory / graph.file, {**feeds, **own, graph.inputs[0].name: x})
+        given = {**feeds, **own, "logit_rows": np.arange(x.shape[1]), graph.inputs[0].name: x}
+        outputs = _run_widened(directory / graph.file, {info.name: given[info.name] for info in graph.inputs})
         x = outputs[graph.results[0].name]
         written |= {i: np.stack([outputs[f"{part}_{i}_out"] for part in ("key", "value")]) for i in graph.caches}
     return x, written

@@ -261,16 +261,20 @@ def profile_nodes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -
 
 
 def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> list[dict[str, list[tuple[int, ...]]]]:
-    """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile."""
-    batch = options.max_batch
+    """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
+
+    In decoding every node gets logits, in prefill one node does.
+    """
+    batch, slots = options.max_batch, manifest.max_seq_len
+    decoding, prefill = profile_nodes(manifest, graph, options)
     profiles = []
-    for counts in profile_nodes(manifest, graph, options):
-        sizes = [{"B": b, "n": n, "S": manifest.max_seq_len} for b, n in zip((1, batch, batch), counts, strict=True)]
+    for counts, rows in ((decoding, decoding), (prefill, (1, 1, 1))):
+        sizes = [{"B": b, "n": n, "S": slots, "R": r} for b, n, r in zip((1, batch, batch), counts, rows, strict=True)]
         profiles.append(
             {
-                tensor.name: [tuple(size[d] if isinstance(d, str) else d for d in tensor.shape) for size in sizes]
+                tensor.name: [tensor.sized(**size) for size in sizes]
                 for tensor in graph.inputs
-                if "n" in tensor.shape or batch > 1
+                if {"n", "R"} & set(tensor.shape) or batch > 1
             }
         )
     return profiles

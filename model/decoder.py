@@ -31,6 +31,7 @@ class Inputs:
         write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
         attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does not.
         query_mask: The same with a row for each query that a KV head gets, from :func:`fold_mask`. None: heads stay apart.
+        logit_rows: Which of the n tokens get logits from verify, [R]; the same ones in every sequence. None: all of them.
     """
 
     cos: Tensor
@@ -39,6 +40,7 @@ class Inputs:
     write_indices: Tensor
     attn_mask: Tensor
     query_mask: Tensor | None = None
+    logit_rows: Tensor | None = None
 
 
 KV = tuple[Tensor, Tensor]

@@ -7,6 +7,9 @@ draft can therefore go on at once: it has no caches to fill.
 Verify folds grouped heads, so that its logits do not depend on how many tokens a pass has. The draft needs no such promise:
 nothing that it computes reaches the output.
 
+Verify computes logits only for the tokens that its caller names: nobody reads those of a prompt, and the LM head is a large
+part of a small model.
+
 Verify can be split by layers into stages that run on different devices. The first stage has every cache that the draft uses.
 """
 
@@ -85,7 +88,8 @@ class Verify(nn.Module):
             caches: The caches of the stage's layers; for the first stage also those of the exit blocks.
 
         Returns:
-            Logits [B, n, V] in float32 from the last stage, hidden state [B, n, hidden] from the others; the written caches.
+            Logits [B, R, V] in float32 from the last stage, for the tokens ``inputs.logit_rows``; hidden state [B, n, hidden]
+            from the others; the written caches.
         """
         exit_layer, count = self.exit_head.exit_config.layer, len(self.layers)
         inputs = fold_mask(inputs, self.group, self.kv_heads)
@@ -99,5 +103,7 @@ class Verify(nn.Module):
             if index == exit_layer - 1:
                 exit_caches = self.exit_head.write_kv(x, inputs, caches[count:])
         if self.layers.stop == len(self.model.layers):
+            if inputs.logit_rows is not None:
+                x = x.index_select(1, inputs.logit_rows)
             x = self.lm_head(self.model.norm(x)).float()
         return x, written + exit_caches

@@ -139,7 +139,7 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graphs_compute_no_shapes_and_transpose_no_weights(exported: Callable[[str], Path], name: str) -> None:
-    """The sizes that stood for B, n and S during tracing are gone, too."""
+    """The sizes that stood for B, n, S and R during tracing are gone, too."""
     model = graph_of(exported("llama-head-dim"), name)
     weights = tensor_locations(model).keys()
     kinds = {node.op_type for node in model.graph.node}
@@ -166,7 +166,10 @@ def test_16_bit_engines_have_16_bit_weights_and_caches(
     assert [line.split(":")[0] for line in result.stdout.splitlines()[1:]] == ["draft", "verify", "verify"]
     manifest = load_manifest(tmp_path / "plans")
     assert manifest.dtype == dtype
-    assert {tensor.dtype for tensor in manifest.verify[0].inputs[3:]} == {dtype}
+    ids = ("input_ids", "position_ids", "write_indices", "logit_rows")
+    assert {tensor.name: tensor.dtype for tensor in manifest.verify[0].inputs if tensor.dtype != dtype} == dict.fromkeys(
+        ids, "int64"
+    )
     assert [tensor.dtype for tensor in manifest.draft.outputs[:3]] == ["float32", "int64", "float32"]
     for name in GRAPHS:
         onnx.checker.check_model(tmp_path / "plans" / name, full_check=True)
@@ -239,6 +242,6 @@ def test_limits_out_of_range_are_refused(text_model: Path, tmp_path: Path, optio
 
 def test_manifest_is_json_of_format_version_5(engine: Path) -> None:
     raw = json.loads((engine / MANIFEST_FILE).read_text())
-    assert raw["format_version"] == 5 and raw["verify"][0]["inputs"][4]["shape"] == ["B", 2, "S", 8]
+    assert raw["format_version"] == 5 and raw["verify"][0]["inputs"][5]["shape"] == ["B", 2, "S", 8]
     assert raw["geometry"]["rope_theta"] == 10000.0 and raw["geometry"]["rope_scaling"] is None
     assert raw["exit_head"].keys() == {"layer", "blocks", "own_lm_head", "base", "trained", "calibration"}

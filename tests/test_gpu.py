@@ -71,7 +71,8 @@ def test_logits_and_caches_match_the_cpu(opened: Callable[[str], Path], backend:
         kv_cache = engines.verify.new_kv_cache()
         verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)  # type: ignore[union-attr]
         tokens = [token % 97 for token in range(3, 40)]
-        logits = [verify.forward(tokens, range(37), 0).logits.copy()]
+        verify.prefill(tokens[:27], 0)
+        logits = [verify.forward(tokens[27:], range(27, 37), 27).logits.copy()]
         logits += [draft.forward([7], [37], 37).logits.copy(), verify.forward([7, 8, 9], [37, 38, 39], 37).logits.copy()]
         found.append((logits, [kv_cache.read(index)[part][..., :40, :] for index in range(5) for part in (0, 1)]))
     for expected, actual in zip(*(logits + caches for logits, caches in found), strict=True):

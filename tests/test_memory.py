@@ -79,9 +79,10 @@ def test_kv_cache_has_the_size_of_the_runtimes_cache(staged: Path) -> None:
 
 def test_buffers_hold_mask_hidden_state_and_logits(staged: Path) -> None:
     manifest, (first, second) = load_manifest(staged), estimated(staged)["devices"]
-    for key, tokens in (("round_buffers", manifest.max_tree_nodes + 1), ("prefill_buffers", PREFILL_CHUNK)):
+    nodes, vocab_size = manifest.max_tree_nodes + 1, manifest.geometry.vocab_size
+    for key, tokens, rows in (("round_buffers", nodes, nodes), ("prefill_buffers", PREFILL_CHUNK, 1)):
         bound = tokens * (manifest.max_seq_len + manifest.geometry.hidden_size) * 4
-        assert bound < first[key] < 20 * bound and bound + tokens * manifest.geometry.vocab_size * 4 < second[key] < 20 * bound
+        assert bound < first[key] < 20 * bound and bound + rows * vocab_size * 4 < second[key] < 20 * bound
     weights = first["draft_weights"] + first["verify_weights"] - first["shared_weights"]
     assert first["total"] == weights + first["kv_cache"] + max(first["round_buffers"], first["prefill_buffers"])
 

@@ -214,6 +214,7 @@ def run_engine(directory: Path) -> Any:
         ("verify/0/outputs/0/name", "logits"),
         ("verify/2/outputs/0/name", "hidden_out"),
         ("verify/1/inputs", []),
+        ("verify/2/inputs/4/shape/0", "n"),
         ("verify/1/caches", []),
         ("verify/1/caches/0", 0),
         ("verify/0/caches/1", 1),

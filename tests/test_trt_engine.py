@@ -111,8 +111,10 @@ def test_calls_are_padded_to_buckets_prepared_before_the_first_round(staged: Cal
                 "verify.onnx": [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0), (8, 0), (12, 0), (13, 0), (16, 1)],
             }
             session.step()
-    runs = {context.count: context.runs for context in contexts_of(llm)["verify.onnx"]}
-    assert runs[16] == 1 + 3 * 2, "warm-up, and twice 46 tokens of the prompt in 3 chunks"
+    contexts = {context.count: context for context in contexts_of(llm)["verify.onnx"]}
+    assert contexts[16].runs == 1 + 3 * 2, "warm-up, and twice 46 tokens of the prompt in 3 chunks"
+    rows = {count: context.shapes["logit_rows"][0] for count, context in contexts.items()}
+    assert rows == {count: count for count in contexts} | {16: 1}, "a chunk of a prompt has logits for one node"
 
 
 @pytest.mark.usefixtures("installed")

@@ -130,7 +130,7 @@ class Session:
         while self._prefilled < end:
             start, stop = self._prefilled, min(self._prefilled + self._limits.prefill_chunk, end)
             self._kv_cache.reserve(stop)
-            self._verify.forward(self.tokens[start:stop], range(start, stop), start)
+            self._verify.prefill(self.tokens[start:stop], start)
             self._prefilled = stop
         self.stats.prefill_seconds += time.perf_counter() - started
 

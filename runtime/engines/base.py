@@ -23,8 +23,8 @@ class StepOutputs:
         topk_logprobs: NDArray[np.float32] | None = None,
         argmax_ids: NDArray[np.int64] | None = None,
     ) -> None:
-        """``logits`` [n, V] float32, or a function that fetches them when they are first used: a prefill and a greedy round do
-        not use them. A verify engine on a device gives ``argmax_ids`` [n], which are fewer bytes to fetch than logits."""
+        """``logits`` [n, V] float32, or a function that fetches them when they are first used: a greedy round does not use
+        them. A verify engine on a device gives ``argmax_ids`` [n], which are fewer bytes to fetch than logits."""
         self._logits = logits
         self.topk_ids = topk_ids
         self.topk_logprobs = topk_logprobs
@@ -76,12 +76,19 @@ class Binding(Protocol):
         """Run n tokens, and write their keys and values to the slots ``slot`` to ``slot + n - 1``.
 
         Args:
-            tokens: Ids [n].
+            tokens: Ids [n]. Plans take those of a round at most.
             positions: Positions in the text [n], for the rotary embedding.
             slot: Slot of the first token.
             context_len: With a ``tree_mask``: every token sees the slots below it.
             tree_mask: [n, m]; which of the slots ``context_len`` to ``context_len + m - 1`` each token sees besides. Without
                 it the tokens are a chain: each sees every slot up to its own.
+        """
+        ...
+
+    def prefill(self, tokens: Sequence[int], slot: int) -> None:
+        """Write the keys and values of n tokens of a prompt, at most :attr:`Engine.prefill_chunk`: a chain without logits.
+
+        Their slots, which are also their positions, are ``slot`` to ``slot + n - 1``.
         """
         ...
 

@@ -156,6 +156,7 @@ class StepInputs:
         position_ids: [1, n].
         write_indices: [1].
         attn_mask: [1, 1, n, S].
+        logit_rows: The nodes that get logits from verify, [R]. The draft ignores it.
         caches: The layer caches that the graph uses, in the order of its inputs.
     """
 
@@ -163,12 +164,13 @@ class StepInputs:
     position_ids: Tensor
     write_indices: Tensor
     attn_mask: Tensor
+    logit_rows: Tensor
     caches: list[KV]
 
 
 PreparedCall = Callable[[], list[Tensor]]
-"""Runs a graph on the inputs it was prepared for. Returns logits [1, n, V] or a hidden state, and for a draft also ids and
-log-probabilities [1, n, K]. The next run overwrites them."""
+"""Runs a graph on the inputs it was prepared for. Returns logits [1, R, V] or a hidden state; for a draft logits [1, n, V], ids
+[1, n, K] and log-probabilities [1, n, K]. The next run overwrites them."""
 
 
 class StageRunner(Protocol):
@@ -193,14 +195,21 @@ class StageRunner(Protocol):
 def allocate_results(graph: GraphInfo, inputs: StepInputs) -> list[Tensor]:
     """Allocate the outputs of a call that are not caches."""
     count, device = inputs.position_ids.shape[1], inputs.position_ids.device
+    sizes = {"B": 1, "n": count, "R": len(inputs.logit_rows)}
     with explain_out_of_memory(f"The results of {count} nodes"):
-        return [torch.zeros((1, count, int(t.shape[2])), dtype=getattr(torch, t.dtype), device=device) for t in graph.results]
+        return [torch.zeros(t.sized(**sizes), dtype=getattr(torch, t.dtype), device=device) for t in graph.results]
 
 
 def tensors_by_name(graph: GraphInfo, inputs: StepInputs, results: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The input tensors and the output tensors of a call by name. A cache is both, because the graph updates it in place."""
-    named = {graph.inputs[0].name: inputs.x, "position_ids": inputs.position_ids}
-    named |= {"write_indices": inputs.write_indices, "attn_mask": inputs.attn_mask}
+    given = {
+        graph.inputs[0].name: inputs.x,
+        "position_ids": inputs.position_ids,
+        "write_indices": inputs.write_indices,
+        "attn_mask": inputs.attn_mask,
+        "logit_rows": inputs.logit_rows,
+    }
+    named = {info.name: given[info.name] for info in graph.inputs[: -2 * len(graph.caches)]}
     outputs = {info.name: result for info, result in zip(graph.results, results, strict=True)}
     for index, pair in zip(graph.caches, inputs.caches, strict=True):
         for kind, tensor in zip(("key", "value"), pair, strict=True):

@@ -127,7 +127,7 @@ class DeviceBinding:
         self._engine = engine
         self._kv_cache = kv_cache
         self._version = kv_cache.version
-        self._steps: dict[tuple[int, bool], ForwardStep] = {}
+        self._steps: dict[tuple[int, bool, bool], ForwardStep] = {}
         self._draft_loop: DraftLoop | None = None
         capture = engine.cuda_graphs and engine.stages[0].stream.on_gpu
         self._pool = torch.cuda.graph_pool_handle() if capture else None
@@ -137,8 +137,11 @@ class DeviceBinding:
 
         The calls write to slots that hold no token yet.
         """
-        for count in self._engine.buckets[:1] if self._engine.is_draft else self._engine.buckets:
-            self.forward([0] * count, range(count), 0)
+        if self._engine.is_draft:
+            self.forward([0], [0], 0)
+        else:
+            for count in self._engine.buckets:
+                self.prefill([0] * count, 0)
         for stage in self._engine.stages:
             self._engine.on_warm_up(stage.graph)
 
@@ -151,17 +154,39 @@ class DeviceBinding:
         context_len: int = 0,
         tree_mask: NDArray[np.bool_] | None = None,
     ) -> StepOutputs:
+        return self._run(tokens, positions, slot, context_len, tree_mask)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int], slot: int) -> None:
+        # A call that fits a round is captured already, with logits for all of its nodes.
+        only_caches = self._padded(len(tokens), slot) > self._engine.manifest.max_tree_nodes + 1
+        self._run(tokens, range(slot, slot + len(tokens)), slot, only_caches=only_caches)
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slot: int,
+        context_len: int = 0,
+        tree_mask: NDArray[np.bool_] | None = None,
+        only_caches: bool = False,
+    ) -> StepOutputs:
+        """Run a call. With ``only_caches`` it has logits for one node, because they are not used."""
         self._drop_stale()
         count = len(tokens)
-        padded = self._engine.padded(count)
-        # Padding nodes write to the slots behind the last token. At the end of the cache there are none left.
-        if slot + padded > self._kv_cache.slots:
-            padded = count
         with self._streams():
-            step = self._step(padded, tree_mask is not None)
+            step = self._step(self._padded(count, slot), tree_mask is not None, only_caches)
             step.set_inputs(tokens, positions, slot, context_len, tree_mask)
             step.run()
             return step.outputs(count)
+
+    def _padded(self, count: int, slot: int) -> int:
+        """The node count of a call of ``count`` nodes from ``slot`` on.
+
+        Padding nodes write to the slots behind the last token. At the end of the cache there are none left.
+        """
+        padded = self._engine.padded(count)
+        return count if slot + padded > self._kv_cache.slots else padded
 
     @torch.inference_mode()
     def draft_chain(self, token: int, slot: int, count: int) -> StepOutputs:
@@ -187,15 +212,16 @@ class DeviceBinding:
             self._steps.clear()
             self._draft_loop = None
 
-    def _step(self, count: int, is_tree: bool) -> "ForwardStep":
+    def _step(self, count: int, is_tree: bool, only_caches: bool) -> "ForwardStep":
         """The call of ``count`` nodes. It is captured and kept if ``count`` is a bucket or, without buckets, fits a round."""
-        step = self._steps.get((count, is_tree))
+        step = self._steps.get((count, is_tree, only_caches))
         if step is None:
             engine, largest_round = self._engine, self._engine.manifest.max_tree_nodes + 1
             reused = count in engine.buckets if engine.buckets else count <= engine.padded(largest_round)
-            step = ForwardStep(engine, self._kv_cache, count, largest_round if is_tree else 0, self._pool if reused else None)
+            width, pool = largest_round if is_tree else 0, self._pool if reused else None
+            step = ForwardStep(engine, self._kv_cache, count, width, 1 if only_caches else count, pool)
             if reused:
-                self._steps[count, is_tree] = step
+                self._steps[count, is_tree, only_caches] = step
         return step
 
 
@@ -319,7 +345,14 @@ class _StageStep:
     """One stage's part of a :class:`ForwardStep`: copy the inputs to the device, compute the mask, run the graph."""
 
     def __init__(
-        self, stage: StageRunner, kv_cache: DeviceKVCache, host_inputs: Tensor, count: int, width: int, hidden: Tensor | None
+        self,
+        stage: StageRunner,
+        kv_cache: DeviceKVCache,
+        host_inputs: Tensor,
+        count: int,
+        width: int,
+        logit_rows: int,
+        hidden: Tensor | None,
     ) -> None:
         """Prepare the stage.
 
@@ -329,6 +362,7 @@ class _StageStep:
             host_inputs: Inputs in host memory, laid out as in :func:`_input_views`.
             count: n.
             width: Columns of the tree mask; 0: a chain.
+            logit_rows: R; the last nodes get logits.
             hidden: Memory for the previous stage's hidden state [1, n, hidden]; None: this stage takes the tokens.
         """
         device = stage.stream.device
@@ -338,7 +372,9 @@ class _StageStep:
         mask = torch.zeros((1, 1, count, kv_cache.slots), dtype=kv_cache.shards[0].dtype, device=device)
         self._mask = AttentionMask(mask, views.slot, views.context_len, views.tree_mask if width else None)
         self.x = views.tokens[None] if hidden is None else hidden
-        self._call = stage.prepare(StepInputs(self.x, views.positions[None], views.slot, mask, _caches(stage, kv_cache)))
+        self._rows = torch.arange(count - logit_rows, count, device=device)  # a prepared call keeps addresses, not memory
+        inputs = StepInputs(self.x, views.positions[None], views.slot, mask, self._rows, _caches(stage, kv_cache))
+        self._call = stage.prepare(inputs)
         self.results: list[Tensor] = []
 
     def body(self) -> None:
@@ -350,7 +386,9 @@ class _StageStep:
 class ForwardStep:
     """A forward call of one node count through all stages of an engine."""
 
-    def __init__(self, engine: DeviceEngine, kv_cache: DeviceKVCache, count: int, width: int, pool: object) -> None:
+    def __init__(
+        self, engine: DeviceEngine, kv_cache: DeviceKVCache, count: int, width: int, logit_rows: int, pool: object
+    ) -> None:
         """Prepare the call.
 
         Args:
@@ -358,6 +396,7 @@ class ForwardStep:
             kv_cache: The KV cache.
             count: n, padding included.
             width: Columns of the tree mask; 0: a chain.
+            logit_rows: R; the last nodes get logits. A draft's all do.
             pool: Memory pool for CUDA graphs; None: do not capture.
         """
         manifest, pinned = engine.manifest, engine.stages[0].stream.on_gpu
@@ -370,8 +409,8 @@ class ForwardStep:
             if self._stages:
                 shape = (1, count, manifest.geometry.hidden_size)
                 hidden = torch.zeros(shape, dtype=kv_cache.shards[0].dtype, device=stage.stream.device)
-            self._stages.append(_StageStep(stage, kv_cache, host_inputs, count, width, hidden))
-        shape = (2, count, manifest.draft_top_k) if engine.is_draft else (1, count, 1)
+            self._stages.append(_StageStep(stage, kv_cache, host_inputs, count, width, logit_rows, hidden))
+        shape = (2, count, manifest.draft_top_k) if engine.is_draft else (1, logit_rows, 1)
         self._host_results = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
         bodies = [*(step.body for step in self._stages[:-1]), self._last_body]
         self._graphs = [
@@ -440,7 +479,8 @@ class DraftLoop:
         self._counters = self._device_inputs[1:, 0]
         mask = torch.zeros((1, 1, 1, kv_cache.slots), dtype=kv_cache.shards[0].dtype, device=device)
         self._mask = AttentionMask(mask, slot)
-        self._call = stage.prepare(StepInputs(self._token[None], position[None], slot, mask, _caches(stage, kv_cache)))
+        inputs = StepInputs(self._token[None], position[None], slot, mask, torch.zeros_like(slot), _caches(stage, kv_cache))
+        self._call = stage.prepare(inputs)
         shape = (manifest.max_tree_nodes, 2, 1, manifest.draft_top_k)
         self._results = torch.zeros(shape, device=device)
         self._host_results = torch.zeros(shape, pin_memory=pinned)
@@ -475,7 +515,7 @@ def pack_results(results: Sequence[Tensor]) -> Tensor:
         results: Results of a :data:`~eesd.runtime.engines.device.PreparedCall`.
 
     Returns:
-        For a draft, ids and log-probabilities of the candidates [2, n, K]; for verify, the most likely tokens [1, n, 1].
+        For a draft, ids and log-probabilities of the candidates [2, n, K]; for verify, the most likely tokens [1, R, 1].
     """
     if len(results) == 1:
         return results[0].argmax(-1, keepdim=True).float()

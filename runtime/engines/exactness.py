@@ -135,7 +135,7 @@ class Exactness:
     def _prefill(self, binding: Binding, chunk: int) -> None:
         for start in range(0, self._prompt, chunk):
             stop = min(start + chunk, self._prompt)
-            binding.forward(self._tokens[start:stop], range(start, stop), start)
+            binding.prefill(self._tokens[start:stop], start)
 
     def _forward(self, binding: Binding, rows: int, skip: int = 0) -> Logits:
         """The logits of ``rows`` tokens behind the prompt and ``skip`` more."""

@@ -135,12 +135,12 @@ def load_session(
 
 @dataclass
 class _BoundCall:
-    """The buffers of a call of n nodes, and the I/O bindings that point at them.
+    """The buffers of a call of n nodes, R of them with logits, and the I/O bindings that point at them.
 
     Attributes:
         io_bindings: The I/O binding of each stage.
-        stage_outputs: The first output of each stage: hidden states, which the next stage reads in place, and the logits. An
-            I/O binding does not keep its buffers alive.
+        buffers: The other buffers, because an I/O binding does not keep its buffers alive: hidden states, which the next stage
+            reads in place, the logits, and which nodes get them.
         input_ids, position_ids: [1, n].
         write_indices: [1].
         mask: Additive attention mask [n, S].
@@ -148,7 +148,7 @@ class _BoundCall:
     """
 
     io_bindings: list[Any]
-    stage_outputs: list[NDArray[Any]]
+    buffers: list[NDArray[Any]]
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     write_indices: NDArray[np.int64]
@@ -159,8 +159,8 @@ class _BoundCall:
 class OrtBinding:
     """An :class:`OrtEngine` bound to one KV cache.
 
-    A call is bound when its node count first occurs and kept until the KV cache grows. Calls larger than a round, which only
-    prefill makes, are not kept: they have many node counts and large logits.
+    A call is bound when its node count first occurs and kept until the KV cache grows. Calls larger than a round and those of a
+    prefill are not kept: they have many node counts.
     """
 
     def __init__(self, engine: OrtEngine, kv_cache: HostKVCache) -> None:
@@ -178,28 +178,50 @@ class OrtBinding:
         context_len: int = 0,
         tree_mask: NDArray[np.bool_] | None = None,
     ) -> StepOutputs:
+        self._drop_stale()
+        count = len(tokens)
+        call = self._calls.get(count)
+        if call is None:
+            call = self._bind(count, count)
+            if count <= self._engine.manifest.max_tree_nodes + 1:
+                self._calls[count] = call
+        self._set_inputs(call, tokens, positions, slot, context_len, tree_mask)
+        self._run(call)
+        return call.outputs
+
+    def prefill(self, tokens: Sequence[int], slot: int) -> None:
+        self._drop_stale()
+        call = self._bind(len(tokens), 1)
+        self._set_inputs(call, tokens, range(slot, slot + len(tokens)), slot)
+        self._run(call)
+
+    def _drop_stale(self) -> None:
+        """Drop the calls that are bound to memory that the KV cache no longer uses."""
         if self._version != self._kv_cache.version:
             self._version = self._kv_cache.version
             self._calls.clear()
             self._slots = np.arange(self._kv_cache.slots)
-        count = len(tokens)
-        call = self._calls.get(count)
-        if call is None:
-            call = self._bind(count)
-            if count <= self._engine.manifest.max_tree_nodes + 1:
-                self._calls[count] = call
+
+    def _set_inputs(
+        self,
+        call: _BoundCall,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slot: int,
+        context_len: int = 0,
+        tree_mask: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Write the inputs of a call; see :meth:`~eesd.runtime.engines.base.Binding.forward`."""
         call.input_ids[0] = tokens
         call.position_ids[0] = positions
         call.write_indices[0] = slot
         if tree_mask is None:
-            np.multiply(self._slots > np.arange(slot, slot + count)[:, None], HIDDEN, out=call.mask)
+            np.multiply(self._slots > np.arange(slot, slot + len(tokens))[:, None], HIDDEN, out=call.mask)
         else:
             call.mask.fill(HIDDEN)
             call.mask[:, :context_len] = 0
             end = context_len + tree_mask.shape[1]
             call.mask[:, context_len:end] = np.where(tree_mask, np.float32(0), HIDDEN)
-        self._run(call)
-        return call.outputs
 
     def run_again(self, count: int) -> None:
         """Repeat the session calls of the last ``forward`` over ``count`` nodes without the code around them, to time them."""
@@ -209,31 +231,42 @@ class OrtBinding:
         for (_, session), io_binding in zip(self._engine.stages, call.io_bindings, strict=True):
             session.run_with_iobinding(io_binding)
 
-    def _bind(self, count: int) -> _BoundCall:
-        """Bind every stage to the shared inputs, its layer caches, and the hidden state of the previous stage."""
+    def _bind(self, count: int, logit_rows: int) -> _BoundCall:
+        """Bind every stage to the shared inputs, its layer caches, and the hidden state of the previous stage.
+
+        The last ``logit_rows`` of the ``count`` nodes get logits; with a draft engine all of them do.
+        """
         ids, positions = np.zeros((1, count), np.int64), np.zeros((1, count), np.int64)
         slot = np.zeros(1, np.int64)
         mask = np.zeros((1, 1, count, self._kv_cache.slots), np.float32)
-        shared: dict[str, NDArray[Any]] = {"position_ids": positions, "write_indices": slot, "attn_mask": mask}
+        rows = np.arange(count - logit_rows, count)
+        shared: dict[str, NDArray[Any]] = {
+            "position_ids": positions,
+            "write_indices": slot,
+            "attn_mask": mask,
+            "logit_rows": rows,
+        }
         x: NDArray[Any] = ids
-        io_bindings, stage_outputs = [], []
+        io_bindings: list[Any] = []
+        buffers: list[NDArray[Any]] = [rows]
         for graph, session in self._engine.stages:
             io_binding = session.io_binding()
-            for name, array in {graph.inputs[0].name: x, **shared}.items():
-                io_binding.bind_input(name, *_buffer(array))
+            given = {**shared, graph.inputs[0].name: x}
+            for info in graph.inputs[: -2 * len(graph.caches)]:
+                io_binding.bind_input(info.name, *_buffer(given[info.name]))
             for index in graph.caches:
                 for kind, cache in zip(("key", "value"), self._kv_cache.layer(index), strict=True):
                     io_binding.bind_input(f"{kind}_{index}", *_buffer(cache))
                     io_binding.bind_output(f"{kind}_{index}_out", *_buffer(cache))
-            results = [np.zeros((1, count, int(info.shape[2])), info.dtype) for info in graph.results]
+            results = [np.zeros(info.sized(B=1, n=count, R=logit_rows), info.dtype) for info in graph.results]
             for info, result in zip(graph.results, results, strict=True):
                 io_binding.bind_output(info.name, *_buffer(result))
             x = results[0]
             io_bindings.append(io_binding)
-            stage_outputs.append(x)
+            buffers.append(x)
         assert x.shape[2] == self._engine.manifest.geometry.vocab_size
         topk = [result[0] for result in results[1:]] or [None, None]
-        return _BoundCall(io_bindings, stage_outputs, ids, positions, slot, mask[0, 0], StepOutputs(x[0], *topk))
+        return _BoundCall(io_bindings, buffers, ids, positions, slot, mask[0, 0], StepOutputs(x[0], *topk))
 
 
 def _buffer(array: NDArray[Any]) -> tuple[Any, ...]:

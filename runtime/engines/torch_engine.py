@@ -31,7 +31,13 @@ class TorchStageRunner:
         self._rotary_tables = rotary_tables
 
     def prepare(self, inputs: StepInputs) -> PreparedCall:
-        shared = Inputs(*self._rotary_tables, inputs.position_ids, inputs.write_indices, inputs.attn_mask)
+        shared = Inputs(
+            *self._rotary_tables,
+            inputs.position_ids,
+            inputs.write_indices,
+            inputs.attn_mask,
+            logit_rows=inputs.logit_rows,
+        )
 
         def run() -> list[Tensor]:
             results: list[Tensor] = list(self.module(inputs.x, shared, inputs.caches)[:-1])

@@ -147,6 +147,8 @@ class Context:
         least, _, most = self._engine.profiles[self.profile]
         if name == "position_ids" and not least <= shape[1] <= most:
             return False
+        if name == "logit_rows" and not 1 <= shape[0] <= (1 if self.profile else most):  # a prefill computes no other logits
+            return False
         given = self._engine.inputs[name].shape
         fits = len(given) == len(shape) and all(a == b for a, b in zip(given, shape, strict=True) if isinstance(a, int))
         self.shapes[name] = shape
@@ -166,7 +168,7 @@ class Context:
         engine, io = self._engine, self._engine.session.io_binding()
         if self._memory < engine.device_memory_size_v2 or self.addresses.keys() != set(engine.names):
             return False
-        sizes = {"n": self.count, "B": 1, "S": self.shapes["attn_mask"][3]}
+        sizes = {"n": self.count, "B": 1, "S": self.shapes["attn_mask"][3], "R": self.shapes.get("logit_rows", (0,))[0]}
         for name, tensor in engine.inputs.items():
             io.bind_input(name, "cpu", 0, _type(tensor), self.shapes[name], self.addresses[name])
         for name, tensor in engine.outputs.items():

@@ -112,7 +112,7 @@ class PauseUntil(Guard):
 
 
 class Wrapped:
-    """A binding with something done before and after each of its calls."""
+    """A binding with something done before and after each of its calls. After a prefill there are logits that nobody reads."""
 
     def __init__(
         self,
@@ -134,6 +134,11 @@ class Wrapped:
         outputs = self._inner.forward(tokens, positions, slot, context_len, tree_mask)
         self._after(tokens, slot, outputs)
         return outputs
+
+    def prefill(self, tokens: Sequence[int], slot: int) -> None:
+        self._before(tokens, slot)
+        self._inner.prefill(tokens, slot)
+        self._after(tokens, slot, StepOutputs(np.zeros((len(tokens), 97), np.float32)))
 
 
 def recording_drafts(workspace: Workspace) -> tuple[Workspace, dict[int, NDArray[np.float32]]]:

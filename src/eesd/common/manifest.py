@@ -28,11 +28,15 @@ FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Name, shape and element type of an input or output of a graph. ``B``, ``n`` and ``S`` in a shape are symbolic."""
+    """Name, shape and element type of an input or output of a graph. ``B``, ``n``, ``S`` and ``R`` in a shape are symbolic."""
 
     name: str
     shape: tuple[int | str, ...]
     dtype: str
+
+    def sized(self, **sizes: int) -> tuple[int, ...]:
+        """The shape with these sizes of its symbolic dimensions."""
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
 
 @dataclass(frozen=True)

@@ -131,19 +131,27 @@ def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, fi
     shape = ("B", geometry.num_kv_heads, "S", geometry.head_dim)
     names = [f"{part}_{index}" for index in caches for part in ("key", "value")]
     hidden = (("B", "n", geometry.hidden_size), dtype)
+    rows = last and graph is not manifest.draft
     inputs = [
         TensorInfo("input_ids", ("B", "n"), "int64") if first else TensorInfo("hidden", *hidden),
         TensorInfo("position_ids", ("B", "n"), "int64"),
         TensorInfo("write_indices", ("B",), "int64"),
         TensorInfo("attn_mask", ("B", 1, "n", "S"), dtype),
+        *([TensorInfo("logit_rows", ("R",), "int64")] if rows else ()),
         *(TensorInfo(name, shape, dtype) for name in names),
     ]
     top = ("B", "n", manifest.draft_top_k)
     candidates = [TensorInfo("topk_ids", top, "int64"), TensorInfo("topk_logprobs", top, "float32")]
     outputs = [
-        TensorInfo("logits", ("B", "n", geometry.vocab_size), "float32") if last else TensorInfo("hidden_out", *hidden),
+        TensorInfo("logits", ("B", "R" if rows else "n", geometry.vocab_size), "float32")
+        if last
+        else TensorInfo("hidden_out", *hidden),
         *(candidates if graph is manifest.draft else ()),
         *(TensorInfo(f"{name}_out", shape, dtype) for name in names),
     ]
+    given = {tensor.name for tensor in graph.inputs}
+    missing = [tensor.name for tensor in inputs if tensor.name not in given]
+    if missing:
+        raise ValueError(f"{graph.file} has no input {missing[0]}")
     if list(graph.caches) != list(caches) or list(graph.inputs) != inputs or list(graph.outputs) != outputs:
         raise ValueError("inputs, outputs or caches of a graph")

@@ -1,0 +1,124 @@
+"""A prefill writes the keys and values that any other call writes, and computes logits for one token instead of all."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+from support.command import assert_refused, run
+from support.engine_dirs import edit_manifest
+from support.harness import Harness
+
+from eesd.common.manifest import MASKED
+from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.cli import main
+from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.base import Binding, StepOutputs
+from eesd.runtime.engines.device import StepInputs
+from eesd.runtime.engines.ort_cpu import OrtBinding
+from eesd.runtime.engines.torch_engine import TorchStageRunner
+
+TOKENS = [token % 97 for token in range(3, 63)]
+BACKENDS = ["ort", "torch"]
+
+
+def verify_logits(harness: Harness, tokens: Sequence[int], rows: Sequence[int]) -> NDArray[np.float32]:
+    """The logits [R, V] of the verify graph itself for these rows."""
+    (graph,), count, slots = harness.manifest.verify, len(tokens), 64
+    session = ort.InferenceSession(harness.directory / graph.file, providers=["CPUExecutionProvider"])
+    hidden = np.arange(slots) > np.arange(count)[:, None]
+    given: dict[str, Any] = {
+        "input_ids": np.array([tokens]),
+        "position_ids": np.arange(count)[None],
+        "write_indices": np.array([0]),
+        "attn_mask": np.where(hidden, np.float32(MASKED), np.float32(0))[None, None],
+        "logit_rows": np.array(rows),
+    }
+    for info in graph.inputs[5:]:
+        given[info.name] = np.zeros(info.sized(B=1, S=slots), np.float32)
+    logits: NDArray[np.float32] = session.run(["logits"], given)[0][0]
+    return logits
+
+
+@pytest.mark.parametrize("rows", [[0], [8], [8, 0, 3], [5, 5]])
+def test_rows_that_are_asked_for_have_the_bits_that_they_have_among_all(harness: Harness, rows: list[int]) -> None:
+    every = verify_logits(harness, TOKENS[:9], range(9))
+    np.testing.assert_array_equal(verify_logits(harness, TOKENS[:9], rows).view(np.uint32), every[rows].view(np.uint32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunks", [[1, 2], [13], [14], [7, 30, 3]])
+def test_a_prefill_leaves_the_cache_and_the_next_logits_of_calls_with_logits(
+    harness: Harness, backend: str, chunks: list[int]
+) -> None:
+    found = []
+    for with_logits in (False, True):
+        verify = open_engines(harness.directory, harness.manifest, backend, 1, draft=False).verify
+        kv_cache, start = verify.new_kv_cache(), 0
+        kv_cache.reserve(64)
+        binding = verify.bind(kv_cache)
+        for chunk in chunks:
+            tokens = TOKENS[start : start + chunk]
+            if with_logits:
+                binding.forward(tokens, range(start, start + chunk), start)
+            else:
+                binding.prefill(tokens, start)
+            start += chunk
+        logits = binding.forward(TOKENS[start : start + 2], [start, start + 1], start).logits.copy()
+        caches = [part[..., : start + 2, :] for i in range(harness.manifest.num_caches) for part in kv_cache.read(i)]
+        found.append([logits, *caches])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
+    assert all(array.any() for array in found[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chunk_of_a_prompt_has_logits_for_one_token(harness: Harness, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    rows: list[int] = []
+    run_call, prepare = OrtBinding._run, TorchStageRunner.prepare
+
+    def count_of_ort(binding: OrtBinding, call: Any) -> None:
+        rows.append(len(call.outputs.logits))
+        run_call(binding, call)
+
+    def count_of_torch(runner: TorchStageRunner, inputs: StepInputs) -> Any:
+        rows.append(len(inputs.logit_rows))
+        return prepare(runner, inputs)
+
+    monkeypatch.setattr(OrtBinding, "_run", count_of_ort)
+    monkeypatch.setattr(TorchStageRunner, "prepare", count_of_torch)
+    verify = open_engines(harness.directory, harness.manifest, backend, 1, draft=False).verify
+    kv_cache = verify.new_kv_cache()
+    kv_cache.reserve(64)
+    binding = verify.bind(kv_cache)
+    binding.prefill(TOKENS[:40], 0)
+    assert binding.forward(TOKENS[40:44], range(40, 44), 40).logits.shape[0] == 4
+    assert rows == [1, 4]
+
+
+class NoLogits:
+    """A binding that takes prompts only."""
+
+    def __init__(self, inner: Binding) -> None:
+        self.prefill = inner.prefill
+
+    def forward(self, *_: object) -> StepOutputs:
+        raise AssertionError("a pass with logits")
+
+
+def test_a_sessions_prefill_asks_for_no_logits(harness: Harness) -> None:
+    parts = harness.workspace()
+    session = harness.session(TOKENS, workspace=parts)
+    session._verify = NoLogits(parts.verify)
+    session.prefill()
+    with pytest.raises(AssertionError, match="a pass with logits"):
+        session.step()
+
+
+def test_a_directory_without_the_input_is_refused(engine_copy: Path) -> None:
+    inputs = [vars(info) for info in load_manifest(engine_copy).verify[0].inputs if info.name != "logit_rows"]
+    edit_manifest(engine_copy, "verify/0/inputs", inputs)
+    assert_refused(run(main, "--engine-dir", engine_copy, "-p", "x"), "verify.onnx has no input logit_rows", "export")
