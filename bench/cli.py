@@ -14,6 +14,8 @@ from eesd.bench.measure.results import Result, read_json
 from eesd.bench.measure.resumable import ResumableRun, refuse_existing, run_with_progress
 from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import LOADERS, load_tasks
+from eesd.bench.peers.results import Result as Peers
+from eesd.bench.peers.results import is_comparison
 from eesd.bench.replay.costs import COST_MODELS
 from eesd.bench.replay.round_log import replay_rounds
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, is_simulation, run_simulation
@@ -287,11 +289,14 @@ def replay_log(file: Path) -> None:
 @click.option("-o", "--output", type=cli.PATH, default=Path("docs/results.md"), help="Markdown to write.")
 @click.option("--plots/--no-plots", default=True, help="Also draw plots (needs matplotlib).")
 def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
-    """Write Markdown and plots from RESULTS: result.json and simulation.json files."""
+    """Write Markdown and plots from RESULTS: result.json and simulation.json files, and results.json of comparisons."""
     check_plots(plots)
-    replayed = [path for path in results if is_simulation(read_json(path))]
-    measured = [Result.load(path) for path in results if path not in replayed]
-    write_report(measured, [Simulation.load(path) for path in replayed], output, plots)
+    files = {path: read_json(path) for path in results}
+    replayed = [path for path, raw in files.items() if is_simulation(raw)]
+    compared = [path for path, raw in files.items() if is_comparison(raw)]
+    measured = [Result.load(path) for path in files if path not in (*replayed, *compared)]
+    simulations = [Simulation.load(path) for path in replayed]
+    write_report(measured, simulations, output, plots, [Peers.load(path) for path in compared])
     click.echo(output)
 
 

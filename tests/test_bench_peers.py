@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.command import assert_refused, listing, run, succeed
 
+from eesd.bench.cli import main as bench_main
 from eesd.bench.peers.cli import main
 from eesd.bench.peers.contestants import PEERS, WORKERS, Contestant, Peer, chosen, of_variant
 from eesd.bench.peers.convert import Work
@@ -233,7 +234,7 @@ def test_results_are_neither_overwritten_nor_mixed_nor_misread(work: Path, engin
     assert_refused(run(main, "convert", "--model", engine.parent / "none", "-o", work), "config.json is missing")
 
 
-def test_ratios_are_paired_and_medians_are_shown() -> None:
+def test_ratios_are_paired_and_medians_are_shown(tmp_path: Path) -> None:
     eesd, peer = of_variant("EESD", "int4", "int4", Path("e"))[0], of_variant("llama.cpp", "Q4_0", "int4", Path("l"))[0]
     prompts = [Prompt("short-1", "short", [1, 2]), Prompt("short-2", "short", [3, 4])]
     options = Options(11, (2, 2), (0, 1), 1, 2, "p").to_dict()
@@ -246,11 +247,15 @@ def test_ratios_are_paired_and_medians_are_shown() -> None:
     result.loads.append(Load(peer.name, 0, 1.25, 3_000_000, 2_000_000))
     result.sizes["llama.cpp Q4_0"] = 4_000_000
     result.qualities.append(Quality(peer.name, 64, 0.0123, 0.75))
-    table = markdown(result)
+    table = "\n".join(markdown(result))
     assert "| EESD int4 | 15 |  | 300 |  |  |  |  |  |  |" in table
     assert "| llama.cpp Q4_0 | 55 | **0.38** (0.25 to 0.50) | 100 | **3.00** (3.00 to 3.00) | 1.25 | 3 | 2 | 4 |  |" in table
     assert "| llama.cpp Q4_0 | 0.0123 | 75.0% | 4 |" in table
     assert "**Incomplete**" not in table
+    result.save(tmp_path / "peers.json")
+    succeed(bench_main, "report", tmp_path / "peers.json", "-o", tmp_path / "results.md", "--no-plots")
+    report = (tmp_path / "results.md").read_text()
+    assert "\n## EESD against other runtimes: m\n" in report and "| llama.cpp Q4_0 | 0.0123 | 75.0% | 4 |" in report
 
 
 def test_divergence_is_that_of_the_distributions() -> None:

@@ -146,7 +146,7 @@ def report(results: Path) -> None:
 def show(path: Path) -> None:
     """Write the table of the JSON file at ``path`` beside it, and print it."""
     table = path.with_suffix(".md")
-    text = markdown(Result.load(path))
+    text = "\n".join(markdown(Result.load(path)))
     table.write_text(text, "utf-8")
     click.echo(text)
     click.echo(f"{path}, {table}", err=True)

@@ -129,7 +129,7 @@ class Result:
     def load(cls, path: Path) -> Self:
         """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file, and for another schema."""
         raw = read_json(path)
-        if not isinstance(raw, dict) or "contestants" not in raw:
+        if not is_comparison(raw):
             raise EESDError(f"{path} is not a comparison with peers; give the results.json of its run.")
         if raw.get("schema") != SCHEMA:
             raise EESDError(f"{path} has schema {raw.get('schema')}, this EESD reads schema {SCHEMA}; measure again.")
@@ -138,3 +138,8 @@ class Result:
             return cls(**raw | {name: [kind(**row) for row in raw[name]] for name, kind in rows.items()})
         except (KeyError, TypeError):
             raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None
+
+
+def is_comparison(raw: Any) -> bool:
+    """Whether a JSON value is a :class:`Result`."""
+    return isinstance(raw, dict) and "contestants" in raw

@@ -10,17 +10,17 @@ from eesd.bench.report.stats import bootstrap
 Value = Callable[[Run], float]
 
 
-def markdown(result: Result) -> str:
-    """A table for each group, and what is needed to read it."""
-    lines = ["# EESD against other runtimes", "", *_conditions(result)]
+def markdown(result: Result, level: str = "#") -> list[str]:
+    """Lines: a table for each group, and what is needed to read it. ``level`` begins the heading."""
+    lines = [f"{level} EESD against other runtimes: {result.model['name']}", "", *_conditions(result)]
     for group in GROUPS:
         members = [c for c in result.contestants if c.group == group and any(r.contestant == c.name for r in result.runs)]
         if members:
-            lines += [f"## {group}", "", *_table(result, members), ""]
-    lines += _quality(result)
+            lines += [f"{level}# {group}", "", *_table(result, members), ""]
+    lines += _quality(result, f"{level}# Quality")
     if result.skipped:
-        lines += ["## Left out", "", *(f"* {name}: {reason}" for name, reason in result.skipped.items()), ""]
-    return "\n".join(lines)
+        lines += [f"{level}# Left out", "", *(f"* {name}: {reason}" for name, reason in result.skipped.items()), ""]
+    return lines
 
 
 def _conditions(result: Result) -> list[str]:
@@ -31,7 +31,7 @@ def _conditions(result: Result) -> list[str]:
     packages = ", ".join(result.packages.values())
     where = f"{machine['CPU']}, {machine['cores']}, {machine['memory']}; {machine['system']}"
     lines = [
-        f"{result.model['name']} on {where}. {packages}.",
+        f"{where[:1].upper()}{where[1:]}. {packages}.",
         "",
         f"{options['threads']} threads, batch 1, greedy, {options['new_tokens']} new tokens, past any EOS. Prompts: {prompts}; "
         f"the same token ids for everybody. {options['processes']} processes of each contestant; those of a group decode each "
@@ -114,12 +114,12 @@ def _common(first: list[int], second: list[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
 
 
-def _quality(result: Result) -> list[str]:
+def _quality(result: Result, heading: str) -> list[str]:
     if not result.qualities:
         return []
     positions = result.qualities[0].positions
     lines = [
-        "## Quality",
+        heading,
         "",
         f"Next-token distributions on {positions} tokens of held-out text, in windows of {result.options['window']} tokens, "
         f"against {result.quality_reference}: mean KL(float32 || contestant) in nats, and how often the most likely token is "
