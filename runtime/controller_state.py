@@ -14,7 +14,7 @@ from eesd.common.files import written_whole
 from eesd.common.json_input import read_json
 from eesd.runtime.llm import LLM
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:
