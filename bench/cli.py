@@ -16,6 +16,7 @@ from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import LOADERS, load_tasks
 from eesd.bench.peers.results import Result as Peers
 from eesd.bench.peers.results import is_comparison
+from eesd.bench.peers.table import markdown as peers_section
 from eesd.bench.replay.costs import COST_MODELS
 from eesd.bench.replay.round_log import replay_rounds
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, is_simulation, run_simulation
@@ -296,7 +297,8 @@ def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
     compared = [path for path, raw in files.items() if is_comparison(raw)]
     measured = [Result.load(path) for path in files if path not in (*replayed, *compared)]
     simulations = [Simulation.load(path) for path in replayed]
-    write_report(measured, simulations, output, plots, [Peers.load(path) for path in compared])
+    peers = [line for path in compared for line in peers_section(Peers.load(path), "##")]
+    write_report(measured, simulations, output, plots, peers)
     click.echo(output)
 
 
