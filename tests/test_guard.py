@@ -7,7 +7,7 @@ import pytest
 from support.harness import Harness, Wrapped, finish, generated
 
 from eesd.controllers import make_controller
-from eesd.runtime.decoding.guard import FIRST_INTERVAL, LONGEST_INTERVAL, Guard
+from eesd.runtime.decoding.guard import FIRST_INTERVAL, LARGEST_BALANCE, LARGEST_SAVINGS, LONGEST_INTERVAL, Guard
 from eesd.runtime.decoding.session import Session
 
 pytestmark = pytest.mark.fast
@@ -59,8 +59,9 @@ def test_comes_back_when_drafting_became_faster() -> None:
 def test_stops_soon_when_drafting_became_slower() -> None:
     guard = Guard()
     play(guard, 5000, drafting_seconds=1.0)
-    drafted = play(guard, 400, drafting_seconds=3.0)
-    assert guard.pauses and sum(drafted[:40]) < 25 and not any(drafted[60:100])
+    drafted = play(guard, 3000, drafting_seconds=3.0)
+    assert guard.pauses and sum(drafted[:60]) < 25
+    assert sum(drafted) < LARGEST_BALANCE + LARGEST_SAVINGS + 0.01 * 3000, "trials first cost what was gained before"
 
 
 def test_does_not_judge_before_it_knows_plain_decoding() -> None:

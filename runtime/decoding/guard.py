@@ -10,7 +10,10 @@ LEAST_ALLOWANCE, LESS = 0.0025, 0.85
 GAINED = 2.0
 """Plain steps in the account that restore the allowance."""
 LARGEST_BALANCE = 16.0
-"""Plain steps. Gains beyond it do not count: so little is lost where text changes and drafting no longer pays."""
+"""Plain steps. So little is lost where text changes and drafting no longer pays."""
+LARGEST_SAVINGS, TRIALS = 24.0, 0.04
+"""Plain steps that are saved of what was gained beyond the largest balance; and how many of them a token of a pause may spend.
+A draft that has paid before is thus tried again sooner."""
 TO_RESUME = 0.5
 """Plain steps in the account at which a pause ends: about what one more round of drafting may lose."""
 LARGEST_LOSS, LARGEST_DEBT = 3.0, 0.5
@@ -46,6 +49,7 @@ class Guard:
         self.paused = False
         self.balance = FIRST_ALLOWANCE
         self._allowance = ALLOWANCE
+        self._savings = 0.0
         self._luck = 0.0
         """Tokens that are not in the account."""
         self._plain: deque[float] = deque(maxlen=5)
@@ -92,15 +96,22 @@ class Guard:
         else:
             self._measured(seconds)
         self._drafted = drafted
-        self.balance = min(max(self.balance, -LARGEST_DEBT) + self._allowance * tokens, LARGEST_BALANCE)
-        if self.balance > GAINED:
-            self._allowance = ALLOWANCE
+        self._refill(tokens)
         if self.paused:
             self.paused = self.balance < TO_RESUME and self.plain_seconds < SLOWED * self._price
         elif self.balance < 0:
             self.paused, self._price = True, plain
             self.pauses += 1
             self._allowance = max(self._allowance * LESS, LEAST_ALLOWANCE)
+
+    def _refill(self, tokens: float) -> None:
+        """Add the allowance, and in a pause some of the savings; save what is beyond the largest balance."""
+        spent = min(self._savings, TRIALS * tokens) if self.paused else 0.0
+        balance = max(self.balance, -LARGEST_DEBT) + self._allowance * tokens + spent
+        self.balance = min(balance, LARGEST_BALANCE)
+        self._savings = min(self._savings - spent + balance - self.balance, LARGEST_SAVINGS)
+        if self.balance > GAINED:
+            self._allowance = ALLOWANCE
 
     def _settle(self, gained: float) -> None:
         """Add what a drafting round gained, in plain steps, unless the machine stalled in it."""
