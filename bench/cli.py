@@ -271,7 +271,8 @@ def starts(trace: Path, costs: str, controller: str, starts: int) -> None:
     speeds = (sorted(getattr(start, name) for start in found) for name in ("first", "speed"))
     for label, values in zip(("first request", f"all {found[0].tokens} tokens"), speeds, strict=True):
         click.echo(f"speed over plain decoding, {label}: mean {fmean(values):.3f}, least {values[0]:.3f}")
-    click.echo(f"tokens lost to a disturbance: mean {fmean(lost):.2%}, most {lost[-1]:.2%}")
+    many = sum(share > 0.01 for share in lost)
+    click.echo(f"tokens lost to a disturbance: mean {fmean(lost):.2%}, most {lost[-1]:.2%}, over 1 % in {many} of {starts}")
     click.echo(f"drafting stopped for good: {sum(start.stopped for start in found)} of {starts}")
 
 
