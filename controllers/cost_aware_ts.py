@@ -15,7 +15,7 @@ HORIZON = 3
 """Tokens that the rule looks ahead: more than one only because v(n) may rise in steps."""
 REFIT_EVERY = 8
 """Rounds between two fits of the costs; each of the first ones is fitted."""
-FIRST_RATE_WEIGHT = 5
+FIRST_RATE_WEIGHT = 5.0
 """The rate starts as that of plain decoding, with the weight of this many plain steps."""
 
 
@@ -115,9 +115,8 @@ class CostAwareTS(Controller):
         if self.rounds < REFIT_EVERY or self.rounds % REFIT_EVERY == 0:
             self.costs.fit(LONGEST, LONGEST * self._width)
         if not self.rate[1]:
-            if 0 not in self.costs.verify.samples:
-                return
-            self.rate = [float(FIRST_RATE_WEIGHT), FIRST_RATE_WEIGHT * self.costs.verify.samples[0][1]]
+            if 0 in self.costs.verify.samples:
+                self.rate = [FIRST_RATE_WEIGHT, FIRST_RATE_WEIGHT * self.costs.verify.samples[0][1]]
             return
         spent = self.costs.draft.seconds(outcome.steps) + self.costs.verify.seconds(outcome.nodes)  # stalls hardly count
         discount = min(self.discount, 1 - 1 / (self.rounds + FIRST_RATE_WEIGHT))  # the first rounds are soon forgotten

@@ -22,10 +22,9 @@ def save_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:
     path = check_path("path", path, "the file to write")
     if llm.controller is None:
         raise EESDError("This LLM does not draft, so its controller has learned nothing; load it with a Speculation.")
-    state = {"controller": llm.controller.state(), "budget": llm.budget.state() if llm.budget else None}
     try:
         with written_whole(path) as temporary:
-            temporary.write_text(json.dumps(_learned_with(llm) | {"state": state}) + "\n")
+            temporary.write_text(json.dumps(_learned_with(llm) | {"state": learned(llm)}) + "\n")
     except OSError as error:
         raise EESDError(f"{path} cannot be written ({error.strerror}); give another file.") from None
 
@@ -57,6 +56,11 @@ def load_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:
             llm.budget.restore(state["budget"])
     except ValueError as error:
         raise EESDError(f"The controller state in {path} is damaged ({error}); delete it.") from None
+
+
+def learned(llm: LLM) -> dict[str, Any]:
+    """The states of the controller and the tree budget, as JSON values; None for one that there is not."""
+    return {name: part.state() if part else None for name, part in (("controller", llm.controller), ("budget", llm.budget))}
 
 
 def _learned_with(llm: LLM) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, TextIO, cast
 from eesd.common.errors import EESDError
 from eesd.controllers import Controller
 from eesd.controllers.tree_budget import TreeBudget
+from eesd.runtime.controller_state import learned
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.llm import LLM
 
@@ -39,8 +40,7 @@ def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
         raise EESDError(f"{path} cannot be written ({error.strerror}); give another file.") from None
     with file:
         calibration = llm.manifest.exit_head.calibration
-        state = {"controller": llm.controller.state(), "budget": llm.budget.state() if llm.budget else None}
-        header = {"kind": KIND, "format": FORMAT, "speculation": asdict(llm.speculation), "state": state}
+        header = {"kind": KIND, "format": FORMAT, "speculation": asdict(llm.speculation), "state": learned(llm)}
         _write(file, header | {"calibration": calibration.to_dict() if calibration else None})
         llm.controller = cast(Controller, _Recorded(file, "controller", llm.controller))
         llm.guard = cast(Guard, _Recorded(file, "guard", Guard())) if llm.guard else None

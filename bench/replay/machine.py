@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.bench.replay.costs import CallCosts
-from eesd.bench.replay.replay import draft_length
+from eesd.bench.replay.replay import chain_outcome, draft_length
 from eesd.bench.replay.traces import Trace
-from eesd.controllers import Controller, RoundOutcome
+from eesd.controllers import Controller
 from eesd.runtime.decoding.guard import Guard
 
 COLD = 0.1
@@ -99,15 +99,7 @@ def decode(trace: Trace, machine: Machine, controller: Controller | None = None,
             accepted = min(drafted, accepted_at[position])
             draft_seconds, verify_seconds = machine.run(drafted)
             if controller:
-                outcome = RoundOutcome(
-                    steps=drafted,
-                    draft_seconds=draft_seconds,
-                    depth=drafted,
-                    nodes=drafted,
-                    verify_seconds=verify_seconds,
-                    accepted=accepted,
-                    num_expanded=accepted,
-                )
+                outcome = chain_outcome(drafted, accepted, draft_seconds, verify_seconds)
                 expected = controller.expected_tokens(outcome)
                 controller.observe(outcome)
                 if guard:

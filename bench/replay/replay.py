@@ -77,15 +77,7 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
             own += clock() - started
             accepted = min(drafted, accepted_at[position])
             draft_seconds, verify_seconds = seconds[drafted]
-            outcome = RoundOutcome(
-                steps=drafted,
-                draft_seconds=draft_seconds,
-                depth=drafted,
-                nodes=drafted,
-                verify_seconds=verify_seconds,
-                accepted=accepted,
-                num_expanded=accepted,
-            )
+            outcome = chain_outcome(drafted, accepted, draft_seconds, verify_seconds)
             started = clock()
             controller.observe(outcome)
             own += clock() - started
@@ -98,6 +90,19 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
     tokens, cost = (np.bincount(which, found[:, column], len(trace.requests)).astype(np.float64) for column in (1, 3))
     spent = np.repeat(found[:, 3] / found[:, 1], found[:, 1].astype(int)).cumsum()
     return Replay(name, tokens, cost, found, spent, per_round)
+
+
+def chain_outcome(drafted: int, accepted: int, draft_seconds: float, verify_seconds: float) -> RoundOutcome:
+    """A round of a chain of ``drafted`` tokens, all of which were verified."""
+    return RoundOutcome(
+        steps=drafted,
+        draft_seconds=draft_seconds,
+        depth=drafted,
+        nodes=drafted,
+        verify_seconds=verify_seconds,
+        accepted=accepted,
+        num_expanded=accepted,
+    )
 
 
 def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) -> int:
