@@ -13,6 +13,8 @@ Vector = NDArray[np.float64]
 
 LIKELY = 9.0
 """Tokens within this many nats of the most likely one are tried first."""
+BLOCK = 32
+"""Scores in a block when the k-th largest is searched."""
 METHODS = ("coupled", "rejection")
 
 
@@ -74,37 +76,53 @@ def warp(logits: Logits, sampling: Sampling) -> Vector:
     The order is that of ``transformers``: each filter works on the tokens that are left, renormalised.
     """
     scores = logits.astype(np.float64)
+    scores -= scores.max()
     with np.errstate(over="ignore"):  # a tiny temperature makes -inf of all but the best: that is its limit
-        scores = (scores - scores.max()) / sampling.temperature
-    if 0 < sampling.top_k < len(scores):
-        kth = np.partition(scores, -sampling.top_k)[-sampling.top_k]
-        scores[scores < kth] = -np.inf
+        scores /= sampling.temperature
+    size, tokens = len(scores), None
+    if 0 < sampling.top_k < size:
+        tokens = np.flatnonzero(scores >= _kth_largest(scores, sampling.top_k))
+        scores = scores[tokens]
     scores = normalize(scores)
     if sampling.top_p < 1:
-        scores = normalize(np.where(_nucleus(scores, sampling.top_p), scores, -np.inf))
+        kept = _nucleus(scores, sampling.top_p)
+        tokens, scores = kept if tokens is None else tokens[kept], normalize(scores[kept])
     if sampling.min_p > 0:
-        scores = normalize(np.where(scores >= scores.max() + np.log(sampling.min_p), scores, -np.inf))
-    return scores
-
-
-def normalize(scores: Vector) -> Vector:
-    """Scores [V] as log-probabilities."""
-    peak = scores.max()
-    total: np.float64 = np.exp(scores - peak).sum()
-    logprobs: Vector = scores - (peak + np.log(total))
+        kept = np.flatnonzero(scores >= scores.max() + np.log(sampling.min_p))
+        tokens, scores = kept if tokens is None else tokens[kept], normalize(scores[kept])
+    if tokens is None:
+        return scores
+    logprobs = np.full(size, -np.inf)
+    logprobs[tokens] = scores
     return logprobs
 
 
-def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.bool_]:
-    """The smallest set of most likely tokens with a total probability of at least ``top_p``, as a mask [V]."""
-    probabilities = np.exp(logprobs)
-    # All tokens rarer than this together have less than 1 - top_p, so the nucleus ends before them: no need to sort them.
-    candidates = np.flatnonzero(probabilities >= (1 - top_p) / len(probabilities))
-    order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
-    before = np.cumsum(probabilities[order]) - probabilities[order]
-    kept = np.zeros(len(logprobs), dtype=np.bool_)
-    kept[order[before < top_p]] = True
-    return kept
+def normalize(scores: Vector) -> Vector:
+    """Scores [n] as log-probabilities."""
+    shifted = scores - scores.max()
+    shifted -= np.log(np.exp(shifted).sum())
+    return shifted
+
+
+def _kth_largest(scores: Vector, k: int) -> np.float64:
+    """The k-th largest score. That of the maxima of blocks is a lower bound, and few scores reach it: no need to sort more."""
+    if len(scores) >= 4 * k * BLOCK:
+        maxima = scores[: len(scores) // BLOCK * BLOCK].reshape(-1, BLOCK).max(1)
+        scores = scores[scores >= np.partition(maxima, -k)[-k]]
+    kth: np.float64 = np.partition(scores, -k)[-k]
+    return kth
+
+
+def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.int64]:
+    """The smallest set of most likely tokens with a total probability of at least ``top_p``: their indices, ascending."""
+    for reach in (LIKELY, 2 * LIKELY, np.inf):  # a set that has the probability has the nucleus: no need to sort the others
+        candidates = np.flatnonzero(logprobs >= logprobs.max() - reach)
+        order = candidates[np.argsort(-logprobs[candidates], kind="stable")]
+        probabilities = np.exp(logprobs[order])
+        total = np.cumsum(probabilities)
+        if total[-1] >= top_p:
+            break
+    return np.sort(order[total - probabilities < top_p])
 
 
 def philox(seed: int, stream: int, index: int) -> np.random.Generator:
