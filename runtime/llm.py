@@ -15,6 +15,7 @@ from eesd.common.checks import check_choice, check_flag, check_integer, check_pa
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, REMEDY, read_generation_config
 from eesd.common.integrity import verify_files
+from eesd.common.machine import release_freed_memory
 from eesd.common.manifest import MAX_TREE_NODES, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import Controller, make_controller
@@ -130,7 +131,9 @@ def load(
         verify_files(directory, manifest)
     engines = open_engines(directory, manifest, backend, threads, draft=speculation is not None)
     default = models_sampling(directory) if generation_config == "auto" else GREEDY
-    return LLM(directory, manifest, engines, speculation, default)
+    llm = LLM(directory, manifest, engines, speculation, default)
+    release_freed_memory()  # what packing weights and reading the tokenizer took for a while
+    return llm
 
 
 def models_sampling(directory: Path) -> Sampling:

@@ -1,5 +1,6 @@
 """Probes of this machine: packages, processor, memory, GPU. None of them loads torch unless there is an NVIDIA driver."""
 
+import ctypes
 import importlib.util
 import os
 import platform
@@ -61,6 +62,13 @@ def available_memory() -> int:
     except OSError:
         pass
     return 8 << 30
+
+
+def release_freed_memory() -> None:
+    """Give memory that the process has freed back to the system. glibc keeps it otherwise; elsewhere nothing happens."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def nvidia_driver() -> bool:
