@@ -117,7 +117,10 @@ def check_precision(manifest: Manifest) -> None:
             "export with --dtype float16 or --dtype bfloat16."
         )
     if any(one.zero_points for one in manifest.quantization.used):
-        raise EESDError("The directory's weights have zero points, and TensorRT has none for 4 bits; export with --symmetric.")
+        raise EESDError(
+            "The directory's weights have zero points, and TensorRT has none for 4 bits; export with --symmetric, "
+            "or a checkpoint that was quantized without zero points."
+        )
 
 
 def build(

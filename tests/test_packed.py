@@ -21,6 +21,7 @@ import eesd
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import SCALES, ZEROS, parts_of
+from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
 
@@ -166,6 +167,20 @@ def test_export_keeps_the_levels_and_computes_with_them(pairs: Callable[[str], P
         # ort rounds activations to int8.
         tolerance = 0.05 * np.abs(expected_logits).max() if backend == "ort" else 1e-4
         np.testing.assert_allclose(found_logits, expected_logits, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_plans_are_built_of_levels_without_zero_points(pairs: Callable[[str], Pair], tmp_path: Path, name: str) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    options = ("--dtype", "float16", "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check")
+    directory = export_engine(pairs(name)[0], tmp_path / "plans", *options)
+    result = run(build_main, directory)
+    if not SCHEMES[name].symmetric:
+        assert_refused(result, "zero points", "quantized without")
+        return
+    assert not result.exit_code and "single kernels" not in result.stderr
+    manifest = load_manifest(directory)
+    assert manifest.plans["verify.onnx"].fused_attentions == manifest.geometry.num_layers
 
 
 def copy_of(pairs: Callable[[str], Pair], tmp_path: Path, name: str = "gptq") -> Path:
