@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
-from eesd.distill.generate import continue_prompts
+from eesd.distill.continuing import continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.distill.teacher import LOGITS_PER_CHUNK, Teacher, full_sequence_inputs
 from eesd.model.decoder import Decoder
@@ -27,6 +27,8 @@ from eesd.model.exit_head import ExitHead
 
 DRAFTS_PER_ROUND = 8
 """Draft length of the replayed rounds, unless another one is given."""
+VALIDATION_ROWS = 64
+"""Validation texts that are decoded together."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,9 @@ class ValidationSet:
             The validation set.
         """
         greedy = torch.zeros(len(prompts))
-        tokens, ends = continue_prompts(decoder, prompts, new_tokens, greedy, torch.Generator(), eos_token_ids)
+        limits = [len(prompt) + new_tokens for prompt in prompts]
+        texts = continue_prompts(decoder, prompts, limits, greedy, torch.Generator(), eos_token_ids, VALIDATION_ROWS)
+        tokens, ends = padded(texts, max(map(len, texts)))
         weight = decoder.lm_head.weight
         precision = "bf16" if weight.dtype == torch.bfloat16 else "float32"
         teacher = Teacher(decoder, layers, 1, precision)

@@ -1,4 +1,4 @@
-"""Self-generated text: ragged prompts continued in one batch, and shards of such rows that a stopped run continues with."""
+"""The model's own text: shards of continued prompts, with which a stopped run continues."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -7,21 +7,18 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.json_input import read_json_object
-from eesd.common.manifest import MASKED
+from eesd.distill.continuing import continue_prompts, padded
 from eesd.distill.data import shard_name, shuffled_indices
 from eesd.distill.options import first_difference
 from eesd.distill.stored import damaged, load_tensors, saving
-from eesd.model.decoder import KV, Decoder, Inputs
-from eesd.model.inputs import causal_inputs, empty_caches
-from eesd.model.rotary import rotary_tables
+from eesd.model.decoder import Decoder
 
-SLOT_BUCKET = 64
-"""Attention covers the slots in use, rounded up to a multiple of this number."""
+SHARD_BATCHES = 4
+"""Texts in a shard, as a multiple of those that are decoded together: at a shard's end fewer and fewer rows are busy."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class GenerationOptions:
 
     Attributes:
         rows: Number of rows.
-        batch: Rows generated at a time; also the rows in a shard.
+        batch: Rows generated at a time.
         length: Training positions in a row; a row has at most ``length`` + 1 tokens.
         temperatures: Temperatures of the rows, in turn. 0 is greedy.
         seed: Seed of the prompt order and of sampling.
@@ -49,76 +46,6 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         if self.rows < 1 or self.batch < 1 or not self.temperatures or min(self.temperatures) < 0:
             raise EESDError("--own-rows and --own-batch must be at least 1, and all --temperatures 0 or above.")
-
-
-def _final_hidden(decoder: Decoder, ids: Tensor, inputs: Inputs, caches: list[KV]) -> Tensor:
-    """Hidden states [B, n, hidden] after the final norm for ids [B, n]. Writes the KV caches in place."""
-    x = decoder.model.embed_tokens(ids)
-    for block, cache in zip(decoder.model.layers, caches, strict=True):
-        x, _ = block(x, inputs, cache)
-    normed: Tensor = decoder.model.norm(x)
-    return normed
-
-
-@torch.inference_mode()
-def continue_prompts(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    temperatures: Tensor,
-    generator: torch.Generator,
-    eos_token_ids: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """Continue all prompts in one batch.
-
-    Args:
-        decoder: The model.
-        prompts: Token ids of each prompt; lengths may differ.
-        new_tokens: Maximum number of tokens to append to each prompt. A row ends after its first EOS token.
-        temperatures: Sampling temperature of each row [B]. 0 is greedy.
-        generator: Source of the sampling noise.
-        eos_token_ids: Tokens that end a row.
-
-    Returns:
-        Rows [B, longest prompt + new_tokens] of prompt and continuation, padded with 0, and their lengths [B].
-    """
-    geometry, weight = decoder.geometry, decoder.lm_head.weight
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    batch, longest = len(prompts), int(lengths.max())
-    slots, rows = longest + new_tokens, torch.arange(batch)
-    tokens = torch.zeros(batch, slots, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
-    with torch.device(weight.device):
-        caches = [
-            (k.to(weight.dtype), v.to(weight.dtype)) for k, v in empty_caches(geometry, batch, slots, geometry.num_layers)
-        ]
-        inputs = causal_inputs(geometry, batch, longest, slots)
-        cos, sin = (table.to(weight.dtype) for table in rotary_tables(geometry, slots))
-    inputs.cos, inputs.sin, inputs.attn_mask = cos, sin, inputs.attn_mask.to(weight.dtype)
-    x = _final_hidden(decoder, tokens[:, :longest].to(weight.device), inputs, caches)[rows, lengths - 1]
-    ends, alive = lengths + new_tokens, torch.ones(batch, dtype=torch.bool)
-    for step in range(new_tokens):
-        position = lengths + step
-        sampled = _sample(decoder.lm_head(x).float().cpu(), temperatures, generator)
-        tokens[rows, position] = torch.where(alive, sampled, 0)
-        ended = alive & torch.isin(tokens[rows, position], torch.tensor(eos_token_ids, dtype=torch.int64))
-        ends[ended], alive = position[ended] + 1, alive & ~ended
-        if not alive.any() or step == new_tokens - 1:
-            break
-        used = min(slots, -(-(longest + step + 1) // SLOT_BUCKET) * SLOT_BUCKET)
-        mask = torch.where(torch.arange(used) > position[:, None], MASKED, 0.0)[:, None, None].to(weight)
-        write_indices = position.to(weight.device)
-        inputs = Inputs(cos, sin, write_indices[:, None], write_indices, mask)
-        views = [(k[:, :, :used], v[:, :, :used]) for k, v in caches]
-        x = _final_hidden(decoder, tokens[rows, position][:, None].to(weight.device), inputs, views)[:, 0]
-    return tokens, ends
-
-
-def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """A token for each row of logits [B, V], sampled with Gumbel noise; greedy at temperature 0."""
-    gumbel = -torch.empty(logits.shape).exponential_(generator=generator).log()
-    return (logits + temperatures[:, None] * gumbel).argmax(-1)
 
 
 def self_generate(
@@ -150,20 +77,18 @@ def self_generate(
         EESDError: The directory has text that was generated with other options.
     """
     _check_stored_options(directory, options)
-    for number, start in enumerate(range(0, options.rows, options.batch)):
-        count = min(options.batch, options.rows - start)
+    shard_rows = SHARD_BATCHES * options.batch
+    for number, start in enumerate(range(0, options.rows, shard_rows)):
+        count = min(shard_rows, options.rows - start)
         path = directory / shard_name(number)
         if number % processes == process and not path.exists():
             chosen = [prompts[i] for i in shuffled_indices(len(prompts), start, count, options.seed)]
             temperatures = torch.tensor([options.temperatures[(start + i) % len(options.temperatures)] for i in range(count)])
             generator = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
-            new_tokens = options.length + 1 - min(map(len, chosen))
-            tokens, lengths = continue_prompts(decoder, chosen, new_tokens, temperatures, generator, eos_token_ids)
-            shard = {
-                "tokens": tokens[:, : options.length + 1].int().contiguous(),
-                "lengths": lengths.clamp_max(options.length + 1),
-                "temperatures": temperatures,
-            }
+            limits = [options.length + 1] * count
+            texts = continue_prompts(decoder, chosen, limits, temperatures, generator, eos_token_ids, options.batch)
+            tokens, lengths = padded([text[: options.length + 1] for text in texts], options.length + 1)
+            shard = {"tokens": tokens.int(), "lengths": lengths, "temperatures": temperatures}
             with saving(path), written_whole(path) as temporary:
                 save_file(shard, temporary)
         elif number % processes == process:

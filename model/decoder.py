@@ -91,9 +91,12 @@ def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
             "TensorScatter", (cache, new, write_indices), {"axis": 2}, dtype=cache.dtype, shape=cache.shape, version=24
         )
         return written
+    rows = torch.arange(len(new), device=new.device)[:, None]
     slots = write_indices[:, None] + torch.arange(new.shape[2], device=new.device)
-    index = slots[:, None, :, None].expand_as(new)
-    return cache.scatter(2, index, new) if torch.is_grad_enabled() else cache.scatter_(2, index, new)
+    if torch.is_grad_enabled():
+        cache = cache.clone()
+    cache[rows, :, slots] = new.transpose(1, 2)  # not scatter_, which copies a cache that is a view
+    return cache
 
 
 def fold_mask(inputs: Inputs, group: int, kv_heads: int) -> Inputs:

@@ -17,8 +17,8 @@ from support.distilling import SMALL, distill, read_losses, read_metrics
 import eesd
 from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main
+from eesd.distill.continuing import continue_prompts
 from eesd.distill.data import Rows, batch_indices, split_documents
-from eesd.distill.generate import continue_prompts
 from eesd.distill.teacher import Teacher
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.llm import Speculation
@@ -105,7 +105,7 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
     lines: list[dict[str, Any]] = [{"prompt": "abc def"}, {"text": "x = 1"}, {"messages": [{"role": "user", "content": "hi"}]}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = ("--model", learner, "--exit-layer", 1, "--self-generate", prompts, "-o", tmp_path / "out", *SMALL)
-    arguments += ("--own-rows", 40, "--own-batch", 16, "--steps", 2)
+    arguments += ("--own-rows", 40, "--own-batch", 4, "--steps", 2)
     succeed(main, *arguments)
     shards = sorted((tmp_path / "out" / "own-text").glob("shard-*"))
     assert len(shards) == 3
@@ -118,22 +118,28 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
 
 
 def test_continuations_in_a_batch_equal_those_of_single_prompts(learner: Path) -> None:
+    """Also where a row takes another prompt when its text has ended, and at the end, when rows are dropped."""
     decoder = Checkpoint(learner).decoder()
-    prompts = [[5, 6, 7], [10] * 70, [40, 41]]
-    together, ends = continue_prompts(decoder, prompts, 20, torch.zeros(3), torch.Generator(), (2,))
-    for row, prompt in enumerate(prompts):
-        alone, end = continue_prompts(decoder, [prompt], 20, torch.zeros(1), torch.Generator(), (2,))
-        assert together[row, : ends[row]].tolist() == alone[0, : end[0]].tolist()
+    prompts = [[5, 6, 7], [10] * 70, [40, 41], [9], [50, 51, 52], [8, 9], [3] * 12, [7, 4]]
+    limits = [23, 90, 7, 21, 30, 40, 12, 64]
+    alone = [
+        continue_prompts(decoder, [prompt], [limit], torch.zeros(1), torch.Generator(), (2,))[0]
+        for prompt, limit in zip(prompts, limits, strict=True)
+    ]
+    assert all(len(text) == limit or text[-1] == 2 for text, limit in zip(alone, limits, strict=True))
+    for rows in (None, 1, 3, 5):
+        assert continue_prompts(decoder, prompts, limits, torch.zeros(8), torch.Generator(), (2,), rows) == alone
 
 
 def test_sampled_continuations_follow_the_model_distribution(learner: Path) -> None:
     """2000 first tokens at temperature 1, compared with the model's distribution."""
     decoder = Checkpoint(learner).decoder()
     count = 2000
-    tokens, _ = continue_prompts(decoder, [[5, 6, 7]] * count, 1, torch.ones(count), torch.Generator().manual_seed(3), (2,))
+    generator = torch.Generator().manual_seed(3)
+    texts = continue_prompts(decoder, [[5, 6, 7]] * count, [4] * count, torch.ones(count), generator, (2,))
     _, targets = Teacher(decoder, [1], 97, "float32")(torch.tensor([[5, 6, 7]]))
     expected = torch.zeros(97).index_add(0, targets.top_ids[0, -1].long(), targets.top_logprobs[0, -1].float().exp())
-    frequencies = torch.bincount(tokens[:, 3], minlength=97) / count
+    frequencies = torch.bincount(torch.tensor(texts)[:, 3], minlength=97) / count
     assert (frequencies - expected).abs().max() < 5 * (0.25 / count) ** 0.5
 
 

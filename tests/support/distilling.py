@@ -9,7 +9,7 @@ import torch
 from click.testing import Result
 
 from eesd.distill.cli import main
-from eesd.distill.generate import continue_prompts
+from eesd.distill.continuing import continue_prompts, padded
 from eesd.model.checkpoint import Checkpoint
 from support import tiny_models
 from support.command import add_tokenizer, succeed
@@ -25,9 +25,9 @@ def build(directory: Path) -> tuple[Path, Path]:
     add_tokenizer(model)
     prompts = torch.randint(3, 97, (256, 6), generator=torch.Generator().manual_seed(0)).tolist()
     temperatures = torch.arange(256) % 2 * 0.7
-    tokens, _ = continue_prompts(
-        Checkpoint(model).decoder(), prompts, LENGTH - 5, temperatures, torch.Generator().manual_seed(1), (2,)
-    )
+    generator = torch.Generator().manual_seed(1)
+    texts = continue_prompts(Checkpoint(model).decoder(), prompts, [LENGTH + 1] * 256, temperatures, generator, (2,))
+    tokens, _ = padded(texts, LENGTH + 1)
     np.save(directory / "own.npy", tokens.numpy().astype(np.uint16))
     return model, directory / "own.npy"
 
