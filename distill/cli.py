@@ -35,6 +35,10 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option(
     "--self-generate", type=cli.PATH, multiple=True, help="Prompts; the model's continuations are trained on; repeatable."
 )
+@click.option("--self-prompt", type=click.IntRange(0, 10**9), default=0, help="Prompts that the model writes itself.")
+@click.option(
+    "--self-prompt-start", default=("",), multiple=True, help="Words that its prompts begin with, in turn; repeatable."
+)
 @click.option("--own-text", type=cli.PATH, help="Directory of the generated text.  [default: OUTPUT/own-text]")
 @click.option("--own-rows", type=click.IntRange(1, 10**9), default=4096, help="Number of rows to generate.")
 @click.option("--own-batch", type=click.IntRange(1, 65536), default=64, help="Rows generated at a time.")

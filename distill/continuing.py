@@ -28,7 +28,10 @@ class _Rows:
             self._cos, self._sin = (table.to(weight.dtype) for table in rotary_tables(decoder.geometry, slots))
 
     def prefill(self, first: int, texts: Sequence[Sequence[int]]) -> None:
-        """Put texts into the slots of consecutive rows. Slots behind a text get values, too, until its own tokens replace them."""
+        """Put texts into the slots of consecutive rows, from ``first`` on.
+
+        The slots behind a short text get values, too, which its own tokens replace before they are seen.
+        """
         longest = max(map(len, texts))
         if not longest:
             return
@@ -45,7 +48,8 @@ class _Rows:
         inputs = self._inputs(positions[:, None], positions, mask)
         views = [(k[:, :, :used], v[:, :, :used]) for k, v in self._caches]
         x = self._hidden(tokens[:, None], inputs, views)[:, 0]
-        return self._decoder.lm_head(self._decoder.model.norm(x)).float().cpu()
+        logits: Tensor = self._decoder.lm_head(self._decoder.model.norm(x))
+        return logits.float().cpu()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all other rows."""
@@ -127,7 +131,7 @@ def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
 
 
 def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """A token for each row of logits [B, V], by inversion of the cumulative distribution; greedy at temperature 0. Overwrites logits."""
+    """A token for each row, by inversion of the cumulative distribution; greedy at temperature 0. Overwrites logits [B, V]."""
     best, greedy = logits.max(-1, keepdim=True)
     if not temperatures.any():
         return greedy[:, 0]

@@ -106,6 +106,8 @@ class DataOptions:
     Attributes:
         files: Files of rows to train on.
         prompts: Files of prompts that the model continues into ``own_rows`` rows. Used instead of ``files``.
+        self_prompt: Number of prompts that the model writes itself, besides those of ``prompts``.
+        self_prompt_start: What those begin with, in turn.
         mixed: Files of ground-truth text to mix in.
         own_text: Directory of the generated rows.
         own_rows: Number of rows to generate.
@@ -119,6 +121,8 @@ class DataOptions:
 
     files: tuple[Path, ...]
     prompts: tuple[Path, ...]
+    self_prompt: int
+    self_prompt_start: tuple[str, ...]
     mixed: tuple[Path, ...]
     own_text: Path
     own_rows: int

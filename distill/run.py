@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from eesd.distill.calibrate import CalibrationResult, calibrate
 from eesd.distill.data import Rows, add_mixed_rows, hold_out_prompts, read_prompts, read_rows, split_documents
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions
+from eesd.distill.self_prompt import SelfPromptOptions, self_prompts
 from eesd.distill.stored import saving
 from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall
 from eesd.distill.trainer import Report, Trainer
@@ -112,7 +113,7 @@ class Run:
     def _generate_rows(self) -> list[Path]:
         """Generate the missing shards of own text; returns all shards."""
         data = self.data
-        prompts = self._prompts(data.prompts, data.own_rows)
+        prompts = self._prompts([*data.prompts, *self._write_prompts()], data.own_rows)
         options = GenerationOptions(
             rows=data.own_rows,
             batch=data.own_batch,
@@ -128,6 +129,25 @@ class Run:
             self_generate(self.decoder, prompts, options, data.own_text, eos_token_ids, advance, process, processes)
         self.accelerator.wait_for_everyone()
         return sorted(data.own_text.glob("shard-*.safetensors"))
+
+    def _write_prompts(self) -> list[Path]:
+        """Let the model write its own prompts, on the main process; returns their files."""
+        data = self.data
+        if not data.self_prompt:
+            return []
+        if self.codec is None:
+            raise EESDError("--self-prompt needs a tokenizer; give prompts as token arrays with --self-generate.")
+        options = SelfPromptOptions(
+            prompts=data.self_prompt,
+            starts=data.self_prompt_start,
+            seed=self.training.seed,
+            base=self.checkpoint.fingerprint(),
+            max_positions=self.checkpoint.config.max_positions,
+        )
+        write = partial(self_prompts, codec=self.codec, options=options, directory=data.own_text, rows=data.own_batch)
+        eos_token_ids = self.checkpoint.config.eos_token_ids
+        with self.accelerator.main_process_first(), self.progress("own prompts", data.self_prompt) as advance:
+            return write(self.decoder, eos_token_ids=eos_token_ids, advance=advance)
 
     def _prompts(self, paths: Sequence[Path], count: int) -> list[list[int]]:
         return read_prompts(
@@ -353,9 +373,11 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
     data = DataOptions(**renamed, **{name: options[name] for name in same_names})
     if not training.steps and options["init_head"] is None:
         raise EESDError("--steps 0 trains nothing; give the head to calibrate with --init-head DIR.")
-    sources = bool(data.files) + bool(data.prompts)
+    sources = bool(data.files) + bool(data.prompts or data.self_prompt)
     if sources > 1 or (not sources and (training.steps or not data.validation)):
-        raise EESDError("Give either --data FILE (rows to train on) or --self-generate FILE (prompts for the model).")
+        raise EESDError(
+            "Give either --data FILE (rows to train on), or prompts for the model: --self-generate FILE or --self-prompt N."
+        )
     for path in (*data.files, *data.prompts, *data.mixed, *data.validation):
         if not path.is_file():
             raise EESDError(f"{path} is not a file; give files of text, JSON lines or token arrays.")

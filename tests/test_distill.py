@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.command import export_engine, succeed
+from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
 from support.distilling import SMALL, distill, read_losses, read_metrics
 
 import eesd
@@ -115,6 +116,29 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
     succeed(main, *arguments)
     assert [shard.read_bytes() for shard in shards] == before
     assert shards[0].stat().st_mtime_ns == kept
+
+
+def test_the_model_writes_its_own_prompts(learner: Path, tmp_path: Path) -> None:
+    """Turns begin as asked, are whole, and are continued; files that are there stay."""
+    arguments = ("--model", learner, "--exit-layer", 1, "--self-prompt", 8, "-o", tmp_path / "out", *SMALL)
+    arguments += ("--self-prompt-start", "ab", "--self-prompt-start", "", "--own-rows", 20, "--steps", 1)
+    succeed(main, *arguments)
+    files = sorted((tmp_path / "out" / "own-text").glob("self-prompts-*.jsonl"))
+    turns = [json.loads(line)["messages"][0] for file in files for line in file.read_text().splitlines()]
+    assert len(turns) >= 8 and all(turn["role"] == "user" and turn["content"].strip() for turn in turns)
+    assert len({turn["content"] for turn in turns}) > 4
+    assert 0.3 < sum(turn["content"].startswith("ab") for turn in turns) / len(turns) < 0.7
+    before = [file.stat().st_mtime_ns for file in files]
+    assert list((tmp_path / "out" / "own-text").glob("shard-*"))
+    succeed(main, *arguments)
+    assert [file.stat().st_mtime_ns for file in files] == before
+
+
+def test_a_model_without_a_chat_template_writes_no_prompts(learner: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(learner, tmp_path / "model")
+    add_tokenizer(model, template=None)
+    arguments = ("--model", model, "--exit-layer", 1, "--self-prompt", 8, "-o", tmp_path / "out", *SMALL, "--steps", 1)
+    assert_refused(run(main, *arguments), "chat template")
 
 
 def test_continuations_in_a_batch_equal_those_of_single_prompts(learner: Path) -> None:

@@ -1,0 +1,116 @@
+"""Prompts that the model writes itself: it continues the beginning of its chat template's user turn (Magpie, Xu et al. 2024,
+arXiv 2406.08464)."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+from eesd.distill.continuing import continue_prompts
+from eesd.distill.stored import saving
+from eesd.model.decoder import Decoder
+from eesd.runtime.text import TextCodec
+
+MARK = "eesd-user-turn"
+SHARD_TRIES = 256
+"""Prompts that are tried for one file."""
+MAX_TOKENS = 160
+"""Longer turns are dropped, as they have no end."""
+MAX_FAILURES = 8
+"""Files in a row without a prompt, after which the model is taken to write none."""
+
+
+@dataclass(frozen=True)
+class SelfPromptOptions:
+    """What determines the prompts.
+
+    Attributes:
+        prompts: Number of prompts, at least; 0: none.
+        starts: Words that the user turns begin with, in turn.
+        seed: Seed of sampling.
+        base: Fingerprint of the model.
+        max_positions: Of the model.
+    """
+
+    prompts: int
+    starts: tuple[str, ...]
+    seed: int
+    base: str
+    max_positions: int
+
+
+def self_prompts(
+    decoder: Decoder,
+    codec: TextCodec,
+    options: SelfPromptOptions,
+    directory: Path,
+    eos_token_ids: Sequence[int],
+    advance: Callable[[int], None],
+    rows: int,
+) -> list[Path]:
+    """Write the JSON lines files of prompts that are missing.
+
+    Each file is a function of the options and of its number, so a stopped run continues where it stopped.
+
+    Args:
+        decoder: The model.
+        codec: Its tokenizer and chat template.
+        options: Options of the prompts.
+        directory: Directory of the files.
+        eos_token_ids: Tokens that end a turn, besides the first token that the template puts behind one.
+        advance: Called with the number of prompts of each file.
+        rows: Prompts that are decoded together.
+
+    Returns:
+        The files, whose lines have ``messages``.
+
+    Raises:
+        EESDError: The model has no chat template, or writes no prompts.
+    """
+    digest = hashlib.sha256(json.dumps(asdict(options)).encode()).hexdigest()[:16]
+    directory.mkdir(parents=True, exist_ok=True)
+    paths: list[Path] = []
+    found, failures = 0, 0
+    for number in count():
+        path = directory / f"self-prompts-{digest}-{number:05}.jsonl"
+        if not path.exists():
+            turns = _user_turns(decoder, codec, options, number, eos_token_ids, rows)
+            lines = (json.dumps({"messages": [{"role": "user", "content": turn}]}) + "\n" for turn in turns)
+            with saving(path), written_whole(path) as temporary:
+                temporary.write_text("".join(lines))
+        written = path.read_bytes().count(b"\n")
+        failures = 0 if written else failures + 1
+        paths += [path] if written else []
+        advance(min(written, options.prompts - found))
+        found += written
+        if found >= options.prompts:
+            return paths
+        if failures == MAX_FAILURES:
+            raise EESDError("The model writes no user turns by itself; give prompts with --self-generate.")
+    raise AssertionError
+
+
+def _user_turns(
+    decoder: Decoder, codec: TextCodec, options: SelfPromptOptions, number: int, eos_token_ids: Sequence[int], rows: int
+) -> list[str]:
+    """The different user turns of one file that the model has ended."""
+    opening, _, closing = codec.render([{"role": "user", "content": MARK}]).partition(MARK)
+    encode = codec.tokenizer.encode
+    ends = {*eos_token_ids, *encode(closing, add_special_tokens=False).ids[:1]}
+    starts = [options.starts[i % len(options.starts)] for i in range(SHARD_TRIES)]
+    prompts = [encode(opening + start, add_special_tokens=False).ids for start in starts]
+    limits = [min(len(prompt) + MAX_TOKENS, options.max_positions) for prompt in prompts]
+    generator = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
+    texts = continue_prompts(decoder, prompts, limits, torch.ones(len(prompts)), generator, tuple(ends), rows)
+    turns: dict[str, None] = {}
+    for start, prompt, text in zip(starts, prompts, texts, strict=True):
+        turn = (start + codec.decode(text[len(prompt) : -1])).strip()
+        if text[-1] in ends and len(text) > len(prompt) + 1 and turn:
+            turns[turn] = None
+    return list(turns)
