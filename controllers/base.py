@@ -32,14 +32,15 @@ class RoundOutcome:
     """One committed round.
 
     Attributes:
-        steps: Draft steps that ran; 0 in a round of plain decoding.
+        steps: Draft steps that ran; 0 in a round of plain decoding, and in one that verifies what the text proposed.
         draft_seconds: Time until the draft was complete, the controller's own time included.
-        depth: Deepest level that was verified. Less than ``steps`` where a tree budget dropped levels.
+        depth: Deepest level of the draft that was verified. Less than ``steps`` where a tree budget dropped levels. What the
+            text proposed does not count.
         nodes: Nodes that were verified, the root not counted.
         verify_seconds: Time of the verify pass over these nodes and the root.
         accepted: Draft tokens that were accepted.
         num_expanded: Accepted tokens whose node the draft had expanded. Lower than ``accepted`` when an accepted token was a
-            candidate that was never expanded.
+            candidate that was never expanded, or the text's.
     """
 
     steps: int

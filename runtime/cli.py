@@ -21,12 +21,13 @@ from eesd.runtime.controller_state import load_controller_state, save_controller
 from eesd.runtime.decoding.sampling import METHODS, Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import BACKENDS
-from eesd.runtime.llm import GENERATION_CONFIGS, LLM, Prompt, Speculation, load
+from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, LLM, Prompt, Speculation, load
 from eesd.runtime.round_log import log_rounds
 
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
 MODELS_SAMPLING = "Sampling options of the model's generation_config.json: take them where none is given, or not."
 EXACT = "checked when loading: logits are the same bits for every number of tokens in a call"
+DRAFTED = "What drafts: the exit head, the text itself where it repeats, or both."
 LEARNED = "Start with what the controller learned in FILE, if it exists; save it there at the end."
 
 
@@ -46,6 +47,7 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 @click.option("--sampling", "method", type=click.Choice(METHODS), default="coupled", help="How drafts are verified.")
 @click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at EOS (for measuring).")
+@click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, show_default=True, help=DRAFTED)
 @click.option("--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4.")
 @click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)
 @click.option("--log-rounds", type=cli.PATH, metavar="FILE", help="Record what the controller and the guard decide.")
@@ -69,7 +71,7 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
     for given, name in ((options["comparing"], "--compare"), (learned, "--controller-state"), (log, "--log-rounds")):
         if given and options["no_draft"]:
             raise EESDError(f"{name} needs drafting; leave --no-draft out.")
-    names = ("controller", "tree_width", "seed", "tree_budget")
+    names = ("drafter", "controller", "tree_width", "seed", "tree_budget")
     speculation = Speculation(guard=not options["no_guard"], **{name: options[name] for name in names})
     llm = load(
         engine_dir,
@@ -240,7 +242,7 @@ def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
         by_depth = [f"{accepted / judged:.2f}" for accepted, judged in pairs if judged]
         rows += [
             ("rounds", f"{stats.rounds}, {stats.tokens_per_round:.2f} tokens each"),
-            ("draft tokens", f"{stats.draft_tokens}, accepted {stats.accepted_tokens}"),
+            ("draft tokens", f"{stats.draft_tokens}, accepted {stats.accepted_tokens}{_from_text(stats, llm)}"),
             ("acceptance", f"{stats.acceptance:.2f}, by depth {' '.join(by_depth[:8])}"),
             ("time", _shares(stats)),
         ]
@@ -248,9 +250,16 @@ def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
         rows.append(("exact", EXACT if stats.exact else "no: on this processor logits depend on how many tokens a call has"))
     if stats.guard_pauses:
         rows.append(("guard", f"drafting paused {stats.guard_pauses} times: it was slower than plain decoding"))
-    if llm.speculation is not None and not llm.manifest.exit_head.trained:
+    if llm.controller is not None and not llm.manifest.exit_head.trained:
         rows.append(("exit head", "untrained: acceptance is low until it is trained with eesd-distill"))
     return rows
+
+
+def _from_text(stats: Stats, llm: LLM) -> str:
+    """How many of the accepted tokens the text alone proposed, and in how many rounds nothing else did."""
+    if llm.text is None:
+        return ""
+    return f" ({stats.accepted_text_tokens} from the text), {stats.text_rounds} rounds without the draft engine"
 
 
 def _shares(stats: Stats) -> str:

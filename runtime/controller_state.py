@@ -1,7 +1,7 @@
 """What a controller learned, as a file: a process can start with what the last one knew.
 
-The file is JSON. ``format``, ``model`` (fingerprint of the base model), ``controller``, ``tree_width`` and ``tree_budget`` say
-how it was learned; ``state`` is what was learned.
+The file is JSON. ``format``, ``model`` (fingerprint of the base model), ``drafter``, ``controller``, ``tree_width`` and
+``tree_budget`` say how it was learned; ``state`` is what was learned.
 """
 
 import json
@@ -12,15 +12,16 @@ from eesd.common.checks import check_path, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.json_input import read_json
+from eesd.controllers.base import Stateful
 from eesd.runtime.llm import LLM
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:
-    """Write what the controller and the tree budget of ``llm`` have learned. The file appears whole or not at all."""
+    """Write what the controller, the budget and the text's rule have learned. The file appears whole or not at all."""
     path = check_path("path", path, "the file to write")
-    if llm.controller is None:
+    if llm.speculation is None:
         raise EESDError("This LLM does not draft, so its controller has learned nothing; load it with a Speculation.")
     try:
         with written_whole(path) as temporary:
@@ -36,7 +37,7 @@ def load_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:
         EESDError: The file is damaged, or was learned with another model, controller or tree.
     """
     path = check_path("path", path, "a file that save_controller_state wrote")
-    if llm.controller is None:
+    if llm.speculation is None:
         raise EESDError("This LLM does not draft, so it has no controller that could learn; load it with a Speculation.")
     saved = read_json(path, "give another --controller-state")
     expected = _learned_with(llm)
@@ -49,18 +50,24 @@ def load_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:
             )
     try:
         state = saved["state"]
-        if not isinstance(state, dict) or state.keys() != {"controller", "budget"}:
-            raise ValueError("it must have the entries controller, budget")
-        llm.controller.restore(state["controller"])
-        if llm.budget:
-            llm.budget.restore(state["budget"])
+        parts = _parts(llm)
+        if not isinstance(state, dict) or state.keys() != parts.keys():
+            raise ValueError(f"it must have the entries {', '.join(parts)}")
+        for name, part in parts.items():
+            if part:
+                part.restore(state[name])
     except ValueError as error:
         raise EESDError(f"The controller state in {path} is damaged ({error}); delete it.") from None
 
 
 def learned(llm: LLM) -> dict[str, Any]:
-    """The states of the controller and the tree budget, as JSON values; None for one that there is not."""
-    return {name: part.state() if part else None for name, part in (("controller", llm.controller), ("budget", llm.budget))}
+    """The states of everything that learns, as JSON values; None for a part that there is not."""
+    return {name: part.state() if part else None for name, part in _parts(llm).items()}
+
+
+def _parts(llm: LLM) -> dict[str, Stateful | None]:
+    """What learns, and can be saved."""
+    return {"controller": llm.controller, "budget": llm.budget, "text": llm.text.rule if llm.text else None}
 
 
 def _learned_with(llm: LLM) -> dict[str, Any]:
@@ -69,6 +76,7 @@ def _learned_with(llm: LLM) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "model": llm.manifest.exit_head.base,
+        "drafter": llm.speculation.drafter,
         "controller": llm.speculation.controller,
         "tree_width": llm.speculation.tree_width,
         "tree_budget": llm.speculation.tree_budget,

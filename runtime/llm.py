@@ -19,12 +19,14 @@ from eesd.common.machine import release_freed_memory
 from eesd.common.manifest import MAX_TREE_NODES, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import Controller, make_controller
+from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Limits, Observer, Session
 from eesd.runtime.decoding.stats import Stats
+from eesd.runtime.decoding.text_drafter import PAST_TOKENS, PastOutputs, TextDrafter
 from eesd.runtime.engines.backends import Engines, open_engines
 from eesd.runtime.engines.base import Binding, KVCache
 from eesd.runtime.text import TextCodec, TextStream
@@ -33,6 +35,9 @@ Prompt = str | Sequence[Message] | Sequence[int]
 GREEDY = Sampling()
 GENERATION_CONFIGS = ("auto", "none")
 """Whether the sampling options of ``generation_config.json`` are used."""
+DRAFTERS = ("exit", "text", "both")
+MAX_PAST_TOKENS = 1 << 20
+"""About half a GiB of automata."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,10 @@ class Speculation:
         seed: Of the controller's random generator.
         tree_budget: Whether to verify only the candidates that are worth their place: a chain then gets second candidates, a
             tree loses unlikely nodes.
+        drafter: What drafts: ``exit`` (the exit head), ``text`` (the text itself, where it repeats; the draft engine is not
+            loaded, and ``controller``, ``tree_width`` and ``tree_budget`` decide nothing), or ``both``.
+        past_tokens: Tokens of earlier outputs that the text is also looked up in; 0: none. They change how long a request
+            takes, so where requests must not learn of one another, take 0.
 
     Raises:
         EESDError: A value has another type, or is out of range.
@@ -56,6 +65,8 @@ class Speculation:
     guard: bool = True
     seed: int = 0
     tree_budget: bool = False
+    drafter: str = "both"
+    past_tokens: int = PAST_TOKENS
 
     def __post_init__(self) -> None:
         if not isinstance(self.controller, str):
@@ -64,6 +75,18 @@ class Speculation:
         check_integer("seed", self.seed, 0, 2**63 - 1)
         check_flag("guard", self.guard)
         check_flag("tree_budget", self.tree_budget)
+        check_choice("drafter", self.drafter, DRAFTERS)
+        check_integer("past_tokens", self.past_tokens, 0, MAX_PAST_TOKENS)
+
+    @property
+    def head_drafts(self) -> bool:
+        """Whether the exit head drafts."""
+        return self.drafter != "text"
+
+    @property
+    def text_drafts(self) -> bool:
+        """Whether drafts come from the text."""
+        return self.drafter != "exit"
 
 
 @dataclass(frozen=True)
@@ -114,7 +137,8 @@ def load(
     Args:
         engine_dir: The directory.
         backend: ``auto``, ``tensorrt``, ``ort`` or ``torch``.
-        speculation: How to draft. None: do not load the draft engine, decode plainly without any overhead.
+        speculation: How to draft. None: do not load the draft engine, decode plainly without any overhead. The draft engine
+            is not loaded for the drafter ``text`` either.
         threads: CPU threads of an engine; default: the processors of this process, one fewer if there are more than four.
         verify_hashes: Hash every file first.
         generation_config: ``auto`` takes the sampling options of the model's ``generation_config.json`` where a request gives
@@ -129,7 +153,7 @@ def load(
     manifest = load_manifest(directory)
     if verify_hashes:
         verify_files(directory, manifest)
-    engines = open_engines(directory, manifest, backend, threads, draft=speculation is not None)
+    engines = open_engines(directory, manifest, backend, threads, draft=speculation is not None and speculation.head_drafts)
     default = models_sampling(directory) if generation_config == "auto" else GREEDY
     llm = LLM(directory, manifest, engines, speculation, default)
     release_freed_memory()  # what packing weights and reading the tokenizer took for a while
@@ -159,7 +183,8 @@ class LLM:
         manifest: The engine directory's manifest.
         default_sampling: For requests that give none.
         engines: The verify engine and the draft engine, to bind to other KV caches.
-        controller, guard, budget: What decides about drafting; None where it is not used.
+        controller, guard, budget: What decides about drafting with the exit head; None where it is not used.
+        text: What decides about drafting from the text, and the outputs of earlier requests; None where it is not used.
         observer: Told each round's tokens and logits; see :data:`~eesd.runtime.decoding.session.Observer`.
     """
 
@@ -189,7 +214,11 @@ class LLM:
         self.controller: Controller | None = None
         self.guard: Guard | None = None
         self.budget: TreeBudget | None = None
-        if speculation is not None:
+        self.text: TextDrafter | None = None
+        if speculation is not None and speculation.text_drafts:
+            past = PastOutputs(speculation.past_tokens) if speculation.past_tokens else None
+            self.text = TextDrafter(TextRule(), Guard() if speculation.guard else None, past)
+        if speculation is not None and speculation.head_drafts:
             widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
             if not 1 <= speculation.tree_width <= widest:
                 raise EESDError(f"tree_width is {speculation.tree_width}; this engine allows 1 to {widest}.")
@@ -271,6 +300,9 @@ class LLM:
             self.controller.begin_request()
             if self.budget:
                 self.budget.begin_request()
+        text = self.text if draft else None
+        if text:
+            text.rule.begin_request()
         session = None
         try:
             session = Session(
@@ -282,6 +314,7 @@ class LLM:
                 sampling or self.default_sampling,
                 manifest.geometry.vocab_size,
                 self.observer,
+                text,
             )
             session.stats.exact = self.engines.exact
             yield session

@@ -1,39 +1,42 @@
-"""A record of rounds: everything that the controller, the guard and the tree budget were told, and what they answered.
+"""A record of rounds: everything that the parts that decide were told, and what they answered.
 
 The file is JSON lines. The first says how they were made and what they had learned. Each further one is a call, ``[part,
-method, arguments, answer]``; a part is ``controller``, ``guard`` or ``budget``. ``eesd-bench replay-rounds`` repeats the calls.
+method, arguments, answer]``; a part is ``controller``, ``guard``, ``budget``, ``text`` (the rule for what the text proposes) or
+``text_guard``. ``eesd-bench replay-rounds`` repeats the calls.
 """
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from math import isinf
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from eesd.common.errors import EESDError
 from eesd.controllers import Controller
+from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.controller_state import learned
 from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.llm import LLM
 
-KIND, FORMAT = "rounds", 1
+KIND, FORMAT = "rounds", 2
 ENDS_ROUND = ("begin_request", "observe", "record")
 """Calls behind which the file is flushed, so that a process that dies leaves its rounds."""
 
 
 @contextmanager
 def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
-    """Record the rounds of ``llm`` until the block ends. The guard starts anew, so that a replay can start with one, too.
+    """Record the rounds of ``llm`` until the block ends. The guards start anew, so that a replay can start with them, too.
 
     Raises:
         EESDError: The LLM does not draft, or the file cannot be written.
     """
-    if llm.controller is None or llm.speculation is None:
+    if llm.speculation is None:
         raise EESDError("This LLM does not draft, so there is nothing to record; load it with a Speculation.")
-    parts = llm.controller, llm.guard, llm.budget
+    parts = llm.controller, llm.guard, llm.budget, llm.text
     try:
         file = path.open("w", encoding="utf-8")
     except OSError as error:
@@ -42,13 +45,19 @@ def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
         calibration = llm.manifest.exit_head.calibration
         header = {"kind": KIND, "format": FORMAT, "speculation": asdict(llm.speculation), "state": learned(llm)}
         _write(file, header | {"calibration": calibration.to_dict() if calibration else None})
-        llm.controller = cast(Controller, _Recorded(file, "controller", llm.controller))
+        llm.controller = cast(Controller, _Recorded(file, "controller", llm.controller)) if llm.controller else None
         llm.guard = cast(Guard, _Recorded(file, "guard", Guard())) if llm.guard else None
         llm.budget = cast(TreeBudget, _Recorded(file, "budget", llm.budget)) if llm.budget else None
+        llm.text = _recorded_text(file, llm.text) if llm.text else None
         try:
             yield
         finally:
-            llm.controller, llm.guard, llm.budget = parts
+            llm.controller, llm.guard, llm.budget, llm.text = parts
+
+
+def _recorded_text(file: TextIO, text: TextDrafter) -> TextDrafter:
+    guard = cast(Guard, _Recorded(file, "text_guard", Guard())) if text.guard else None
+    return replace(text, rule=cast(TextRule, _Recorded(file, "text", text.rule)), guard=guard)
 
 
 class _Recorded:

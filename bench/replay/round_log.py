@@ -1,5 +1,6 @@
 """Replays a record of rounds (``eesd-run --log-rounds``): the same calls must get the same answers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -9,6 +10,7 @@ from eesd.common.errors import EESDError
 from eesd.common.json_input import json_lines, read_text
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
+from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.tree_budget import SiblingLabel, TreeBudget
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.round_log import FORMAT, KIND, plain
@@ -27,7 +29,7 @@ class Difference:
 
 
 def replay_rounds(path: Path) -> tuple[int, list[Difference]]:
-    """Make a controller, a guard and a budget as recorded, and repeat all calls.
+    """Make the parts as recorded, and repeat all calls.
 
     Returns:
         The number of rounds, and the answers that differ; none, if this is the code that recorded them.
@@ -49,26 +51,33 @@ def replay_rounds(path: Path) -> tuple[int, list[Difference]]:
                 differences.append(Difference(line, f"{part}.{method}", recorded, answer))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError):
         raise EESDError(f"{path} is damaged; {REMEDY}.") from None
-    return sum(call[:2] == ["controller", "observe"] for _, call in calls), differences
+    learner = "controller" if "controller" in parts else "text"
+    return sum(call[:2] == [learner, "observe"] for _, call in calls), differences
 
 
 def _made(header: dict[str, Any]) -> dict[str, Any]:
     """The parts as they were when the record began."""
     speculation, state = header["speculation"], header["state"]
     prior = CalibrationPrior.from_dict(header["calibration"]) if header["calibration"] else None
-    parts: dict[str, Any] = {"controller": make_controller(speculation["controller"], speculation["seed"], prior)}
-    parts["controller"].restore(state["controller"])
-    parts["guard"] = Guard()
-    if state["budget"]:
-        parts["budget"] = TreeBudget(prior=prior)
-        parts["budget"].restore(state["budget"])
-    return parts
+    makers: dict[str, Callable[[], Any]] = {
+        "controller": lambda: make_controller(speculation["controller"], speculation["seed"], prior),
+        "budget": lambda: TreeBudget(prior=prior),
+        "text": TextRule,
+    }
+    parts: dict[str, Any] = {name: make() for name, make in makers.items() if state[name] is not None}
+    for name, part in parts.items():
+        part.restore(state[name])
+    return parts | {"guard": Guard(), "text_guard": Guard()}
 
 
 def _arguments(part: str, method: str, told: list[Any]) -> list[Any]:
     """The arguments of a call."""
     if method in ("keep_drafting", "chances"):
         return [_step(told[0]), *told[1:]]
+    if part == "text" and method == "chance":
+        return [TextStep(*told[0])]
+    if part == "text" and method == "observe":
+        return [[TextStep(*step) for step in told[0]], *told[1:3], RoundOutcome(**told[3])]
     if method in ("observe", "expected_tokens"):
         labels = [[SiblingLabel(**label) for label in told[0]]] if part == "budget" else []
         return [*labels, RoundOutcome(**told[-1])]

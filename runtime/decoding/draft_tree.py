@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.controllers import DraftStep
+from eesd.controllers.text_rule import combined
 from eesd.controllers.tree_budget import SiblingLabel, TreeBudget
 
 CANDIDATES = 4
@@ -51,6 +52,7 @@ class Node:
         expanded: Whether the draft continues from it.
         candidates: Its proposed children, best first.
         score: Calibration score of the first candidate (with a budget).
+        from_text: Whether the text proposed it, and the draft did not.
     """
 
     token: int
@@ -63,6 +65,7 @@ class Node:
     expanded: bool = False
     candidates: "list[Node]" = field(default_factory=list)
     score: float = 0.0
+    from_text: bool = False
 
     @property
     def children(self) -> "list[Node]":
@@ -82,7 +85,8 @@ class DraftTree:
     """The nodes of one round.
 
     Without a budget every node of a level is expanded and verified. With a budget, paths are ranked by their calibrated
-    chances: the ``width`` best of a level are expanded, and :meth:`prune` chooses from all candidates ever proposed.
+    chances: the ``width`` best of a level are expanded, and :meth:`prune` chooses from all candidates ever proposed. What the
+    text proposes is either all there is (:meth:`follow_text`), or joins the candidates (:meth:`join_text`).
 
     Attributes:
         root: The last committed token.
@@ -92,14 +96,25 @@ class DraftTree:
         branching: Children to propose for each node.
     """
 
-    def __init__(self, root_token: int, max_nodes: int, width: int = 1, budget: TreeBudget | None = None) -> None:
-        """``max_nodes`` bounds the nodes of the verify pass, the root not counted; ``width`` those of a level (1: a chain)."""
+    def __init__(
+        self, root_token: int, max_nodes: int, width: int = 1, budget: TreeBudget | None = None, in_place: bool = False
+    ) -> None:
+        """Begin a tree.
+
+        Args:
+            root_token: The last committed token.
+            max_nodes: Most nodes of the verify pass, the root not counted.
+            width: Nodes of a level; 1: a chain.
+            budget: Chooses what is verified; None: everything.
+            in_place: Whether a budget shall choose among the nodes of the best path alone, since no others count.
+        """
         self.root = Node(root_token, rank=0.0 if budget is None else 1.0, index=0, expanded=True)
         self.nodes = [self.root]
         self.frontier = [self.root]
         self.steps = 0
         self.branching = width if budget is None else max(width, CANDIDATES)
-        self._max_nodes, self._width, self._budget = max_nodes, width, budget
+        self._max_nodes, self._width, self._budget, self._in_place = max_nodes, width, budget, in_place
+        self._text: list[Node] = []
 
     @property
     def is_full(self) -> bool:
@@ -143,23 +158,62 @@ class DraftTree:
             for p, rank in zip(proposals, ranks, strict=True)
         ]
 
+    def follow_text(self, tokens: Sequence[int]) -> None:
+        """Make the tree the chain of these tokens, which the text proposes; nothing is drafted then."""
+        for token in tokens:
+            parent = self.nodes[-1]
+            node = Node(token, parent, parent.depth + 1, index=len(self.nodes), from_text=True)
+            parent.candidates = [node]
+            self.nodes.append(node)
+
+    def join_text(self, tokens: Sequence[int], chances: Sequence[float]) -> None:
+        """Add the path that the text proposes to a budget's candidates. Call it when drafting is done.
+
+        Not without a budget: a child that was sampled can have no siblings (rejection sampling).
+
+        Args:
+            tokens: The path behind the root.
+            chances: Of each token, if all before it are right.
+        """
+        node = self.root
+        for token, chance in zip(tokens, chances, strict=True):
+            drafted = node.candidates
+            found = next((i for i, child in enumerate(drafted) if child.token == token), None)
+            mixed, own = combined([child.rank / node.rank for child in drafted], found, chance) if drafted else ([], chance)
+            for child, value in zip(drafted, mixed, strict=True):
+                _rescale(child, node.rank * value / child.rank)
+            if found is None:
+                child = Node(token, node, node.depth + 1, rank=node.rank * own, from_text=True)
+                self._text.append(child)
+                node.candidates = [*drafted, child]
+                node = child
+            else:
+                node = drafted[found]
+
     def prune(self) -> list[Node]:
         """Choose what is verified. Call it once, when drafting is done.
 
         With a budget these are the most likely of all candidates, as many as the budget finds worth it. They form a tree
-        because no path is likelier than its beginning.
+        because no path is likelier than its beginning. The best path comes first, so its nodes have the slots of a chain.
 
         Returns:
             The nodes of the verify pass in the order of their slots, the root first.
         """
-        if self._budget is None or not self.root.candidates:
+        if self._budget is None or not self.steps:
             return self.nodes
-        candidates = [candidate for node in self.nodes for candidate in node.candidates]
-        candidates.sort(key=_best_first)
-        size = self._budget.size([candidate.rank for candidate in candidates[: self._max_nodes]])
+        candidates = [candidate for node in (*self.nodes, *self._text) for candidate in node.candidates]
+        if not candidates:
+            return self.nodes
         for candidate in candidates:
             candidate.index = -1
-        verified = [self.root, *sorted(candidates[:size], key=lambda node: node.depth)]
+        candidates.sort(key=_best_first)
+        best = _best_path(candidates)
+        if self._in_place:
+            candidates = best
+        size = self._budget.size([candidate.rank for candidate in candidates[: self._max_nodes]])
+        on_path = set(best)
+        chosen = sorted(candidates[:size], key=lambda node: (node not in on_path, node.depth))
+        verified = [self.root, *chosen]
         for index, node in enumerate(verified):
             node.index = index
         return verified
@@ -168,19 +222,40 @@ class DraftTree:
         """What a budget learns when the verifier chose ``tokens`` behind the root: a label for each node with candidates."""
         node, labels = self.root, []
         for token in tokens:
-            if not node.candidates:
+            drafted = [child for child in node.candidates if not child.from_text]
+            if not drafted:
                 break
-            chosen = next((i for i, child in enumerate(node.candidates) if child.token == token), None)
+            chosen = next((i for i, child in enumerate(drafted) if child.token == token), None)
             labels.append(SiblingLabel(node.score, chosen))
             if chosen is None:
                 break
-            node = node.candidates[chosen]
+            node = drafted[chosen]
         return labels
 
 
 def _best_first(node: Node) -> tuple[float, int]:
     """Parents come before their children, also where both are equally likely."""
     return -node.rank, node.depth
+
+
+def _best_path(candidates: Sequence[Node]) -> list[Node]:
+    """Of candidates sorted by value, which come behind their parents, the path with the greatest sum of values."""
+    sums: dict[Node, float] = {}
+    for node in candidates:
+        assert node.parent is not None
+        sums[node] = sums.get(node.parent, 0.0) + node.rank
+    node, path = max(sums, key=sums.__getitem__), []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
+def _rescale(node: Node, factor: float) -> None:
+    """Multiply the value of a node and of everything behind it."""
+    node.rank *= factor
+    for child in node.candidates:
+        _rescale(child, factor)
 
 
 def is_chain(nodes: Sequence[Node]) -> bool:

@@ -58,8 +58,8 @@ class Guard:
         """Plain seconds when the last pause began."""
         self._stalled = False
         """Whether the last drafting round lost more than ``LARGEST_LOSS``."""
-        self._drafted = True
-        """Whether the last round drafted."""
+        self._drafted: bool | None = True
+        """Whether the last round drafted; None: another drafter did."""
         self._interval = FIRST_INTERVAL
         self._until_probe = 0
         """Drafting rounds before the next probe."""
@@ -90,6 +90,8 @@ class Guard:
             self._luck = luck
             if plain:
                 self._settle(gained - seconds / plain)
+        elif self._drafted is None:
+            pass  # neither behind a draft of this drafter nor behind a plain round
         elif self._drafted:
             if plain:  # slower because of the draft, which therefore pays the difference
                 self.balance -= min(max(seconds / plain - 1, 0.0), 1.0)
@@ -103,6 +105,10 @@ class Guard:
             self.paused, self._price = True, plain
             self.pauses += 1
             self._allowance = max(self._allowance * LESS, LEAST_ALLOWANCE)
+
+    def pass_over(self) -> None:
+        """Note a round of another drafter, which has a guard of its own."""
+        self._drafted = None
 
     def _refill(self, tokens: float) -> None:
         """Add the allowance, and in a pause some of the savings; save what is beyond the largest balance."""

@@ -1,8 +1,9 @@
 """One sequence being generated, round by round: draft, verify, accept, commit.
 
-The draft proposes tokens behind the last committed one (the root). After each step the controller says whether to continue. One
-verify pass judges all of them. The accepted path and the verifier's bonus token are committed; the bonus token is the next
-root, and its cache entry is made by the next round's passes, so nothing runs twice or alone.
+The draft proposes tokens behind the last committed one (the root). After each step the controller says whether to continue.
+Where the text repeats, it proposes tokens itself, which cost no draft step. One verify pass judges all of them. The accepted
+path and the verifier's bonus token are committed; the bonus token is the next root, and its cache entry is made by the next
+round's passes, so nothing runs twice or alone.
 """
 
 import time
@@ -22,6 +23,7 @@ from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.samplers import AcceptResult, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
+from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter, TextIndex
 from eesd.runtime.engines.base import Binding, ChainBinding, KVCache, Logits, StepOutputs
 
 
@@ -60,8 +62,8 @@ class RoundResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafter:
-    """What a session needs to draft: the bound draft engine, the controller, the guard (None: never pause), the nodes of a
-    level (1: a chain), and the budget that chooses what is verified (None: everything)."""
+    """What a session needs to draft with the exit head: the bound draft engine, the controller, the guard (None: never pause),
+    the nodes of a level (1: a chain), and the budget that chooses what is verified (None: everything)."""
 
     binding: Binding
     controller: Controller
@@ -75,7 +77,7 @@ class Session:
 
     ``step`` is a transaction: if drafting, verifying or accepting raises (a cancel, a failing engine), the session stands where
     the round began, and ``step`` can be called again. Controllers learn after the commit, so they never learn from a cancelled
-    round. With ``drafter`` None a session decodes plainly through the same verify engine.
+    round. With ``drafter`` and ``text`` None a session decodes plainly through the same verify engine.
 
     Attributes:
         tokens: The prompt and everything committed.
@@ -93,6 +95,7 @@ class Session:
         sampling: Sampling,
         vocab_size: int,
         observer: Observer | None = None,
+        text: TextDrafter | None = None,
     ) -> None:
         if not len(prompt):
             raise EESDError("The prompt is empty; give at least one token.")
@@ -110,12 +113,14 @@ class Session:
         self._kv_cache = kv_cache
         self._verify = verify
         self._drafter = drafter
+        self._text = text
+        self._index = TextIndex()
         self._limits = limits
         self._sampler = make_sampler(sampling, vocab_size)
         self._observer = observer
         self._prefilled = 0
         self._closed = False
-        self._pauses_before = drafter.guard.pauses if drafter and drafter.guard else 0
+        self._pauses_before = self._pauses()
 
     def prefill(self) -> None:
         """Put the prompt, all but its last token, into the cache. The first ``step`` does it if this was not called.
@@ -143,10 +148,15 @@ class Session:
         started = time.perf_counter()
         drafter = self._active_drafter()
         width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
-        tree = DraftTree(self.tokens[-1], self._max_nodes(), width, budget)
+        tree = DraftTree(self.tokens[-1], self._max_nodes(), width, budget, self._limits.in_place)
         self._sampler.begin_round(self.tokens)
 
-        draft_seconds = self._draft(tree, drafter) if drafter else 0.0
+        proposal = self._proposal()
+        copied = self._copied(proposal, drafter)
+        tree.follow_text(proposal.tokens[:copied])
+        draft_seconds = self._draft(tree, drafter) if drafter and not copied else 0.0
+        if tree.steps and budget is not None:
+            tree.join_text(proposal.tokens, proposal.chances)
         nodes = tree.prune()
         drafted_at = time.perf_counter()
 
@@ -163,20 +173,30 @@ class Session:
         outcome = RoundOutcome(
             steps=tree.steps,
             draft_seconds=drafted_at - started,
-            depth=nodes[-1].depth,
+            depth=max(node.depth for node in nodes if not node.from_text),
             nodes=len(nodes) - 1,
             verify_seconds=verify_seconds,
             accepted=len(path),
             num_expanded=sum(node.expanded for node in path),
         )
         committed_at = time.perf_counter()
-        drafting = drafter is not None
-        stats = self.stats.with_round(outcome, len(result.tokens), draft_seconds, committed_at - started, drafting)
+        stats = self.stats.with_round(
+            outcome,
+            len(result.tokens),
+            draft_seconds,
+            committed_at - started,
+            drafting=drafter is not None or copied > 0,
+            depth=max(node.depth for node in nodes),
+            from_text=sum(node.from_text for node in path),
+        )
         # The commit: one statement behind everything that may raise. No signal is handled within it.
         self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason
 
         if self._drafter is not None:
             self._learn(self._drafter, outcome, tree.labels(chosen), started)
+        if self._text is not None:
+            self._learn_text(self._text, outcome, proposal, chosen, started)
+        self.stats.guard_pauses = self._pauses() - self._pauses_before
         self.stats.host_seconds += time.perf_counter() - committed_at
         if self._observer is not None:
             self._observer(result.tokens, outputs.logits[[0, *(node.index for node in path)][: len(result.tokens)]])
@@ -189,8 +209,29 @@ class Session:
         if drafter.budget is not None:
             drafter.budget.observe(labels, outcome)
         if drafter.guard is not None:
-            drafter.guard.record(outcome.steps > 0, outcome.accepted + 1, expected, time.perf_counter() - started)
-            self.stats.guard_pauses = drafter.guard.pauses - self._pauses_before
+            if outcome.nodes and not outcome.steps:
+                drafter.guard.pass_over()
+            else:
+                drafter.guard.record(outcome.steps > 0, outcome.accepted + 1, expected, time.perf_counter() - started)
+
+    def _learn_text(
+        self, text: TextDrafter, outcome: RoundOutcome, proposal: Proposal, chosen: Sequence[int], started: float
+    ) -> None:
+        """Tell the text's rule and guard about a committed round, whether the text's proposal was verified or not."""
+        pairs = enumerate(zip(proposal.tokens, chosen, strict=False))
+        right = next((i for i, (token, other) in pairs if token != other), min(len(proposal.tokens), len(chosen)))
+        judged = min(right + 1, len(proposal.tokens), len(chosen))
+        text.rule.observe(proposal.steps, right, judged, outcome)
+        if text.guard is not None:
+            if outcome.steps:
+                text.guard.pass_over()
+            else:
+                expected = 1 + sum(proposal.values[: outcome.nodes])
+                text.guard.record(outcome.nodes > 0, outcome.accepted + 1, expected, time.perf_counter() - started)
+
+    def _pauses(self) -> int:
+        """How often the guards have paused drafting."""
+        return sum(part.guard.pauses for part in (self._drafter, self._text) if part and part.guard)
 
     def peek(self) -> Logits:
         """The verifier's logits [V] behind the last committed token, by a single-token pass. Commits nothing."""
@@ -207,6 +248,8 @@ class Session:
 
     def close(self) -> None:
         """Give up the cache, which the next session will use. Then only ``tokens``, ``stats``, ``finish_reason`` are left."""
+        if self._text is not None and self._text.past is not None and not self._closed:
+            self._text.past.add(self.tokens[self.stats.prompt_tokens :])
         self._closed = True
 
     def _check_open(self) -> None:
@@ -219,6 +262,18 @@ class Session:
         if drafter is None or self._max_depth() < 1 or (drafter.guard and not drafter.guard.allows()):
             return None
         return drafter
+
+    def _proposal(self) -> Proposal:
+        """What the text proposes behind the root. It is judged in every round, also where it is not verified."""
+        most = self._max_depth()
+        return self._index.propose(self.tokens, most, self._text) if self._text and most > 0 else NOTHING
+
+    def _copied(self, proposal: Proposal, drafter: Drafter | None) -> int:
+        """How many of the proposed tokens this round verifies without drafting."""
+        text = self._text
+        if text is None or not proposal.tokens or (text.guard and not text.guard.allows()):
+            return 0
+        return text.rule.count(proposal.values, drafter is not None)
 
     def _max_depth(self) -> int:
         """Levels that this round may draft: the bonus token must fit behind them."""

@@ -15,10 +15,12 @@ class Stats:
         prompt_tokens: Tokens of the prompt.
         new_tokens: Tokens generated.
         rounds: Verify passes.
-        drafting_rounds: Rounds in which drafting was allowed.
+        drafting_rounds: Rounds in which drafting was allowed, by the exit head or from the text.
+        text_rounds: Those of them that verified what the text proposed, without a draft step.
         draft_steps: Calls of the draft engine.
         draft_tokens: Draft tokens that were verified.
         accepted_tokens: Draft tokens that were accepted.
+        accepted_text_tokens: Those of them that the text proposed, and the exit head did not.
         verified_at_depth: Rounds whose draft reached depth 1, 2, ... and was judged there (all before was accepted).
         accepted_at_depth: Of these, the rounds whose token at that depth was accepted.
         guard_pauses: Times that the guard paused drafting.
@@ -32,9 +34,11 @@ class Stats:
     new_tokens: int = 0
     rounds: int = 0
     drafting_rounds: int = 0
+    text_rounds: int = 0
     draft_steps: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_text_tokens: int = 0
     verified_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
     guard_pauses: int = 0
@@ -68,7 +72,14 @@ class Stats:
         return self.host_seconds / self.decode_seconds if self.decode_seconds else 0.0
 
     def with_round(
-        self, outcome: RoundOutcome, new_tokens: int, draft_seconds: float, seconds: float, drafting: bool
+        self,
+        outcome: RoundOutcome,
+        new_tokens: int,
+        draft_seconds: float,
+        seconds: float,
+        drafting: bool,
+        depth: int,
+        from_text: int,
     ) -> "Stats":
         """These statistics and one more round.
 
@@ -78,6 +89,8 @@ class Stats:
             draft_seconds: Time in the draft engine.
             seconds: Time of the whole round.
             drafting: Whether the round was allowed to draft.
+            depth: Deepest level that was verified, whoever proposed it.
+            from_text: Accepted tokens that the text alone proposed.
         """
         stats = copy(self)
         stats.new_tokens += new_tokens
@@ -87,13 +100,15 @@ class Stats:
         stats.host_seconds += seconds - draft_seconds - outcome.verify_seconds
         if drafting:
             stats.drafting_rounds += 1
+            stats.text_rounds += outcome.nodes > 0 and not outcome.steps
             stats.draft_steps += outcome.steps
             stats.draft_tokens += outcome.nodes
             stats.accepted_tokens += outcome.accepted
-            more = [0] * (outcome.depth - len(self.verified_at_depth))
+            stats.accepted_text_tokens += from_text
+            more = [0] * (depth - len(self.verified_at_depth))
             stats.verified_at_depth = [*self.verified_at_depth, *more]
             stats.accepted_at_depth = [*self.accepted_at_depth, *more]
-            for level in range(min(outcome.depth, outcome.accepted + 1)):
+            for level in range(min(depth, outcome.accepted + 1)):
                 stats.verified_at_depth[level] += 1
                 stats.accepted_at_depth[level] += level < outcome.accepted
         return stats

@@ -1,0 +1,161 @@
+"""When to verify what the text itself proposes, instead of drafting or of decoding plainly (docs/controllers.md)."""
+
+from collections.abc import Sequence
+from math import log
+from typing import ClassVar, NamedTuple
+
+from eesd.common.prior import CalibrationPrior
+from eesd.controllers.base import RoundOutcome, Stateful
+from eesd.controllers.calibration import Calibrator, sigmoid
+from eesd.controllers.costs import RoundCosts
+
+PRIOR = CalibrationPrior(accept=(-0.67, 1.11, 0.88, 1.58, -1.18), request=0.6, wander=0.05)
+"""Fitted on 7000 greedy positions of a 135 M model on Spec-Bench."""
+LONGEST_MATCH, MOST_TIMES = 32, 8
+"""More says nothing more about the next token."""
+CERTAIN = 0.9999
+"""No chance is higher: a parent must stay likelier than its child."""
+FIRST_DRAFTS = 4
+"""Drafting rounds before the text is compared with them."""
+REFIT_EVERY = 8
+"""Rounds between two fits of the costs; each of the first ones is fitted."""
+LONGEST = 32
+"""Tokens that the cost table covers."""
+
+
+class TextStep(NamedTuple):
+    """A token that the text proposes.
+
+    Attributes:
+        length: Tokens of the match that it followed.
+        times: How often it followed.
+        of: How often the match was followed by anything.
+        past: Whether the match is in an earlier output, and not in this text.
+    """
+
+    length: int
+    times: int
+    of: int
+    past: bool
+
+
+def text_features(step: TextStep) -> tuple[float, ...]:
+    """1, log length, log times, log share of the continuations, and 1 for an earlier output; all bounded."""
+    length, times = min(step.length, LONGEST_MATCH), min(step.times, MOST_TIMES)
+    return (1.0, log(length), log(times), max(log(step.times / step.of), -4.0), float(step.past))
+
+
+def combined(chances: Sequence[float], index: int | None, chance: float) -> tuple[list[float], float]:
+    """Chances of a node's children when the draft and the text both propose some.
+
+    Both are taken as independent witnesses of the verifier's token, so their distributions are multiplied. Of the draft's,
+    what its candidates leave is the share of a token that only the text proposes.
+
+    Args:
+        chances: Of the draft's candidates.
+        index: Which of them the text proposes; None: another token.
+        chance: That the text is right.
+
+    Returns:
+        The candidates' chances, and that of the text's token.
+    """
+    own = chances[index] if index is not None else max(1 - sum(chances), 0.0)
+    total = own * chance + max(1 - own, 0.0) * (1 - chance)
+    mixed = [(one * chance if i == index else one * (1 - chance)) / total for i, one in enumerate(chances)]
+    return mixed, own * chance / total
+
+
+class TextRule(Stateful):
+    """Chances of the tokens that the text proposes, and how many of them to verify: the most valuable number, or none.
+
+    The value of a round is its expected tokens minus lambda times its seconds, lambda the recent rate in tokens per second.
+    Chances come from a :class:`Calibrator`. The committed tokens tell in every round whether the text was right, also when
+    nothing was verified, so nothing needs exploration. What drafting is worth is the mean of the rounds that drafted.
+    """
+
+    learned: ClassVar = ("accept", "costs", "rate", "drafting", "rounds", "drafts")
+
+    def __init__(self, discount: float = 0.99) -> None:
+        self.discount = discount
+        self.accept = Calibrator(PRIOR.accept, PRIOR)
+        self.costs = RoundCosts()
+        self.rate = [0.0, 0.0]
+        """Tokens and seconds of all rounds, discounted."""
+        self.drafting = [0.0, 0.0, 0.0]
+        """Tokens, seconds and rounds of those that drafted, discounted."""
+        self.rounds = 0
+        self.drafts = 0
+
+    def check_learned(self) -> None:
+        if min(*self.rate, *self.drafting, self.rounds, self.drafts) < 0:
+            raise ValueError("rates and rounds must not be negative")
+        if self.rate[1] and not self.costs.verify.fitted:
+            raise ValueError("a rate needs a table of costs")
+
+    def begin_request(self) -> None:
+        """Another request begins."""
+        self.accept.begin_request()
+
+    def chance(self, step: TextStep) -> float:
+        """The chance that the verifier agrees, if it agreed with everything before."""
+        shift, slope = self.accept.draw((0.0, 0.0))
+        return min(sigmoid(shift + slope * self.accept.score(text_features(step))), CERTAIN)
+
+    def count(self, values: Sequence[float], drafts: bool) -> int:
+        """How many tokens of the text to verify now, without drafting.
+
+        Args:
+            values: For each token the chance that it and all before it are right.
+            drafts: Whether the round could draft instead.
+
+        Returns:
+            The number; 0 to draft, or where there is no drafting, to decode plainly.
+        """
+        if not self.rate[1] or (drafts and self.drafts < FIRST_DRAFTS):
+            return 0
+        rate, verify = self.rate[0] / self.rate[1], self.costs.verify.seconds
+        best, most, gained = 0, 0.0, 0.0
+        if drafts:
+            tokens, seconds, rounds = self.drafting
+            most = (tokens - rate * seconds) / rounds - (1 - rate * verify(0))
+        for number, value in enumerate(values, start=1):
+            gained += value
+            worth = gained - rate * (verify(number) - verify(0))
+            if worth > most:
+                best, most = number, worth
+        return best
+
+    def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
+        """Learn from a committed round.
+
+        Args:
+            steps: What the text proposed.
+            right: How many of these tokens were committed, one after another.
+            judged: How many of them the committed tokens judge: ``right``, and the first that was wrong.
+            outcome: The round.
+        """
+        for number, step in enumerate(steps[:judged]):
+            self.accept.learn(self.accept.score(text_features(step)), number < right)
+        self.accept.advance()
+        self.costs.add(outcome)
+        self.rounds += 1
+        if self.rounds < REFIT_EVERY or self.rounds % REFIT_EVERY == 0:
+            self._fit()
+        if not self.costs.verify.fitted or (outcome.steps and not self.costs.draft.fitted):
+            self._fit()
+        draft = self.costs.draft.seconds(outcome.steps) if outcome.steps else 0.0
+        spent = draft + self.costs.verify.seconds(outcome.nodes)  # stalls hardly count
+        tokens = outcome.accepted + 1
+        self.rate = _discounted(self.rate, self.discount, (tokens, spent))
+        if outcome.steps:
+            self.drafting = _discounted(self.drafting, self.discount, (tokens, spent, 1.0))
+            self.drafts += 1
+
+    def _fit(self) -> None:
+        self.costs.verify.fit(LONGEST)
+        if self.costs.draft.samples:
+            self.costs.draft.fit(LONGEST)
+
+
+def _discounted(sums: Sequence[float], discount: float, values: Sequence[float]) -> list[float]:
+    return [old * discount + value for old, value in zip(sums, values, strict=True)]

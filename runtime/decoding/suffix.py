@@ -1,0 +1,141 @@
+"""Where a text occurred before: an online suffix automaton (Blumer et al. 1985), which counts occurrences.
+
+A state stands for all substrings that end at the same places. Its suffix link leads to the longest suffix that also ends
+elsewhere, so the link of the whole text's state is the longest suffix that occurred before.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+COUNTED_LINKS = 32
+"""States whose occurrences a token counts. Only very repetitive texts have longer chains of suffix links; there, short matches
+are counted too low."""
+LONGEST_CONTEXT = 24
+"""Tokens of a text's end that are looked up in another text."""
+
+
+class Match(NamedTuple):
+    """A suffix of the text that occurred before.
+
+    Attributes:
+        state: Its state in the automaton.
+        length: Its tokens.
+    """
+
+    state: int
+    length: int
+
+
+class Continuation(NamedTuple):
+    """A token that followed a match before.
+
+    Attributes:
+        token: Its id.
+        length: Tokens of the match that it followed.
+        times: How often it followed.
+        of: How often the match was followed by anything.
+    """
+
+    token: int
+    length: int
+    times: int
+    of: int
+
+
+class SuffixAutomaton:
+    """All substrings of a text that grows at its end, in about three words of memory and amortised O(1) steps a token.
+
+    ``extend`` must not be broken off; after an exception that came from outside make a new automaton.
+    """
+
+    def __init__(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._count = [0]
+        """Occurrences of each state's strings."""
+        self._latest = [0]
+        """Where the last of them ended."""
+        self._last = 0
+        self.num_tokens = 0
+
+    def extend(self, token: int) -> None:
+        """Append a token."""
+        self.num_tokens += 1
+        current = self._new_state(self.num_tokens, {}, 0, 0)
+        state = self._last
+        while state >= 0 and token not in self._next[state]:
+            self._next[state][token] = current
+            state = self._link[state]
+        self._link[current] = self._suffix(state, token) if state >= 0 else 0
+        self._last = current
+        self._count_occurrence(current)
+
+    def _suffix(self, state: int, token: int) -> int:
+        """The state of the longest string of ``state`` and ``token``. If it is in a longer one's state, it gets its own."""
+        found = self._next[state][token]
+        if self._length[found] == self._length[state] + 1:
+            return found
+        clone = self._new_state(self._length[state] + 1, dict(self._next[found]), self._count[found], self._latest[found])
+        self._link[clone], self._link[found] = self._link[found], clone
+        while state >= 0 and self._next[state].get(token) == found:
+            self._next[state][token] = clone
+            state = self._link[state]
+        return clone
+
+    def _new_state(self, length: int, transitions: dict[int, int], count: int, latest: int) -> int:
+        self._next.append(transitions)
+        self._link.append(0)
+        self._length.append(length)
+        self._count.append(count)
+        self._latest.append(latest)
+        return len(self._next) - 1
+
+    def _count_occurrence(self, state: int) -> None:
+        """Another occurrence of a state's strings, and so of all their suffixes, ends at the text's end."""
+        for _ in range(COUNTED_LINKS):
+            if state <= 0:
+                return
+            self._count[state] += 1
+            self._latest[state] = self.num_tokens
+            state = self._link[state]
+
+    def repeated(self) -> Match:
+        """The longest suffix of the text that occurred before; of length 0 if there is none."""
+        state = self._link[self._last] if self._last else 0
+        return Match(state, self._length[state])
+
+    def find(self, text: Sequence[int]) -> Match:
+        """The longest suffix of another text's last ``LONGEST_CONTEXT`` tokens that occurs in this one."""
+        state = length = 0
+        for token in text[-LONGEST_CONTEXT:]:
+            while state and token not in self._next[state]:
+                state = self._link[state]
+                length = self._length[state]
+            if token in self._next[state]:
+                state, length = self._next[state][token], length + 1
+        return Match(state, length)
+
+    def continuations(self, match: Match) -> Iterator[Continuation]:
+        """What followed a match before: the token that did so most often, then what followed both, and so on.
+
+        Among equally frequent tokens the latest is chosen. Where the text ends, its longest suffix that occurred before is
+        continued: a repetition goes on without end. The path ends where nothing that is left of the match was continued.
+        """
+        state, length = match
+        while True:
+            while length and not self._next[state]:
+                state = self._link[state]
+                length = self._length[state]
+            if not length:
+                return
+            count, latest = self._count, self._latest
+            following = self._next[state]
+            if len(following) == 1:
+                [(token, chosen)] = following.items()
+                of = count[chosen]
+            else:
+                token, chosen = max(following.items(), key=lambda item: (count[item[1]], latest[item[1]]))
+                of = sum(count[other] for other in following.values())
+            yield Continuation(token, length, count[chosen], of)
+            state, length = chosen, length + 1
