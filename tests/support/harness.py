@@ -9,10 +9,12 @@ from numpy.typing import NDArray
 
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import Controller, DraftStep
+from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Limits, Observer, RoundResult, Session
+from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.base import Binding, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
@@ -57,13 +59,16 @@ class Harness:
         budget: TreeBudget | None = None,
         workspace: Workspace | None = None,
         observer: Observer | None = None,
+        text: TextDrafter | None = None,
+        in_place: bool = False,
     ) -> Session:
-        """A session that drafts if there is a controller."""
+        """A session that drafts with the exit head if there is a controller, and from the text if there is a ``text``."""
         parts, manifest = workspace or self._shared, self.manifest
-        limits = Limits(eos, new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
+        limits = Limits(eos, new_tokens, manifest.max_seq_len, manifest.max_tree_nodes, in_place=in_place)
         drafter = Drafter(parts.draft, controller, guard, width, budget) if controller else None
         vocab_size = manifest.geometry.vocab_size
-        return Session(prompt, parts.kv_cache, parts.verify, drafter, limits, sampling or Sampling(), vocab_size, observer)
+        sampling = sampling or Sampling()
+        return Session(prompt, parts.kv_cache, parts.verify, drafter, limits, sampling, vocab_size, observer, text)
 
     def fresh_prefill(self, tokens: Sequence[int]) -> Workspace:
         """A new cache with all but the last token in it."""
@@ -95,6 +100,25 @@ class RandomStop(Controller):
 
     def keep_drafting(self, step: DraftStep) -> bool:
         return bool(self._random.random() < self._chance)
+
+
+class SometimesCopies(TextRule):
+    """A rule that verifies all that the text proposes, in a share of the rounds."""
+
+    def __init__(self, seed: int = 0, share: float = 1.0) -> None:
+        super().__init__()
+        self._random, self._share = np.random.default_rng(seed), share
+
+    def chance(self, step: TextStep) -> float:
+        return max(super().chance(step), 0.8)
+
+    def count(self, values: Sequence[float], drafts: bool) -> int:
+        return len(values) if self._random.random() < self._share else 0
+
+
+def copying(seed: int = 0, share: float = 1.0, past: PastOutputs | None = None) -> TextDrafter:
+    """Drafts from the text, whether they pay or not."""
+    return TextDrafter(SometimesCopies(seed, share), None, past)
 
 
 class PauseUntil(Guard):

@@ -23,6 +23,7 @@ from eesd.runtime.decoding.samplers import Rejection
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Session
 from eesd.runtime.decoding.stats import Stats
+from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.engines.base import StepOutputs
 from support.harness import Harness, Workspace, finish, generated, recording_drafts
 
@@ -101,16 +102,19 @@ def check_joint(
     harness: Harness,
     prompt: Sequence[int],
     sampling: Sampling,
-    controller: Controller,
+    controller: Controller | None,
     width: int,
     draws: int = 4000,
     budget: TreeBudget | None = None,
+    text: TextDrafter | None = None,
 ) -> None:
     """Sampled sequences are distributed as the verifier alone says, and drafting had its part in them."""
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = judged = 0
     for seed in range(draws):
-        session = harness.session(prompt, replace(sampling, seed=seed), controller, width, new_tokens=LENGTH, budget=budget)
+        session = harness.session(
+            prompt, replace(sampling, seed=seed), controller, width, new_tokens=LENGTH, budget=budget, text=text
+        )
         counts[tuple(generated(session))] += 1
         accepted += session.stats.accepted_tokens
         judged += sum(session.stats.verified_at_depth)
@@ -165,10 +169,11 @@ def check_same_tokens(
     harness: Harness,
     prompt: Sequence[int],
     sampling: Sampling,
-    controller: Controller,
+    controller: Controller | None,
     width: int,
     new_tokens: int = 40,
     budget: TreeBudget | None = None,
+    text: TextDrafter | None = None,
 ) -> Stats:
     """Drafting changes nothing, while the cache grows under it; what the drafting run did.
 
@@ -180,7 +185,15 @@ def check_same_tokens(
     generated(plain)
     workspace = harness.workspace()
     drafting = harness.session(
-        prompt, sampling, controller, width, new_tokens=new_tokens, workspace=workspace, budget=budget, observer=found
+        prompt,
+        sampling,
+        controller,
+        width,
+        new_tokens=new_tokens,
+        workspace=workspace,
+        budget=budget,
+        observer=found,
+        text=text,
     )
     assert generated(drafting) == generated(plain), f"drafting changed the tokens ({sampling}, width {width})"
     logits = found.result
@@ -200,13 +213,14 @@ def check_cache(
     harness: Harness,
     prompt: Sequence[int],
     sampling: Sampling,
-    controller: Controller,
+    controller: Controller | None,
     width: int,
     budget: TreeBudget | None = None,
+    text: TextDrafter | None = None,
 ) -> None:
     """After each round, all L + E caches hold what a prefill of the same tokens would have put there."""
     workspace = harness.workspace()
-    session = harness.session(prompt, sampling, controller, width, new_tokens=24, workspace=workspace, budget=budget)
+    session = harness.session(prompt, sampling, controller, width, new_tokens=24, workspace=workspace, budget=budget, text=text)
     while session.finish_reason is None:
         session.step()
         expected = cache_of(harness.fresh_prefill(session.tokens), session.tokens)

@@ -1,0 +1,209 @@
+"""Drafts from the text: the tokens of plain decoding, many at once where the text repeats."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support import tiny_models
+from support.command import export_engine
+from support.harness import Harness, PauseUntil, SometimesCopies, Workspace, Wrapped, copying, finish, generated
+from support.lossless_checks import (
+    SAMPLINGS,
+    check_cache,
+    check_interrupted_anywhere,
+    check_joint,
+    check_same_tokens,
+)
+
+from eesd.common.errors import EESDError
+from eesd.controllers import Controller, make_controller
+from eesd.controllers.text_rule import TextRule, TextStep
+from eesd.controllers.tree_budget import TreeBudget
+from eesd.runtime.compare import compare
+from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.session import Session
+from eesd.runtime.decoding.suffix import SuffixAutomaton
+from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
+from eesd.runtime.engines.base import StepOutputs
+from eesd.runtime.llm import Speculation, load
+
+pytestmark = pytest.mark.fast
+
+REPEATING = [5, 9, 3, 44, 17, 5, 9, 3, 44, 8, 5, 9, 3]
+REJECTION = Sampling(temperature=1.0, method="rejection")
+JOINT_PROMPT = [3, 1, 4, 1, 0, 3, 1, 4, 2, 3, 1]
+
+
+def head(drafter: str) -> Controller | None:
+    return make_controller("fixed:k=3") if drafter == "both" else None
+
+
+@pytest.mark.parametrize("drafter", ["text", "both"])
+@pytest.mark.parametrize(("width", "budget"), [(1, False), (3, False), (1, True), (2, True)])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_the_tokens_are_those_of_plain_decoding(harness: Harness, name: str, width: int, budget: bool, drafter: str) -> None:
+    """In every bit of the logits, with chains. The text is right, wrong, and mixed with the exit head's drafts."""
+    past, verified, accepted = PastOutputs(), 0, 0
+    past.add(generated(harness.session(REPEATING, SAMPLINGS[name], new_tokens=20)))
+    for prompt in (REPEATING, [1]):
+        share = 1.0 if drafter == "text" else 0.5
+        chosen, text = TreeBudget() if budget and drafter == "both" else None, copying(share=share, past=past)
+        stats = check_same_tokens(
+            harness, prompt, SAMPLINGS[name], head(drafter), width if drafter == "both" else 1, budget=chosen, text=text
+        )
+        verified += stats.text_rounds
+        accepted += stats.accepted_text_tokens
+    assert verified and accepted
+
+
+@pytest.mark.parametrize("budget", [False, True])
+def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, budget: bool) -> None:
+    controller, chosen = make_controller("fixed:k=3"), TreeBudget() if budget else None
+    check_cache(harness, REPEATING, SAMPLINGS["greedy"], controller, 1, chosen, copying(share=0.5))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "budget", "share"), [("text", False, 1.0), ("both", False, 0.5), ("both", True, 0.3)], ids=str
+)
+def test_rejection_sampling_follows_the_verifier(five_token_harness: Harness, drafter: str, budget: bool, share: float) -> None:
+    """Where the exit head's drafts and the text's are siblings, too."""
+    chosen = TreeBudget() if budget else None
+    check_joint(five_token_harness, JOINT_PROMPT, REJECTION, head(drafter), 1, 2500, chosen, copying(share=share))
+
+
+def following(workspace: Workspace, successor: Sequence[int]) -> Workspace:
+    """A verifier that says behind token t the token ``successor[t]``."""
+
+    def say(tokens: Sequence[int], _: int, outputs: StepOutputs) -> None:
+        for row, token in enumerate(tokens[: len(outputs.logits)]):
+            outputs.logits[row, successor[token]] = 100.0
+
+    return replace(workspace, verify=Wrapped(workspace.verify, after=say))
+
+
+CYCLE = [(token + 1) % 7 for token in range(97)]
+LINE = [(token + 1) % 97 for token in range(97)]
+
+
+def test_a_repeating_text_commits_many_tokens_a_round(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace = timed(monkeypatch, following(harness.workspace(), CYCLE))
+    session = harness.session([0], new_tokens=150, text=TextDrafter(TextRule(), Guard(), None), workspace=workspace)
+    longest = max(len(result.tokens) for result in finish(session))
+    assert session.tokens == [i % 7 for i in range(151)]
+    assert session.stats.tokens_per_round > 3 and longest >= 9
+    assert session.stats.accepted_text_tokens == session.stats.accepted_tokens > 100
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, workspace: Workspace) -> Workspace:
+    """A clock that only the verifier moves: by 1, and by 0.05 for each node."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("eesd.runtime.decoding.session.time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def pass_time(tokens: Sequence[int], _: int) -> None:
+        clock.now += 0.95 + 0.05 * len(tokens)
+
+    return replace(workspace, verify=Wrapped(workspace.verify, before=pass_time))
+
+
+def test_nothing_is_verified_where_nothing_repeats(harness: Harness) -> None:
+    text = TextDrafter(TextRule(), Guard(), PastOutputs())
+    session = harness.session([0], new_tokens=90, text=text, workspace=following(harness.workspace(), LINE))
+    assert generated(session) == [*range(1, 91)]
+    assert session.stats.draft_tokens == 0 and session.stats.rounds == 90
+
+
+def test_a_long_copy_needs_no_draft_step(harness: Harness) -> None:
+    workspace, controller = following(harness.workspace(), LINE), make_controller("fixed:k=2")
+    session = harness.session([*range(40), 1], controller=controller, new_tokens=30, workspace=workspace, text=copying())
+    session.step()
+    assert len(session.tokens) > 41 + 10 and session.stats.draft_steps == 0
+
+
+def test_what_the_past_knows_is_found_in_the_next_request(harness: Harness) -> None:
+    llm = load(harness.directory, threads=1, speculation=Speculation(drafter="text", guard=False))
+    first, second = (llm.generate(REPEATING[:3], max_new_tokens=60, ignore_eos=True) for _ in "ab")
+    assert first.tokens == second.tokens and second.stats.rounds < first.stats.rounds
+    assert llm.engines.draft is None and llm.controller is None
+    forgetful = llm.with_speculation(Speculation(drafter="text", guard=False, past_tokens=0))
+    assert forgetful.text and forgetful.text.past is None
+
+
+def test_a_paused_text_is_not_verified_and_still_judged(harness: Harness) -> None:
+    rule, workspace = SometimesCopies(), following(harness.workspace(), CYCLE)
+    session = harness.session([0], new_tokens=40, text=TextDrafter(rule, PauseUntil(20), None), workspace=workspace)
+    for _ in range(20):
+        session.step()
+    assert session.stats.draft_tokens == 0 and rule.chance(TextStep(2, 1, 1, False)) > TextRule().chance(
+        TextStep(2, 1, 1, False)
+    )
+    assert len(session.step().tokens) > 3
+
+
+def test_the_text_does_not_pause_the_exit_head(harness: Harness) -> None:
+    """Each drafter has its own account, and a round counts in one of them."""
+    guard, text = Guard(), TextDrafter(SometimesCopies(), PauseUntil(100), None)
+    session = harness.session(REPEATING, controller=make_controller("fixed:k=2"), guard=guard, text=text)
+    for _ in range(5):
+        session.step()
+    assert session.stats.draft_steps and not session.stats.text_rounds
+
+
+def test_int8_activations_stay_exact_with_a_budget(tmp_path: Path) -> None:
+    """Only the best path is verified, in the slots of a chain."""
+    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
+    directory = export_engine(model, tmp_path / "plans", "--quantize", "int8", "--max-seq-len", 256)
+    llm = load(directory, "ort", threads=1, speculation=Speculation("fixed:k=4", guard=False, tree_budget=True))
+    for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):
+        found = compare(llm, REPEATING, sampling, 60, ignore_eos=True)
+        assert found.divergence is None and found.logits.differing == 0
+        assert found.drafting.accepted_tokens and found.drafting.draft_steps
+
+
+@pytest.mark.parametrize("calls", range(1, 36, 5))
+def test_an_interrupted_index_is_made_anew(harness: Harness, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    expected = generated(harness.session(REPEATING, new_tokens=30))
+    left, count = [calls], SuffixAutomaton._count_occurrence
+
+    def breaking(self: SuffixAutomaton, state: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        count(self, state)
+
+    monkeypatch.setattr(SuffixAutomaton, "_count_occurrence", breaking)
+    session = harness.session(REPEATING, new_tokens=30, text=copying())
+    before = list(session.tokens)
+    while session.finish_reason is None:
+        try:
+            session.step()
+        except KeyboardInterrupt:
+            assert session.tokens == before
+        before = list(session.tokens)
+    fresh = SuffixAutomaton()
+    for token in before[: (kept := session._index._extended(before)).num_tokens]:
+        fresh.extend(token)
+    assert before[len(REPEATING) :] == expected and left[0] < 0
+    assert kept._next == fresh._next and kept._count == fresh._count
+
+
+def test_an_interrupt_at_any_line_keeps_tokens_and_counts_consistent(harness: Harness) -> None:
+    def make() -> Session:
+        return harness.session(
+            REPEATING,
+            SAMPLINGS["T0.7"],
+            make_controller("fixed:k=2"),
+            new_tokens=8,
+            text=copying(share=0.5),
+            budget=TreeBudget(),
+        )
+
+    assert check_interrupted_anywhere(make, 1) > 60
+
+
+@pytest.mark.parametrize("options", [{"drafter": "none"}, {"drafter": None}, {"past_tokens": -1}, {"past_tokens": "1"}])
+def test_bad_options_are_named(options: dict[str, object]) -> None:
+    with pytest.raises(EESDError, match=next(iter(options))):
+        Speculation(**options)  # type: ignore[arg-type]
