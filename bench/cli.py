@@ -37,7 +37,7 @@ from eesd.common.terminal import progress_bar
 from eesd.common.weights import DTYPES
 from eesd.controllers import make_controller
 from eesd.runtime.engines.backends import BACKENDS
-from eesd.runtime.llm import Speculation
+from eesd.runtime.llm import DRAFTERS, Speculation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -109,6 +109,7 @@ def measurement_options(controllers: Iterable[str], samplings: Iterable[str]) ->
                 default=" ".join(map(str, DEFAULT.widths)),
                 help="Separated by spaces. 1 drafts a chain.",
             ),
+            click.option("--drafter", type=click.Choice(DRAFTERS), default=DEFAULT.drafter, help="What drafts."),
             click.option("--budgeted", default="", help="Tree widths to measure also with a tree budget."),
             click.option("--samplings", default=" ".join(samplings), help="greedy, coupled, rejection; separated by spaces."),
             click.option(

@@ -203,7 +203,7 @@ def _prefill(verify: Binding, chunk: int) -> None:
 
 def time_rounds(directory: Path, manifest: Manifest, engines: Engines) -> dict[str, float]:
     """Seconds per round with a fixed draft length, by part. The first of two generations warms up."""
-    llm = LLM(directory, manifest, engines, Speculation(f"fixed:k={ROUND_DRAFTS}", guard=False))
+    llm = LLM(directory, manifest, engines, Speculation(f"fixed:k={ROUND_DRAFTS}", guard=False, drafter="exit"))
     for _ in range(2):
         with llm.session([7] * PROMPT, max_new_tokens=ROUND_TOKENS, ignore_eos=True) as session:
             while session.finish_reason is None:

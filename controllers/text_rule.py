@@ -15,6 +15,8 @@ LONGEST_MATCH, MOST_TIMES = 32, 8
 """More says nothing more about the next token."""
 CERTAIN = 0.9999
 """No chance is higher: a parent must stay likelier than its child."""
+DOUBT = 1.0
+"""Standard deviations that a chance is lowered by. Labels are free, so nothing is lost by waiting for some."""
 FIRST_DRAFTS = 4
 """Drafting rounds before the text is compared with them."""
 REFIT_EVERY = 8
@@ -97,8 +99,8 @@ class TextRule(Stateful):
         self.accept.begin_request()
 
     def chance(self, step: TextStep) -> float:
-        """The chance that the verifier agrees, if it agreed with everything before."""
-        shift, slope = self.accept.draw((0.0, 0.0))
+        """The chance that the verifier agrees, if it agreed with everything before; lower by what the rule is in doubt."""
+        shift, slope = self.accept.draw((-DOUBT, 0.0))
         return min(sigmoid(shift + slope * self.accept.score(text_features(step))), CERTAIN)
 
     def count(self, values: Sequence[float], drafts: bool) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -125,6 +125,8 @@ def compare(
     def run(limit: int, draft: bool, record: LogitRecord | None = None) -> Completion:
         observed = copy(llm)
         observed.observer = record
+        if observed.text:  # or it would copy what an earlier run of the same prompt said
+            observed.text = replace(observed.text, past=None)
         return observed.generate(tokens, sampling, max_new_tokens=limit, stop=stop, draft=draft, ignore_eos=ignore_eos)
 
     for draft in (False, True):

@@ -153,7 +153,8 @@ def load(
     manifest = load_manifest(directory)
     if verify_hashes:
         verify_files(directory, manifest)
-    engines = open_engines(directory, manifest, backend, threads, draft=speculation is not None and speculation.head_drafts)
+    draft = isinstance(speculation, Speculation) and speculation.head_drafts
+    engines = open_engines(directory, manifest, backend, threads, draft)
     default = models_sampling(directory) if generation_config == "auto" else GREEDY
     llm = LLM(directory, manifest, engines, speculation, default)
     release_freed_memory()  # what packing weights and reading the tokenizer took for a while

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from support import tiny_models
 from support.command import export_engine
-from support.harness import Harness, PauseUntil, RandomStop, Wrapped
+from support.harness import Harness, PauseUntil, RandomStop, Wrapped, copying
 from support.lossless_checks import (
     cache_of,
     check_cache,
@@ -46,6 +46,7 @@ from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import Speculation, load
 
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]
+REPEATING = [3, 1, 4, 1, 0, 3, 1, 4, 2, 3, 1]
 GREEDY = Sampling()
 COUPLED = Sampling(temperature=1.0, seed=2)
 REJECTION = Sampling(temperature=1.0, method="rejection")
@@ -140,6 +141,42 @@ def test_trimming_shifts_the_distribution_as_computed_by_hand() -> None:
             zeros[trim] += (path[0].token if path else bonus) == 0
     assert zeros[False] / draws == pytest.approx(0.5, abs=0.025)
     assert zeros[True] / draws == pytest.approx(0.55, abs=0.025)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param(
+            "ratio = p[token] if q is None",
+            "ratio = p[token] ** 0.5 if q is None",
+            id="what the text proposes accepted too often",
+        ),
+        pytest.param(*NOT_ZEROED[1:], id="the text's token not removed when it was rejected"),
+        pytest.param("q = self._sampled.get(node)", "q = p * 0 + 1", id="rejected text drawn from a residual"),
+    ],
+)
+def test_a_mistake_with_text_in_rejection_sampling_is_caught(
+    five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    mutate(monkeypatch, Rejection, "accept", old, new)
+    with caught():
+        check_joint(five_token_harness, REPEATING, REJECTION, None, width=1, draws=2000, text=copying())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "old", "new"),
+    [
+        pytest.param(DraftTree, "follow_text", "parent.depth + 1", "1", id="depth"),
+        pytest.param(DraftTree, "follow_text", "index=len(self.nodes)", "index=len(self.nodes) - 1", id="slot"),
+        pytest.param(samplers._Base, "_position", "+ node.depth", "", id="noise"),
+    ],
+)
+def test_a_mistake_with_text_is_caught(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str
+) -> None:
+    mutate(monkeypatch, owner, name, old, new)
+    with caught():
+        check_same_tokens(harness, PROMPT, Sampling(temperature=0.3), None, width=1, new_tokens=100, text=copying())
 
 
 def filters_first(logits: Logits, options: Sampling) -> sampling.Vector:

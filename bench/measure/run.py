@@ -3,20 +3,21 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from eesd.bench.measure.latency import RandomLengths, call_overhead, measure_latency, timed_rounds
 from eesd.bench.measure.results import CallLatency, Configuration, Result, Run, Tuning, acceptance_by_depth
 from eesd.bench.measure.tasks import TaskPrompt
+from eesd.common.checks import check_choice
 from eesd.common.errors import EESDError
 from eesd.common.manifest import WEIGHTS_FILE
 from eesd.controllers import CONTROLLERS, make_controller
 from eesd.runtime.compare import first_divergence
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
-from eesd.runtime.llm import LLM, Speculation, load
+from eesd.runtime.llm import DRAFTERS, LLM, Speculation, load
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class Options:
         threads: CPU threads of an engine; None for the backend's default.
         tasks: ``NAME=FILE`` of each task; none for the bundled prompts.
         budgeted: Those of ``widths`` that are also measured with a tree budget.
+        drafter: What drafts: ``exit``, ``text`` or ``both``. The text hides differences between controllers.
     """
 
     controllers: tuple[str, ...] = tuple(CONTROLLERS)
@@ -64,6 +66,7 @@ class Options:
     threads: int | None = None
     tasks: tuple[str, ...] = ()
     budgeted: tuple[int, ...] = ()
+    drafter: str = "exit"
 
     def __post_init__(self) -> None:
         for name in self.samplings:
@@ -73,6 +76,7 @@ class Options:
             make_controller(spec)
         if not (self.samplings and self.controllers and self.widths):
             raise EESDError("Samplings, controllers and tree widths need at least one value each.")
+        check_choice("drafter", self.drafter, DRAFTERS)
         if not set(self.budgeted) <= set(self.widths):
             raise EESDError("--budgeted has a width that --tree-widths lacks; add it to --tree-widths.")
         if not 0 < self.temperature < 100:
@@ -161,7 +165,12 @@ class Bench:
             return None
         return self.llm.with_speculation(
             Speculation(
-                configuration.controller, configuration.width, options.guard, options.seed, tree_budget=configuration.budget
+                configuration.controller,
+                configuration.width,
+                options.guard,
+                options.seed,
+                configuration.budget,
+                options.drafter,
             )
         )
 
@@ -183,7 +192,8 @@ class Bench:
         """Run every configuration, and rounds of every depth: engines prepare a call when its size first occurs."""
         for width in options.widths:
             for depth in range(1, self.manifest.max_tree_nodes // width + 1):
-                drafting = self.drafting_llm(Configuration(engine, "greedy", f"fixed:k={depth}", width), options)
+                fixed = Configuration(engine, "greedy", f"fixed:k={depth}", width)
+                drafting = self.drafting_llm(fixed, replace(options, drafter="exit"))
                 self.generate(prompt.tokens[:2], Sampling(), drafting, depth + 2)
         for configuration in configurations:
             sampling = options.sampling(configuration.sampling, 0)
@@ -196,7 +206,7 @@ class Bench:
         found = []
         room = self.manifest.max_seq_len - len(prompt.tokens)
         for width in options.widths:
-            llm = self.llm.with_speculation(Speculation(tree_width=width, guard=False))
+            llm = self.llm.with_speculation(Speculation(tree_width=width, guard=False, drafter="exit"))
             llm.controller = controller = RandomLengths(self.manifest.max_tree_nodes // width)
             with llm.session(prompt.tokens, max_new_tokens=room, ignore_eos=True) as session:
                 found.append(CallLatency(engine, prompt.id, width, *measure_latency(session, controller)))

@@ -10,9 +10,11 @@ PACKAGE = "eesd"
 
 def load(path: str, options: dict[str, Any]) -> "Contestant":
     import eesd
+    from eesd.runtime.llm import Speculation
 
-    settings: dict[str, Any] = {} if options["mode"] == "drafting" else {"speculation": None}
-    return Contestant(eesd.load(path, threads=options["threads"], generation_config="none", **settings))
+    # Prompts are repeated, and what an earlier run of one said must not be copied.
+    speculation = Speculation(past_tokens=0) if options["mode"] == "drafting" else None
+    return Contestant(eesd.load(path, threads=options["threads"], generation_config="none", speculation=speculation))
 
 
 class Contestant:
