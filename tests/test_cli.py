@@ -118,6 +118,8 @@ def test_no_draft_does_not_load_the_draft_engine(engine: Path, monkeypatch: pyte
     monkeypatch.setattr(ort_cpu, "OrtEngine", load)
     assert text_of(engine, "-p", PROMPT, *SAMPLED, "--no-draft") == drafting
     assert loaded == ["verify.onnx"]
+    assert text_of(engine, "-p", PROMPT, *SAMPLED, "--drafter", "text") == drafting
+    assert loaded == ["verify.onnx"] * 2
     [found] = objects(engine, "-p", PROMPT, "--no-draft")
     assert found["stats"]["drafting_rounds"] == 0
 

@@ -22,6 +22,7 @@ SPECULATIONS = [
     Speculation("beta-ts", tree_width=2),
     Speculation("ucb:longest=4"),
     Speculation("fixed:k=2"),
+    Speculation("threshold", drafter="exit"),
 ]
 
 
