@@ -147,16 +147,9 @@ class Session:
         self.prefill()
         started = time.perf_counter()
         drafter = self._active_drafter()
-        width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
-        tree = DraftTree(self.tokens[-1], self._max_nodes(), width, budget, self._limits.in_place)
         self._sampler.begin_round(self.tokens)
-
         proposal = self._proposal()
-        copied = self._copied(proposal, drafter)
-        tree.follow_text(proposal.tokens[:copied])
-        draft_seconds = self._draft(tree, drafter) if drafter and not copied else 0.0
-        if tree.steps and budget is not None:
-            tree.join_text(proposal.tokens, proposal.chances)
+        tree, draft_seconds = self._tree(drafter, proposal)
         nodes = tree.prune()
         drafted_at = time.perf_counter()
 
@@ -185,7 +178,7 @@ class Session:
             len(result.tokens),
             draft_seconds,
             committed_at - started,
-            drafting=drafter is not None or copied > 0,
+            drafting=drafter is not None or len(nodes) > 1,
             depth=max(node.depth for node in nodes),
             from_text=sum(node.from_text for node in path),
         )
@@ -262,6 +255,19 @@ class Session:
         if drafter is None or self._max_depth() < 1 or (drafter.guard and not drafter.guard.allows()):
             return None
         return drafter
+
+    def _tree(self, drafter: Drafter | None, proposal: Proposal) -> tuple[DraftTree, float]:
+        """What the text or the draft proposes in this round, and the seconds spent in the draft engine."""
+        width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
+        tree = DraftTree(self.tokens[-1], self._max_nodes(), width, budget, self._limits.in_place)
+        copied = self._copied(proposal, drafter)
+        tree.follow_text(proposal.tokens[:copied])
+        if drafter is None or copied:
+            return tree, 0.0
+        seconds = self._draft(tree, drafter)
+        if tree.steps and budget is not None:
+            tree.join_text(proposal.tokens, proposal.chances)
+        return tree, seconds
 
     def _proposal(self) -> Proposal:
         """What the text proposes behind the root. It is judged in every round, also where it is not verified."""
