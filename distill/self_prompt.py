@@ -20,7 +20,7 @@ from eesd.runtime.text import TextCodec
 MARK = "eesd-user-turn"
 SHARD_TRIES = 256
 """Prompts that are tried for one file."""
-MAX_TOKENS = 160
+MAX_TOKENS = 256
 """Longer turns are dropped, as they have no end."""
 MAX_FAILURES = 8
 """Files in a row without a prompt, after which the model is taken to write none."""

@@ -26,7 +26,7 @@ from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Limits, Observer, Session
 from eesd.runtime.decoding.stats import Stats
-from eesd.runtime.decoding.text_drafter import PAST_TOKENS, PastOutputs, TextDrafter
+from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.backends import Engines, open_engines
 from eesd.runtime.engines.base import Binding, KVCache
 from eesd.runtime.text import TextCodec, TextStream
@@ -53,8 +53,8 @@ class Speculation:
             tree loses unlikely nodes.
         drafter: What drafts: ``exit`` (the exit head), ``text`` (the text itself, where it repeats; the draft engine is not
             loaded, and ``controller``, ``tree_width`` and ``tree_budget`` decide nothing), or ``both``.
-        past_tokens: Tokens of earlier outputs that the text is also looked up in; 0: none. They change how long a request
-            takes, so where requests must not learn of one another, take 0.
+        past_tokens: Tokens of earlier outputs that the text is also looked up in; 0: none. 16,384 take about 8 MB. They change
+            how long a request takes, from which one user may learn what another asked: leave 0 where that matters.
 
     Raises:
         EESDError: A value has another type, or is out of range.
@@ -66,7 +66,7 @@ class Speculation:
     seed: int = 0
     tree_budget: bool = False
     drafter: str = "both"
-    past_tokens: int = PAST_TOKENS
+    past_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.controller, str):

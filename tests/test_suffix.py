@@ -104,7 +104,7 @@ def test_the_past_is_bounded_and_drops_the_oldest() -> None:
 
 
 def test_the_past_is_asked_for_longer_matches_only() -> None:
-    past = PastOutputs()
+    past = PastOutputs(1000)
     past.add([1, 2, 3, 4])
     past.add([9, 9])
     assert [step.token for step in past.continuations([7, 2, 3], 1)] == [4], "not beyond the end of an output"
@@ -112,7 +112,7 @@ def test_the_past_is_asked_for_longer_matches_only() -> None:
 
 
 def test_a_broken_off_output_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    past = PastOutputs()
+    past = PastOutputs(1000)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(SuffixAutomaton, "_count_occurrence", interrupt)
         past.add([1, 2, 3, 4])

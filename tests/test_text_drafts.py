@@ -46,7 +46,7 @@ def head(drafter: str) -> Controller | None:
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_the_tokens_are_those_of_plain_decoding(harness: Harness, name: str, width: int, budget: bool, drafter: str) -> None:
     """In every bit of the logits, with chains. The text is right, wrong, and mixed with the exit head's drafts."""
-    past, verified, accepted = PastOutputs(), 0, 0
+    past, verified, accepted = PastOutputs(1000), 0, 0
     past.add(generated(harness.session(REPEATING, SAMPLINGS[name], new_tokens=20)))
     for prompt in (REPEATING, [1]):
         share = 1.0 if drafter == "text" else 0.5
@@ -109,7 +109,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, workspace: Workspace) -> Workspace:
 
 
 def test_nothing_is_verified_where_nothing_repeats(harness: Harness) -> None:
-    text = TextDrafter(TextRule(), Guard(), PastOutputs())
+    text = TextDrafter(TextRule(), Guard(), PastOutputs(1000))
     session = harness.session([0], new_tokens=90, text=text, workspace=following(harness.workspace(), LINE))
     assert generated(session) == [*range(1, 91)]
     assert session.stats.draft_tokens == 0 and session.stats.rounds == 90
@@ -123,11 +123,11 @@ def test_a_long_copy_needs_no_draft_step(harness: Harness) -> None:
 
 
 def test_what_the_past_knows_is_found_in_the_next_request(harness: Harness) -> None:
-    llm = load(harness.directory, threads=1, speculation=Speculation(drafter="text", guard=False))
+    llm = load(harness.directory, threads=1, speculation=Speculation(drafter="text", guard=False, past_tokens=1000))
     first, second = (llm.generate(REPEATING[:3], max_new_tokens=60, ignore_eos=True) for _ in "ab")
     assert first.tokens == second.tokens and second.stats.rounds < first.stats.rounds
     assert llm.engines.draft is None and llm.controller is None
-    forgetful = llm.with_speculation(Speculation(drafter="text", guard=False, past_tokens=0))
+    forgetful = llm.with_speculation(Speculation(drafter="text", guard=False))
     assert forgetful.text and forgetful.text.past is None
 
 

@@ -99,7 +99,7 @@ def warp(logits: Logits, sampling: Sampling) -> Vector:
 
 def normalize(scores: Vector) -> Vector:
     """Scores [n] as log-probabilities."""
-    shifted = scores - scores.max()
+    shifted: Vector = scores - scores.max()
     shifted -= np.log(np.exp(shifted).sum())
     return shifted
 

@@ -9,8 +9,6 @@ from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.suffix import Continuation, SuffixAutomaton
 
-PAST_TOKENS = 16_384
-"""Tokens of earlier outputs that a process keeps; they take about 8 MB."""
 LEAST_VALUE = 0.05
 """Chance of its path below which a token is not proposed."""
 SEPARATOR = -1
@@ -23,7 +21,7 @@ class PastOutputs:
     An automaton forgets nothing, so there are two: when the younger has half of the tokens, the elder is dropped.
     """
 
-    def __init__(self, capacity: int = PAST_TOKENS) -> None:
+    def __init__(self, capacity: int) -> None:
         self._half = capacity // 2
         self._elder, self._younger = SuffixAutomaton(), SuffixAutomaton()
 

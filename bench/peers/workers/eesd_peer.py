@@ -13,7 +13,7 @@ def load(path: str, options: dict[str, Any]) -> "Contestant":
     from eesd.runtime.llm import Speculation
 
     # Prompts are repeated, and what an earlier run of one said must not be copied.
-    speculation = Speculation(past_tokens=0) if options["mode"] == "drafting" else None
+    speculation = Speculation() if options["mode"] == "drafting" else None
     return Contestant(eesd.load(path, threads=options["threads"], generation_config="none", speculation=speculation))
 
 

@@ -64,7 +64,9 @@ def write_gguf(model: Path, output: Path) -> None:
             continue
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = interleave(tensor, heads if "q_proj" in name else kv_heads)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
+        own_name = names.get_name(name, try_suffixes=(".weight",))
+        assert own_name is not None
+        writer.add_tensor(own_name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
