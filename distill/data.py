@@ -56,7 +56,7 @@ def add_mixed_rows(primary: Rows, mixed: Rows) -> Rows:
 
 
 def split_documents(documents: Iterable[Document], length: int) -> Rows:
-    """Split documents into windows of ``length`` + 1 tokens that overlap by one token.
+    """Split documents into windows of ``length`` + 1 tokens that overlap by one token. Short ones share a row where they fit.
 
     Args:
         documents: Token ids of each document.
@@ -66,8 +66,7 @@ def split_documents(documents: Iterable[Document], length: int) -> Rows:
         The windows, all primary. A last window of fewer than ``MIN_TOKENS`` tokens is dropped unless it fills a row.
     """
     tokens, lengths = [], []
-    for document in documents:
-        ids = np.asarray(document)
+    for ids in _joined(documents, length):
         for start in range(0, max(1, len(ids) - 1), length):
             window = ids[start : start + length + 1]
             if len(window) == length + 1 or len(window) >= MIN_TOKENS:
@@ -76,6 +75,20 @@ def split_documents(documents: Iterable[Document], length: int) -> Rows:
     if not tokens:
         return Rows(np.zeros((0, length + 1), np.int32), np.zeros(0, np.int64), 0)
     return Rows(np.stack(tokens), np.asarray(lengths), len(tokens))
+
+
+def _joined(documents: Iterable[Document], length: int) -> Iterator[NDArray[Any]]:
+    """Join consecutive documents that fit into a row. Head and teacher see the same tokens before each, so targets stay right."""
+    row: list[NDArray[Any]] = []
+    for document in documents:
+        ids = np.asarray(document)
+        if sum(map(len, row)) + len(ids) > length + 1:
+            if row:
+                yield np.concatenate(row)
+            row = []
+        row.append(ids)
+    if row:
+        yield np.concatenate(row)
 
 
 def read_rows(paths: Sequence[Path], codec: TextCodec | None, vocab_size: int, length: int) -> Rows:

@@ -167,6 +167,19 @@ def test_sampled_continuations_follow_the_model_distribution(learner: Path) -> N
     assert (frequencies - expected).abs().max() < 5 * (0.25 / count) ** 0.5
 
 
+def test_short_documents_share_a_row() -> None:
+    lengths = (12, 8, 30, 3, 45, 20, 1)
+    documents = [np.full(length, index + 1) for index, length in enumerate(lengths)]
+    rows = split_documents(documents, 39)
+    assert [sorted(set(row[:n].tolist())) for row, n in zip(rows.tokens, rows.lengths, strict=True)] == [
+        [1, 2],
+        [3, 4],
+        [5],
+        [6, 7],
+    ]
+    assert rows.lengths.tolist() == [20, 33, 40, 21], "of the document of 45 tokens, too few are left for a row"
+
+
 def test_each_epoch_uses_every_row_once_and_mixes_in_a_fixed_share() -> None:
     windows = split_documents([np.arange(20)] * 30, 19)
     rows = Rows(windows.tokens, windows.lengths, num_primary=24)
