@@ -78,7 +78,7 @@ def split_documents(documents: Iterable[Document], length: int) -> Rows:
 
 
 def _joined(documents: Iterable[Document], length: int) -> Iterator[NDArray[Any]]:
-    """Join consecutive documents that fit into a row. Head and teacher see the same tokens before each, so targets stay right."""
+    """Join consecutive documents that fit into a row. Head and teacher see the same tokens before each: targets stay right."""
     row: list[NDArray[Any]] = []
     for document in documents:
         ids = np.asarray(document)
