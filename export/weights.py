@@ -25,9 +25,9 @@ from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
 from eesd.common.manifest import WEIGHTS_FILE, FileInfo, LinkInfo
 from eesd.common.weights import DRAFT, EXIT_HEAD, SCALES, ZEROS, StoredWeight
-from eesd.model.checkpoint import CheckpointTensor, all_finite
 from eesd.model.packed import PackedTensor
 from eesd.model.quantize import Quantized, join_quantized, quantize
+from eesd.model.safetensors_file import CheckpointTensor, all_finite
 
 ALIGNMENT = 4096
 """Alignment of tensors in ``weights.bin``: the page size, so that backends can map them."""

@@ -1,17 +1,10 @@
-"""Read safetensors checkpoints tensor by tensor.
-
-The reader uses plain file reads instead of safetensors' memory maps: mapped pages count as resident memory, and plain reads
-keep the peak at one tensor. Nothing is read before it is asked for.
-"""
+"""Open checkpoints: their configuration, and their tensors by name. No tensor is read before it is asked for."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,115 +28,7 @@ from eesd.model.config import REMEDY, load_config
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 from eesd.model.packed import PARTS, PackedTensor, Packing
-
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-_MAX_HEADER = 100_000_000
-"""The limit of the format. A longer header means that the file has another format."""
-
-
-@dataclass(frozen=True)
-class CheckpointTensor:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        path: The file.
-        name: Name of the tensor.
-        offset: Offset of the data in the file, in bytes.
-        nbytes: Length of the data in bytes.
-        shape: Shape of the tensor.
-        stored: Element type in the words of the format, such as ``BF16``.
-    """
-
-    path: Path
-    name: str
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    stored: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type of the tensor. Raises :class:`EESDError` if it is not a floating-point type."""
-        if self.stored not in DTYPES:
-            raise EESDError(
-                f"{self.path}: the tensor {self.name} is stored as {self.stored}; supported are {', '.join(DTYPES)} "
-                "(give the unquantized checkpoint)."
-            )
-        return DTYPES[self.stored]
-
-    def read(self) -> Tensor:
-        """Read the tensor into memory.
-
-        Raises:
-            EESDError: The file is truncated, or a value is infinite or not a number.
-        """
-        dtype = self.dtype
-        tensor = torch.frombuffer(self.read_bytes(), dtype=dtype).reshape(self.shape)
-        if not all_finite(tensor):
-            raise EESDError(f"{self.path}: the tensor {self.name} has values that are not finite numbers; fetch it again.")
-        return tensor
-
-    def read_bytes(self) -> bytearray:
-        """Read the tensor, whatever its type. Raises :class:`EESDError` if the file is truncated."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            data = bytearray(self.nbytes)
-            if file.readinto(data) != self.nbytes:
-                raise EESDError(f"{self.path} is truncated; fetch the file again.")
-        return data
-
-    def head(self) -> bytes:
-        """The first kilobyte of the tensor, for the fingerprint."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            return file.read(min(1024, self.nbytes))
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is infinite or not a number. Needs no memory of the tensor's size."""
-    return all(bool(torch.isfinite(bound)) for bound in torch.aminmax(tensor))
-
-
-def read_header(path: Path) -> dict[str, CheckpointTensor]:
-    """Find the tensors of a safetensors file: 8 bytes with the length of the header, then the header in JSON, then the data.
-
-    Raises:
-        EESDError: The file is missing, truncated or damaged, or has another format.
-    """
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise EESDError(f"{path} is missing; the checkpoint is incomplete, fetch it again.") from None
-    if not path.is_file():
-        raise EESDError(f"{path} is not a file; fetch it again.")
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
-            problem = "truncated" if length <= _MAX_HEADER else "not a safetensors file"
-            raise EESDError(f"{path} is {problem}; fetch the file again (only safetensors checkpoints are supported).")
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-        except (ValueError, RecursionError):
-            raise EESDError(f"{path} is not a safetensors file; only safetensors checkpoints are supported.") from None
-    try:
-        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-        return {name: _tensor(path, 8 + length, size, name, entry) for name, entry in entries}
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
-        raise EESDError(f"{path} is damaged: its header is invalid; fetch the file again.") from None
-
-
-def _tensor(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) -> CheckpointTensor:
-    """One entry of the header of a file of ``size`` bytes whose data begins at ``base``."""
-    stored = str(entry["dtype"])
-    start, end = (int(offset) for offset in entry["data_offsets"])
-    shape = tuple(int(length) for length in entry["shape"])
-    if base + end > size:
-        raise EESDError(f"{path} is truncated: the tensor {name} ends past the end of the file; fetch it again.")
-    # Whoever reads a tensor of another type is refused; one that nobody reads does no harm.
-    wrong = stored in DTYPES and end - start != prod(shape) * DTYPES[stored].itemsize
-    if start < 0 or end < start or min(shape, default=0) < 0 or wrong:
-        raise EESDError(f"{path} is damaged: the tensor {name} has the wrong number of bytes; fetch it again.")
-    return CheckpointTensor(path, name, base + start, end - start, shape, stored)
+from eesd.model.safetensors_file import CheckpointTensor, read_header
 
 
 class Checkpoint:

@@ -13,7 +13,7 @@ p is 32 divided by the bits. So both are blockwise quantization along the inputs
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,7 @@ from eesd.common.errors import EESDError
 from eesd.common.json_fields import Fields
 from eesd.common.weights import BLOCKS, Quantization
 from eesd.model.quantize import Quantized, dequantize, pack
-
-if TYPE_CHECKING:
-    from eesd.model.checkpoint import CheckpointTensor
+from eesd.model.safetensors_file import CheckpointTensor
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 """Suffixes of the tensors that replace ``weight``."""
@@ -155,7 +153,7 @@ class PackedTensor:
 
     dtype = torch.float32
 
-    def __init__(self, name: str, parts: Mapping[str, "CheckpointTensor"], packing: Packing) -> None:
+    def __init__(self, name: str, parts: Mapping[str, CheckpointTensor], packing: Packing) -> None:
         self.name, self._parts, self._packing = name, parts, packing
         per = 32 // packing.bits
         missing = [part for part in PARTS[:3] if part not in parts]

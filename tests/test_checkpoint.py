@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from eesd.common.errors import EESDError
-from eesd.model.checkpoint import Checkpoint, read_header
+from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import SUPPORTED, load_config
+from eesd.model.safetensors_file import read_header
 
 FamilyDir = Callable[[str], Path]
 WEIGHTS = "model.safetensors"
