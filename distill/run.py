@@ -82,7 +82,7 @@ class Run:
     @cached_property
     def codec(self) -> TextCodec | None:
         """The model's tokenizer, if it has one."""
-        files = resolved_tokenizer(self.checkpoint.directory)
+        files = resolved_tokenizer(self.checkpoint.path)
         with tempfile.TemporaryDirectory() as directory:
             for name, content in files.items():
                 with saving(Path(directory) / name):

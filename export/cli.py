@@ -217,8 +217,8 @@ def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path
     from eesd.export.engine_dir import stored_head, untrained_head
     from eesd.model.exit_head_file import CONFIG_FILE
 
-    if directory is None and (checkpoint.directory / CONFIG_FILE).exists():
-        directory = checkpoint.directory
+    if directory is None and (checkpoint.path / CONFIG_FILE).exists():
+        directory = checkpoint.path
     if directory is not None:
         head = stored_head(checkpoint, directory)
         if exit_layer not in (None, head.config.layer):

@@ -119,7 +119,7 @@ def export(
     linked = linkable_tensors(sources, options.dtype) if options.link_weights else {}
     linked_names = frozenset(linked)
     progress("loading the tokenizer", 0, 0)
-    texts = resolved_tokenizer(checkpoint.directory)  # first, because it refuses some models before the long work
+    texts = resolved_tokenizer(checkpoint.path)  # first, because it refuses some models before the long work
     texts |= _generation_config(checkpoint)
     progress("tracing the draft graph", 0, 0)
     graphs = {"draft": trace("draft", checkpoint.geometry, head.config, options, None, linked_names)}
@@ -150,7 +150,7 @@ def _generation_config(checkpoint: Checkpoint) -> dict[str, bytes]:
     try:
         Sampling(**parse_generation_config(fields, GENERATION_CONFIG_FILE).sampling)
     except EESDError as error:
-        raise EESDError(f"{checkpoint.directory / GENERATION_CONFIG_FILE} cannot be used: {error} Correct the file.") from None
+        raise EESDError(f"{checkpoint.path / GENERATION_CONFIG_FILE} cannot be used: {error} Correct the file.") from None
     return {GENERATION_CONFIG_FILE: (json.dumps(fields, indent=2) + "\n").encode()}
 
 
@@ -212,7 +212,7 @@ def _manifest(
 ) -> Manifest:
     return Manifest(
         format_version=FORMAT_VERSION,
-        model=checkpoint.directory.resolve().name,
+        model=checkpoint.path.resolve().name,
         geometry=checkpoint.geometry,
         exit_head=exit_config,
         dtype=options.dtype,

@@ -24,7 +24,8 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
 from eesd.common.manifest import WEIGHTS_FILE, FileInfo, LinkInfo
-from eesd.common.weights import DRAFT, EXIT_HEAD, SCALES, ZEROS, StoredWeight
+from eesd.common.weights import SCALES, ZEROS, Quantization, StoredWeight
+from eesd.model.gguf_file import GgufTensor
 from eesd.model.packed import PackedTensor
 from eesd.model.quantize import Quantized, join_quantized, quantize
 from eesd.model.safetensors_file import CheckpointTensor, all_finite
@@ -145,14 +146,16 @@ def joined(parts: Sequence[TensorSource]) -> TensorSource:
 
 
 def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
-    """The levels of a weight that is stored quantized: those of the checkpoint if it has them."""
+    """The levels of a weight that is stored quantized: those of the checkpoint where they fit."""
     assert weight.quantization is not None
-    block, dtype = weight.quantization.block, getattr(torch, weight.dtype)
+    dtype = getattr(torch, weight.dtype)
     parts = source.parts if isinstance(source, JointTensor) else [source]
-    own = [part.quantized(block, dtype) for part in parts if isinstance(part, PackedTensor)]
-    if len(own) < len(parts) or weight.name.startswith((DRAFT, EXIT_HEAD)):  # those may have another type
-        return quantize(_read(source, weight), weight.quantization.weights, dtype)
-    return join_quantized(own, weight.shape[1])
+    return join_quantized([_levels(part, weight.quantization, dtype) for part in parts], weight.shape[1])
+
+
+def _levels(part: TensorSource, quantization: Quantization, dtype: torch.dtype) -> Quantized:
+    own = part.levels(quantization, dtype) if isinstance(part, PackedTensor | GgufTensor) else None
+    return quantize(part.read(), quantization.weights, dtype) if own is None else own
 
 
 def _read(source: TensorSource, weight: StoredWeight) -> Tensor:

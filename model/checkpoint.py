@@ -12,6 +12,7 @@ from torch import Tensor
 from eesd.common.checks import is_file_name
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.json_fields import Fields
 from eesd.common.json_input import read_json_object
 from eesd.common.weights import (
     EMBEDDINGS,
@@ -24,42 +25,38 @@ from eesd.common.weights import (
     model_shapes,
 )
 from eesd.model import exit_head, exit_head_file
-from eesd.model.config import REMEDY, load_config
+from eesd.model.config import REMEDY, ModelConfig, load_config, parse_config
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
+from eesd.model.gguf_file import GgufTensor, read_gguf
+from eesd.model.gguf_model import config_fields, model_tensors
 from eesd.model.packed import PARTS, PackedTensor, Packing
 from eesd.model.safetensors_file import CheckpointTensor, read_header
 
+Tensors = dict[str, CheckpointTensor | PackedTensor | GgufTensor]
+
 
 class Checkpoint:
-    """A Hugging Face model directory with safetensors weights, in one file or in shards.
+    """A Hugging Face model directory with safetensors weights, in one file or in shards; or a GGUF file.
 
     Opening it reads ``config.json`` and the headers of the weight files, and checks the shapes.
 
     Args:
-        directory: The model directory.
+        path: The model directory or the GGUF file.
 
     Attributes:
-        directory: The model directory.
+        path: The model directory or the GGUF file.
         config: Configuration of the whole checkpoint.
         geometry: Geometry of the layers in use: all, unless :meth:`first_layers` has reduced them.
         tensors: Every tensor of the weight files by name.
 
     Raises:
-        EESDError: The directory is not a supported checkpoint, or it is incomplete or damaged.
+        EESDError: This is not a supported checkpoint, or it is incomplete or damaged.
     """
 
-    def __init__(self, directory: Path) -> None:
-        if not directory.is_dir():
-            raise EESDError(f"{directory} is not a directory; give a Hugging Face model directory.")
-        self.directory = directory
-        config = load_config(directory)
-        stored: dict[str, CheckpointTensor] = {}
-        for path in _weight_files(directory):
-            stored.update(read_header(path))
-        self.tensors: dict[str, CheckpointTensor | PackedTensor] = dict(stored)
-        if config.packing is not None:
-            self.tensors = _packed(stored, config.packing)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        config, self.tensors = _open_file(path) if path.is_file() else _open_directory(path)
         geometry = config.geometry
         if geometry.tied_embeddings:
             geometry = replace(geometry, tied_embeddings=self._tie())
@@ -83,11 +80,12 @@ class Checkpoint:
         for name, shape in model_shapes(geometry).items():
             tensor = self.tensors.get(name)
             if tensor is None:
-                raise EESDError(f"The checkpoint {self.directory} has no tensor {name}; it is incomplete, fetch it again.")
+                raise EESDError(f"The checkpoint {self.path} has no tensor {name}; it is incomplete, fetch it again.")
             if tensor.shape != shape:
+                source = "its metadata" if self.path.is_file() else "config.json"
                 raise EESDError(
-                    f"The tensor {name} of {self.directory} has shape {list(tensor.shape)}, but config.json "
-                    f"requires {list(shape)}; weights and config belong to different models."
+                    f"The tensor {name} of {self.path} has shape {list(tensor.shape)}, but {source} requires {list(shape)}; "
+                    "weights and config belong to different models."
                 )
             _ = tensor.dtype  # refuses types that cannot be read
 
@@ -101,8 +99,10 @@ class Checkpoint:
         unused = [name for name in unused if name != LM_HEAD and not name.endswith("rotary_emb.inv_freq")]
         if not unused:
             return []
-        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-        return [f"{geometry.architecture} has no tensors {', '.join(unused[:3])}{more}; ignored, as transformers does."]
+        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+        if self.path.is_file():  # llama.cpp may compute with them
+            raise EESDError(f"{self.path} has the tensors {names}, which are not supported for {geometry.architecture}.")
+        return [f"{geometry.architecture} has no tensors {names}; ignored, as transformers does."]
 
     @property
     def dtype(self) -> str:
@@ -122,7 +122,7 @@ class Checkpoint:
         widths = {}
         for name in filter(is_linear, shapes):
             if not isinstance(self.tensors[name], PackedTensor):
-                raise EESDError(f"{self.directory} has quantized weights, but {name} is not; such a mixture is not supported.")
+                raise EESDError(f"{self.path} has quantized weights, but {name} is not; such a mixture is not supported.")
             widths[name] = shapes[name][1]
         return self.config.packing.quantization(set(widths.values()))
 
@@ -187,7 +187,25 @@ class Checkpoint:
         return head.eval()
 
 
-def _packed(stored: Mapping[str, CheckpointTensor], packing: Packing) -> dict[str, CheckpointTensor | PackedTensor]:
+def _open_directory(directory: Path) -> tuple[ModelConfig, Tensors]:
+    """Configuration and tensors of a Hugging Face model directory."""
+    if not directory.is_dir():
+        raise EESDError(f"{directory} is not a directory; give a Hugging Face model directory or a GGUF file.")
+    config = load_config(directory)
+    stored: dict[str, CheckpointTensor] = {}
+    for path in _weight_files(directory):
+        stored.update(read_header(path))
+    return config, dict(stored) if config.packing is None else _packed(stored, config.packing)
+
+
+def _open_file(path: Path) -> tuple[ModelConfig, Tensors]:
+    """Configuration and tensors of a GGUF file."""
+    file = read_gguf(path)
+    fields = config_fields(file)
+    return parse_config(Fields(fields), path), dict(model_tensors(file, fields))
+
+
+def _packed(stored: Mapping[str, CheckpointTensor], packing: Packing) -> Tensors:
     """The tensors of a checkpoint whose quantized weights are one tensor each.
 
     Raises:
@@ -196,7 +214,7 @@ def _packed(stored: Mapping[str, CheckpointTensor], packing: Packing) -> dict[st
     modules = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
     if not modules:
         raise EESDError("config.json has a quantization_config, but no weight is quantized; remove the field, or fetch again.")
-    tensors: dict[str, CheckpointTensor | PackedTensor] = dict(stored)
+    tensors: Tensors = dict(stored)
     for module in modules:
         parts = {part: stored[f"{module}.{part}"] for part in PARTS if f"{module}.{part}" in stored}
         for part in parts:

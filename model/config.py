@@ -80,15 +80,27 @@ def load_config(model_dir: Path) -> ModelConfig:
     generation = models_generation_config(model_dir, fields.raw)
     if not (model_dir / GENERATION_CONFIG_FILE).exists():
         fields.taken |= set(generation)
+    config = parse_config(fields, path)
+    eos = parse_generation_config(generation, str(model_dir / GENERATION_CONFIG_FILE), "correct the file").eos_token_ids
+    return replace(config, generation=generation, eos_token_ids=config.eos_token_ids if eos is None else eos)
+
+
+def parse_config(fields: Fields, path: Path) -> ModelConfig:
+    """Parse the fields of a ``config.json``.
+
+    Args:
+        fields: The fields.
+        path: The file that they are from.
+
+    Raises:
+        EESDError: A field is missing or damaged, or the decoder does not implement the architecture or one of its options.
+    """
     try:
-        architecture = _architecture(fields)
-        config = _read(fields, architecture)
+        return _read(fields, _architecture(fields))
     except KeyError as error:
         raise EESDError(f"{path} has no {error.args[0]!r}; the file is incomplete, fetch it again.") from None
     except (ValueError, OverflowError) as error:
         raise EESDError(f"{path} cannot be used: {error}.") from None
-    eos = parse_generation_config(generation, str(model_dir / GENERATION_CONFIG_FILE), "correct the file").eos_token_ids
-    return replace(config, generation=generation, eos_token_ids=config.eos_token_ids if eos is None else eos)
 
 
 def _architecture(fields: Fields) -> str:

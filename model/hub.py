@@ -1,4 +1,4 @@
-"""Find a model directory by a local path, a Hugging Face id or a short name."""
+"""Find a model by a local path, a Hugging Face id or a short name."""
 
 from pathlib import Path
 
@@ -33,22 +33,26 @@ _EXCLUDED = ["consolidated*", "original/*"]  # copies of the weights in the form
 
 
 def find_model(name: str) -> Path:
-    """Find a model's directory, and download what is missing from it.
+    """Find a model's directory or GGUF file, and download what is missing from a directory.
 
     Downloads go through huggingface_hub, so its cache and its environment variables (such as ``HF_HUB_OFFLINE``) apply.
 
     Args:
-        name: A local directory, a Hugging Face id, or a key of :data:`ALIASES`.
+        name: A local directory or GGUF file, a Hugging Face id, or a key of :data:`ALIASES`.
 
     Raises:
         EESDError: There is no such model, or it cannot be downloaded.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() or path.is_file():
         return path
+    if path.suffix == ".gguf":
+        raise EESDError(f"There is no file {name}.")
     repository = ALIASES.get(name, name)
     if repository.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise EESDError(f"{name} is neither a directory nor a Hugging Face id nor a known short name ({', '.join(ALIASES)}).")
+        raise EESDError(
+            f"{name} is neither a directory nor a GGUF file nor a Hugging Face id nor a known short name ({', '.join(ALIASES)})."
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 

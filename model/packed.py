@@ -192,15 +192,17 @@ class PackedTensor:
         """The dequantized weight [out, in] in float32."""
         return dequantize(self._quantized(torch.float32, 1), self._kind).t()
 
-    def quantized(self, block: int, dtype: torch.dtype) -> Quantized:
-        """The levels as they are.
+    def levels(self, quantization: Quantization, dtype: torch.dtype) -> Quantized | None:
+        """The levels as they are, if the quantization has the same type and groups that are no larger.
 
         Args:
-            block: Inputs for each scale to return; a divisor of the group.
+            quantization: The wanted quantization.
             dtype: Element type of the scales to return.
         """
-        groups = self._parts["scales"].shape[0]
-        return self._quantized(dtype, self.shape[1] // groups // block)
+        group = self.shape[1] // self._parts["scales"].shape[0]
+        if quantization.weights != self._kind or group % quantization.block:
+            return None
+        return self._quantized(dtype, group // quantization.block)
 
     @property
     def _kind(self) -> str:

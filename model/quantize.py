@@ -78,6 +78,30 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
     return Quantized(levels, scales, pack(zeros, BITS[kind]) if kind == "uint4" else None)
 
 
+def exact_levels(weight: Tensor, scales: Tensor, kind: str, dtype: torch.dtype) -> Quantized | None:
+    """The levels of a weight whose values lie on a grid already; None if this type of levels cannot hold all of them exactly.
+
+    Args:
+        weight: Weight [out, in] in float32.
+        scales: Distance [out, in / 32] of neighbouring values of the grid. The sign does not matter: only positive scales are
+            stored, because TensorRT asks for them.
+        kind: ``int8``, ``int4`` or ``uint4``.
+        dtype: Element type of the scales to return.
+    """
+    scales = scales.abs()
+    scales[scales == 0] = 1
+    blocks = weight.view(*scales.shape, BLOCK)
+    levels = (blocks / scales[:, :, None]).round_()
+    low, high = levels.amin(-1).clamp_max_(0), levels.amax(-1).clamp_min_(0)
+    zeros = -low if kind == "uint4" else torch.zeros_like(low)
+    least, most = {"int8": (-128, 127), "int4": (-8, 7), "uint4": (0, 15)}[kind]
+    if (low + zeros).min() < least or (high + zeros).max() > most or not torch.equal(levels * scales[:, :, None], blocks):
+        return None
+    stored = (levels + zeros[:, :, None]).to(torch.int8).view(torch.uint8).view(weight.shape).t()
+    shared = zeros.to(torch.uint8).t()
+    return Quantized(pack(stored, BITS[kind]), scales.t().contiguous().to(dtype), pack(shared, 4) if kind == "uint4" else None)
+
+
 @contextmanager
 def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
     """As many threads as torch has. Each runs torch alone: splitting every small operation costs more than it gains."""

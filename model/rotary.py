@@ -18,15 +18,15 @@ def rotary_tables(geometry: Geometry, length: int) -> tuple[Tensor, Tensor]:
         if scaling.kind == "linear":
             frequencies = frequencies / scaling.factor
         elif scaling.kind == "llama3":
-            frequencies = _llama3(frequencies, scaling)
+            frequencies = llama3_frequencies(frequencies, scaling)
         else:
             frequencies = _yarn(powers, scaling, geometry)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
-def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow down the frequencies with long waves, leave those with short ones, and blend between."""
+def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow down the frequencies [D/2] with long waves, leave those with short ones, and blend between."""
     waves, slowed = 2 * math.pi / frequencies, frequencies / scaling.factor
     longest, shortest = (scaling.original_max_position / f for f in (scaling.low_freq_factor, scaling.high_freq_factor))
     turns = scaling.original_max_position / waves

@@ -8,11 +8,13 @@ tokenizer here, once, and what it made is written down. Whoever reads these file
 import json
 from logging import CRITICAL
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from eesd.common.errors import EESDError
+from eesd.model.gguf_file import read_gguf
 
 _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A model with none of these files has no tokenizer."""
@@ -27,7 +29,7 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
     it stands: its token ids might not be those that the model was trained with.
 
     Args:
-        model: Directory of the model.
+        model: Directory of the model, or a GGUF file, which has its tokenizer in its metadata.
 
     Returns:
         Contents of ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``, as far as the model has them, by
@@ -36,9 +38,10 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
     Raises:
         EESDError: transformers cannot load the tokenizer, or it is not one of the tokenizers library.
     """
-    if not any((model / name).exists() for name in _SOURCES):
+    if not _has_tokenizer(model):
         return {}
-    loaded = _load(model)
+    with TemporaryDirectory() as empty:  # transformers would prefer what lies beside a GGUF file
+        loaded = _load(model, Path(empty))
     backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
     backend.no_truncation()  # transformers neither truncates nor pads unless it is asked to
     backend.no_padding()
@@ -59,7 +62,13 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
     return {name: text.encode() for name, text in files.items()}
 
 
-def _load(model: Path) -> Any:
+def _has_tokenizer(model: Path) -> bool:
+    if model.is_file():
+        return "tokenizer.ggml.tokens" in read_gguf(model).metadata
+    return any((model / name).exists() for name in _SOURCES)
+
+
+def _load(model: Path, empty: Path) -> Any:
     """Load a tokenizer with transformers, which takes seconds to import, and says much on the way."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -67,7 +76,8 @@ def _load(model: Path) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)
     try:
-        loaded = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        source = (empty, {"gguf_file": str(model.resolve())}) if model.is_file() else (model, {})
+        loaded = AutoTokenizer.from_pretrained(source[0], local_files_only=True, trust_remote_code=False, **source[1])
         if not isinstance(getattr(loaded, "backend_tokenizer", None), Tokenizer):
             raise TypeError(f"{type(loaded).__name__} is not a tokenizer of the tokenizers library")
         template = loaded.chat_template
@@ -75,10 +85,8 @@ def _load(model: Path) -> Any:
             raise TypeError("the chat template is not text")
     except Exception as error:  # it may fail in any way on files that it does not expect
         reason = " ".join((str(error) or type(error).__name__).split())[:200].rstrip(".")
-        raise EESDError(
-            f"transformers cannot load the tokenizer in {model} ({reason}); "
-            "correct its files, config.json among them, or move them away to use token ids alone."
-        ) from None
+        remedy = "correct its files, config.json among them, or move them away to use token ids alone"
+        raise EESDError(f"transformers cannot load the tokenizer in {model} ({reason}); {remedy}.") from None
     finally:
         logging.set_verbosity(verbosity)
     return loaded

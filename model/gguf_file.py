@@ -1,0 +1,225 @@
+"""Read GGUF files, in which llama.cpp keeps models: metadata, and tensors one by one.
+
+A file begins with ``GGUF``, a version, and the numbers of tensors and of metadata. The metadata follow, then a table of the
+tensors, then their data. All numbers are little-endian. A tensor of a quantized type consists of blocks of 32 or 256
+consecutive inputs of one output, which the ``gguf`` library dequantizes.
+
+The header is parsed here and not by ``gguf.GGUFReader``, which believes whatever lengths a damaged file gives (decision 0064).
+"""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eesd.common.errors import EESDError
+from eesd.common.weights import BLOCK, Quantization
+from eesd.model.quantize import Quantized, exact_levels
+from eesd.model.safetensors_file import DTYPES, FINGERPRINTED, CheckpointTensor
+
+QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+"""The supported types of quantized tensors."""
+_ONE_SCALE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+"""Those with one scale for 32 inputs: a block begins with it, as a float16."""
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Formats of the types of metadata that have a fixed size."""
+_STRING, _ARRAY = 8, 9
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
+"""Alignment of the data, unless the metadata have another."""
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The header of a GGUF file.
+
+    Attributes:
+        path: The file.
+        metadata: Values by key: numbers, booleans, strings, and lists. The strings of a list are left out: it is as many times
+            None, because only transformers needs the vocabulary.
+        tensors: Tensors by name, as they are stored.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, CheckpointTensor]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the header of a GGUF file.
+
+    Raises:
+        EESDError: The file has another format, another byte order or version, or it is truncated or damaged.
+    """
+    with path.open("rb") as file:
+        header = _Header(file, path)
+        if file.read(4) != b"GGUF":
+            raise EESDError(f"{path} is not a GGUF file; give a GGUF file or a Hugging Face model directory.")
+        version = header.number("I")
+        if version not in _VERSIONS:
+            kind = "is big-endian" if version & 0xFFFF == 0 else f"has version {version}"
+            raise EESDError(f"{path} {kind}; supported are little-endian GGUF files of the versions 2 and 3.")
+        num_tensors, num_values = header.number("Q"), header.number("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = header.text()
+            if key in metadata:
+                raise header.damaged(f"{key[:80]!r} is given twice")
+            metadata[key] = header.value(header.number("I"))
+        entries = [header.entry() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if type(alignment) is not int or alignment < 1:
+            raise header.damaged("general.alignment is no size")
+        start = -(-file.tell() // alignment) * alignment
+        tensors = {entry[0]: header.tensor(start, *entry) for entry in entries}
+    if len(tensors) < len(entries):
+        raise header.damaged("two tensors have the same name")
+    return GgufFile(path, metadata, tensors)
+
+
+class _Header:
+    """Reads a header from its beginning to its end. No length is believed that goes beyond the end of the file."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path, self._size = file, path, path.stat().st_size
+
+    def damaged(self, reason: str) -> EESDError:
+        return EESDError(f"{self._path} is damaged: {reason}; fetch the file again.")
+
+    def number(self, form: str) -> Any:
+        return self._numbers(form, 1)[0]
+
+    def text(self) -> str:
+        try:
+            return self._bytes(self.number("Q")).decode()
+        except UnicodeDecodeError:
+            raise self.damaged("a text in its header is not UTF-8") from None
+
+    def value(self, kind: int) -> Any:
+        """A value of the metadata."""
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            raise self.damaged(f"its metadata have a value of type {kind}")
+        kind, count = self.number("I"), self.number("Q")
+        if kind in _SCALARS:
+            return list(self._numbers(_SCALARS[kind], count))
+        if kind != _STRING:
+            raise self.damaged(f"its metadata have a list of type {kind}")
+        for _ in range(count):  # bounded by the file: each string takes at least the bytes of its length
+            self._bytes(self.number("Q"))
+        return [None] * count
+
+    def entry(self) -> tuple[str, tuple[int, ...], str, int]:
+        """Name, shape, type and offset of a tensor. The file gives the shape with the consecutive values first."""
+        name = self.text()
+        shape = self._numbers("Q", self.number("I"))[::-1]
+        number, offset = self.number("I"), self.number("Q")
+        try:
+            return name, shape, gguf.GGMLQuantizationType(number).name, offset
+        except ValueError:
+            return name, shape, f"type {number}", offset
+
+    def tensor(self, start: int, name: str, shape: tuple[int, ...], stored: str, offset: int) -> CheckpointTensor:
+        """A tensor of a file whose data begin at ``start``."""
+        nbytes = 0  # whoever reads a tensor of an unknown type is refused
+        if stored in gguf.GGMLQuantizationType.__members__:
+            values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[stored]]
+            if not shape or prod(shape) == 0 or shape[-1] % values:
+                raise self.damaged(f"the tensor {name[:80]} has a shape that its type {stored} cannot have")
+            nbytes = prod(shape) // values * size
+        if start + offset + nbytes > self._size:
+            raise EESDError(f"{self._path} is truncated: the tensor {name[:80]} ends past the end of the file; fetch it again.")
+        return CheckpointTensor(self._path, name, start + offset, nbytes, shape, stored)
+
+    def _numbers(self, form: str, count: int) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{form}", self._bytes(count * struct.calcsize(form)))
+
+    def _bytes(self, length: int) -> bytes:
+        if length > self._size - self._file.tell():
+            raise EESDError(f"{self._path} is truncated or damaged: its header goes beyond the end; fetch the file again.")
+        return self._file.read(length)
+
+
+class GgufTensor:
+    """A tensor of a GGUF file that is dequantized, or whose rows are reordered, when it is read.
+
+    Args:
+        stored: The tensor as it is stored.
+        order: The stored row of each row; None if they are in order.
+
+    Attributes:
+        name: Name in the file.
+        shape: Shape of the tensor.
+        nbytes: Length of the data in the file.
+    """
+
+    def __init__(self, stored: CheckpointTensor, order: Tensor | None = None) -> None:
+        self.name, self.shape, self.nbytes = stored.name, stored.shape, stored.nbytes
+        self._stored, self._order = stored, order
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the tensor that is read. Raises :class:`EESDError` if the stored type is not supported."""
+        if self._stored.stored in DTYPES:
+            return self._stored.dtype
+        if self._stored.stored not in QUANTIZED or len(self.shape) != 2:
+            raise EESDError(
+                f"{self._stored.path}: the tensor {self.name} of {len(self.shape)} dimensions is stored as "
+                f"{self._stored.stored}, which is not supported; supported are F32, F16, BF16, and for matrices "
+                f"{', '.join(QUANTIZED)}."
+            )
+        return torch.float32
+
+    def read(self) -> Tensor:
+        """Read the tensor; a quantized one in float32.
+
+        Raises:
+            EESDError: The file is truncated, or a value is infinite or not a number.
+        """
+        return self._stored.checked(self._values(self._rows(self.shape[0])))
+
+    def head(self) -> bytes:
+        """The first kilobyte of what is read, for the fingerprint: that of a safetensors checkpoint with the same values."""
+        row = prod(self.shape[1:]) * self.dtype.itemsize
+        values = self._values(self._rows(min(-(-FINGERPRINTED // row), self.shape[0])))
+        return values.view(-1).view(torch.uint8).numpy().tobytes()[:FINGERPRINTED]
+
+    def levels(self, quantization: Quantization, dtype: torch.dtype) -> Quantized | None:
+        """The levels as they are, if the quantization can hold them exactly.
+
+        Args:
+            quantization: The wanted quantization.
+            dtype: Element type of the scales to return.
+        """
+        if self._stored.stored not in _ONE_SCALE or quantization.block != BLOCK:
+            return None
+        rows = self._rows(self.shape[0])
+        blocks = rows.reshape(self.shape[0], self.shape[1] // BLOCK, -1)
+        scales = torch.from_numpy(np.ascontiguousarray(blocks[:, :, :2])).view(torch.float16)[:, :, 0]
+        return exact_levels(self._stored.checked(self._values(rows)), scales.float(), quantization.weights, dtype)
+
+    def _rows(self, count: int) -> NDArray[np.uint8]:
+        """The bytes of the first rows, in order."""
+        order = None if self._order is None else self._order[:count].numpy()
+        last = count if order is None else int(order.max()) + 1
+        size = self.nbytes // self.shape[0]
+        stored = np.frombuffer(self._stored.read_bytes(last * size), np.uint8).reshape(last, size)
+        return stored if order is None else stored[order]
+
+    def _values(self, rows: NDArray[np.uint8]) -> Tensor:
+        shape = (len(rows), *self.shape[1:])
+        if self.dtype != torch.float32 or self._stored.stored in DTYPES:
+            return torch.from_numpy(rows).view(self.dtype).view(shape)
+        with np.errstate(all="ignore"):  # damaged scales are reported as values that are not finite
+            return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[self._stored.stored])).view(shape)

@@ -1,0 +1,205 @@
+"""The model in a GGUF file in the words of a Hugging Face checkpoint: the fields of ``config.json``, and tensors by name.
+
+Every key of the architecture is honoured, known to be without effect, or refused by name. Where transformers ignores what
+llama.cpp computes with, as the scaling of rotary frequencies, this is what llama.cpp does.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eesd.common.checks import shown
+from eesd.common.errors import EESDError
+from eesd.common.geometry import RopeScaling
+from eesd.common.json_fields import Fields
+from eesd.common.weights import EMBEDDINGS, FINAL_NORM, LM_HEAD
+from eesd.model.gguf_file import GgufFile, GgufTensor
+from eesd.model.rotary import llama3_frequencies
+from eesd.model.safetensors_file import DTYPES, CheckpointTensor
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""The supported values of ``general.architecture``. Mistral's models are llama there."""
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_NO_EFFECT = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
+"""Keys that do not change what a decoder computes. The embedding table says the size of the vocabulary."""
+_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Keys of tokens that end a text, a turn or a message. llama.cpp stops at each."""
+_ROPE_FACTORS = "rope_freqs.weight"
+"""Tensor of the divisor of each rotary frequency."""
+_LLAMA3_POSITIONS = 8192
+"""Original positions of all published models with llama3 scaling. Its other values are in the divisors."""
+_TENSORS = {"token_embd": EMBEDDINGS, "output_norm": FINAL_NORM, "output": LM_HEAD}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def config_fields(file: GgufFile) -> dict[str, Any]:
+    """The fields of ``config.json`` for a GGUF file.
+
+    Raises:
+        EESDError: The architecture or one of its options is not supported, or something is missing.
+    """
+    try:
+        return _fields(file)
+    except KeyError as error:
+        raise EESDError(f"{file.path} has no {error.args[0]!r}; the file is incomplete, fetch it again.") from None
+    except ValueError as error:
+        raise EESDError(f"{file.path} cannot be used: {error}.") from None
+
+
+def _fields(file: GgufFile) -> dict[str, Any]:
+    general = Fields(file.metadata)
+    kind, parts = general.text("general.type"), general.take("split.count", 0)
+    if kind not in (None, "model"):
+        raise ValueError(f"it is no model but of the type {shown(kind)}")
+    if parts not in (0, 1):
+        raise ValueError(f"it is one of {shown(parts)} parts; join them with llama-gguf-split --merge")
+    architecture = general.take("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"the architecture {shown(architecture)} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    prefix = f"{architecture}."
+    own = _Own({name.removeprefix(prefix): value for name, value in file.metadata.items() if name.startswith(prefix)}, prefix)
+    raw: dict[str, Any] = {name: own.integer(key) for key, name in _SIZES.items()}
+    raw |= {"model_type": architecture, "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon")}
+    raw["num_key_value_heads"] = own.integer("attention.head_count_kv", raw["num_attention_heads"])
+    raw["head_dim"] = _head_dim(own, raw["hidden_size"], raw["num_attention_heads"])
+    raw["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    raw["tie_word_embeddings"] = "output.weight" not in file.tensors
+    raw["rope_theta"] = own.number("rope.freq_base", 10000.0)
+    raw["rope_scaling"] = _rope_scaling(own, file, raw)
+    if architecture != "qwen2":  # which always has biases
+        raw["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if architecture == "llama":
+        raw["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    if not own.flag("attention.causal", True):
+        raise ValueError("its attention is not causal, which is not supported")
+    other = next((name for name in own.left if own.raw[name] and name not in _NO_EFFECT), None)
+    if other is not None:
+        raise ValueError(f"it has {prefix}{other} {shown(own.raw[other])}, which is not supported")
+    return raw | _special_tokens(general)
+
+
+class _Own(Fields):
+    """The metadata of the architecture, whose names are given without it, but not in errors."""
+
+    def __init__(self, raw: Mapping[str, Any], prefix: str) -> None:
+        super().__init__(raw)
+        self._prefix = prefix
+
+    def take(self, name: str, default: Any = ...) -> Any:
+        if default is ... and name not in self.raw:
+            raise KeyError(self._prefix + name)
+        return super().take(name, default)
+
+
+def _special_tokens(general: Fields) -> dict[str, Any]:
+    ends = [general.integer(f"tokenizer.ggml.{name}", None, optional=True, least=0) for name in _END_TOKENS]
+    bos = general.integer("tokenizer.ggml.bos_token_id", None, optional=True, least=0)
+    return {"bos_token_id": bos, "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None))}
+
+
+def _head_dim(own: Fields, hidden: int, heads: int) -> int:
+    given, of_values, rotated = (
+        own.integer(name, None, optional=True)
+        for name in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    )
+    if given is None and rotated is None and hidden % heads:
+        raise ValueError(f"{heads} heads do not divide {hidden} values, and there is no attention.key_length")
+    size: int = given or rotated or hidden // heads
+    if of_values not in (None, size):
+        raise ValueError(f"its heads have {size} values in keys and {of_values} in values, which is not supported")
+    if rotated not in (None, size):
+        raise ValueError(f"only {rotated} of a head's {size} values are rotated, which is not supported")
+    return size
+
+
+def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``rope_scaling``. llama.cpp takes a factor without a type for linear scaling."""
+    kind = own.text("rope.scaling.type") or "linear"
+    factor = own.number("rope.scaling.factor", own.number("rope.scale_linear", 1.0)) or 1.0
+    factors = file.tensors.get(_ROPE_FACTORS)
+    original = own.integer("rope.scaling.original_context_length", None, optional=True)
+    if kind not in ("none", "linear", "yarn"):
+        raise ValueError(f"the rope scaling {shown(kind)} is not supported; supported are linear, yarn, and that of Llama 3")
+    if factors is not None:
+        if kind == "yarn" or (kind == "linear" and factor != 1):
+            raise ValueError(f"it has both {_ROPE_FACTORS} and rope.scaling, which is not supported")
+        return _llama3(factors.read(), raw["rope_theta"], raw["head_dim"])
+    if kind == "yarn":
+        betas = {f"beta_{end}": own.number(f"rope.scaling.yarn_beta_{end}", None, optional=True) for end in ("fast", "slow")}
+        original = original or raw["max_position_embeddings"]
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original} | betas
+    return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def _llama3(divisors: Tensor, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """The llama3 scaling that gives these divisors of the rotary frequencies."""
+    if divisors.shape != (head_dim // 2,):
+        raise ValueError(f"{_ROPE_FACTORS} has {list(divisors.shape)} values for heads of {head_dim}")
+    scaling = RopeScaling("llama3", float(divisors.max()), _LLAMA3_POSITIONS)
+    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if bool((divisors == 1).all()):
+        return None
+    if not torch.allclose(plain / divisors, llama3_frequencies(plain, scaling), rtol=1e-4, atol=0):
+        raise ValueError(f"{_ROPE_FACTORS} is not the scaling of Llama 3, and other divisors are not supported")
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+    }
+
+
+def model_tensors(file: GgufFile, config: Mapping[str, Any]) -> dict[str, CheckpointTensor | GgufTensor]:
+    """The tensors of a GGUF file by their names in a Hugging Face checkpoint; those that have none there keep their own.
+
+    Args:
+        file: The file.
+        config: What :func:`config_fields` returned.
+    """
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    tensors: dict[str, CheckpointTensor | GgufTensor] = {}
+    for own_name, tensor in file.tensors.items():
+        if own_name == _ROPE_FACTORS:
+            continue
+        name = _hugging_face_name(own_name)
+        rotated = name.split(".")[-2] if config["model_type"] == "llama" and "." in name else ""
+        order = _rotary_order(tensor.shape[0], heads[rotated]) if rotated in heads else None
+        tensors[name] = tensor if order is None and tensor.stored in DTYPES else GgufTensor(tensor, order)
+    return tensors
+
+
+def _hugging_face_name(name: str) -> str:
+    module, _, part = name.rpartition(".")
+    if module in _TENSORS:
+        return _TENSORS[module] if part == "weight" else name
+    found = re.fullmatch(r"blk\.(\d+)\.(\w+)", module, re.ASCII)
+    return f"model.layers.{int(found[1])}.{_BLOCK[found[2]]}.{part}" if found and found[2] in _BLOCK else name
+
+
+def _rotary_order(rows: int, heads: int) -> Tensor | None:
+    """The stored row of each row of q or k. llama.cpp rotates neighbouring rows of a head, transformers those of its halves."""
+    if rows % (2 * heads):
+        return None  # a shape that will be refused
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
