@@ -32,7 +32,9 @@ if TYPE_CHECKING:  # --help must not load torch
 
 
 @command()
-@click.option("--model", type=NAME, required=True, help="Model directory, Hugging Face id, or short name such as llama-70b.")
+@click.option(
+    "--model", type=NAME, required=True, help="Model directory, GGUF file, Hugging Face id, or short name such as llama-70b."
+)
 @click.option(
     "--exit-layer",
     type=click.IntRange(1, 10_000),
@@ -228,7 +230,7 @@ def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path
             )
         return head
     if exit_layer is None:
-        raise EESDError("The model directory has no trained exit head; give --exit-head DIR or --exit-layer N.")
+        raise EESDError("The model has no trained exit head; give --exit-head DIR or --exit-layer N.")
     return untrained_head(checkpoint, exit_layer)
 
 

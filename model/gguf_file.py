@@ -62,7 +62,9 @@ def read_gguf(path: Path) -> GgufFile:
     with path.open("rb") as file:
         header = _Header(file, path)
         if file.read(4) != b"GGUF":
-            raise EESDError(f"{path} is not a GGUF file; give a GGUF file or a Hugging Face model directory.")
+            raise EESDError(
+                f"{path} is neither a directory nor a GGUF file; give a Hugging Face model directory or a GGUF file."
+            )
         version = header.number("I")
         if version not in _VERSIONS:
             kind = "is big-endian" if version & 0xFFFF == 0 else f"has version {version}"

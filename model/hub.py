@@ -51,7 +51,8 @@ def find_model(name: str) -> Path:
     repository = ALIASES.get(name, name)
     if repository.count("/") != 1 or name.startswith((".", "/", "~")):
         raise EESDError(
-            f"{name} is neither a directory nor a GGUF file nor a Hugging Face id nor a known short name ({', '.join(ALIASES)})."
+            f"{name} is neither a directory nor a Hugging Face id nor a GGUF file nor a known short name "
+            f"({', '.join(ALIASES)})."
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError

@@ -40,8 +40,7 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
     """
     if not _has_tokenizer(model):
         return {}
-    with TemporaryDirectory() as empty:  # transformers would prefer what lies beside a GGUF file
-        loaded = _load(model, Path(empty))
+    loaded = _load(model)
     backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
     backend.no_truncation()  # transformers neither truncates nor pads unless it is asked to
     backend.no_padding()
@@ -68,16 +67,20 @@ def _has_tokenizer(model: Path) -> bool:
     return any((model / name).exists() for name in _SOURCES)
 
 
-def _load(model: Path, empty: Path) -> Any:
+def _load(model: Path) -> Any:
     """Load a tokenizer with transformers, which takes seconds to import, and says much on the way."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        source = (empty, {"gguf_file": str(model.resolve())}) if model.is_file() else (model, {})
-        loaded = AutoTokenizer.from_pretrained(source[0], local_files_only=True, trust_remote_code=False, **source[1])
+        if model.is_file():
+            with TemporaryDirectory() as empty:  # transformers would prefer the files beside a GGUF file to its metadata
+                loaded = AutoTokenizer.from_pretrained(empty, gguf_file=str(model.resolve()), **options)
+        else:
+            loaded = AutoTokenizer.from_pretrained(model, **options)
         if not isinstance(getattr(loaded, "backend_tokenizer", None), Tokenizer):
             raise TypeError(f"{type(loaded).__name__} is not a tokenizer of the tokenizers library")
         template = loaded.chat_template
@@ -85,7 +88,9 @@ def _load(model: Path, empty: Path) -> Any:
             raise TypeError("the chat template is not text")
     except Exception as error:  # it may fail in any way on files that it does not expect
         reason = " ".join((str(error) or type(error).__name__).split())[:200].rstrip(".")
-        remedy = "correct its files, config.json among them, or move them away to use token ids alone"
+        remedy = "correct the file"
+        if model.is_dir():
+            remedy = "correct its files, config.json among them, or move them away to use token ids alone"
         raise EESDError(f"transformers cannot load the tokenizer in {model} ({reason}); {remedy}.") from None
     finally:
         logging.set_verbosity(verbosity)
