@@ -23,7 +23,7 @@ INTERVAL = click.IntRange(1, 10**9)
 
 
 @cli.command()
-@click.option("--model", type=cli.NAME, required=True, help="Model directory, Hugging Face id, or short name.")
+@click.option("--model", type=cli.NAME, required=True, help="Model directory, GGUF file, Hugging Face id, or short name.")
 @click.option("--exit-layer", type=click.IntRange(1, 10_000), help="Number of model layers before the exit head (N).")
 @click.option("-o", "--output", type=cli.PATH, required=True, help="Directory for the head, checkpoints and metrics.")
 @click.option("--blocks", type=click.IntRange(1, 1000), default=1, help="Number of decoder blocks in the head (E).")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # --help must not load torch
 
 @command()
 @click.option(
-    "--model", type=NAME, required=True, help="Model directory, GGUF file, Hugging Face id, or short name such as llama-70b."
+    "--model", type=NAME, required=True, help="Model directory, GGUF file, Hugging Face id, or name such as llama-70b."
 )
 @click.option(
     "--exit-layer",

@@ -1,0 +1,149 @@
+"""GGUF files of tiny models, written with the ``gguf`` library as llama.cpp's converter writes them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import pre_tokenizers
+
+from support.command import TEMPLATE
+
+Type = gguf.GGMLQuantizationType
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 256, 512, 4, 2, 3
+"""Sizes whose products consist of whole blocks of 256."""
+_RANDOM_BLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Offsets of the float16 scales in a block, for the types that the library cannot quantize to."""
+CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+SPECIAL = ["<s>", "</s>", "<|end|>"]
+WORDS = ["th", "the", "Ġthe", "qu"]
+MERGES = ["t h", "th e", "Ġ the", "q u"]
+VOCABULARY = [*SPECIAL, *CHARACTERS, *WORDS]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A file to write.
+
+    Attributes:
+        architecture: ``general.architecture``.
+        matrices: Type of the linear layers.
+        table: Type of the embedding table.
+        tied: Whether there is no ``output.weight``.
+        biases: Whether q, k and v have biases; o too, except in qwen2.
+        head_dim: Values of a head.
+        types: Types of single tensors.
+        metadata: Keys to add or, with None, to leave out.
+        tensors: Tensors to add or, with None, to leave out.
+    """
+
+    architecture: str = "llama"
+    matrices: str = "F32"
+    table: str = "F32"
+    tied: bool = False
+    biases: bool = False
+    head_dim: int = 64
+    types: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, NDArray[Any] | None] = field(default_factory=dict)
+
+
+def write(path: Path, spec: Spec, seed: int = 0) -> Path:
+    """Write a file with random weights, and a byte-level tokenizer of :data:`VOCABULARY`."""
+    writer = gguf.GGUFWriter(path, spec.architecture)
+    for key, value in (_metadata(spec) | spec.metadata).items():
+        if value is not None:
+            _add(writer, key, value)
+    random = np.random.default_rng(seed)
+    for name, shape in _shapes(spec).items():
+        matrix = len(shape) == 2
+        kind = spec.types.get(name, (spec.table if name == "token_embd.weight" else spec.matrices) if matrix else "F32")
+        data, raw = stored(random, name, shape, kind)
+        if name not in spec.tensors:
+            writer.add_tensor(name, data, raw_dtype=raw)
+    for name, tensor in spec.tensors.items():
+        if tensor is not None:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def stored(random: np.random.Generator, name: str, shape: tuple[int, ...], kind: str) -> tuple[NDArray[Any], Any]:
+    """A tensor with random values as it is stored, and its type."""
+    values = random.normal("norm" in name, 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1]), shape).astype(np.float32)
+    if kind in _RANDOM_BLOCKS:
+        _, size = gguf.GGML_QUANT_SIZES[Type[kind]]
+        blocks = random.integers(0, 256, (shape[0], shape[1] // 256, size), dtype=np.uint8)
+        for offset in _RANDOM_BLOCKS[kind]:
+            scales = random.uniform(1e-4, 2e-4, (*blocks.shape[:2], 1)).astype(np.float16)
+            blocks[:, :, offset : offset + 2] = scales.view(np.uint8)
+        return blocks.reshape(shape[0], -1), Type[kind]
+    if kind in ("F32", "F16"):
+        return values.astype(np.float32 if kind == "F32" else np.float16), None
+    return gguf.quantize(values, Type[kind]), Type[kind]
+
+
+def _metadata(spec: Spec) -> dict[str, Any]:
+    own = {
+        "context_length": 256,
+        "embedding_length": HIDDEN,
+        "block_count": LAYERS,
+        "feed_forward_length": INNER,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-3,
+        "rope.freq_base": 50000.0,
+    }
+    if spec.architecture == "llama":
+        own |= {"rope.dimension_count": spec.head_dim, "vocab_size": len(VOCABULARY)}
+    if spec.head_dim * HEADS != HIDDEN:
+        own |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
+    tokenizer = {
+        "model": "gpt2",
+        "pre": "qwen2",
+        "tokens": VOCABULARY,
+        "token_type": [3] * len(SPECIAL) + [1] * (len(VOCABULARY) - len(SPECIAL)),
+        "merges": MERGES,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "add_bos_token": False,
+    }
+    named = {f"{spec.architecture}.{key}": value for key, value in own.items()}
+    named |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    return named | {"tokenizer.chat_template": TEMPLATE}
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds.get(type(value), writer.add_array)(key, value)
+
+
+def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
+    """Shapes [out, in] of all tensors by their names in the file."""
+    queries, keys = HEADS * spec.head_dim, KV_HEADS * spec.head_dim
+    block: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (HIDDEN,),
+        "attn_q.weight": (queries, HIDDEN),
+        "attn_k.weight": (keys, HIDDEN),
+        "attn_v.weight": (keys, HIDDEN),
+        "attn_output.weight": (HIDDEN, queries),
+        "ffn_norm.weight": (HIDDEN,),
+        "ffn_gate.weight": (INNER, HIDDEN),
+        "ffn_up.weight": (INNER, HIDDEN),
+        "ffn_down.weight": (HIDDEN, INNER),
+    }
+    if spec.architecture == "qwen3":
+        block |= {"attn_q_norm.weight": (spec.head_dim,), "attn_k_norm.weight": (spec.head_dim,)}
+    if spec.biases:
+        block |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
+        block |= {"attn_output.bias": (HIDDEN,)} if spec.architecture != "qwen2" else {}
+    table = (len(VOCABULARY), HIDDEN)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": table, "output_norm.weight": (HIDDEN,)}
+    shapes |= {} if spec.tied else {"output.weight": table}
+    return shapes | {f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in block.items()}

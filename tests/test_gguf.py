@@ -1,0 +1,353 @@
+"""GGUF files give the weights, tokens and token ids of transformers' own reading, or are refused by name."""
+
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import load, numpy_helper
+from support import gguf_files
+from support.command import assert_refused, export_engine, run, slow_but, succeed
+from support.gguf_files import HIDDEN, Spec
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import eesd
+from eesd.common.errors import EESDError
+from eesd.common.weights import BLOCK, SCALES, Quantization
+from eesd.export.cli import main as export_main
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.gguf_file import QUANTIZED, GgufTensor
+from eesd.model.inputs import causal_inputs, empty_caches
+from eesd.model.quantize import dequantize
+from eesd.model.tokenizer_files import resolved_tokenizer
+from eesd.runtime.text import TextCodec
+
+PROMPT = [0, 40, 77, 5, 210, 99, 33]
+ARCHITECTURES = {
+    "llama": Spec("llama"),
+    "llama-tied": Spec("llama", tied=True),
+    "qwen2": Spec("qwen2", biases=True),
+    "qwen2-tied": Spec("qwen2", biases=True, tied=True, table="F16"),
+    "qwen3": Spec("qwen3", head_dim=128),
+}
+TYPES = ("F16", "BF16", *QUANTIZED)
+
+
+def transformers_reads(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+
+
+def save(reference: Any, directory: Path) -> Path:
+    """Write what transformers read from a GGUF file as a model directory."""
+    reference.hf_quantizer = None
+    if hasattr(reference.config, "quantization_config"):
+        del reference.config.quantization_config
+    reference.save_pretrained(directory)
+    return directory
+
+
+def logits(checkpoint: Checkpoint, tokens: list[int]) -> torch.Tensor:
+    geometry, count = checkpoint.geometry, len(tokens)
+    caches = empty_caches(geometry, 1, count, geometry.num_layers)
+    with torch.no_grad():
+        found: torch.Tensor = checkpoint.decoder()(torch.tensor([tokens]), causal_inputs(geometry, 1, count, count), caches)[0]
+    return found
+
+
+def assert_same_as_transformers(path: Path) -> None:
+    """Every weight is the same in every bit, and the logits show that so are the options."""
+    checkpoint, reference = Checkpoint(path), transformers_reads(path)
+    expected = reference.state_dict()
+    for name, parameter in checkpoint.decoder().named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    with torch.no_grad():
+        torch.testing.assert_close(logits(checkpoint, PROMPT), reference(torch.tensor([PROMPT])).logits, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures(tmp_path: Path, name: str) -> None:
+    assert_same_as_transformers(gguf_files.write(tmp_path / "model.gguf", ARCHITECTURES[name]))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_types(tmp_path: Path, kind: str) -> None:
+    table = "Q8_0" if kind == "BF16" else kind
+    assert_same_as_transformers(gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=table)))
+
+
+def test_types_may_differ_between_tensors(tmp_path: Path) -> None:
+    types = {"blk.1.ffn_down.weight": "Q6_K", "blk.0.attn_v.weight": "Q5_0", "output.weight": "Q8_0"}
+    assert_same_as_transformers(
+        gguf_files.write(tmp_path / "model.gguf", Spec("qwen2", "Q4_K", "Q6_K", biases=True, types=types))
+    )
+
+
+def test_fingerprint_is_that_of_a_directory_with_the_same_values(tmp_path: Path) -> None:
+    """So an exit head that was trained for one fits the other."""
+    path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_0", table="Q8_0"))
+    directory = save(transformers_reads(path), tmp_path / "directory")
+    assert Checkpoint(path).fingerprint() == Checkpoint(directory).fingerprint()
+
+
+def test_options_that_transformers_does_not_read(tmp_path: Path) -> None:
+    """Biases of llama, and a head size of qwen3 other than 128, are those of the file."""
+    path = gguf_files.write(tmp_path / "biases.gguf", Spec("llama", biases=True, head_dim=32))
+    checkpoint = Checkpoint(path)
+    assert checkpoint.geometry.qkv_bias and checkpoint.geometry.output_bias and checkpoint.geometry.head_dim == 32
+    stored = gguf.GGUFReader(path).tensors
+    bias = next(tensor.data for tensor in stored if tensor.name == "blk.0.attn_k.bias")
+    found = checkpoint.tensors["model.layers.0.self_attn.k_proj.bias"].read().numpy()
+    np.testing.assert_array_equal(found[:16], bias[:32:2])  # the first of each pair of the first head
+    np.testing.assert_array_equal(found[16:32], bias[1:32:2])
+    assert Checkpoint(gguf_files.write(tmp_path / "qwen3.gguf", Spec("qwen3", head_dim=32))).geometry.head_dim == 32
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def llama3_divisors(factor: float, head_dim: int, theta: float) -> Any:
+    """What llama.cpp's converter writes."""
+    frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
+    waves, divisors = 2 * np.pi / frequencies, []
+    for wave in waves:
+        smooth = (8192 / wave - 1.0) / (4.0 - 1.0)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        divisors.append(1.0 if wave < 8192 / 4 else factor if wave > 8192 / 1 else between)
+    return np.array(divisors, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "scaling"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, {}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scale_linear": 2.0}, {}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 2.0}, {}, None),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+            {},
+            YARN | {"original_max_position_embeddings": 64},
+        ),
+        (
+            {"rope.freq_base": 500000.0},
+            {"rope_freqs.weight": llama3_divisors(8.0, 64, 500000.0)},
+            LLAMA3 | {"original_max_position_embeddings": 8192},
+        ),
+    ],
+)
+def test_rope_scaling_is_that_of_the_file(
+    tmp_path: Path, metadata: dict[str, Any], tensors: dict[str, Any], scaling: dict[str, Any] | None
+) -> None:
+    """transformers ignores it in GGUF files, so it is compared with a directory whose config.json has it."""
+    named = {f"llama.{key}": value for key, value in metadata.items()}
+    path = gguf_files.write(tmp_path / "model.gguf", Spec(metadata=named, tensors=tensors))
+    reference = transformers_reads(path)
+    if scaling is not None:
+        reference.config.rope_parameters = scaling | {"rope_theta": reference.config.rope_parameters["rope_theta"]}
+    ours, expected = Checkpoint(path).config, Checkpoint(save(reference, tmp_path / "directory")).config
+    assert ours.geometry == expected.geometry and ours.max_positions == expected.max_positions
+    assert (ours.geometry.rope_scaling is None) == (scaling is None)
+
+
+def kept(directory: Path, name: str) -> tuple[Any, Any]:
+    """The levels minus the zero points and the scales of a stored weight [in, out]."""
+    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in load(directory / "verify.onnx").graph.initializer}
+    levels = found[name].astype(np.int64)
+    if f"{name}.zeros" in found:
+        levels = levels - np.repeat(found[f"{name}.zeros"].astype(np.int64), BLOCK, 0)
+    return levels, found[name + SCALES]
+
+
+@pytest.mark.parametrize(("kind", "option"), slow_but([("Q4_0", "int4"), ("Q8_0", "int8"), ("Q5_0", "int8")], ("Q4_0", "int4")))
+def test_export_keeps_levels_that_fit(tmp_path: Path, kind: str, option: str) -> None:
+    """The stored levels and scales give the values of the file, and the logits change by nothing but their use."""
+    path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind))
+    options = ("--quantize", option, "--quantize-head", "none", "--max-seq-len", 64, "--max-tree-nodes", 4, "--check")
+    result = succeed(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans", *options)
+    assert "logits change by 0.0%" in result.stdout
+    levels, scales = kept(tmp_path / "plans", "model.layers.1.mlp.down_proj.weight")
+    values = Checkpoint(path).tensors["model.layers.1.mlp.down_proj.weight"].read().numpy()
+    np.testing.assert_array_equal((levels * np.repeat(scales, BLOCK, 0)).T, values)
+    assert scales.min() > 0
+
+
+INT4, UINT4, INT8 = (Quantization(kind, BLOCK) for kind in ("int4", "uint4", "int8"))
+
+
+def tensor_of(path: Path) -> GgufTensor:
+    tensor = Checkpoint(path).tensors["model.layers.0.mlp.up_proj.weight"]
+    assert isinstance(tensor, GgufTensor)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("kind", "fitting"),
+    [("Q4_0", (UINT4, INT8)), ("Q5_0", (INT8,)), ("Q8_0", (INT8,)), ("Q4_1", ()), ("Q5_1", ()), ("Q4_K", ()), ("Q6_K", ())],
+)
+def test_levels_that_fit_exactly(tmp_path: Path, kind: str, fitting: tuple[Quantization, ...]) -> None:
+    """Q4_0 has negative scales, so its levels do not fit int4, which has no zero points. Q4_1's minimum is on no grid."""
+    tensor = tensor_of(gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind)))
+    for quantization in (INT4, UINT4, INT8):
+        assert (tensor.levels(quantization, torch.float32) is not None) == (quantization in fitting)
+
+
+def test_levels_whose_minimum_is_a_multiple_of_the_scale(tmp_path: Path) -> None:
+    """Then Q4_1 has integer zero points. Blocks of zeros have no scale."""
+    path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_1"))
+    entry = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.0.ffn_up.weight")
+    blocks = np.array(entry.data).reshape(-1, 20)
+    blocks[:, 2:4] = (blocks[:, :2].copy().view(np.float16) * np.float16(-8)).view(np.uint8)
+    blocks[5] = 0
+    data = path.read_bytes()
+    path.write_bytes(data[: entry.data_offset] + blocks.tobytes() + data[entry.data_offset + entry.n_bytes :])
+    tensor = tensor_of(path)
+    values = tensor.read()
+    assert values.any() and not values[0, 160:192].any()
+    for quantization in (INT4, UINT4, INT8):
+        found = tensor.levels(quantization, torch.float32)
+        assert found is not None and torch.equal(dequantize(found, quantization.weights).t(), values)
+
+
+def test_an_export_generates_the_tokens_of_transformers(tmp_path: Path) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_K", table="Q6_K", tied=True))
+    llm = eesd.load(export_engine(path, tmp_path / "plans", "--max-seq-len", 64, "--no-check"), threads=1)
+    reference = transformers_reads(path).generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    generated = llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    assert list(generated.tokens) == reference[0, len(PROMPT) :].tolist()
+
+
+TEXTS = ["the quick the", " x12345 th", "naïve 日本 🙂", "<s>the</s>", "<|end|> y"]
+
+
+def test_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
+    """Also where another model's tokenizer lies beside the file."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}')
+    for number, add_bos in enumerate((False, True)):
+        metadata = {"tokenizer.ggml.add_bos_token": add_bos}
+        path = gguf_files.write(tmp_path / f"{number}.gguf", Spec("qwen2", biases=True, metadata=metadata))
+        (tmp_path / "alone").mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / "alone")
+        expected = AutoTokenizer.from_pretrained(tmp_path / "alone", gguf_file=path.name)
+        output = tmp_path / f"out{number}"
+        output.mkdir()
+        for name, content in resolved_tokenizer(path).items():
+            (output / name).write_bytes(content)
+        codec = TextCodec(output)
+        for text in TEXTS:
+            assert codec.encode(text) == expected.encode(text), text
+        assert (output / "chat_template.jinja").read_text() == expected.chat_template
+
+
+def test_tokens_that_end_a_text(tmp_path: Path) -> None:
+    metadata = {"tokenizer.ggml.eot_token_id": 2, "tokenizer.ggml.eom_token_id": 1}
+    config = Checkpoint(gguf_files.write(tmp_path / "model.gguf", Spec(metadata=metadata))).config
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (1, 2))
+    bare: dict[str, Any] = {f"tokenizer.ggml.{name}": None for name in ("model", "pre", "tokens", "token_type", "merges")}
+    path = gguf_files.write(tmp_path / "bare.gguf", Spec(metadata=bare | {"tokenizer.ggml.eos_token_id": None}))
+    assert Checkpoint(path).config.eos_token_ids == () and resolved_tokenizer(path) == {}
+
+
+ZEROS = np.zeros((HIDDEN, HIDDEN), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (Spec("gpt2"), ("'gpt2' is not supported", "llama, qwen2, qwen3")),
+        (Spec("gemma2"), ("'gemma2' is not supported",)),
+        (Spec(metadata={"general.type": "adapter"}), ("no model", "'adapter'")),
+        (Spec(metadata={"split.count": 3}), ("one of 3 parts", "gguf-split")),
+        (Spec(metadata={"llama.expert_count": 8}), ("llama.expert_count 8",)),
+        (Spec(metadata={"llama.attention.sliding_window": 64}), ("llama.attention.sliding_window 64",)),
+        (Spec(metadata={"llama.attention.causal": False}), ("not causal",)),
+        (Spec(metadata={"llama.rope.dimension_count": 32, "llama.attention.key_length": 64}), ("only 32 of a head's 64",)),
+        (Spec(metadata={"llama.attention.value_length": 32}), ("64 values in keys and 32",)),
+        (Spec(metadata={"llama.rope.scaling.type": "longrope"}), ("'longrope'", "yarn")),
+        (Spec(metadata={"llama.rope.scaling.attn_factor": 1.2}), ("rope.scaling.attn_factor",)),
+        (Spec(tensors={"rope_freqs.weight": np.linspace(1, 9, 32).astype(np.float32)}), ("rope_freqs.weight", "Llama 3")),
+        (Spec(tensors={"rope_freqs.weight": np.ones(8, np.float32)}), ("rope_freqs.weight", "[8]")),
+        (Spec(metadata={"llama.attention.head_count": [4, 4, 2]}), ("attention.head_count", "[4, 4, 2]")),
+        (Spec(metadata={"llama.block_count": None}), ("no 'llama.block_count'",)),
+        (Spec(metadata={"llama.block_count": 4}), ("no tensor model.layers.3",)),
+        (Spec(metadata={"llama.block_count": 2}), ("model.layers.2", "not supported for LlamaForCausalLM")),
+        (Spec(metadata={"llama.feed_forward_length": 256}), ("mlp.gate_proj.weight", "its metadata requires [256, 256]")),
+        (Spec(tensors={"token_embd.weight": None}), ("token_embd.weight", "incomplete")),
+        (Spec(tensors={"blk.0.attn_sinks.weight": ZEROS}), ("blk.0.attn_sinks.weight", "not supported")),
+        (Spec("qwen3", head_dim=64, tensors={"blk.0.attn_q.bias": ZEROS[0]}), ("no tensor", "self_attn.k_proj.bias")),
+        (Spec(tensors={"blk.0.attn_q.weight": ZEROS.astype(np.int32)}), ("blk.0.attn_q.weight", "I32", "Q4_0")),
+        (Spec(tensors={"output_norm.weight": np.full(HIDDEN, np.nan, np.float32)}), ("output_norm.weight", "not finite")),
+    ],
+)
+def test_what_is_not_supported_is_refused(tmp_path: Path, spec: Spec, words: tuple[str, ...]) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", spec)
+    assert_refused(run(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans"), "model.gguf", *words)
+    assert not (tmp_path / "plans").exists()
+
+
+def retype(data: bytes, name: str, number: int) -> bytes:
+    """Give a tensor of two dimensions another type."""
+    at = data.index(name.encode()) + len(name) + 4 + 16
+    return data[:at] + struct.pack("<I", number) + data[at + 4 :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda data: b"", ("neither a directory nor a GGUF file",)),
+        (lambda data: b"PK\x03\x04" + data[4:], ("neither a directory nor a GGUF file",)),
+        (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], ("big-endian",)),
+        (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], ("version 1", "2 and 3")),
+        (lambda data: data[:10], ("truncated",)),
+        (lambda data: data[:1000], ("truncated",)),
+        (lambda data: data[:-1000], ("truncated", "ends past the end")),
+        (lambda data: data[:8] + b"\xff" * 16 + data[24:], ("truncated or damaged",)),
+        (lambda data: retype(data, "blk.0.ffn_up.weight", 20), ("blk.0.ffn_up.weight", "IQ4_NL", "Q6_K")),
+        (lambda data: retype(data, "blk.0.ffn_up.weight", 99), ("blk.0.ffn_up.weight", "type 99")),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, damage: Any, words: tuple[str, ...]) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_0"))
+    path.write_bytes(damage(path.read_bytes()))
+    assert_refused(run(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans"), "model.gguf", *words)
+
+
+def test_a_list_longer_than_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    """The library's reader would make an array for each of its elements, until the memory is full."""
+    key = b"general.list"
+    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header + struct.pack("<IIQ", 9, 0, 1 << 40) + bytes(64))
+    with pytest.raises(EESDError, match="goes beyond the end"):
+        Checkpoint(path)
+
+
+def test_any_damage_is_one_sentence(tmp_path: Path) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_0"))
+    data = path.read_bytes()
+    end = data.index(b"output_norm.weight") + 4000
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.lists(st.tuples(st.integers(4, end), st.integers(0, 255)), min_size=1, max_size=8))
+    def damaged(changes: list[tuple[int, int]]) -> None:
+        changed = bytearray(data)
+        for at, value in changes:
+            changed[at] = value
+        path.write_bytes(changed)
+        try:
+            Checkpoint(path).fingerprint()
+        except EESDError as error:
+            assert str(error).endswith(".") and "\n" not in str(error), error
+
+    damaged()
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    result = run(export_main, "--model", tmp_path / "none.gguf", "--exit-layer", 1, "-o", tmp_path / "plans")
+    assert_refused(result, "no file", "none.gguf")
