@@ -12,7 +12,6 @@ from tokenizers import pre_tokenizers
 
 from support.command import TEMPLATE
 
-Type = gguf.GGMLQuantizationType
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 256, 512, 4, 2, 3
 """Sizes whose products consist of whole blocks of 256."""
 _RANDOM_BLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -54,7 +53,7 @@ class Spec:
 def write(path: Path, spec: Spec, seed: int = 0) -> Path:
     """Write a file with random weights, and a byte-level tokenizer of :data:`VOCABULARY`."""
     writer = gguf.GGUFWriter(path, spec.architecture)
-    for key, value in (_metadata(spec) | spec.metadata).items():
+    for key, value in (_metadata(spec) | dict(spec.metadata)).items():
         if value is not None:
             _add(writer, key, value)
     random = np.random.default_rng(seed)
@@ -78,19 +77,19 @@ def stored(random: np.random.Generator, name: str, shape: tuple[int, ...], kind:
     """A tensor with random values as it is stored, and its type."""
     values = random.normal("norm" in name, 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1]), shape).astype(np.float32)
     if kind in _RANDOM_BLOCKS:
-        _, size = gguf.GGML_QUANT_SIZES[Type[kind]]
+        _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         blocks = random.integers(0, 256, (shape[0], shape[1] // 256, size), dtype=np.uint8)
         for offset in _RANDOM_BLOCKS[kind]:
             scales = random.uniform(1e-4, 2e-4, (*blocks.shape[:2], 1)).astype(np.float16)
             blocks[:, :, offset : offset + 2] = scales.view(np.uint8)
-        return blocks.reshape(shape[0], -1), Type[kind]
+        return blocks.reshape(shape[0], -1), gguf.GGMLQuantizationType[kind]
     if kind in ("F32", "F16"):
         return values.astype(np.float32 if kind == "F32" else np.float16), None
-    return gguf.quantize(values, Type[kind]), Type[kind]
+    return gguf.quantize(values, gguf.GGMLQuantizationType[kind]), gguf.GGMLQuantizationType[kind]
 
 
 def _metadata(spec: Spec) -> dict[str, Any]:
-    own = {
+    own: dict[str, Any] = {
         "context_length": 256,
         "embedding_length": HIDDEN,
         "block_count": LAYERS,
@@ -104,7 +103,7 @@ def _metadata(spec: Spec) -> dict[str, Any]:
         own |= {"rope.dimension_count": spec.head_dim, "vocab_size": len(VOCABULARY)}
     if spec.head_dim * HEADS != HIDDEN:
         own |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "model": "gpt2",
         "pre": "qwen2",
         "tokens": VOCABULARY,
@@ -120,7 +119,7 @@ def _metadata(spec: Spec) -> dict[str, Any]:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     kinds.get(type(value), writer.add_array)(key, value)
 
 
