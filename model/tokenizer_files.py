@@ -14,7 +14,6 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from eesd.common.errors import EESDError
-from eesd.model.gguf_file import read_gguf
 
 _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A model with none of these files has no tokenizer."""
@@ -63,6 +62,8 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
 
 def _has_tokenizer(model: Path) -> bool:
     if model.is_file():
+        from eesd.model.gguf_file import read_gguf  # needs torch, which the runtime, a user of this module, lacks
+
         return "tokenizer.ggml.tokens" in read_gguf(model).metadata
     return any((model / name).exists() for name in _SOURCES)
 
