@@ -17,6 +17,10 @@ from eesd.bench.measure.tasks import LOADERS, load_tasks
 from eesd.bench.peers.results import Result as Peers
 from eesd.bench.peers.results import is_comparison
 from eesd.bench.peers.table import markdown as peers_section
+from eesd.bench.questions.results import Result as Questions
+from eesd.bench.questions.results import is_questions
+from eesd.bench.questions.run import answer_questions
+from eesd.bench.questions.table import markdown as spec_bench_tables
 from eesd.bench.replay.costs import COST_MODELS
 from eesd.bench.replay.round_log import replay_rounds
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, is_simulation, run_simulation
@@ -287,20 +291,52 @@ def replay_log(file: Path) -> None:
     click.echo(f"{rounds} rounds, {len(differences)} answers differ")
 
 
+@main.command("spec-bench", context_settings=cli.HELP)
+@click.option("--questions", type=cli.PATH, required=True, help="Spec-Bench's question.jsonl.")
+@click.option("--engine-dir", "directories", type=cli.PATH, multiple=True, required=True, help="Engine directory; repeatable.")
+@click.option(
+    "--method",
+    "methods",
+    multiple=True,
+    default=("exit", "text", "both", "both,budget"),
+    metavar="DRAFTER[,budget][,tree=W][,CONTROLLER]",
+    help="What drafts, and how; repeatable.",
+)
+@click.option("--samplings", default="greedy", help="greedy, coupled (temperature 0.7); separated by spaces.")
+@click.option("--per-category", type=COUNT, default=80, help="Largest number of questions of a category.")
+@click.option("-n", "--max-new-tokens", type=COUNT, default=256, help="Tokens of an answer, at most.")
+@click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend)
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]")
+@click.option("-o", "--output", type=cli.PATH, default=Path("spec-bench.json"), help="Result to write.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing result.")
+def spec_bench(directories: tuple[Path, ...], output: Path, resume: bool, overwrite: bool, **given: Any) -> None:
+    """Answer Spec-Bench's questions plainly and drafted, and print its table.
+
+    The file is in https://github.com/hemingkx/Spec-Bench (data/spec_bench/question.jsonl, Apache-2.0).
+    """
+    given["samplings"] = tuple(given["samplings"].split())
+    with announce_resume(output):
+        result = answer_questions(directories, output, resume, overwrite, **given)
+    click.echo("\n".join(spec_bench_tables(result)))
+
+
 @main.command(context_settings=cli.HELP)
 @click.argument("results", nargs=-1, required=True, type=cli.PATH)
 @click.option("-o", "--output", type=cli.PATH, default=Path("docs/results.md"), help="Markdown to write.")
 @click.option("--plots/--no-plots", default=True, help="Also draw plots (needs matplotlib).")
 def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
-    """Write Markdown and plots from RESULTS: result.json and simulation.json files, and results.json of comparisons."""
+    """Write Markdown and plots from RESULTS: result.json and simulation.json files, those of spec-bench, and comparisons."""
     check_plots(plots)
     files = {path: read_json(path) for path in results}
     replayed = [path for path, raw in files.items() if is_simulation(raw)]
     compared = [path for path, raw in files.items() if is_comparison(raw)]
-    measured = [Result.load(path) for path in files if path not in (*replayed, *compared)]
+    asked = [path for path, raw in files.items() if is_questions(raw)]
+    measured = [Result.load(path) for path in files if path not in (*replayed, *compared, *asked)]
     simulations = [Simulation.load(path) for path in replayed]
-    peers = [line for path in compared for line in peers_section(Peers.load(path), "##")]
-    write_report(measured, simulations, output, plots, peers)
+    first = [line for path in asked for line in spec_bench_tables(Questions.load(path), "##")]
+    first += [line for path in compared for line in peers_section(Peers.load(path), "##")]
+    write_report(measured, simulations, output, plots, first)
     click.echo(output)
 
 

@@ -158,9 +158,10 @@ BUNDLED = CostModel(
 
 COST_MODELS = {
     "bundled": BUNDLED,
+    "8b": layer_costs("8B on an H100, exit after 4 of 32 layers", 32, 4, 5e-3),
     "7b": layer_costs("7B, exit after 4 of 32 layers", 32, 4, 10e-3),
     "13b": layer_costs("13B, exit after 4 of 40 layers", 40, 4, 19e-3),
     "70b": layer_costs("70B, exit after 5 of 80 layers", 80, 5, 50e-3),
 }
 """Cost models by name. Those of 7B, 13B and 70B are computed, not measured: their plain step reads the float16 weights at
-1.5 TB/s (70B: 3 TB/s)."""
+1.5 TB/s (8B and 70B: 3 TB/s)."""
