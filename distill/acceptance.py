@@ -214,7 +214,7 @@ class ValidationSet:
             The drafts of each continuation.
         """
         device = lm_head.device
-        weight = (lm_head if head.lm_head is None else head.lm_head.weight).float()
+        weight = (head.rows_of(lm_head) if head.lm_head is None else head.lm_head.weight).float()
         passes = []
         for hidden in torch.split(self.hidden[head.exit_config.layer], batch):
             inputs, caches = full_sequence_inputs(
@@ -222,10 +222,11 @@ class ValidationSet:
             )
             features, _ = head.lm_head_input(hidden.to(device).float(), inputs, caches)
             chunks = torch.split(features.flatten(0, 1), max(1, LOGITS_PER_CHUNK // len(weight)))
-            parts = [_greedy_tokens(linear(chunk, weight)) for chunk in chunks]
+            parts = [_greedy_columns(linear(chunk, weight)) for chunk in chunks]
             passes.append([torch.cat(part).view(hidden.shape[:2]).cpu() for part in zip(*parts, strict=True)])
-        tokens, probability, margin = (torch.cat(part)[:, :-1] for part in zip(*passes, strict=True))
-        arrays = ((tokens == self.tokens[:, 1:]).numpy(), probability.numpy(), margin.numpy())
+        columns, probability, margin = (torch.cat(part)[:, :-1] for part in zip(*passes, strict=True))
+        correct = columns.to(device) == head.columns(self.tokens[:, 1:].to(device))
+        arrays = (correct.cpu().numpy(), probability.numpy(), margin.numpy())
         spans = [slice(start - 1, end - 1) for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True)]
         return [GreedyDrafts(*(array[row, span] for array in arrays)) for row, span in enumerate(spans)]
 
@@ -234,7 +235,7 @@ class ValidationSet:
         return [drafts.correct for drafts in self.drafts(head, geometry, lm_head)]
 
 
-def _greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From logits [n, V]: the most likely token, its probability, and its margin over the second; each [n]."""
+def _greedy_columns(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From logits [n, C]: the most likely column, its probability, and its margin over the second; each [n]."""
     (first, second), ids = (part.T for part in logits.topk(2))
     return ids[0], (first - logits.logsumexp(-1)).exp(), first - second

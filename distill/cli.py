@@ -10,6 +10,7 @@ import click
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
+from eesd.common.geometry import LARGEST_SIZE
 from eesd.common.terminal import progress_bar
 from eesd.common.weights import DTYPES
 from eesd.distill.options import OPTIMIZERS, PRECISIONS
@@ -28,6 +29,12 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option("-o", "--output", type=cli.PATH, required=True, help="Directory for the head, checkpoints and metrics.")
 @click.option("--blocks", type=click.IntRange(1, 1000), default=1, help="Number of decoder blocks in the head (E).")
 @click.option("--own-lm-head/--shared-lm-head", default=False, help="Train an LM head for the exit head, or use the model's.")
+@click.option(
+    "--draft-vocab",
+    type=click.IntRange(0, LARGEST_SIZE),
+    default=0,
+    help="Let the head predict only this many tokens, those that the text uses most; 0: the whole vocabulary.",
+)
 @click.option("--init-head", type=cli.PATH, help="Start from this head instead of the model's last layers.")
 @click.option("--search-exit-layer", help="Compare these exit layers in short runs, e.g. 2,3,4,6, and recommend one.")
 @click.option("--search-blocks", default="1", help="Numbers of blocks that the search tries.")

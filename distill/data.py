@@ -55,6 +55,12 @@ def add_mixed_rows(primary: Rows, mixed: Rows) -> Rows:
     return Rows(tokens, lengths, len(primary))
 
 
+def count_next_tokens(rows: Rows, vocab_size: int) -> NDArray[np.int64]:
+    """How often the primary rows use each token where training predicts it: everywhere but at the beginning of a row [V]."""
+    tokens, lengths = rows.tokens[: rows.num_primary, 1:], rows.lengths[: rows.num_primary, None] - 1
+    return np.bincount(tokens[np.arange(tokens.shape[1]) < lengths], minlength=vocab_size)
+
+
 def split_documents(documents: Iterable[Document], length: int) -> Rows:
     """Split documents into windows of ``length`` + 1 tokens that overlap by one token. Short ones share a row where they fit.
 

@@ -23,12 +23,16 @@ def token_losses(
 
     Logits are computed in chunks, and again in the backward pass: with a large vocabulary they take too much memory to keep.
 
+    A token outside of the draft vocabulary has no cross-entropy. The KL divergence is that of the teacher's distribution over
+    the draft vocabulary, times the probability that the teacher gives to the draft vocabulary. So a position counts as much as
+    the draft can win there, and the probability of the other tokens teaches no wrong ones.
+
     Args:
         features: The head's LM head inputs [n, hidden].
-        lm_head: Weight of the LM head [V, hidden].
-        top_ids: The teacher's most likely tokens [n, K], best first.
+        lm_head: Weight of the LM head [C, hidden]; C columns of logits.
+        top_ids: Columns of the teacher's most likely tokens [n, K], best first; -1 outside of the draft vocabulary.
         top_logprobs: Their log-probabilities [n, K].
-        next_tokens: The text's next tokens [n].
+        next_tokens: Columns of the text's next tokens [n], or -1.
         temperature: Temperature of the KL divergence.
 
     Returns:
@@ -50,12 +54,16 @@ def _chunk_losses(
     features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprobs: Tensor, next_tokens: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     logits = linear(features, lm_head).float()
-    ids = torch.cat([top_ids.long(), next_tokens[:, None]], 1)  # one gather for all: its backward pass costs n x V
+    ids = torch.cat([top_ids.long(), next_tokens[:, None]], 1)  # one gather for all: its backward pass costs n x C
+    outside, ids = ids < 0, ids.clamp_min(0)
     logprobs = log_softmax(logits, -1).gather(1, ids)
     student = logprobs[:, :-1] if temperature == 1 else log_softmax(logits / temperature, -1).gather(1, ids[:, :-1])
     teacher = log_softmax(top_logprobs.float() / temperature, -1)
-    kl = temperature**2 * (teacher.exp() * (teacher - student)).sum(-1)
-    return torch.stack([-logprobs[:, 0], kl, -logprobs[:, -1]]), logits.argmax(-1) == top_ids[:, 0]
+    weight = teacher.exp().masked_fill(outside[:, :-1], 0)
+    inside = weight.sum(-1, keepdim=True).clamp_min(1e-9).log()
+    kl = temperature**2 * (weight * (teacher - inside - student)).sum(-1)
+    cross_entropies = -logprobs.masked_fill(outside, 0)
+    return torch.stack([cross_entropies[:, 0], kl, cross_entropies[:, -1]]), logits.argmax(-1) == top_ids[:, 0]
 
 
 def reach_weights(agrees: Tensor, unroll: int, decay: float) -> Tensor:
@@ -141,7 +149,7 @@ class Student(nn.Module):
             next_tokens: The text's next tokens [B, T].
             mask: 1 for positions that count, else 0 [B, T].
             final_hidden: The teacher's final hidden states [B, T, hidden], for the hidden state loss.
-            lm_head: Weight of the base model's LM head [V, hidden].
+            lm_head: Rows of the base model's LM head [C, hidden] for the head's columns; not used if it has its own.
             inputs: Inputs of the head's blocks.
             caches: Empty KV caches, one per block.
 
@@ -154,9 +162,9 @@ class Student(nn.Module):
             losses, agrees = token_losses(
                 features.flatten(0, 1),
                 lm_head if own_lm_head is None else own_lm_head.weight,
-                top_ids.flatten(0, 1),
+                self.head.columns(top_ids.flatten(0, 1)),
                 top_logprobs.flatten(0, 1),
-                next_tokens.flatten(),
+                self.head.columns(next_tokens.flatten()),
                 self.options.temperature,
             )
         agrees = agrees.view_as(mask) * mask

@@ -51,6 +51,7 @@ class TrainingOptions:
         exit_layer: N, the number of base layers before the head.
         blocks: E, the number of decoder blocks in the head.
         own_lm_head: Whether the head trains its own LM head.
+        draft_vocab: Vd, the tokens that the head can predict. 0: the whole vocabulary.
         losses: Weights of the losses.
         steps: Optimizer steps. 0 trains nothing.
         batch: Rows in a forward pass, on each process.
@@ -70,6 +71,7 @@ class TrainingOptions:
     exit_layer: int
     blocks: int = 1
     own_lm_head: bool = False
+    draft_vocab: int = 0
     losses: LossOptions = LossOptions()
     steps: int = 4000
     batch: int = 8
@@ -91,6 +93,8 @@ class TrainingOptions:
                 raise EESDError(f"--{name.replace('_', '-')} must be at least {minimum}; {getattr(self, name)} was given.")
         if self.length < 2:
             raise EESDError(f"--length must be at least 2; {self.length} was given.")
+        if self.draft_vocab < 0 or self.draft_vocab == 1:
+            raise EESDError(f"--draft-vocab must be at least 2, or 0 for all tokens; {self.draft_vocab} was given.")
         if not 0 <= self.mix_share < 1:
             raise EESDError(f"--mix-share must be at least 0 and below 1; {self.mix_share} was given.")
         if self.lr <= 0 or self.clip <= 0:

@@ -20,12 +20,21 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from eesd.common.draft_vocab import most_used
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers, written_whole
 from eesd.common.geometry import ExitConfig
 from eesd.distill.acceptance import Acceptance, ValidationSet, replay_acceptance
 from eesd.distill.calibrate import CalibrationResult, calibrate
-from eesd.distill.data import Rows, add_mixed_rows, hold_out_prompts, read_prompts, read_rows, split_documents
+from eesd.distill.data import (
+    Rows,
+    add_mixed_rows,
+    count_next_tokens,
+    hold_out_prompts,
+    read_prompts,
+    read_rows,
+    split_documents,
+)
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions
 from eesd.distill.self_prompt import SelfPromptOptions, self_prompts
@@ -224,26 +233,50 @@ class Run:
             teacher.compile(dynamic=False)
         return teacher
 
-    def initial_head(self, training: TrainingOptions) -> ExitHead:
+    def given_head(self, training: TrainingOptions) -> ExitHead | None:
+        """The head in ``init_head``, with its draft vocabulary; None without one.
+
+        Raises:
+            EESDError: It has another shape than the options say.
+        """
+        if self.init_head is None:
+            return None
+        head, wanted = self.checkpoint.exit_head(self.init_head), self._head_config(training)
+        stored = head.exit_config
+        if replace(stored, trained=True, calibration=None) != wanted:
+            lm_head = "own" if stored.own_lm_head else "shared"
+            draft_vocab = f" --draft-vocab {stored.draft_vocab}" if stored.draft_vocab or wanted.draft_vocab else ""
+            raise EESDError(
+                f"The head in {self.init_head} was made with --exit-layer {stored.layer} --blocks {stored.blocks} "
+                f"--{lm_head}-lm-head{draft_vocab}; give these options to start from it."
+            )
+        head.exit_config = wanted
+        return head
+
+    def initial_head(self, training: TrainingOptions, rows: Rows) -> ExitHead:
         """The head before training: the one in ``init_head``, or one made from the model's last layers.
+
+        Args:
+            training: Options of the training.
+            rows: The rows to train on; a draft vocabulary has the tokens that they use most.
 
         Raises:
             EESDError: The head in ``init_head`` has another shape than the options say.
         """
-        base = self.checkpoint.fingerprint()
-        wanted = ExitConfig(training.exit_layer, training.blocks, training.own_lm_head, base, trained=True)
-        if self.init_head is None:
-            return self.checkpoint.initial_head(wanted)
-        head = self.checkpoint.exit_head(self.init_head)
-        stored = head.exit_config
-        if replace(stored, trained=True, calibration=None) != wanted:
-            lm_head = "own" if stored.own_lm_head else "shared"
-            raise EESDError(
-                f"The head in {self.init_head} was made with --exit-layer {stored.layer} --blocks {stored.blocks} "
-                f"--{lm_head}-lm-head; give these options to start from it."
-            )
-        head.exit_config = wanted
-        return head
+        given = self.given_head(training)
+        return self._new_head(training, rows) if given is None else given
+
+    def _new_head(self, training: TrainingOptions, rows: Rows) -> ExitHead:
+        ids = None
+        if training.draft_vocab:
+            counts = count_next_tokens(rows, self.checkpoint.geometry.vocab_size)
+            eos = self.checkpoint.config.eos_token_ids
+            ids = torch.from_numpy(most_used(counts, training.draft_vocab, eos))
+        return self.checkpoint.initial_head(self._head_config(training), ids)
+
+    def _head_config(self, training: TrainingOptions) -> ExitConfig:
+        base, size = self.checkpoint.fingerprint(), training.draft_vocab
+        return ExitConfig(training.exit_layer, training.blocks, training.own_lm_head, base, trained=True, draft_vocab=size)
 
     def trainer(
         self,
@@ -281,9 +314,10 @@ class Run:
     def train(self, report: Report) -> None:
         """Train one head. ``report`` is called with each line of metrics."""
         self.output.mkdir(parents=True, exist_ok=True)
-        head = self.initial_head(self.training)  # first, because it refuses a wrong --init-head before the long work
+        given = self.given_head(self.training)  # first, because it refuses a wrong --init-head before the long work
         layers = [self.training.exit_layer]
         validation, rows = self.validation_and_training_rows(layers)
+        head = self._new_head(self.training, rows) if given is None else given
         trainer = self.trainer(head, self.training, rows, self.targets(rows, layers), validation, self.output)
         with self.progress("training", self.training.steps) as advance:
             trainer.run(self.intervals, report, advance)
@@ -294,8 +328,8 @@ class Run:
         Raises:
             EESDError: The head has another shape than the options say, or weights that are not finite.
         """
-        assert self.init_head is not None
-        head = self.initial_head(self.training)
+        head = self.given_head(self.training)
+        assert self.init_head is not None and head is not None
         if not all(value.isfinite().all() for value in head.state_dict().values()):
             raise EESDError(f"The head in {self.init_head} has weights that are not finite; train it again.")
         self.output.mkdir(parents=True, exist_ok=True)
@@ -383,6 +417,8 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
             raise EESDError(f"{path} is not a file; give files of text, JSON lines or token arrays.")
     checkpoint = Checkpoint(find_model(options["model"]))
     check_exit(checkpoint.geometry, training.exit_layer, training.blocks)
+    if training.draft_vocab >= checkpoint.geometry.vocab_size:
+        training = replace(training, draft_vocab=0)
     if training.length > checkpoint.config.max_positions:
         raise EESDError(
             f"--length {training.length} exceeds the model's {checkpoint.config.max_positions} positions; give a lower one."

@@ -3,7 +3,7 @@
 Costs are counted in decoder layers. A draft step runs N layers, E exit blocks and the LM head; a verify pass runs all L layers
 and the LM head at a cost that does not depend on its number of nodes, as on a GPU at batch 1, where memory bandwidth is the
 limit. With the LM head as h layers, a round of n drafts costs n (N + E + h) + L + E + h (verify runs the E exit blocks, too),
-and a step of plain decoding costs L + h.
+and a step of plain decoding costs L + h. With a draft vocabulary, a draft step's LM head costs less.
 """
 
 from collections.abc import Sequence
@@ -25,23 +25,26 @@ class LayerCosts:
     Attributes:
         layers: L, the number of layers of the model.
         lm_head: h, the cost of the LM head.
+        draft_lm_head: The cost of its rows for the draft vocabulary.
     """
 
     layers: int
     lm_head: float
+    draft_lm_head: float
 
     @classmethod
-    def from_geometry(cls, geometry: Geometry) -> "LayerCosts":
+    def from_geometry(cls, geometry: Geometry, draft_vocab: int) -> "LayerCosts":
         """Take costs to be proportional to the number of weights."""
         layer = sum(prod(shape) for shape in block_shapes(geometry).values() if len(shape) == 2)
-        return cls(geometry.num_layers, geometry.vocab_size * geometry.hidden_size / layer)
+        row = geometry.hidden_size / layer
+        return cls(geometry.num_layers, geometry.vocab_size * row, (draft_vocab or geometry.vocab_size) * row)
 
     @property
     def plain_step(self) -> float:
         return self.layers + self.lm_head
 
     def draft_step(self, exit_layer: int, blocks: int) -> float:
-        return exit_layer + blocks + self.lm_head
+        return exit_layer + blocks + self.draft_lm_head
 
     def round(self, exit_layer: int, blocks: int, drafts: int) -> float:
         return drafts * self.draft_step(exit_layer, blocks) + self.plain_step + blocks
@@ -90,12 +93,12 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report:
     run.output.mkdir(parents=True, exist_ok=True)
     validation, rows = run.validation_and_training_rows(layers)
     targets = run.targets(rows, layers)
-    costs, candidates = LayerCosts.from_geometry(geometry), []
+    costs, candidates = LayerCosts.from_geometry(geometry, run.training.draft_vocab), []
     for layer, blocks in pairs:
         training = replace(run.training, exit_layer=layer, blocks=blocks)
         output = run.output / f"exit-{layer}-blocks-{blocks}"
         output.mkdir(exist_ok=True)
-        trainer = run.trainer(run.initial_head(training), training, rows, targets, validation, output)
+        trainer = run.trainer(run.initial_head(training, rows), training, rows, targets, validation, output)
         with run.progress(f"exit {layer}, {blocks} blocks", training.steps) as advance:
             acceptance = trainer.run(run.intervals, _labelled(report, f"exit {layer}, blocks {blocks}"), advance)
         correct = validation.correct_drafts(trainer.full_head(), geometry, trainer.lm_head)

@@ -103,6 +103,8 @@ class Trainer:
         self.accelerator, self.geometry, self.options, self.rows = accelerator, geometry, options, rows
         self.targets, self.validation, self.output, self.head = targets, validation, output, head
         self.lm_head = lm_head.to(accelerator.device)
+        head = head.to(accelerator.device)
+        self._lm_head_rows = head.rows_of(self.lm_head) if head.lm_head is None else self.lm_head
         self.identity = json.loads(json.dumps(asdict(options) | identity))
         student = Student(head, options.losses, options.precision)
         if compiled:
@@ -164,7 +166,7 @@ class Trainer:
             with nullcontext() if last else self.accelerator.no_sync(self.student):
                 loss, metrics = self.student(
                     batch.hidden, batch.targets.top_ids, batch.targets.top_logprobs, batch.next_tokens, batch.mask,
-                    batch.targets.final_hidden, self.lm_head, self._inputs, self._caches,
+                    batch.targets.final_hidden, self._lm_head_rows, self._inputs, self._caches,
                 )  # fmt: skip
                 self.accelerator.backward(loss / options.accumulate)
             total += torch.cat([loss.detach()[None], metrics]) / options.accumulate

@@ -9,6 +9,7 @@ import click
 
 from eesd.common.cli import NAME, PATH, command
 from eesd.common.errors import EESDError
+from eesd.common.geometry import draft_columns
 from eesd.common.machine import available_memory
 from eesd.common.manifest import (
     DEFAULT_SLOTS,
@@ -120,7 +121,7 @@ def main(
     config = checkpoint.config
     head = _choose_head(checkpoint, exit_layer, exit_head)
     slots = max_seq_len or min(config.max_positions, DEFAULT_SLOTS)
-    top_k = min(draft_top_k, config.geometry.vocab_size)
+    top_k = min(draft_top_k, draft_columns(config.geometry, head.config))
     kind = dtype or checkpoint.dtype
     quantization = _choose_quantization(checkpoint, kind, quantize, quantize_head, quantize_draft, symmetric, link_weights)
     options = ExportOptions(kind, slots, max_tree_nodes, top_k, stages, link_weights, quantization)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,16 @@ from eesd.common.generation_config import GENERATION_CONFIG_FILE, parse_generati
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
-from eesd.common.manifest import FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, LinkInfo, Manifest
-from eesd.common.weights import EXIT_HEAD, StoredWeight, checkpoint_names, model_shapes
+from eesd.common.manifest import (
+    DRAFT_VOCAB_FILE,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    FileInfo,
+    LinkInfo,
+    Manifest,
+)
+from eesd.common.weights import EXIT_HEAD, LM_HEAD, StoredWeight, checkpoint_names, lm_head_name, model_shapes
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
 from eesd.export.weights import (
@@ -34,7 +42,7 @@ from eesd.export.weights import (
     write_weights,
 )
 from eesd.model import exit_head, exit_head_file
-from eesd.model.checkpoint import Checkpoint, exit_head_tensors
+from eesd.model.checkpoint import Checkpoint, exit_head_tensors, stored_draft_vocab
 from eesd.model.rotary import rotary_tables
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.decoding.sampling import Sampling
@@ -47,7 +55,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class ComputedTensor:
-    """A tensor that is computed instead of read: a rotary table."""
+    """A tensor that is computed instead of read: a rotary table, or the rows of an LM head for a draft vocabulary."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self.read = compute
@@ -58,12 +66,14 @@ class Head:
     """The exit head of an export.
 
     Attributes:
-        config: Its configuration.
-        sources: Its tensors by their names in the head.
+        config: Its configuration. With a draft vocabulary it has an LM head of its own.
+        sources: Its weights by their names in the head.
+        draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending; None without one.
     """
 
     config: ExitConfig
     sources: Mapping[str, TensorSource]
+    draft_vocab: Tensor | None = None
 
 
 def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
@@ -77,7 +87,14 @@ def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
         EESDError: The head is missing or damaged, or was trained for another model.
     """
     config = exit_head_file.read_exit_config(directory, checkpoint.fingerprint())
-    return Head(config, exit_head_tensors(checkpoint.geometry, config, directory))
+    sources: dict[str, TensorSource] = dict(exit_head_tensors(checkpoint.geometry, config, directory))
+    if not config.draft_vocab:
+        return Head(config, sources)
+    ids = stored_draft_vocab(checkpoint.geometry, config, directory)
+    if not config.own_lm_head:
+        whole = checkpoint.tensors[lm_head_name(checkpoint.geometry)]
+        sources[LM_HEAD] = ComputedTensor(lambda: whole.read()[ids])
+    return Head(replace(config, own_lm_head=True), sources, ids)
 
 
 def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:
@@ -134,6 +151,9 @@ def export(
     with directory_written_whole(output) as directory:
         links = link_files(directory, (linked[name] for name in linked.keys() & layout.locations.keys()))
         files = _write_files(directory, sources, graphs, layout, texts, progress)
+        if head.draft_vocab is not None:
+            head.draft_vocab.numpy().astype("<i8").tofile(directory / DRAFT_VOCAB_FILE)
+            files[DRAFT_VOCAB_FILE] = _file_info(directory / DRAFT_VOCAB_FILE)
         manifest = _manifest(checkpoint, head.config, options, graphs, files, links)
         (directory / MANIFEST_FILE).write_text(manifest.to_json())
         if check is not None:

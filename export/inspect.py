@@ -146,6 +146,7 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
             f"{geometry.num_kv_heads} KV heads of {geometry.head_dim}, vocabulary {geometry.vocab_size}"
         ),
         "exit head": f"after layer {exit_head.layer}, {exit_head.blocks} block(s){trained}",
+        "draft vocabulary": _draft_vocab(manifest),
         "calibration": "prior of this head" if exit_head.calibration else "default prior",
         "element type": manifest.dtype,
         "linear weights": _linear_weights(manifest),
@@ -165,6 +166,12 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _draft_vocab(manifest: Manifest) -> str:
+    """Which tokens the draft can predict."""
+    size, whole = manifest.exit_head.draft_vocab, manifest.geometry.vocab_size
+    return f"{size} of {whole} tokens" if size else f"all {whole} tokens"
 
 
 def _linear_weights(manifest: Manifest) -> str:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from eesd.common.errors import EESDError
-from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.geometry import ExitConfig, Geometry, draft_columns
 from eesd.common.manifest import PREFILL_CHUNK, Manifest
 from eesd.common.weights import BITS, Quantizations, Shape, graph_shapes, layer_shapes, stored_weight
 
@@ -114,6 +114,7 @@ def estimate_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
     devices, nodes = [], manifest.max_tree_nodes + 1
     for number, (stage, layers) in enumerate(zip(manifest.verify, manifest.stage_layers, strict=True)):
         first, last = number == 0, number == len(manifest.verify) - 1
+        columns = manifest.geometry.vocab_size if last else draft_columns(manifest.geometry, manifest.exit_head)
         verify = manifest.weights_of(stage)
         draft = manifest.weights_of(manifest.draft) if first else {}
         draft_weights, verify_weights = (sum(weight.nbytes for weight in weights.values()) for weights in (draft, verify))
@@ -125,8 +126,8 @@ def estimate_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
                 verify_weights=verify_weights,
                 shared_weights=sum(verify[name].nbytes for name in verify.keys() & draft.keys()),
                 kv_cache=batch * manifest.max_seq_len * slot_bytes(manifest, len(stage.caches)),
-                round_buffers=_buffers(manifest, batch * nodes, batch * nodes if first or last else 0),
-                prefill_buffers=_buffers(manifest, batch * PREFILL_CHUNK, batch if last else 0),
+                round_buffers=_buffers(manifest, batch * nodes, batch * nodes if first or last else 0, columns),
+                prefill_buffers=_buffers(manifest, batch * PREFILL_CHUNK, batch if last else 0, columns),
                 build_host_memory=build_memory(max(draft_weights, verify_weights)),
             )
         )
@@ -143,16 +144,16 @@ def build_memory(weights: int) -> int:
     return _BUILD_BASE + round(_BUILD_FACTOR * weights)
 
 
-def _buffers(manifest: Manifest, tokens: int, logits: int) -> int:
+def _buffers(manifest: Manifest, tokens: int, logits: int, columns: int) -> int:
     """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused attention in float32.
 
-    Of ``tokens`` tokens, ``logits`` get logits.
+    Of ``tokens`` tokens, ``logits`` get logits of ``columns`` columns.
     """
     element, hidden, slots = BITS[manifest.dtype] // 8, manifest.geometry.hidden_size, manifest.max_seq_len
     heads = (manifest.geometry.num_heads + manifest.geometry.num_kv_heads) * manifest.geometry.head_dim
     attention = (2 * hidden + 2 * heads) * element + 4 * manifest.geometry.num_heads * slots
     mlp = (2 * hidden + 3 * manifest.geometry.intermediate_size) * element
-    head = (hidden + manifest.geometry.vocab_size) * element + 4 * manifest.geometry.vocab_size
+    head = (hidden + columns) * element + 4 * columns
     return tokens * (slots + 2 * hidden) * element + max(tokens * attention, tokens * mlp, logits * head)
 
 

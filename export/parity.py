@@ -156,6 +156,7 @@ def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest, draf
             source = joined([sources[part] for part in checkpoint_names(prefix + name, geometry)])
             state[name] = _stored_value(stored, shape, source, manifest)
         module.load_state_dict(state, strict=False, assign=True)
+    modules[1].draft_vocab = head.draft_vocab
     return modules
 
 

@@ -20,7 +20,16 @@ from typing import Any
 from eesd.common.errors import EESDError
 from eesd.common.files import temporary_beside, written_whole
 from eesd.common.machine import compute_capability
-from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, WEIGHTS_FILE, FileInfo, GraphInfo, Manifest, PlanInfo
+from eesd.common.manifest import (
+    DRAFT_VOCAB_FILE,
+    FLAVOURS,
+    MANIFEST_FILE,
+    WEIGHTS_FILE,
+    FileInfo,
+    GraphInfo,
+    Manifest,
+    PlanInfo,
+)
 
 _TIMING_CACHE = "timing.cache"
 _PRECISIONS = ("float16", "bfloat16")
@@ -68,7 +77,7 @@ def builder_version(flavour: str) -> str:
 
 def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> str:
     """SHA-256 over everything that determines a plan. A plan with the same hash need not be built again."""
-    files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS_FILE)]
+    files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS_FILE, DRAFT_VOCAB_FILE) if name in manifest.files]
     files += [link.samples for link in manifest.linked.values()]
     parts = [files, asdict(options), builder_version(options.flavour), manifest.max_seq_len, manifest.max_tree_nodes]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

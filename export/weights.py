@@ -23,8 +23,8 @@ from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
-from eesd.common.manifest import WEIGHTS_FILE, FileInfo, LinkInfo
-from eesd.common.weights import SCALES, ZEROS, Quantization, StoredWeight
+from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, FileInfo, LinkInfo
+from eesd.common.weights import DRAFT_VOCAB, EXIT_HEAD, SCALES, ZEROS, Quantization, StoredWeight
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.packed import PackedTensor
 from eesd.model.quantize import Quantized, join_quantized, quantize
@@ -79,6 +79,9 @@ def layout_weights(
     end = 0
     for weight in chain.from_iterable(graphs):
         if weight.name in locations:
+            continue
+        if weight.name == EXIT_HEAD + DRAFT_VOCAB:  # a file of its own, which the runtime reads without the graph
+            locations[weight.name] = TensorLocation(DRAFT_VOCAB_FILE, 0, weight.nbytes)
             continue
         if linked and weight.name in linked:
             tensor = linked[weight.name]

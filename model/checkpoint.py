@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from eesd.common.checks import is_file_name
+from eesd.common.draft_vocab import are_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.json_fields import Fields
 from eesd.common.json_input import read_json_object
 from eesd.common.weights import (
+    DRAFT_VOCAB,
     EMBEDDINGS,
     LM_HEAD,
     Quantization,
@@ -162,13 +164,15 @@ class Checkpoint:
             parameter.copy_(self.tensors[name].read())
         return model
 
-    def initial_head(self, exit_config: ExitConfig) -> ExitHead:
-        """Create an untrained exit head from the base model's last layers. Only their tensors are read."""
+    def initial_head(self, exit_config: ExitConfig, draft_vocab: Tensor | None = None) -> ExitHead:
+        """Create an untrained exit head from the base model's last layers. Only their tensors are read.
+
+        ``draft_vocab`` holds the ids of the draft vocabulary [Vd], ascending.
+        """
         exit_head.check_exit(self.geometry, exit_config.layer, exit_config.blocks)
-        head = ExitHead(self.geometry, exit_config)
-        names = exit_head.initial_names(self.geometry, exit_config)
-        head.load_state_dict({name: self.tensors[base].read().float() for name, base in names.items()})
-        return head
+        names = exit_head.initial_names(self.geometry, exit_config).values()
+        base = {name: self.tensors[name].read().float() for name in names}
+        return exit_head.initial_head(self.geometry, exit_config, base, draft_vocab)
 
     def lm_head(self) -> Tensor:
         """Read the LM head's weight [V, hidden] in its stored type."""
@@ -183,7 +187,10 @@ class Checkpoint:
         exit_config = exit_head_file.read_exit_config(directory, self.fingerprint())
         tensors = exit_head_tensors(self.geometry, exit_config, directory)
         head = ExitHead(self.geometry, exit_config)
-        head.load_state_dict({name: tensor.read().float() for name, tensor in tensors.items()})
+        state = {name: tensor.read().float() for name, tensor in tensors.items()}
+        if exit_config.draft_vocab:
+            state[DRAFT_VOCAB] = stored_draft_vocab(self.geometry, exit_config, directory)
+        head.load_state_dict(state)
         return head.eval()
 
 
@@ -249,7 +256,7 @@ def _weight_files(directory: Path) -> Iterator[Path]:
 
 
 def exit_head_tensors(geometry: Geometry, exit_config: ExitConfig, directory: Path) -> dict[str, CheckpointTensor]:
-    """Find the tensors of a stored exit head, and check their shapes.
+    """Find the weights of a stored exit head, and check their shapes.
 
     Args:
         geometry: Geometry of the base model.
@@ -265,4 +272,14 @@ def exit_head_tensors(geometry: Geometry, exit_config: ExitConfig, directory: Pa
     for name, shape in shapes.items():
         if name not in stored or stored[name].shape != shape:
             raise EESDError(f"The exit head in {directory} has no tensor {name} of shape {list(shape)}; it is damaged.")
-    return {name: stored[name] for name in shapes}
+    return {name: stored[name] for name in shapes if name != DRAFT_VOCAB}
+
+
+def stored_draft_vocab(geometry: Geometry, exit_config: ExitConfig, directory: Path) -> Tensor:
+    """Read the ids of a stored head's draft vocabulary [Vd], int64, ascending. Raises EESDError if they are not that."""
+    tensor = read_header(directory / exit_head_file.WEIGHTS_FILE)[DRAFT_VOCAB]
+    fits = tensor.stored == "I32" and tensor.nbytes == 4 * exit_config.draft_vocab
+    ids = torch.frombuffer(tensor.read_bytes(), dtype=torch.int32) if fits else torch.zeros(2)
+    if not are_draft_vocab(ids.numpy(), geometry.vocab_size):
+        raise EESDError(f"The exit head in {directory} has a damaged {DRAFT_VOCAB}; train it again.")
+    return ids.long()

@@ -1,36 +1,68 @@
 """The exit head: predicts the next token from the hidden state after layer N.
 
-It consists of E decoder blocks, a norm, and the base model's LM head or its own. It is stored in a checkpoint of
-its own: ``exit_head_file.py``.
+It consists of E decoder blocks, a norm, and the base model's LM head or its own. With a draft vocabulary it predicts only Vd of
+the V tokens. It is stored in a checkpoint of its own: ``exit_head_file.py``.
 """
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
 
 from eesd.common.errors import EESDError
-from eesd.common.geometry import ExitConfig, Geometry
-from eesd.common.weights import FINAL_NORM, LM_HEAD, block_shapes, lm_head_name
+from eesd.common.geometry import ExitConfig, Geometry, draft_columns
+from eesd.common.weights import DRAFT_VOCAB, FINAL_NORM, LM_HEAD, block_shapes, lm_head_name
 from eesd.model.decoder import KV, Block, Decoder, Inputs, RMSNorm
 
 
 class ExitHead(nn.Module):
-    """The modules of an exit head. Each block has a pair of caches, like a base layer."""
+    """The modules of an exit head. Each block has a pair of caches, like a base layer.
+
+    Attributes:
+        draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending: column i of the logits is for the token with the i-th
+            id. None: for token i.
+    """
+
+    draft_vocab: Tensor | None
 
     def __init__(self, geometry: Geometry, exit_config: ExitConfig) -> None:
         super().__init__()
         self.exit_config = exit_config
         self.blocks = nn.ModuleList(Block(geometry) for _ in range(exit_config.blocks))
         self.norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
-        self.lm_head = nn.Linear(geometry.hidden_size, geometry.vocab_size, bias=False) if exit_config.own_lm_head else None
+        columns = draft_columns(geometry, exit_config)
+        self.lm_head = nn.Linear(geometry.hidden_size, columns, bias=False) if exit_config.own_lm_head else None
+        ids = torch.zeros(exit_config.draft_vocab, dtype=torch.int64) if exit_config.draft_vocab else None
+        self.register_buffer(DRAFT_VOCAB, ids)
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear) -> tuple[Tensor, list[KV]]:
         """Predict from the hidden state x [B, n, hidden] after layer N, with a pair of caches for each block.
 
-        ``lm_head`` is the base model's; a head with its own does not use it. Returns logits [B, n, V] and the written caches.
+        ``lm_head`` is the base model's; a head with its own does not use it. Returns logits [B, n, V], with a draft vocabulary
+        [B, n, Vd], and the written caches.
         """
         x, written = self.lm_head_input(x, inputs, caches)
-        own = self.lm_head
-        logits: Tensor = (lm_head if own is None else own)(x)
-        return logits, written
+        if self.lm_head is not None:
+            return self.lm_head(x), written
+        return linear(x, self.rows_of(lm_head.weight)), written
+
+    def rows_of(self, lm_head: Tensor) -> Tensor:
+        """The rows of an LM head's weight [V, hidden] that the head's logits are made from: those of the draft vocabulary."""
+        return lm_head if self.draft_vocab is None else lm_head[self.draft_vocab]
+
+    def tokens(self, columns: Tensor) -> Tensor:
+        """Token ids for columns of the logits."""
+        if self.draft_vocab is None:
+            return columns
+        return embedding(columns, self.draft_vocab[:, None]).squeeze(-1)  # an index would not become a Gather in the graph
+
+    def columns(self, tokens: Tensor) -> Tensor:
+        """Columns of the logits for token ids; -1 for tokens that the draft vocabulary does not have."""
+        if self.draft_vocab is None:
+            return tokens
+        columns = torch.searchsorted(self.draft_vocab, tokens.long()).clamp_max(len(self.draft_vocab) - 1)
+        return torch.where(self.draft_vocab[columns] == tokens, columns, -1)
 
     def lm_head_input(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
         """Run blocks and norm. Returns the input of the LM head [B, n, hidden] and the written caches."""
@@ -82,14 +114,29 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, str]
     return names
 
 
-def initialise(decoder: Decoder, exit_config: ExitConfig) -> ExitHead:
+def initial_head(
+    geometry: Geometry, exit_config: ExitConfig, base: Mapping[str, Tensor], draft_vocab: Tensor | None = None
+) -> ExitHead:
+    """Create an untrained head from the base parameters ``base``, by the names that :func:`initial_names` says.
+
+    ``draft_vocab`` holds the ids of the draft vocabulary [Vd], ascending.
+    """
+    state = {name: base[source] for name, source in initial_names(geometry, exit_config).items()}
+    head = ExitHead(geometry, exit_config)
+    if draft_vocab is not None:
+        state[DRAFT_VOCAB] = draft_vocab
+        state |= {LM_HEAD: state[LM_HEAD][draft_vocab]} if exit_config.own_lm_head else {}
+    head.load_state_dict(state)
+    return head
+
+
+def initialise(decoder: Decoder, exit_config: ExitConfig, draft_vocab: Tensor | None = None) -> ExitHead:
     """Create an untrained head from copies of the base model's last layers, norm and, if it has its own, LM head.
+
+    ``draft_vocab`` holds the ids of the draft vocabulary [Vd], ascending.
 
     Raises:
         EESDError: The model cannot have such an exit head.
     """
     check_exit(decoder.geometry, exit_config.layer, exit_config.blocks)
-    head = ExitHead(decoder.geometry, exit_config)
-    base = decoder.state_dict()
-    head.load_state_dict({k: base[v] for k, v in initial_names(decoder.geometry, exit_config).items()})
-    return head
+    return initial_head(decoder.geometry, exit_config, decoder.state_dict(), draft_vocab)

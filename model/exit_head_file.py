@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
-from eesd.common.geometry import ExitConfig
+from eesd.common.geometry import LARGEST_SIZE, ExitConfig
 from eesd.common.json_fields import Fields
 from eesd.common.json_input import read_json_object
 from eesd.common.prior import CalibrationPrior
@@ -27,10 +27,11 @@ def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -
     Args:
         head: The exit head.
         directory: Directory to write into; it is created if needed.
-        dtype: Element type of the stored tensors.
+        dtype: Element type of the stored weights. The draft vocabulary is int32.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    state = {name: value.detach().to(dtype).contiguous() for name, value in head.state_dict().items()}
+    kinds = {name: dtype if value.is_floating_point() else torch.int32 for name, value in head.state_dict().items()}
+    state = {name: value.detach().to(kinds[name]).contiguous() for name, value in head.state_dict().items()}
     with written_whole(directory / WEIGHTS_FILE) as temporary:
         save_file(state, temporary)
     save_config(head.exit_config, directory)
@@ -63,6 +64,7 @@ def read_exit_config(directory: Path, base: str) -> ExitConfig:
             own_lm_head=fields.flag("own_lm_head"),
             base=fields.text("base") or "",
             trained=fields.flag("trained"),
+            draft_vocab=fields.integer("draft_vocab", 0, least=0, most=LARGEST_SIZE),
         )
         calibration = fields.take("calibration", None)
         if fields.left:

@@ -45,8 +45,8 @@ class Draft(nn.Module):
             caches: The caches 0 .. N-1 and L .. L+E-1.
 
         Returns:
-            Logits [B, n, V] in float32; ids [B, n, K] and log-probabilities [B, n, K] of the K most likely tokens, most likely
-            first; the written caches.
+            Logits [B, n, V] in float32, or [B, n, Vd] with a draft vocabulary; ids [B, n, K] in the whole vocabulary and
+            log-probabilities [B, n, K] of the K most likely tokens, most likely first; the written caches.
         """
         layer = self.exit_head.exit_config.layer
         x = self.model.embed_tokens(input_ids)
@@ -56,9 +56,9 @@ class Draft(nn.Module):
             written.append(cache)
         logits, exit_caches = self.exit_head(x, inputs, caches[layer:], self.lm_head)
         logits = logits.float()
-        values, ids = torch.topk(logits, self.top_k)
+        values, columns = torch.topk(logits, self.top_k)
         logprobs = values - torch.logsumexp(logits, -1, keepdim=True)
-        return logits, ids, logprobs, written + exit_caches
+        return logits, self.exit_head.tokens(columns), logprobs, written + exit_caches
 
 
 class Verify(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from eesd.common.checks import check_choice, check_flag, check_integer, check_path, shown
+from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, REMEDY, read_generation_config
 from eesd.common.integrity import verify_files
@@ -184,6 +185,7 @@ class LLM:
         manifest: The engine directory's manifest.
         default_sampling: For requests that give none.
         engines: The verify engine and the draft engine, to bind to other KV caches.
+        draft_columns: The tokens that the draft can predict.
         controller, guard, budget: What decides about drafting with the exit head; None where it is not used.
         text: What decides about drafting from the text, and the outputs of earlier requests; None where it is not used.
         observer: Told each round's tokens and logits; see :data:`~eesd.runtime.decoding.session.Observer`.
@@ -202,6 +204,7 @@ class LLM:
         self.engines = engines
         self.default_sampling = default_sampling
         # Read now: later the directory may have been exported again, with another tokenizer.
+        self.draft_columns = DraftColumns(load_draft_vocab(directory, manifest))
         self._codec = TextCodec(directory) if (directory / "tokenizer.json").exists() else None
         self._idle: list[_Workspace] = []
         self.observer: Observer | None = None
@@ -297,7 +300,8 @@ class LLM:
         )
         drafter = None
         if draft and workspace.draft and self.controller and self.speculation:
-            drafter = Drafter(workspace.draft, self.controller, self.guard, self.speculation.tree_width, self.budget)
+            width, columns = self.speculation.tree_width, self.draft_columns
+            drafter = Drafter(workspace.draft, self.controller, self.guard, width, self.budget, columns)
             self.controller.begin_request()
             if self.budget:
                 self.budget.begin_request()

@@ -5,8 +5,8 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -21,6 +21,7 @@ from support import distilling, tiny_models  # noqa: E402
 from support.bundled import EXAMPLE  # noqa: E402
 from support.command import add_tokenizer, export_engine, succeed  # noqa: E402
 from support.harness import Harness  # noqa: E402
+from support.lossless_checks import DRAFT_VOCAB  # noqa: E402
 from support.tiny_checkpoints import FAMILIES, build  # noqa: E402
 
 from eesd.export import onnx_graph  # noqa: E402
@@ -85,14 +86,37 @@ def two_block_harness(shared: Shared) -> Harness:
 
 
 @pytest.fixture(scope="session")
+def reduced_harness(shared: Shared) -> Harness:
+    """Engines of the harness's model whose draft predicts ``DRAFT_VOCAB`` only."""
+    fill = partial(fill_harness, vocab_size=97, layers=3, slots=384, draft_vocab=tuple(DRAFT_VOCAB.tolist()))
+    return Harness(shared("reduced", fill) / "plans")
+
+
+@pytest.fixture(scope="session")
+def reduced_five_token_harness(shared: Shared) -> Harness:
+    """Engines of the five-token model whose draft predicts three tokens."""
+    fill = partial(fill_harness, vocab_size=5, layers=3, slots=64, damping=0.5, draft_vocab=(1, 3, 4))
+    return Harness(shared("reduced-five-tokens", fill) / "plans")
+
+
+@pytest.fixture(scope="session")
 def five_token_harness(shared: Shared) -> Harness:
     """Engines of a model with five tokens: few enough to enumerate every outcome."""
     return Harness(shared("five-tokens", lambda path: fill_harness(path, 5, layers=3, slots=64, damping=0.5)) / "plans")
 
 
-def fill_harness(path: Path, vocab_size: int, layers: int, slots: int, damping: float = 0.3, blocks: int = 1) -> None:
+def fill_harness(
+    path: Path,
+    vocab_size: int,
+    layers: int,
+    slots: int,
+    damping: float = 0.3,
+    blocks: int = 1,
+    draft_vocab: Sequence[int] = (),
+) -> None:
     model = tiny_models.build(path / "model", vocab_size, layers=layers, damping=damping, seed=0)
-    tiny_models.export_tiny(model, path / "plans", slots=slots, blocks=blocks)
+    top_k = min(4, len(draft_vocab) or vocab_size)
+    tiny_models.export_tiny(model, path / "plans", slots=slots, blocks=blocks, draft_vocab=draft_vocab, top_k=top_k)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ from support.lossless_checks import (
     SAMPLINGS,
     cache_of,
     check_cache,
+    check_draft_ids,
+    check_reduced_proposals,
     check_same_tokens,
     check_tree_drafts,
     drafted_logits,
@@ -54,6 +56,32 @@ def test_an_exit_head_of_two_blocks_is_lossless(two_block_harness: Harness, name
     stats = check_same_tokens(harness, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
     assert stats.accepted_tokens
     check_cache(harness, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
+
+
+@pytest.mark.parametrize("spec", ["fixed:k=4", "random"])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_draft_vocabulary_is_lossless(reduced_harness: Harness, name: str, width: int, spec: str) -> None:
+    """Also where the verifier's token is one that the draft cannot predict."""
+    stats = check_same_tokens(reduced_harness, PROMPTS[2], SAMPLINGS[name], controller(spec), width)
+    assert 0 < stats.accepted_tokens < sum(stats.verified_at_depth)
+    plain = generated(reduced_harness.session(PROMPTS[2], SAMPLINGS[name]))
+    assert any(token % 5 == 0 for token in plain)
+
+
+def test_a_draft_vocabulary_keeps_the_cache(reduced_harness: Harness) -> None:
+    check_cache(reduced_harness, PROMPTS[2], SAMPLINGS["T1"], controller("fixed:k=4"), width=3)
+
+
+def test_the_draft_names_its_candidates_by_their_ids(reduced_harness: Harness) -> None:
+    check_draft_ids(reduced_harness, PROMPTS[2])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("method", ["coupled", "rejection"])
+@pytest.mark.parametrize("name", list(SAMPLINGS)[1:])
+def test_a_draft_vocabulary_proposes_as_if_all_other_logits_were_infinitely_low(name: str, method: str, count: int) -> None:
+    check_reduced_proposals(replace(SAMPLINGS[name], method=method), count)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])

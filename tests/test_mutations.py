@@ -18,19 +18,24 @@ from support import tiny_models
 from support.command import export_engine
 from support.harness import Harness, PauseUntil, RandomStop, Wrapped, copying
 from support.lossless_checks import (
+    DRAFT_VOCAB,
     cache_of,
     check_cache,
+    check_draft_ids,
     check_interrupted_anywhere,
     check_joint,
+    check_reduced_proposals,
     check_same_tokens,
     check_sampler,
     check_tree_drafts,
 )
 
+from eesd.common.draft_vocab import DraftColumns
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import make_controller
 from eesd.export import onnx_graph
 from eesd.model import graphs
+from eesd.model.exit_head import ExitHead
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding import samplers, sampling, session
 from eesd.runtime.decoding.draft_tree import DraftTree
@@ -100,6 +105,51 @@ def test_a_mistake_in_rejection_sampling_is_caught(
     for width in widths:
         with caught():
             check_sampler(width, draws=6000)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "old", "new"),
+    [
+        pytest.param(samplers._Base, "_proposals", "self._columns.tokens(columns).tolist()", "columns", id="map forgotten"),
+        pytest.param(DraftColumns, "spread", "np.zeros(vocab_size)", "np.full(vocab_size, 0.3)", id="q not zero elsewhere"),
+        pytest.param(DraftColumns, "spread", "spread[self._ids] = values", "spread[: len(values)] = values", id="q by column"),
+    ],
+)
+def test_a_draft_vocabulary_that_breaks_rejection_sampling_is_caught(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str
+) -> None:
+    mutate(monkeypatch, owner, name, old, new)
+    with caught(), np.errstate(divide="ignore", invalid="ignore"):
+        check_sampler(1, draws=6000, draft_vocab=(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "old", "new"),
+    [
+        pytest.param(samplers._Base, "_proposals", "self._columns.tokens(columns).tolist()", "columns", id="map forgotten"),
+        pytest.param(samplers._Base, "_penalized", "columns.of([*self._tokens, *node.path()])", "{3, 5, 9, 60}", id="penalty"),
+        pytest.param(sampling.GumbelNoise, "best", "columns.tokens(likely)", "likely", id="noise by column"),
+        pytest.param(sampling.GumbelNoise, "best", "columns.tokens(found)", "found", id="noise by column, unlikely tokens"),
+    ],
+)
+def test_a_mistake_in_the_draft_vocabulary_shows_in_the_proposals(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str
+) -> None:
+    """These cost acceptance only: what the others emit does not depend on what was drafted."""
+    mutate(monkeypatch, owner, name, old, new)
+    with caught():
+        check_reduced_proposals(Sampling(temperature=1.0, repetition_penalty=1.5), count=8)
+
+
+def test_a_draft_graph_that_forgets_the_draft_vocabulary_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eesd.export.engine_dir.trace", onnx_graph.trace)  # not one that was traced before
+    monkeypatch.setattr(ExitHead, "tokens", lambda _, columns: columns)
+    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
+    ids = tuple(DRAFT_VOCAB.tolist())
+    forgetful = Harness(tiny_models.export_tiny(model, tmp_path / "plans", slots=64, draft_vocab=ids))
+    check_same_tokens(forgetful, PROMPT, GREEDY, make_controller("fixed:k=4"), width=1)
+    with caught():
+        check_draft_ids(forgetful, PROMPT)
 
 
 def trimming(draft: Callable[..., float]) -> Callable[..., float]:

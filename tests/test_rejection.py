@@ -57,6 +57,16 @@ def test_the_sampler_alone_follows_p(width: int) -> None:
     check_sampler(width)
 
 
+@pytest.mark.parametrize("width", [1, 2])
+def test_the_sampler_alone_follows_p_with_a_draft_vocabulary(width: int) -> None:
+    check_sampler(width, draft_vocab=(1, 3))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_draft_vocabulary_follows_the_verifiers_distribution(reduced_five_token_harness: Harness, width: int) -> None:
+    check_joint(reduced_five_token_harness, PROMPT, PLAIN, controller("fixed:k=2"), width)
+
+
 def test_a_longer_prompt_keeps_the_distribution(five_token_harness: Harness) -> None:
     check_joint(five_token_harness, [0, 4, 2, 2, 1, 3], PLAIN, controller("fixed:k=2"), width=1, draws=2500)
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from eesd.bench.measure.run import Bench, EncodedPrompt, Options
 from eesd.bench.measure.tasks import TaskPrompt, split_prompts
 from eesd.bench.replay.costs import CostModel, mean_call_costs
+from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.manifest import Manifest
@@ -169,9 +170,11 @@ def check_depth(manifest: Manifest, depth: int) -> None:
 class ChainDrafter:
     """Drafts chains behind the last token of a session, and commits nothing."""
 
-    def __init__(self, session: Session, draft: Engine, sampling: Sampling, vocab_size: int) -> None:
+    def __init__(
+        self, session: Session, draft: Engine, sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE
+    ) -> None:
         self._session, self._draft = session, draft.bind(session.kv_cache)
-        self._sampler = make_sampler(sampling, vocab_size)
+        self._sampler = make_sampler(sampling, vocab_size, columns)
 
     def draft(self, count: int) -> tuple[list[int], list[DraftStep]]:
         """Draft ``count`` tokens, for which the cache must have slots.
@@ -214,7 +217,8 @@ def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: 
     chains: list[list[int]] = []
     with llm.session(prompt, sampling, max_new_tokens=new_tokens, draft=False, ignore_eos=True) as session:
         session.prefill()
-        drafter = ChainDrafter(session, llm.engines.draft, sampling, llm.manifest.geometry.vocab_size)
+        vocab_size = llm.manifest.geometry.vocab_size
+        drafter = ChainDrafter(session, llm.engines.draft, sampling, vocab_size, llm.draft_columns)
         while session.finish_reason is None:
             room = min(new_tokens - session.stats.new_tokens, llm.manifest.max_seq_len - len(session.tokens)) - 1
             chain, steps = drafter.draft(min(depth, room))

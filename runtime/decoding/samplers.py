@@ -9,6 +9,9 @@ the tree and says which path is accepted and which token comes after it, the bon
 * ``Rejection`` (Leviathan et al. 2023, arXiv 2211.17192): a chain samples x ~ q and accepts it with probability min(1, p/q);
   else it draws from the normalised positive part of p - q. A tree proposes the most likely tokens of q and accepts child x with
   probability p(x); else it removes x from p, renormalises, and tries the next sibling.
+
+With a draft vocabulary, q has columns for some tokens only, and is zero for the others. Proposals are chosen among columns;
+noise and penalty are those of their tokens.
 """
 
 from collections.abc import Sequence
@@ -17,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.runtime.decoding.draft_tree import Node, Proposal
 from eesd.runtime.decoding.sampling import GumbelNoise, Sampling, Vector, normalize, penalize, philox, warp
 from eesd.runtime.engines.base import Logits, StepOutputs
@@ -46,10 +50,11 @@ class SpecSampler(Protocol):
         ...
 
 
-def make_sampler(sampling: Sampling, vocab_size: int) -> SpecSampler:
+def make_sampler(sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE) -> SpecSampler:
+    """The sampler of a request; ``columns`` says which tokens the draft's logits are for."""
     if sampling.greedy:
-        return Greedy(sampling)
-    return Coupled(sampling, vocab_size) if sampling.method == "coupled" else Rejection(sampling)
+        return Greedy(sampling, columns)
+    return Coupled(sampling, vocab_size, columns) if sampling.method == "coupled" else Rejection(sampling, columns)
 
 
 def _best(scores: Vector | Logits, count: int) -> list[int]:
@@ -61,39 +66,46 @@ def _best(scores: Vector | Logits, count: int) -> list[int]:
     return [int(i) for i in candidates[np.argsort(-scores[candidates], kind="stable")][:count]]
 
 
-def _margins(scores: Vector, tokens: list[int]) -> list[float]:
-    """Score of each of ``tokens`` minus that of the best other token. ``scores`` is unchanged on return."""
+def _margins(scores: Vector, indices: list[int]) -> list[float]:
+    """Each of these scores minus the best other one. ``scores`` is unchanged on return."""
     margins = []
-    for token in tokens:
-        own = scores[token]
-        scores[token] = -np.inf
+    for index in indices:
+        own = scores[index]
+        scores[index] = -np.inf
         margins.append(float(own - scores.max()))
-        scores[token] = own
+        scores[index] = own
     return margins
-
-
-def _top(logprobs: Vector, count: int) -> list[Proposal]:
-    """The most likely tokens; their scores are their log-probabilities."""
-    tokens = [token for token in _best(logprobs, count) if logprobs[token] > -np.inf]
-    pairs = zip(tokens, _margins(logprobs, tokens), strict=True)
-    return [Proposal(token, float(logprobs[token]), float(logprobs[token]), margin) for token, margin in pairs]
 
 
 class _Base:
     proposes_top_tokens = False
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, columns: DraftColumns = WHOLE) -> None:
         self._sampling = sampling
+        self._columns = columns
         self._tokens: Sequence[int] = ()
 
     def begin_round(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
 
-    def _penalized(self, logits: Logits, node: Node) -> Logits:
+    def _penalized(self, logits: Logits, node: Node, columns: DraftColumns = WHOLE) -> Logits:
         """Logits after ``node``, with the repetition penalty for all tokens before and on its path."""
         if self._sampling.repetition_penalty == 1:
             return logits
-        return penalize(logits, self._sampling.repetition_penalty, [*self._tokens, *node.path()])
+        return penalize(logits, self._sampling.repetition_penalty, columns.of([*self._tokens, *node.path()]))
+
+    def _drafted(self, logits: Logits, node: Node) -> Vector:
+        """The draft's log-probabilities after ``node``, a column for each token that it can predict."""
+        return warp(self._penalized(logits, node, self._columns), self._sampling)
+
+    def _proposals(self, columns: list[int], logprobs: Vector, scores: Sequence[float], margins: list[float]) -> list[Proposal]:
+        tokens = self._columns.tokens(columns).tolist()
+        return [Proposal(*values) for values in zip(tokens, logprobs[columns].tolist(), scores, margins, strict=True)]
+
+    def _top(self, logprobs: Vector, count: int) -> list[Proposal]:
+        """The most likely tokens; their scores are their log-probabilities."""
+        columns = [column for column in _best(logprobs, count) if logprobs[column] > -np.inf]
+        return self._proposals(columns, logprobs, logprobs[columns].tolist(), _margins(logprobs, columns))
 
     def _position(self, node: Node) -> int:
         """Position in the sequence of the token that follows ``node``."""
@@ -120,8 +132,8 @@ class _Deterministic(_Base):
 
 
 class Greedy(_Deterministic):
-    def __init__(self, sampling: Sampling) -> None:
-        super().__init__(sampling)
+    def __init__(self, sampling: Sampling, columns: DraftColumns = WHOLE) -> None:
+        super().__init__(sampling, columns)
         self.proposes_top_tokens = sampling.repetition_penalty == 1
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
@@ -131,7 +143,7 @@ class Greedy(_Deterministic):
             tokens, top = ids[row].tolist(), logprobs[row].tolist()
             others = [top[1] if len(top) > 1 else log(max(1 - exp(top[0]), 1e-9)), *[top[0]] * (count - 1)]
             return [Proposal(tokens[i], top[i], top[i], top[i] - others[i]) for i in range(count)]
-        return _top(normalize(self._penalized(outputs.logits[row], node).astype(np.float64)), count)
+        return self._top(normalize(self._penalized(outputs.logits[row], node, self._columns).astype(np.float64)), count)
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
         if self.proposes_top_tokens:
@@ -140,18 +152,17 @@ class Greedy(_Deterministic):
 
 
 class Coupled(_Deterministic):
-    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
-        super().__init__(sampling)
+    def __init__(self, sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE) -> None:
+        super().__init__(sampling, columns)
         self._noise = GumbelNoise(sampling.seed, vocab_size)
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
-        logprobs = warp(self._penalized(outputs.logits[row], node), self._sampling)
-        tokens, noisy = self._noise.best(logprobs, self._position(node), count + 1)  # one more, for the last margin
+        logprobs = self._drafted(outputs.logits[row], node)
+        # One more, for the last margin.
+        columns, noisy = self._noise.best(logprobs, self._position(node), count + 1, self._columns)
         best = [index for index in _best(noisy, min(count, len(noisy))) if noisy[index] > -np.inf]
         scores = noisy[best] - noisy[best[0]]
-        chosen = tokens[best]
-        columns = (logprobs[chosen].tolist(), scores.tolist(), _margins(noisy, best))
-        return [Proposal(token, *values) for token, *values in zip(chosen.tolist(), *columns, strict=True)]
+        return self._proposals(columns[best].tolist(), logprobs, scores.tolist(), _margins(noisy, best))
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
         logprobs = warp(self._penalized(outputs.logits[node.index], node), self._sampling)
@@ -166,25 +177,25 @@ class Rejection(_Base):
         super().begin_round(tokens)
         self._random = philox(self._sampling.seed, 1, len(tokens))
         self._sampled: dict[Node, Vector] = {}
-        """q after each node whose only child was sampled from it."""
+        """q, by column, after each node whose only child was sampled from it."""
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
-        logprobs = warp(self._penalized(outputs.logits[row], node), self._sampling)
+        logprobs = self._drafted(outputs.logits[row], node)
         if count > 1:
-            return _top(logprobs, count)
+            return self._top(logprobs, count)
         self._sampled[node] = q = np.exp(logprobs)
-        token = self._draw(q)
-        return [Proposal(token, float(logprobs[token]), float(logprobs[token]), _margins(logprobs, [token])[0])]
+        column = self._draw(q)
+        return self._proposals([column], logprobs, [float(logprobs[column])], _margins(logprobs, [column]))
 
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
         node = root
         path: list[Node] = []
         while True:
             p = np.exp(warp(self._penalized(outputs.logits[node.index], node), self._sampling))
-            accepted = None
+            accepted, drafted = None, self._sampled.get(node)
+            q = None if drafted is None else self._columns.spread(drafted, len(p))
             for child in node.children:
                 token = child.token
-                q = self._sampled.get(node)
                 ratio = p[token] if q is None else p[token] / q[token]
                 if self._random.random() < ratio:
                     accepted = child
@@ -197,7 +208,7 @@ class Rejection(_Base):
             node = accepted
 
     def _draw(self, probabilities: Vector) -> int:
-        """A token with the given probabilities [V], by inversion."""
+        """An index with the given probabilities, by inversion."""
         cumulative = np.cumsum(probabilities)
-        token = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
-        return min(token, len(probabilities) - 1)
+        index = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+        return min(index, len(probabilities) - 1)

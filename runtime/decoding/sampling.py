@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.common.checks import check_choice, check_integer, check_number
+from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.runtime.engines.base import Logits
 
 Vector = NDArray[np.float64]
@@ -147,24 +148,26 @@ class GumbelNoise:
         """g [V] for the token at ``position`` of the sequence."""
         return _gumbel(self._bits(position)[0])
 
-    def best(self, scores: Vector, position: int, count: int) -> tuple[NDArray[np.int64], Vector]:
-        """All tokens that may be among the ``count`` best of ``scores`` [V] plus noise, ascending, and their noisy scores.
+    def best(
+        self, scores: Vector, position: int, count: int, columns: DraftColumns = WHOLE
+    ) -> tuple[NDArray[np.int64], Vector]:
+        """All columns that may be among the ``count`` best of ``scores`` plus noise, ascending, and their noisy scores.
 
-        The others are out because even the largest noise would not lift them to the ``count`` best of the likely tokens. Tokens
-        that a filter removed may be out, too.
+        The others are out because even the largest noise would not lift them to the ``count`` best of the likely ones. Columns
+        that a filter removed may be out, too. A column's noise is that of its token.
         """
         bits, largest = self._bits(position)
         peak = scores.max()
         likely = np.flatnonzero(scores >= peak - LIKELY)
-        noisy = scores[likely] + _gumbel(bits[likely])
+        noisy = scores[likely] + _gumbel(bits[columns.tokens(likely)])
         if count <= len(likely):
             reach = (noisy.max() if count == 1 else np.partition(noisy, -count)[-count]) - largest - 1e-9
             if reach > peak - LIKELY:
                 return likely, noisy
         else:
             reach = -np.inf
-        tokens = np.flatnonzero((scores >= reach) & (scores > -np.inf))
-        return tokens, scores[tokens] + _gumbel(bits[tokens])
+        found = np.flatnonzero((scores >= reach) & (scores > -np.inf))
+        return found, scores[found] + _gumbel(bits[columns.tokens(found)])
 
     def _bits(self, position: int) -> tuple[NDArray[np.uint64], float]:
         kept = self._kept.get(position)

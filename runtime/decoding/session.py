@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eesd.common.checks import shown
+from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.common.errors import EESDError
 from eesd.common.manifest import PREFILL_CHUNK
 from eesd.controllers import Controller, DraftStep, RoundOutcome
@@ -63,13 +64,15 @@ class RoundResult(NamedTuple):
 @dataclass(frozen=True)
 class Drafter:
     """What a session needs to draft with the exit head: the bound draft engine, the controller, the guard (None: never pause),
-    the nodes of a level (1: a chain), and the budget that chooses what is verified (None: everything)."""
+    the nodes of a level (1: a chain), the budget that chooses what is verified (None: everything), and the tokens of the draft's
+    columns."""
 
     binding: Binding
     controller: Controller
     guard: Guard | None
     tree_width: int = 1
     budget: TreeBudget | None = None
+    columns: DraftColumns = WHOLE
 
 
 class Session:
@@ -116,7 +119,7 @@ class Session:
         self._text = text
         self._index = TextIndex()
         self._limits = limits
-        self._sampler = make_sampler(sampling, vocab_size)
+        self._sampler = make_sampler(sampling, vocab_size, drafter.columns if drafter else WHOLE)
         self._observer = observer
         self._prefilled = 0
         self._closed = False

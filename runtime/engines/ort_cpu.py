@@ -264,7 +264,6 @@ class OrtBinding:
             x = results[0]
             io_bindings.append(io_binding)
             buffers.append(x)
-        assert x.shape[2] == self._engine.manifest.geometry.vocab_size
         topk = [result[0] for result in results[1:]] or [None, None]
         return _BoundCall(io_bindings, buffers, ids, positions, slot, mask[0, 0], StepOutputs(x[0], *topk))
 

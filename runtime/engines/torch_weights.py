@@ -18,7 +18,7 @@ from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
+from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, GraphInfo, Manifest
 from eesd.common.weights import DRAFT, LEVELS, LM_HEAD, ROTARY_TABLES, SCALES, ZEROS, StoredWeight, part_shapes, parts_of
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
@@ -54,7 +54,8 @@ def load_modules(directory: Path, manifest: Manifest, devices: Sequence[torch.de
     Raises:
         EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the GPU.
     """
-    files = _map_files(directory, (WEIGHTS_FILE, *manifest.linked))
+    draft_vocab = [DRAFT_VOCAB_FILE] if manifest.exit_head.draft_vocab else []
+    files = _map_files(directory, (WEIGHTS_FILE, *draft_vocab, *manifest.linked))
     stages = []
     for number, (graph, device) in enumerate(zip(manifest.verify, devices, strict=True)):
         with_draft = draft and number == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import Controller, DraftStep
 from eesd.controllers.text_rule import TextRule, TextStep
@@ -40,6 +41,7 @@ class Harness:
         self.manifest = load_manifest(directory)
         self._verify = OrtEngine(directory, self.manifest, self.manifest.verify, threads=1)
         self._draft = OrtEngine(directory, self.manifest, [self.manifest.draft], threads=1)
+        self.columns = DraftColumns(load_draft_vocab(directory, self.manifest))
         self._shared = self.workspace(self.manifest.max_seq_len)
 
     def workspace(self, slots: int = FIRST_SLOTS) -> Workspace:
@@ -65,7 +67,7 @@ class Harness:
         """A session that drafts with the exit head if there is a controller, and from the text if there is a ``text``."""
         parts, manifest = workspace or self._shared, self.manifest
         limits = Limits(eos, new_tokens, manifest.max_seq_len, manifest.max_tree_nodes, in_place=in_place)
-        drafter = Drafter(parts.draft, controller, guard, width, budget) if controller else None
+        drafter = Drafter(parts.draft, controller, guard, width, budget, self.columns) if controller else None
         vocab_size = manifest.geometry.vocab_size
         sampling = sampling or Sampling()
         return Session(prompt, parts.kv_cache, parts.verify, drafter, limits, sampling, vocab_size, observer, text)

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
+from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.compare import LogitRecord
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain
-from eesd.runtime.decoding.samplers import Rejection
+from eesd.runtime.decoding.samplers import Rejection, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Session
 from eesd.runtime.decoding.stats import Stats
@@ -126,7 +127,8 @@ def check_joint(
 class MadeUp:
     """Distributions made up for every context of at most LENGTH - 1 tokens: the verifier's p and the draft's q."""
 
-    def __init__(self, vocab_size: int, seed: int) -> None:
+    def __init__(self, vocab_size: int, seed: int, draft_vocab: Sequence[int] = ()) -> None:
+        self.draft_vocab = np.array(draft_vocab or range(vocab_size))
         random = np.random.default_rng(seed)
         contexts = [context for n in range(LENGTH) for context in product(range(vocab_size), repeat=n)]
         self.p = {context: random.dirichlet(np.ones(vocab_size)) for context in contexts}
@@ -138,23 +140,25 @@ class MadeUp:
         return {o: float(np.prod([self.p[o[:n]][o[n]] for n in range(LENGTH)])) for o in outcomes}
 
     def rows(self, table: Mapping[tuple[int, ...], Vector], nodes: Iterable[Node]) -> NDArray[np.float32]:
+        """The logits [nodes, V] after some nodes."""
         return np.log(np.stack([table[tuple(node.path())] for node in nodes]) + 1e-30).astype(np.float32)
 
     def round(self, seed: int, width: int) -> list[int]:
         """One round of the sampler alone, two levels deep: no engine, no session."""
-        sampler = Rejection(Sampling(temperature=1.0, method="rejection", seed=seed))
+        columns = DraftColumns(self.draft_vocab)
+        sampler = Rejection(Sampling(temperature=1.0, method="rejection", seed=seed), columns)
         tree = DraftTree(0, max_nodes=width + width**2, width=width**2)
         sampler.begin_round([0])
         for _ in range(LENGTH - 1):
-            outputs = StepOutputs(self.rows(self.q, tree.frontier))
+            outputs = StepOutputs(self.rows(self.q, tree.frontier)[:, self.draft_vocab])
             tree.grow([sampler.propose(node, outputs, row, width) for row, node in enumerate(tree.frontier)])
         path, bonus = sampler.accept(tree.root, StepOutputs(self.rows(self.p, tree.prune())))
         return [*(node.token for node in path), bonus]
 
 
-def check_sampler(width: int, vocab_size: int = 4, draws: int = 12000) -> None:
+def check_sampler(width: int, vocab_size: int = 4, draws: int = 12000, draft_vocab: Sequence[int] = ()) -> None:
     """Rounds of rejection sampling, each completed to LENGTH tokens by p itself, follow p's joint distribution."""
-    made_up, random = MadeUp(vocab_size, seed=width), np.random.default_rng(0)
+    made_up, random = MadeUp(vocab_size, width, draft_vocab), np.random.default_rng(0)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(draws):
         tokens = tuple(made_up.round(seed, width))
@@ -163,6 +167,35 @@ def check_sampler(width: int, vocab_size: int = 4, draws: int = 12000) -> None:
         counts[tokens] += 1
     p_value = g_test(counts, made_up.joint())
     assert p_value > P_VALUE, f"the sampler does not follow p (p = {p_value:.1e})"
+
+
+DRAFT_VOCAB = np.array([token for token in range(97) if token % 5])
+"""Ids of a draft vocabulary: 78 of 97 tokens, and hardly ever is column i for token i."""
+
+
+def check_reduced_proposals(sampling: Sampling, count: int) -> None:
+    """A draft vocabulary proposes what the whole vocabulary does where the logits of all other tokens are -inf."""
+    random, seen, node = np.random.default_rng(0), [5, 9, 3, 60, 61, 62, 63], Node(3)
+    samplers = [make_sampler(sampling, 97, columns) for columns in (DraftColumns(DRAFT_VOCAB), WHOLE)]
+    for _ in range(20):
+        reduced = 3 * random.standard_normal((1, len(DRAFT_VOCAB))).astype(np.float32)
+        whole = np.full((1, 97), -np.inf, np.float32)
+        whole[:, DRAFT_VOCAB] = reduced
+        proposals = []
+        for sampler, logits in zip(samplers, (reduced, whole), strict=True):
+            sampler.begin_round(seen)
+            proposals.append(sampler.propose(node, StepOutputs(logits), 0, count))
+        assert proposals[0] and not np.isin([p.token for p in proposals[0]], np.arange(0, 97, 5)).any()
+        np.testing.assert_allclose(*proposals, rtol=0, atol=1e-9)
+        seen = [*seen, proposals[0][0].token]
+
+
+def check_draft_ids(harness: Harness, prompt: Sequence[int]) -> None:
+    """The ids of the draft's candidates are those of its best columns."""
+    outputs = harness.fresh_prefill(prompt).draft.forward(prompt[-1:], [len(prompt) - 1], len(prompt) - 1)
+    assert outputs.topk_ids is not None and outputs.logits.shape == (1, len(DRAFT_VOCAB))
+    best = DRAFT_VOCAB[np.argsort(-outputs.logits[0])[: outputs.topk_ids.shape[1]]]
+    np.testing.assert_allclose(outputs.topk_ids[0], best)
 
 
 def check_same_tokens(

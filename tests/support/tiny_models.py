@@ -1,5 +1,6 @@
 """Tiny seeded Llama models whose untrained draft is often but not always right, and their engines."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -64,14 +65,16 @@ def export_tiny(
     stages: int = 1,
     dtype: str = "float32",
     own_lm_head: bool = False,
+    draft_vocab: Sequence[int] = (),
 ) -> Path:
     """Export a model with an exit head that copies its last layers. An own LM head is the model's, multiplied by two."""
     checkpoint = Checkpoint(model)
-    if blocks == 1 and not own_lm_head:
+    if blocks == 1 and not own_lm_head and not draft_vocab:
         head = untrained_head(checkpoint, layer)
     else:
-        config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint())
-        made = exit_head.initialise(checkpoint.decoder(), config).requires_grad_(False)
+        config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), draft_vocab=len(draft_vocab))
+        ids = torch.tensor(draft_vocab) if draft_vocab else None
+        made = exit_head.initialise(checkpoint.decoder(), config, ids).requires_grad_(False)
         if made.lm_head is not None:
             made.lm_head.weight.mul_(2)
         exit_head_file.save(made, output.parent / "head", torch.float32)

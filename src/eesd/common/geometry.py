@@ -100,10 +100,12 @@ class ExitConfig:
     Attributes:
         layer: N, the number of base layers before the head.
         blocks: E, the number of decoder blocks in the head.
-        own_lm_head: Whether the head has its own LM head. If not, it uses the base model's.
+        own_lm_head: Whether the head has its own LM head. If not, it uses the base model's. In an engine directory a draft
+            vocabulary always has an LM head of its own: the rows of its tokens.
         base: Fingerprint of the base model.
         trained: False for an initialised head that was never trained.
         calibration: Calibration prior of this head. None: controllers use the default prior.
+        draft_vocab: Vd, the number of tokens that the head can predict. 0: the whole vocabulary.
     """
 
     layer: int
@@ -112,6 +114,12 @@ class ExitConfig:
     base: str = ""
     trained: bool = False
     calibration: CalibrationPrior | None = None
+    draft_vocab: int = 0
+
+
+def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
+    """Columns of the draft's logits: the size of the draft vocabulary, or V."""
+    return exit_config.draft_vocab or geometry.vocab_size
 
 
 def exit_caches(geometry: Geometry, exit_config: ExitConfig) -> range:

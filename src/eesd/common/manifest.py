@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.weights import Quantizations, StoredWeight, graph_shapes, stored_weight
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
+DRAFT_VOCAB_FILE = "draft_vocab.bin"
+"""The ids of the draft vocabulary, ascending, as little-endian int64: external data of the draft graph."""
 DEFAULT_SLOTS, DEFAULT_TREE_NODES, DEFAULT_TOP_K = 4096, 32, 8
 """Defaults of an export for ``max_seq_len`` (or the model's positions, if fewer), ``max_tree_nodes`` and ``draft_top_k``."""
 MAX_SLOTS, MAX_TREE_NODES, MAX_TOP_K = 1 << 24, 512, 64

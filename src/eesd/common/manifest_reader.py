@@ -9,9 +9,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
-from eesd.common.geometry import ARCHITECTURES, draft_caches, exit_caches
+from eesd.common.geometry import ARCHITECTURES, draft_caches, draft_columns, exit_caches
 from eesd.common.json_input import read_json
 from eesd.common.manifest import (
+    DRAFT_VOCAB_FILE,
     FORMAT_VERSION,
     MANIFEST_FILE,
     MAX_SLOTS,
@@ -46,6 +47,8 @@ def load_manifest(directory: Path) -> Manifest:
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version is None:
         raise EESDError(f"{path} is not an EESD manifest; give the output directory of eesd-export.")
+    if version == 5:
+        raw, version = _without_draft_vocab(raw), FORMAT_VERSION
     if version != FORMAT_VERSION:
         raise EESDError(
             f"{path} has format version {shown(version)}, this EESD reads version {FORMAT_VERSION}; export the model again."
@@ -63,6 +66,12 @@ def load_manifest(directory: Path) -> Manifest:
     return manifest
 
 
+def _without_draft_vocab(raw: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of version 5 as one of version 6, which can have a draft vocabulary and differs in nothing else."""
+    head = raw.get("exit_head")
+    return raw | {"format_version": 6, "exit_head": {**head, "draft_vocab": 0} if isinstance(head, dict) else head}
+
+
 def _parse(raw: Mapping[str, Any]) -> Manifest:
     """Build a manifest from JSON. Raises ValueError if a value is missing or invalid."""
     manifest: Manifest = _from_json(Manifest, raw)
@@ -74,6 +83,8 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("the element type or the architecture is unknown")
     if not (1 <= exit_head.layer < num_layers and 1 <= exit_head.blocks <= num_layers):  # before anything is sized by them
         raise ValueError("the exit head does not fit the model")
+    if not _draft_vocab_fits(manifest):
+        raise ValueError("the draft vocabulary")
     if not all(one.weights in LEVELS and one.block in BLOCKS for one in manifest.quantization.used):
         raise ValueError("an unknown quantization")
     if not {WEIGHTS_FILE, *(graph.file for graph in manifest.graphs)} <= manifest.files.keys():
@@ -87,6 +98,15 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     if not all(is_file_name(plan.file) for plan in manifest.plans.values()):
         raise ValueError("a plan is outside the directory")
     return manifest
+
+
+def _draft_vocab_fits(manifest: Manifest) -> bool:
+    """Whether the directory has no draft vocabulary, or the file of one with enough tokens for the candidates of a node."""
+    head, listed = manifest.exit_head, DRAFT_VOCAB_FILE in manifest.files
+    if not head.draft_vocab:
+        return not listed
+    fits = manifest.draft_top_k <= head.draft_vocab <= manifest.geometry.vocab_size
+    return fits and head.own_lm_head and listed and manifest.files[DRAFT_VOCAB_FILE].size == 8 * head.draft_vocab
 
 
 def _check_stages(manifest: Manifest) -> None:
@@ -131,7 +151,9 @@ def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, fi
     shape = ("B", geometry.num_kv_heads, "S", geometry.head_dim)
     names = [f"{part}_{index}" for index in caches for part in ("key", "value")]
     hidden = (("B", "n", geometry.hidden_size), dtype)
-    rows = last and graph is not manifest.draft
+    is_draft = graph is manifest.draft
+    rows = last and not is_draft
+    columns = draft_columns(geometry, manifest.exit_head) if is_draft else geometry.vocab_size
     inputs = [
         TensorInfo("input_ids", ("B", "n"), "int64") if first else TensorInfo("hidden", *hidden),
         TensorInfo("position_ids", ("B", "n"), "int64"),
@@ -143,10 +165,8 @@ def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, fi
     top = ("B", "n", manifest.draft_top_k)
     candidates = [TensorInfo("topk_ids", top, "int64"), TensorInfo("topk_logprobs", top, "float32")]
     outputs = [
-        TensorInfo("logits", ("B", "R" if rows else "n", geometry.vocab_size), "float32")
-        if last
-        else TensorInfo("hidden_out", *hidden),
-        *(candidates if graph is manifest.draft else ()),
+        TensorInfo("logits", ("B", "R" if rows else "n", columns), "float32") if last else TensorInfo("hidden_out", *hidden),
+        *(candidates if is_draft else ()),
         *(TensorInfo(f"{name}_out", shape, dtype) for name in names),
     ]
     given = {tensor.name for tensor in graph.inputs}

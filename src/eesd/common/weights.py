@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.geometry import ExitConfig, Geometry, draft_columns
 
 DTYPES = ("float32", "float16", "bfloat16")
 """Element types of engines."""
@@ -15,7 +15,7 @@ QUANTIZED = ("int8", "int4")
 """What linear weights can be quantized to."""
 LEVELS = ("int8", "int4", "uint4")
 """Element types of quantized weights. Unsigned ones have zero points."""
-BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "uint4": 4}
+BITS = {"int64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "uint4": 4}
 BLOCK = 32
 """Number of consecutive inputs of one output that share a scale. ONNX Runtime and TensorRT have kernels for 32."""
 BLOCKS = (32, 64, 128)
@@ -26,6 +26,8 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 EXIT_HEAD = "exit_head."
 """Prefix of the exit head's weights in the graphs."""
+DRAFT_VOCAB = "draft_vocab"
+"""Name in the exit head of the tokens of the draft vocabulary: column i of its logits is for the token with the i-th id."""
 DRAFT = "draft."
 """Prefix of the draft's copies of base weights."""
 ROTARY_TABLES = ("cos", "sin")
@@ -127,7 +129,8 @@ class StoredWeight:
     Attributes:
         name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the exit head's.
         shape: Shape in the checkpoint; [out, in] for a linear layer.
-        dtype: Element type of the weight, or of its scales: the directory's, but float32 for the rotary tables.
+        dtype: Element type of the weight, or of its scales: the directory's, but float32 for the rotary tables and int64 for
+            the draft vocabulary.
         transposed: Whether the weight is stored as [in, out], the layout that MatMul takes. Linked weights are not.
         quantization: None if the weight is stored in ``dtype``.
     """
@@ -185,6 +188,8 @@ def stored_weight(
     shape = tuple(shape)
     if name in ROTARY_TABLES:
         return StoredWeight(name, shape, "float32")  # rounded where they are used; see the module that is traced
+    if name == EXIT_HEAD + DRAFT_VOCAB:
+        return StoredWeight(name, shape, "int64")
     if linked or not is_linear(name):
         return StoredWeight(name, shape, dtype)
     return StoredWeight(name, shape, dtype, True, quantization.of(name, shape))
@@ -262,11 +267,13 @@ def model_shapes(geometry: Geometry) -> dict[str, Shape]:
 
 
 def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, Shape]:
-    """Name and shape of every tensor that a checkpoint of the exit head must have."""
+    """Name and shape of every tensor that an exit head has, in a checkpoint and in the graphs."""
     block = block_shapes(geometry)
     shapes = {f"blocks.{index}.{name}": shape for index in range(exit_config.blocks) for name, shape in block.items()}
     shapes["norm.weight"] = (geometry.hidden_size,)
-    return shapes | ({LM_HEAD: (geometry.vocab_size, geometry.hidden_size)} if exit_config.own_lm_head else {})
+    if exit_config.draft_vocab:
+        shapes[DRAFT_VOCAB] = (exit_config.draft_vocab,)
+    return shapes | ({LM_HEAD: (draft_columns(geometry, exit_config), geometry.hidden_size)} if exit_config.own_lm_head else {})
 
 
 def graph_shapes(

@@ -1,0 +1,83 @@
+"""The draft vocabulary: the tokens that a draft can predict, and the columns of its logits.
+
+A draft step spends much of its time on the LM head of a small model, and most text uses few of the tokens. What the draft
+cannot predict, verify still can: only acceptance depends on the choice. The module needs no torch.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.common.errors import EESDError
+from eesd.common.manifest import DRAFT_VOCAB_FILE, Manifest
+
+Ids = NDArray[np.int64]
+
+
+def most_used(counts: NDArray[np.int64], size: int, always: Iterable[int]) -> Ids:
+    """Choose a draft vocabulary.
+
+    Args:
+        counts: How often each token was seen [V].
+        size: Vd, the number of tokens to choose, at most V.
+        always: Tokens that are chosen however rare they are: those that end a text.
+
+    Returns:
+        The ids [Vd], ascending. Of tokens that were seen as often, those with the lowest ids are chosen.
+    """
+    ranked = counts.copy()
+    ranked[[token for token in always if token < len(counts)]] = counts.max(initial=0) + 1
+    return np.sort(np.argsort(-ranked, kind="stable")[:size])
+
+
+def are_draft_vocab(ids: NDArray[np.integer], vocab_size: int) -> bool:
+    """Whether these are ascending ids of different tokens of the vocabulary."""
+    return bool((np.diff(ids) > 0).all() and ids[0] >= 0 and ids[-1] < vocab_size)
+
+
+class DraftColumns:
+    """Which token each column of the draft's logits is for. Without a draft vocabulary, column i is for token i."""
+
+    def __init__(self, ids: Ids | None = None) -> None:
+        """``ids`` are those of the draft vocabulary [Vd], ascending; None: the draft has the whole vocabulary."""
+        self._ids = ids
+
+    def tokens(self, columns: NDArray[np.int64] | Sequence[int]) -> Ids:
+        """Token ids for columns."""
+        columns = np.asarray(columns, np.int64)
+        return columns if self._ids is None else self._ids[columns]
+
+    def of(self, tokens: Sequence[int]) -> NDArray[np.int64] | Sequence[int]:
+        """The columns for those of these tokens that have one."""
+        if self._ids is None:
+            return tokens
+        columns = np.minimum(np.searchsorted(self._ids, tokens), len(self._ids) - 1)
+        return columns[self._ids[columns] == tokens]
+
+    def spread(self, values: NDArray[np.float64], vocab_size: int) -> NDArray[np.float64]:
+        """Values of all columns as values of all tokens [V]: 0 where the draft has no column."""
+        if self._ids is None:
+            return values
+        spread = np.zeros(vocab_size)
+        spread[self._ids] = values
+        return spread
+
+
+WHOLE = DraftColumns()
+"""The columns of a draft that can predict every token, and those of the verifier's logits."""
+
+
+def load_draft_vocab(directory: Path, manifest: Manifest) -> Ids | None:
+    """Read the draft vocabulary of an engine directory: its ids [Vd], ascending; None if the draft has the whole vocabulary.
+
+    Raises:
+        EESDError: The file does not hold ids of the vocabulary in ascending order.
+    """
+    if not manifest.exit_head.draft_vocab:
+        return None
+    ids = np.fromfile(directory / DRAFT_VOCAB_FILE, "<i8").astype(np.int64)
+    if len(ids) != manifest.exit_head.draft_vocab or not are_draft_vocab(ids, manifest.geometry.vocab_size):
+        raise EESDError(f"{directory / DRAFT_VOCAB_FILE} is damaged; export the model again.")
+    return ids
