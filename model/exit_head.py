@@ -61,7 +61,7 @@ class ExitHead(nn.Module):
         """Columns of the logits for token ids; -1 for tokens that the draft vocabulary does not have."""
         if self.draft_vocab is None:
             return tokens
-        columns = torch.searchsorted(self.draft_vocab, tokens.long()).clamp_max(len(self.draft_vocab) - 1)
+        columns = torch.searchsorted(self.draft_vocab, tokens.long().contiguous()).clamp_max(len(self.draft_vocab) - 1)
         return torch.where(self.draft_vocab[columns] == tokens, columns, -1)
 
     def lm_head_input(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest import WEIGHTS_FILE
+from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.memory import estimate_memory
 from eesd.model import exit_head, exit_head_file
@@ -40,12 +40,12 @@ def graph_of(directory: Path, name: str) -> ModelProto:
 
 
 def tensor_locations(model: ModelProto) -> dict[str, tuple[int, int]]:
-    """(offset, length) of every tensor in ``weights.bin``."""
+    """(offset, length) of every tensor in ``weights.bin``, and of the draft vocabulary in its file."""
     external = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
     found = {}
     for tensor in external:
         entries = {entry.key: entry.value for entry in tensor.external_data}
-        assert entries["location"] == WEIGHTS_FILE
+        assert entries["location"] == (DRAFT_VOCAB_FILE if tensor.name == "exit_head.draft_vocab" else WEIGHTS_FILE)
         found[tensor.name] = (int(entries["offset"]), int(entries["length"]))
     return found
 

@@ -53,8 +53,9 @@ class DraftColumns:
         """The columns for those of these tokens that have one."""
         if self._ids is None:
             return tokens
-        columns = np.minimum(np.searchsorted(self._ids, tokens), len(self._ids) - 1)
-        return columns[self._ids[columns] == tokens]
+        nearest = np.minimum(np.searchsorted(self._ids, tokens), len(self._ids) - 1)
+        columns: NDArray[np.int64] = nearest[self._ids[nearest] == tokens]
+        return columns
 
     def spread(self, values: NDArray[np.float64], vocab_size: int) -> NDArray[np.float64]:
         """Values of all columns as values of all tokens [V]: 0 where the draft has no column."""

@@ -1,0 +1,216 @@
+"""A draft vocabulary: how it is chosen, trained, stored, exported and run. That it is lossless: test_lossless.py."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.command import assert_refused, export_engine, run, succeed
+from support.distilling import SMALL, distill, read_losses, read_metrics
+from support.engine_dirs import assert_weights_match_manifest, edit_manifest, logits_of
+from support.harness import Harness
+from support.lossless_checks import DRAFT_VOCAB, PROMPTS
+from torch.nn.functional import cross_entropy, log_softmax
+
+import eesd
+from eesd.common.draft_vocab import DraftColumns, load_draft_vocab, most_used
+from eesd.common.errors import EESDError
+from eesd.common.manifest import DRAFT_VOCAB_FILE
+from eesd.common.manifest_reader import load_manifest
+from eesd.common.weights import SCALES
+from eesd.distill.acceptance import ValidationSet, replay_acceptance
+from eesd.distill.cli import main as distill_main
+from eesd.distill.data import Rows, count_next_tokens
+from eesd.distill.losses import token_losses
+from eesd.export.inspect import main as inspect_main
+from eesd.model.checkpoint import Checkpoint
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines.torch_engine import open_torch
+from eesd.runtime.llm import Speculation
+
+SIZE = 60
+
+
+def test_the_most_used_tokens_are_chosen_and_those_that_end_a_text() -> None:
+    counts = np.array([0, 5, 2, 9, 2, 2, 0, 7])
+    assert most_used(counts, 4, ()).tolist() == [1, 2, 3, 7]  # of equals the lowest id
+    assert most_used(counts, 4, (6, 99)).tolist() == [1, 3, 6, 7]
+    assert counts[6] == 0 and most_used(counts, 8, (0,)).tolist() == list(range(8))
+
+
+def test_tokens_are_counted_where_training_predicts_them() -> None:
+    tokens = np.array([[1, 2, 2, 3], [4, 5, 0, 0], [6, 6, 6, 6]], np.int32)
+    rows = Rows(tokens, np.array([4, 2, 4]), num_primary=2)
+    assert count_next_tokens(rows, 7).tolist() == [0, 0, 2, 1, 0, 1, 0]
+
+
+def test_columns_and_tokens_belong_together() -> None:
+    columns = DraftColumns(np.array([1, 4, 6]))
+    assert columns.tokens([2, 0]).tolist() == [6, 1]
+    assert np.asarray(columns.of([6, 5, 0, 9, 1])).tolist() == [2, 0]
+    assert columns.spread(np.array([0.2, 0.3, 0.5]), 8).tolist() == [0, 0.2, 0, 0, 0.3, 0, 0.5, 0]
+
+
+def test_losses_leave_out_what_the_draft_cannot_predict() -> None:
+    """Gradients: those of the teacher's whole distribution, in which no probability moves to another token."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 4, generator=generator, requires_grad=True)
+    teacher = log_softmax(torch.randn(3, 6, generator=generator), -1).sort(descending=True)[0]
+    ids = torch.tensor([[0, 1, 2, 3, -1, -1], [-1, 2, 0, -1, 1, 3], [-1, -1, -1, -1, -1, -1]])
+    (ce, kl, text), agrees = token_losses(logits, torch.eye(4), ids, teacher, torch.tensor([-1, 2, -1]), 1.0)
+    assert ce[1] == ce[2] == text[0] == text[2] == kl[2] == 0 and not agrees[1:].any()
+    torch.testing.assert_close(ce[0], cross_entropy(logits[0], torch.tensor(0)))
+    torch.testing.assert_close(text[1], cross_entropy(logits[1], torch.tensor(2)))
+    (gradient,) = torch.autograd.grad(kl.sum(), logits)
+    for row in range(3):
+        inside = ids[row] >= 0
+        p = torch.zeros(4).index_add(0, ids[row][inside], teacher[row].exp()[inside])
+        expected = p.sum() * logits[row].softmax(-1) - p
+        torch.testing.assert_close(gradient[row], expected, atol=1e-6, rtol=0)
+        assert kl[row] >= 0
+
+
+@pytest.fixture(scope="session")
+def reduced_head(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head over 60 tokens after 12 steps."""
+    output = tmp_path_factory.mktemp("reduced-head") / "head"
+    distill(learner, own_rows, output, "--draft-vocab", SIZE, "--steps", 12, "--lr", 1e-2, "--batch", 16)
+    return output
+
+
+def test_a_head_stores_its_draft_vocabulary(learner: Path, reduced_head: Path) -> None:
+    tensors = load_file(reduced_head / "exit_head.safetensors")
+    ids = tensors["draft_vocab"]
+    assert ids.dtype == torch.int32 and len(ids) == SIZE and 2 in ids and "lm_head.weight" not in tensors
+    assert json.loads((reduced_head / "exit_head.json").read_text())["draft_vocab"] == SIZE
+    head = Checkpoint(learner).exit_head(reduced_head)
+    assert head.draft_vocab is not None and head.draft_vocab.tolist() == ids.tolist()
+    assert head.columns(torch.tensor([int(ids[5]), 96 if 96 not in ids else 0]))[0] == 5
+    assert read_metrics(reduced_head)[-1]["tokens_per_round"] > 1
+
+
+def test_validation_counts_equal_the_runtime_statistics(learner: Path, reduced_head: Path, tmp_path: Path) -> None:
+    checkpoint, (stored,) = Checkpoint(learner), reduced_head.glob("validation-*.safetensors")
+    validation = ValidationSet.load(stored, [1])
+    head = checkpoint.exit_head(reduced_head)
+    replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, checkpoint.lm_head()), 5)
+    plans = export_engine(learner, tmp_path / "plans", "--exit-head", reduced_head, "--quantize-draft", "none")
+    llm = eesd.load(plans, "ort", speculation=Speculation("fixed:k=5", guard=False))
+    accepted = rounds = 0
+    for tokens, start, end in zip(validation.tokens, validation.starts, validation.ends, strict=True):
+        completion = llm.generate(tokens[:start].tolist(), max_new_tokens=int(end - start), ignore_eos=True)
+        assert completion.tokens == tokens[start:end].tolist()
+        accepted, rounds = accepted + completion.stats.accepted_tokens, rounds + completion.stats.rounds
+    assert (accepted, rounds) == (sum(replayed.accepted), replayed.rounds) and accepted > 10
+
+
+def test_an_own_lm_head_begins_with_the_rows_of_the_draft_vocabulary(learner: Path, own_rows: Path, tmp_path: Path) -> None:
+    distill(learner, own_rows, tmp_path, "--draft-vocab", SIZE, "--own-lm-head", "--steps", 1, "--lr", 1e-9)
+    tensors = load_file(tmp_path / "exit_head.safetensors")
+    rows = Checkpoint(learner).lm_head()[tensors["draft_vocab"].long()]
+    torch.testing.assert_close(tensors["lm_head.weight"].float(), rows.float(), atol=0.02, rtol=0)  # stored in bfloat16
+
+
+def test_another_draft_vocabulary_is_another_run_and_another_head(
+    learner: Path, own_rows: Path, reduced_head: Path, tmp_path: Path
+) -> None:
+    options = ("--model", learner, "--exit-layer", 1, "--data", own_rows, *SMALL, "--batch", 16, "--lr", 1e-2, "--steps", 12)
+    found = run(distill_main, *options, "-o", reduced_head, "--draft-vocab", 50)
+    assert_refused(found, "other options (draft_vocab: 60, now 50)")
+    for size in (0, 50):
+        found = run(distill_main, *options, "-o", tmp_path, "--init-head", reduced_head, "--draft-vocab", size)
+        assert_refused(found, "--draft-vocab 60", "give these options")
+    assert_refused(run(distill_main, *options, "-o", tmp_path, "--draft-vocab", 1), "at least 2")
+
+
+def test_a_head_that_goes_on_keeps_its_draft_vocabulary_and_the_cache_serves_any(
+    learner: Path, own_rows: Path, reduced_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ("--steps", 2, "--offline", tmp_path / "cache")
+    distill(learner, own_rows, tmp_path / "whole", *more)
+    monkeypatch.setattr(Checkpoint, "decoder", lambda *_: pytest.fail("the teacher was loaded"))
+    distill(learner, own_rows, tmp_path / "more", *more, "--draft-vocab", SIZE, "--init-head", reduced_head)
+    ids = [load_file(path / "exit_head.safetensors")["draft_vocab"] for path in (reduced_head, tmp_path / "more")]
+    assert torch.equal(*ids)
+    distill(learner, own_rows, tmp_path / "all", *more, "--draft-vocab", 97)
+    assert read_losses(tmp_path / "all") == read_losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", ["order", "range", "type"])
+def test_a_damaged_draft_vocabulary_of_a_head_is_refused(
+    learner: Path, reduced_head: Path, tmp_path: Path, change: str
+) -> None:
+    tensors = load_file(reduced_head / "exit_head.safetensors")
+    ids = tensors["draft_vocab"]
+    damaged = {"order": ids.flip(0), "range": ids + 97, "type": ids.long()}[change]
+    save_file(tensors | {"draft_vocab": damaged}, tmp_path / "exit_head.safetensors")
+    (tmp_path / "exit_head.json").write_text((reduced_head / "exit_head.json").read_text())
+    with pytest.raises(EESDError, match="damaged draft_vocab; train it again"):
+        Checkpoint(learner).exit_head(tmp_path)
+
+
+@pytest.mark.parametrize("options", [("--stages", 2), ("--quantize", "int4"), ("--link-weights",), ("--dtype", "bfloat16")])
+def test_every_kind_of_directory_has_it(learner: Path, reduced_head: Path, tmp_path: Path, options: tuple[object, ...]) -> None:
+    directory = export_engine(learner, tmp_path / "plans", "--exit-head", reduced_head, "--max-seq-len", 64, *options)
+    manifest = load_manifest(directory)
+    ids = load_draft_vocab(directory, manifest)
+    assert ids is not None and len(ids) == SIZE == manifest.draft.results[0].shape[-1]
+    names = manifest.weights_of(manifest.draft)["exit_head.lm_head.weight"].tensors
+    assert ("exit_head.lm_head.weight" + SCALES in names) == (options[0] == "--quantize" or options == ("--stages", 2))
+    if options != ("--link-weights",):
+        assert_weights_match_manifest(directory)
+    logits = [logits_of(directory, backend) for backend in ("ort", "torch")]
+    assert logits[0][2].shape == (1, SIZE) and logits[0][1].shape == (1, 97)
+    np.testing.assert_allclose(logits[0][2], logits[1][2], rtol=0, atol=0.2)
+
+
+def test_torch_drafts_chains_of_tokens_by_itself(reduced_harness: Harness) -> None:
+    """The chain feeds back ids of the whole vocabulary."""
+    directory, prompt = reduced_harness.directory, PROMPTS[2]
+    verify, draft = open_torch(directory, reduced_harness.manifest, 1, draft=True, device="cpu")
+    assert draft is not None
+    kv_cache = verify.new_kv_cache()
+    verify.bind(kv_cache).prefill(prompt[:-1], 0)
+    found = draft.bind(kv_cache).draft_chain(prompt[-1], len(prompt) - 1, 4).topk_ids
+    parts, expected, token = reduced_harness.fresh_prefill(prompt), [], prompt[-1]
+    for slot in range(len(prompt) - 1, len(prompt) + 3):
+        logits = parts.draft.forward([token], [slot], slot).logits[0]
+        token = int(DRAFT_VOCAB[logits.argmax()])
+        expected.append(token)
+    assert found is not None and found[:, 0].tolist() == expected
+
+
+def test_the_python_api_is_lossless_with_it(reduced_harness: Harness) -> None:
+    for backend in ("ort", "torch"):
+        llm = eesd.load(reduced_harness.directory, backend, threads=1, speculation=Speculation("fixed:k=4", guard=False))
+        for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):
+            drafted, plain = (llm.generate(PROMPTS[2], sampling, max_new_tokens=40, draft=draft) for draft in (True, False))
+            assert drafted.tokens == plain.tokens and drafted.stats.accepted_tokens > 3
+
+
+def test_directories_of_version_5_have_the_whole_vocabulary(engine_copy: Path) -> None:
+    expected = load_manifest(engine_copy)
+    edit_manifest(engine_copy, "exit_head/draft_vocab", ...)
+    edit_manifest(engine_copy, "format_version", 5)
+    assert load_manifest(engine_copy) == expected and load_draft_vocab(engine_copy, expected) is None
+    assert "all 97 tokens" in succeed(inspect_main, engine_copy).stdout
+
+
+def test_inspect_shows_it_and_damage_is_refused(learner: Path, reduced_head: Path, tmp_path: Path) -> None:
+    directory = export_engine(learner, tmp_path / "plans", "--exit-head", reduced_head)
+    assert "60 of 97 tokens" in succeed(inspect_main, directory).stdout
+    path = directory / DRAFT_VOCAB_FILE
+    ids = np.fromfile(path, "<i8")
+    ids[::-1].tofile(path)
+    with pytest.raises(EESDError, match=r"draft_vocab\.bin is damaged; export the model again"):
+        eesd.load(directory, "ort", threads=1)
+    with pytest.raises(EESDError, match=r"draft_vocab\.bin was changed"):
+        eesd.load(directory, "ort", threads=1, verify_hashes=True)
+    for field, value in (("draft_vocab", 61), ("draft_vocab", 0), ("own_lm_head", False)):
+        before = (directory / "manifest.json").read_text()
+        edit_manifest(directory, f"exit_head/{field}", value)
+        with pytest.raises(EESDError, match=r"is damaged \(the draft vocabulary\)"):
+            load_manifest(directory)
+        (directory / "manifest.json").write_text(before)
