@@ -7,9 +7,11 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 import click
+import numpy as np
 from click.core import ParameterSource
 
 from eesd.bench.ablation import ablate, parse_head
+from eesd.bench.draft_vocab import count_tokens, coverage_table, time_draft_steps
 from eesd.bench.measure.results import Result, read_json
 from eesd.bench.measure.resumable import ResumableRun, refuse_existing, run_with_progress
 from eesd.bench.measure.run import Bench, Options
@@ -42,6 +44,7 @@ from eesd.common.weights import DTYPES
 from eesd.controllers import make_controller
 from eesd.runtime.engines.backends import BACKENDS
 from eesd.runtime.llm import DRAFTERS, Speculation
+from eesd.runtime.text import TextCodec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -279,6 +282,35 @@ def starts(trace: Path, costs: str, controller: str, starts: int) -> None:
     many = sum(share > 0.01 for share in lost)
     click.echo(f"tokens lost to a disturbance: mean {fmean(lost):.2%}, most {lost[-1]:.2%}, over 1 % in {many} of {starts}")
     click.echo(f"drafting stopped for good: {sum(start.stopped for start in found)} of {starts}")
+
+
+@main.command("draft-vocab", context_settings=cli.HELP)
+@click.option("--model", type=cli.NAME, required=True, help="Model directory or Hugging Face id: its tokenizer counts.")
+@click.option("--count", "counted", type=cli.PATH, multiple=True, required=True, help="Text to choose tokens by; repeatable.")
+@click.option("--text", "tested", type=cli.PATH, multiple=True, required=True, help="Text to test; repeatable.")
+@click.option("--sizes", default="4096 8192 16384", help="Sizes of draft vocabularies, separated by spaces.")
+def draft_vocab(model: str, counted: tuple[Path, ...], tested: tuple[Path, ...], sizes: str) -> None:
+    """Show which share of a text's tokens the draft vocabularies of several sizes have, by the lines' category."""
+    from eesd.model.config import load_config
+    from eesd.model.hub import find_model
+
+    directory = find_model(model)
+    config, codec = load_config(directory), TextCodec(directory)
+    vocab_size = config.geometry.vocab_size
+    if not sizes.split() or not all(size.isdecimal() and 1 < int(size) <= vocab_size for size in sizes.split()):
+        raise EESDError(f"--sizes {sizes!r} is not a list of whole numbers from 2 to {vocab_size} separated by spaces.")
+    total = sum(sum(count_tokens(path, codec, vocab_size).values()) for path in counted)
+    categories = {name: counts for path in tested for name, counts in count_tokens(path, codec, vocab_size).items()}
+    click.echo(coverage_table(np.asarray(total), categories, [int(size) for size in sizes.split()], config.eos_token_ids))
+
+
+@main.command("draft-steps", context_settings=cli.HELP)
+@click.argument("directories", nargs=-1, required=True, type=cli.PATH)
+@click.option("--threads", type=click.IntRange(1, 1024), default=2, help="CPU threads.")
+@click.option("--rounds", type=COUNT, default=50, help="Turns of each directory.")
+def draft_steps(directories: tuple[Path, ...], threads: int, rounds: int) -> None:
+    """Time a draft step of engine DIRECTORIES in turn, with ONNX Runtime on the CPU."""
+    click.echo(time_draft_steps(directories, threads, rounds))
 
 
 @main.command("replay-rounds", context_settings=cli.HELP)
