@@ -17,6 +17,7 @@ from support import fake_tensorrt as fake
 from support import tiny_models
 from support.command import assert_refused, run, succeed
 from support.engine_dirs import edit_manifest
+from support.harness import Harness
 
 import eesd
 from eesd.common.errors import EESDError
@@ -61,6 +62,18 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
         return exported
 
     return directory
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_draft_vocabulary_drafts_chains_on_the_device(reduced_harness: Harness, tmp_path: Path) -> None:
+    directory = shutil.copytree(reduced_harness.directory, tmp_path / "plans")
+    fake.write_plans(directory)
+    plain = eesd.load(directory, "ort", speculation=None, threads=1)
+    for name, sampling in SAMPLINGS.items():
+        llm = eesd.load(directory, "tensorrt", speculation=Speculation("fixed:k=4", guard=False))
+        expected = plain.generate(PROMPTS[1], sampling, max_new_tokens=40, ignore_eos=True)
+        drafted = llm.generate(PROMPTS[1], sampling, max_new_tokens=40, ignore_eos=True)
+        assert drafted.tokens == expected.tokens and drafted.stats.acceptance > 0.2, name
 
 
 def contexts_of(llm: LLM) -> dict[str, list[fake.Context]]:
