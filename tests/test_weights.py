@@ -110,6 +110,14 @@ def test_exit_head_shapes_are_the_parameters_of_the_exit_head(
     assert {name: model[base] for name, base in initial_names(geometry, config).items()} == shapes
 
 
+@pytest.mark.parametrize("own_lm_head", [False, True])
+def test_a_draft_vocabulary_is_part_of_the_exit_head(geometry: Geometry, own_lm_head: bool) -> None:
+    config = ExitConfig(1, own_lm_head=own_lm_head, draft_vocab=50)
+    shapes = {name: tuple(tensor.shape) for name, tensor in ExitHead(geometry, config).state_dict().items()}
+    assert exit_head_shapes(geometry, config) == shapes and shapes["draft_vocab"] == (50,)
+    assert not own_lm_head or shapes["lm_head.weight"] == (50, geometry.hidden_size)
+
+
 @pytest.mark.parametrize(("layer", "blocks", "own_lm_head"), HEADS)
 def test_graph_shapes_are_the_parameters_that_draft_and_verify_use(
     geometry: Geometry, layer: int, blocks: int, own_lm_head: bool
