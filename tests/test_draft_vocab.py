@@ -25,6 +25,7 @@ from eesd.distill.cli import main as distill_main
 from eesd.distill.data import Rows, count_next_tokens
 from eesd.distill.losses import token_losses
 from eesd.export.inspect import main as inspect_main
+from eesd.export.parity import least_cosine
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.torch_engine import open_torch
@@ -163,7 +164,7 @@ def test_every_kind_of_directory_has_it(learner: Path, reduced_head: Path, tmp_p
         assert_weights_match_manifest(directory)
     logits = [logits_of(directory, backend) for backend in ("ort", "torch")]
     assert logits[0][2].shape == (1, SIZE) and logits[0][1].shape == (1, 97)
-    np.testing.assert_allclose(logits[0][2], logits[1][2], rtol=0, atol=0.2)
+    assert least_cosine(logits[0][2], logits[1][2]) > 0.99
 
 
 def test_torch_drafts_chains_of_tokens_by_itself(reduced_harness: Harness) -> None:
