@@ -54,7 +54,7 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
 
 def _strings(line: Mapping[str, Any]) -> list[str]:
     """The text, the prompt, the turns or the messages of a line."""
-    value = next((line[key] for key in ("text", "prompt", "turns", "messages") if key in line), [])
+    value: Any = next((line[key] for key in ("text", "prompt", "turns", "messages") if key in line), [])
     parts = value if isinstance(value, list) else [value]
     texts = [part.get("content") if isinstance(part, dict) else part for part in parts]
     return [text for text in texts if isinstance(text, str)]

@@ -186,7 +186,7 @@ def check_reduced_proposals(sampling: Sampling, count: int) -> None:
             sampler.begin_round(seen)
             proposals.append(sampler.propose(node, StepOutputs(logits), 0, count))
         assert proposals[0] and not np.isin([p.token for p in proposals[0]], np.arange(0, 97, 5)).any()
-        np.testing.assert_allclose(*map(np.array, proposals), rtol=0, atol=1e-9)
+        np.testing.assert_allclose(np.array(proposals[0]), np.array(proposals[1]), rtol=0, atol=1e-9)
         seen = [*seen, proposals[0][0].token]
 
 
