@@ -64,8 +64,8 @@ class RoundResult(NamedTuple):
 @dataclass(frozen=True)
 class Drafter:
     """What a session needs to draft with the exit head: the bound draft engine, the controller, the guard (None: never pause),
-    the nodes of a level (1: a chain), the budget that chooses what is verified (None: everything), and the tokens of the draft's
-    columns."""
+    the nodes of a level (1: a chain), the budget that chooses what is verified (None: everything), and the tokens of the
+    draft's columns."""
 
     binding: Binding
     controller: Controller
