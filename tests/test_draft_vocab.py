@@ -98,7 +98,7 @@ def test_validation_counts_equal_the_runtime_statistics(learner: Path, reduced_h
     head = checkpoint.exit_head(reduced_head)
     replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, checkpoint.lm_head()), 5)
     plans = export_engine(learner, tmp_path / "plans", "--exit-head", reduced_head, "--quantize-draft", "none")
-    llm = eesd.load(plans, "ort", speculation=Speculation("fixed:k=5", guard=False))
+    llm = eesd.load(plans, "ort", speculation=Speculation("fixed:k=5", guard=False, drafter="exit"))
     accepted = rounds = 0
     for tokens, start, end in zip(validation.tokens, validation.starts, validation.ends, strict=True):
         completion = llm.generate(tokens[:start].tolist(), max_new_tokens=int(end - start), ignore_eos=True)
@@ -185,7 +185,9 @@ def test_torch_drafts_chains_of_tokens_by_itself(reduced_harness: Harness) -> No
 
 def test_the_python_api_is_lossless_with_it(reduced_harness: Harness) -> None:
     for backend in ("ort", "torch"):
-        llm = eesd.load(reduced_harness.directory, backend, threads=1, speculation=Speculation("fixed:k=4", guard=False))
+        llm = eesd.load(
+            reduced_harness.directory, backend, threads=1, speculation=Speculation("fixed:k=4", guard=False, drafter="exit")
+        )
         for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):
             drafted, plain = (llm.generate(PROMPTS[2], sampling, max_new_tokens=40, draft=draft) for draft in (True, False))
             assert drafted.tokens == plain.tokens and drafted.stats.accepted_tokens > 3

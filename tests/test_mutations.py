@@ -202,7 +202,9 @@ def test_trimming_shifts_the_distribution_as_computed_by_hand() -> None:
             id="what the text proposes accepted too often",
         ),
         pytest.param(*NOT_ZEROED[1:], id="the text's token not removed when it was rejected"),
-        pytest.param("q = self._sampled.get(node)", "q = p * 0 + 1", id="rejected text drawn from a residual"),
+        pytest.param(
+            "drafted = None, self._sampled.get(node)", "drafted = None, p * 0 + 1", id="rejected text drawn from a residual"
+        ),
     ],
 )
 def test_a_mistake_with_text_in_rejection_sampling_is_caught(

@@ -70,7 +70,7 @@ def test_a_draft_vocabulary_drafts_chains_on_the_device(reduced_harness: Harness
     fake.write_plans(directory)
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
     for name, sampling in SAMPLINGS.items():
-        llm = eesd.load(directory, "tensorrt", speculation=Speculation("fixed:k=4", guard=False))
+        llm = eesd.load(directory, "tensorrt", speculation=Speculation("fixed:k=4", guard=False, drafter="exit"))
         expected = plain.generate(PROMPTS[1], sampling, max_new_tokens=40, ignore_eos=True)
         drafted = llm.generate(PROMPTS[1], sampling, max_new_tokens=40, ignore_eos=True)
         assert drafted.tokens == expected.tokens and drafted.stats.acceptance > 0.2, name
