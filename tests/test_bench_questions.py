@@ -33,7 +33,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 def test_all_turns_are_answered_reported_and_not_answered_again(engine: Path, questions: Path, tmp_path: Path) -> None:
     output = tmp_path / "out" / "spec.json"
-    options = ("--questions", questions, "--engine-dir", engine, "-n", 12, "--threads", 1, "-o", output)
+    options: tuple[object, ...] = ("--questions", questions, "--engine-dir", engine, "-n", 12, "--threads", 1, "-o", output)
     options += ("--method", "text", "--method", "exit,fixed:k=2", "--samplings", "greedy coupled")
     shown = succeed(main, "spec-bench", *options).stdout
     result = Result.load(output)
