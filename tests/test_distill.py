@@ -54,7 +54,7 @@ def test_validation_counts_equal_the_runtime_statistics(learner: Path, trained: 
     replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, lm_head), 5)
     llm = eesd.load(
         export_engine(learner, tmp_path / "plans", "--exit-head", trained, "--quantize-draft", "none"),
-        speculation=Speculation("fixed:k=5", guard=False),
+        speculation=Speculation("fixed:k=5", guard=False, drafter="exit"),
     )
     verified, accepted, rounds = np.zeros(5, int), np.zeros(5, int), 0
     for tokens, start, end in zip(validation.tokens, validation.starts, validation.ends, strict=True):

@@ -50,7 +50,7 @@ def generated(options: tuple[object, ...], tmp_path_factory: pytest.TempPathFact
 
 
 def generating(directory: Path) -> tuple[object, ...]:
-    return ("--self-generate", directory / "p.jsonl", "--own-rows", 20, "--own-batch", 10)
+    return ("--self-generate", directory / "p.jsonl", "--own-rows", 20, "--own-batch", 4)
 
 
 def truncate(path: Path) -> None:

@@ -37,7 +37,7 @@ KINDS = {
 CASES = [(backend, kind) for backend in ("ort", "torch") for kind in KINDS]
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]
 COUPLED = Sampling(temperature=0.9, seed=4)
-CHAIN = Speculation("fixed:k=4", guard=False)
+CHAIN = Speculation("fixed:k=4", guard=False, drafter="exit")
 TREES = [
     Speculation("fixed:k=4", tree_width=3, guard=False),
     Speculation("cost-aware-ts", guard=False, tree_budget=True),

@@ -219,7 +219,7 @@ def test_a_saved_trace_loads_unchanged_and_other_files_are_refused(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def llm(bundled: Path) -> LLM:
-    return load(bundled, speculation=Speculation("fixed:k=3", guard=False), threads=1)
+    return load(bundled, speculation=Speculation("fixed:k=3", guard=False, drafter="exit"), threads=1)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, seed=3)], ids=["greedy", "coupled"])
@@ -229,7 +229,7 @@ def test_a_replay_has_the_rounds_of_a_session(bundled: Path, llm: LLM, sampling:
     assert trace.requests[0].tokens == 40
     for spec in ("fixed:k=3", "threshold:p=0.5", "calibration-ts"):
         rounds = replay(spec, make_controller(spec, 1, llm.manifest.exit_head.calibration), trace, BUNDLED).rounds
-        with load(bundled, speculation=Speculation(spec, guard=False, seed=1), threads=1).session(
+        with load(bundled, speculation=Speculation(spec, guard=False, seed=1, drafter="exit"), threads=1).session(
             prompt, sampling, max_new_tokens=40, ignore_eos=True
         ) as session:
             assert [len(r.tokens) for r in finish(session)] == rounds[:, 1].astype(int).tolist()

@@ -59,6 +59,17 @@ def test_the_tokens_are_those_of_plain_decoding(harness: Harness, name: str, wid
     assert verified and accepted
 
 
+@pytest.mark.parametrize("method", ["coupled", "rejection"])
+def test_a_temperature_near_0_gives_the_greedy_tokens(harness: Harness, method: str) -> None:
+    """A candidate's chance is then too small for a number, also where the text proposes it."""
+    sampling = Sampling(temperature=0.001, method=method)
+    expected = generated(harness.session(REPEATING, new_tokens=60))
+    drafting = harness.session(
+        REPEATING, sampling, controller=head("both"), budget=TreeBudget(), text=copying(share=0.5), new_tokens=60
+    )
+    assert generated(drafting) == expected
+
+
 @pytest.mark.parametrize("budget", [False, True])
 def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, budget: bool) -> None:
     controller, chosen = make_controller("fixed:k=3"), TreeBudget() if budget else None

@@ -177,11 +177,14 @@ class DraftTree:
         """
         node = self.root
         for token, chance in zip(tokens, chances, strict=True):
+            if not node.rank:
+                return  # a chance may be too small for a number
             drafted = node.candidates
             found = next((i for i, child in enumerate(drafted) if child.token == token), None)
             mixed, own = combined([child.rank / node.rank for child in drafted], found, chance) if drafted else ([], chance)
             for child, value in zip(drafted, mixed, strict=True):
-                _rescale(child, node.rank * value / child.rank)
+                if child.rank:
+                    _rescale(child, node.rank * value / child.rank)
             if found is None:
                 child = Node(token, node, node.depth + 1, rank=node.rank * own, from_text=True)
                 self._text.append(child)
