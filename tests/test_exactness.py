@@ -178,11 +178,12 @@ def test_logits_behind_other_tokens_are_not_compared() -> None:
 def test_kernels_that_are_not_exact_get_float32_activations(
     exported: Export, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    directory = exported(kind)  # an export checks, too
     answers = iter([False, True])
     monkeypatch.setattr(Exactness, "check_quickly", lambda *_: next(answers))
-    llm = eesd.load(exported(kind), "ort", speculation=TREES[0], threads=1)
+    llm = eesd.load(directory, "ort", speculation=TREES[0], threads=1)
     assert "float32 activations" in llm.engines.notice and llm.engines.exact and not llm.engines.int8_activations
-    torch = eesd.load(exported(kind), "torch", speculation=None, threads=1)
+    torch = eesd.load(directory, "torch", speculation=None, threads=1)
     with llm.session(PROMPT) as session, torch.session(PROMPT) as other:
         np.testing.assert_allclose(session.peek(), other.peek(), rtol=0, atol=1e-4)
     found = compare(llm, PROMPT, COUPLED, 60, ignore_eos=True)
