@@ -38,7 +38,11 @@ CASES = slow_but(
     ("llama-head-dim", 4),
     ("llama-tied", 2),
 )
-SPECULATIONS = [None, Speculation("fixed:k=3", guard=False), Speculation("beta-ts", tree_width=3, guard=False)]
+SPECULATIONS = [
+    None,
+    Speculation("fixed:k=3", guard=False, drafter="exit"),
+    Speculation("beta-ts", tree_width=3, guard=False, drafter="exit"),
+]
 Export = Callable[..., Path]
 
 

@@ -22,6 +22,7 @@ from eesd.controllers import Controller, make_controller
 from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.compare import compare
+from eesd.runtime.decoding.draft_tree import DraftTree, Proposal
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Session
@@ -68,6 +69,27 @@ def test_a_temperature_near_0_gives_the_greedy_tokens(harness: Harness, method: 
         REPEATING, sampling, controller=head("both"), budget=TreeBudget(), text=copying(share=0.5), new_tokens=60
     )
     assert generated(drafting) == expected
+
+
+class Everything(TreeBudget):
+    """Verifies all candidates."""
+
+    def size(self, values: Sequence[float]) -> int:
+        return len(values)
+
+
+def test_a_verified_node_follows_its_parent() -> None:
+    """Also where the text goes on behind a candidate from which the draft did not."""
+    tree = DraftTree(0, 20, budget=Everything())
+    for tokens in ((1, 2, 3), (4, 5, 6)):
+        tree.grow([[Proposal(token, -0.5 * i, -0.5 * i, 1.0) for i, token in enumerate(tokens, 1)]])
+    tree.join_text([2, 7, 8, 9], [0.9, 0.9, 0.9, 0.9])
+    nodes = tree.prune()
+    assert sorted(node.path() for node in nodes[1:]) == [
+        [1], [1, 4], [1, 5], [1, 6], [2], [2, 7], [2, 7, 8], [2, 7, 8, 9], [3],
+    ]  # fmt: skip
+    assert all(node.parent in nodes[: node.index] for node in nodes[1:])
+    assert [node.token for node in nodes[1:5]] == [2, 7, 8, 9], "the best path has the slots of a chain"
 
 
 @pytest.mark.parametrize("budget", [False, True])

@@ -1,6 +1,6 @@
 """The draft tree of one round: how it grows level by level, and which of its nodes are verified."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp
 from typing import NamedTuple
@@ -114,7 +114,6 @@ class DraftTree:
         self.steps = 0
         self.branching = width if budget is None else max(width, CANDIDATES)
         self._max_nodes, self._width, self._budget, self._in_place = max_nodes, width, budget, in_place
-        self._text: list[Node] = []
 
     @property
     def is_full(self) -> bool:
@@ -187,7 +186,6 @@ class DraftTree:
                     _rescale(child, node.rank * value / child.rank)
             if found is None:
                 child = Node(token, node, node.depth + 1, rank=node.rank * own, from_text=True)
-                self._text.append(child)
                 node.candidates = [*drafted, child]
                 node = child
             else:
@@ -204,7 +202,7 @@ class DraftTree:
         """
         if self._budget is None or not self.steps:
             return self.nodes
-        candidates = [candidate for node in (*self.nodes, *self._text) for candidate in node.candidates]
+        candidates = [*_behind(self.root)]
         if not candidates:
             return self.nodes
         for candidate in candidates:
@@ -241,6 +239,13 @@ def _best_first(node: Node) -> tuple[float, int]:
     return -node.rank, node.depth
 
 
+def _behind(node: Node) -> Iterator[Node]:
+    """All candidates behind a node."""
+    for child in node.candidates:
+        yield child
+        yield from _behind(child)
+
+
 def _best_path(candidates: Sequence[Node]) -> list[Node]:
     """Of candidates sorted by value, which come behind their parents, the path with the greatest sum of values."""
     sums: dict[Node, float] = {}
@@ -270,6 +275,6 @@ def tree_mask(nodes: Sequence[Node], first: int = 0) -> NDArray[np.bool_]:
     """[len - first, len]: which nodes each node from ``first`` on sees: its ancestors and itself."""
     seen = np.eye(len(nodes), dtype=np.bool_)
     for node in nodes[1:]:
-        assert node.parent is not None
+        assert node.parent is not None and 0 <= node.parent.index < node.index
         seen[node.index] |= seen[node.parent.index]
     return seen[first:]
