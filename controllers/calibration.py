@@ -14,6 +14,9 @@ import numpy as np
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import DraftStep, Stateful
 
+CERTAIN = 0.9999
+"""No chance is higher: a parent must stay likelier than its child."""
+
 
 def features(step: DraftStep) -> tuple[float, ...]:
     """1, log(1 + margin), log-odds of the token, depth / 6, and 1 for a round's first token; all bounded."""

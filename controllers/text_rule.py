@@ -6,15 +6,13 @@ from typing import ClassVar, NamedTuple
 
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import RoundOutcome, Stateful
-from eesd.controllers.calibration import Calibrator, sigmoid
+from eesd.controllers.calibration import CERTAIN, Calibrator, sigmoid
 from eesd.controllers.costs import RoundCosts
 
 PRIOR = CalibrationPrior(accept=(-0.67, 1.11, 0.88, 1.58, -1.18), request=0.6, wander=0.05)
 """Fitted on 7000 greedy positions of a 135 M model on Spec-Bench."""
 LONGEST_MATCH, MOST_TIMES = 32, 8
 """More says nothing more about the next token."""
-CERTAIN = 0.9999
-"""No chance is higher: a parent must stay likelier than its child."""
 DOUBT = 1.0
 """Standard deviations that a chance is lowered by. Labels are free, so nothing is lost by waiting for some."""
 FIRST_DRAFTS = 4
@@ -141,9 +139,8 @@ class TextRule(Stateful):
         self.accept.advance()
         self.costs.add(outcome)
         self.rounds += 1
-        if self.rounds < REFIT_EVERY or self.rounds % REFIT_EVERY == 0:
-            self._fit()
-        if not self.costs.verify.fitted or (outcome.steps and not self.costs.draft.fitted):
+        due = self.rounds < REFIT_EVERY or self.rounds % REFIT_EVERY == 0
+        if due or not self.costs.verify.fitted or (outcome.steps and not self.costs.draft.fitted):
             self._fit()
         draft = self.costs.draft.seconds(outcome.steps) if outcome.steps else 0.0
         spent = draft + self.costs.verify.seconds(outcome.nodes)  # stalls hardly count

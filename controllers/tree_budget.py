@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import DraftStep, RoundOutcome, Stateful
-from eesd.controllers.calibration import Calibrator, features, sigmoid
+from eesd.controllers.calibration import CERTAIN, Calibrator, features, sigmoid
 from eesd.controllers.costs import CostCurve
 
 FIRST_SIZES = (12, 4, 8, 2, 6, 1, 3, 10)
@@ -18,8 +18,6 @@ SHARPNESS = 1.25
 """Of the second candidates, one whose score is higher by d is exp(1.25 d) times as likely to be the verifier's token."""
 COVERED = (6.5, 3.5)
 """Beta prior of how often the verifier's token is among the other candidates when it is not the first."""
-CERTAIN = 0.9999
-"""No chance is higher: a parent must stay likelier than its child."""
 
 
 @dataclass(frozen=True)

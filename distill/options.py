@@ -1,5 +1,7 @@
 """Options of a run, checked before anything is loaded. Needs no torch."""
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,3 +176,8 @@ def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
         elif before != now:
             return f"{name}: {before}, now {now}"
     return None
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a value that JSON can hold: the name of what these options made."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -3,8 +3,6 @@
 The base model itself loads only if something is missing: generated rows, targets, or the validation set.
 """
 
-import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -36,7 +34,7 @@ from eesd.distill.data import (
     split_documents,
 )
 from eesd.distill.generate import GenerationOptions, self_generate
-from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions
+from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions, digest
 from eesd.distill.self_prompt import SelfPromptOptions, self_prompts
 from eesd.distill.stored import saving
 from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall
@@ -129,7 +127,7 @@ class Run:
             length=self.training.length,
             temperatures=data.temperatures,
             seed=self.training.seed,
-            prompts=_digest(prompts),
+            prompts=digest(prompts),
             base=self.checkpoint.fingerprint(),
         )
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
@@ -191,7 +189,7 @@ class Run:
             raise EESDError(f"A validation prompt leaves {free} of the model's positions free; give shorter prompts.")
         key = [self.checkpoint.fingerprint(), prompts, data.validation_tokens, sorted(layers), str(self.dtype)]
         directory = self.offline or self.output
-        path = directory / f"validation-{_digest(key)[:16]}.safetensors"
+        path = directory / f"validation-{digest(key)[:16]}.safetensors"
         if self.is_main and not path.exists():
             directory.mkdir(parents=True, exist_ok=True)
             new_tokens, eos_token_ids = min(free, data.validation_tokens), self.checkpoint.config.eos_token_ids
@@ -354,10 +352,6 @@ class Run:
         if self.is_main:
             save_config(replace(head.exit_config, calibration=result.prior), self.output)
         return replay_acceptance([text.correct for text in drafts]), result
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def make_accelerator() -> Accelerator:

@@ -1,7 +1,6 @@
 """Prompts that the model writes itself: it continues the beginning of its chat template's user turn (Magpie, Xu et al. 2024,
 arXiv 2406.08464)."""
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ import torch
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.distill.continuing import continue_prompts
+from eesd.distill.options import digest
 from eesd.distill.stored import saving
 from eesd.model.decoder import Decoder
 from eesd.runtime.text import TextCodec
@@ -73,12 +73,12 @@ def self_prompts(
     Raises:
         EESDError: The model has no chat template, or writes no prompts.
     """
-    digest = hashlib.sha256(json.dumps(asdict(options)).encode()).hexdigest()[:16]
+    key = digest(asdict(options))[:16]
     directory.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     found, failures = 0, 0
     for number in count():
-        path = directory / f"self-prompts-{digest}-{number:05}.jsonl"
+        path = directory / f"self-prompts-{key}-{number:05}.jsonl"
         if not path.exists():
             turns = _user_turns(decoder, codec, options, number, eos_token_ids, rows)
             lines = (json.dumps({"messages": [{"role": "user", "content": turn}]}) + "\n" for turn in turns)

@@ -174,17 +174,20 @@ class Bench:
             )
         )
 
-    def generate(self, tokens: list[int], sampling: Sampling, drafting: LLM | None, new_tokens: int) -> Generation:
-        """Generate exactly ``new_tokens`` tokens, past any EOS, so that every configuration does the same work.
+    def generate(
+        self, tokens: list[int], sampling: Sampling, drafting: LLM | None, new_tokens: int, ignore_eos: bool = True
+    ) -> Generation:
+        """Generate tokens: exactly ``new_tokens``, past any EOS, so that every configuration does the same work.
 
         Args:
             tokens: The prompt.
             sampling: How to sample.
             drafting: Of :meth:`drafting_llm`. None: decode plainly.
             new_tokens: Tokens to generate.
+            ignore_eos: False: end at EOS, too.
         """
         llm, draft = drafting or self.llm, drafting is not None
-        with llm.session(tokens, sampling, max_new_tokens=new_tokens, draft=draft, ignore_eos=True) as session:
+        with llm.session(tokens, sampling, max_new_tokens=new_tokens, draft=draft, ignore_eos=ignore_eos) as session:
             rounds = Counter((timing.steps, timing.nodes) for timing in timed_rounds(session))
             return Generation(session.tokens[len(tokens) :], session.stats, rounds)
 
@@ -236,7 +239,7 @@ def tune(bench: Bench, engine: str, prompts: Sequence[EncodedPrompt], options: O
             drafting = {spec: bench.drafting_llm(Configuration(engine, sampling, spec, width), options) for spec in specs}
             stats: dict[str, list[Stats]] = {spec: [] for spec in specs}
             for prompt in prompts:
-                for spec in _rotated(specs, prompt.number):
+                for spec in rotated(specs, prompt.number):
                     chosen = options.sampling(sampling, prompt.number)
                     generation = bench.generate(prompt.tokens, chosen, drafting[spec], options.max_new_tokens)
                     stats[spec].append(generation.stats)
@@ -298,7 +301,7 @@ def measure(
             group = [configuration for configuration in configurations if configuration.sampling == sampling]
             generations = {
                 configuration: bench.generate(prompt.tokens, chosen, drafting[configuration], options.max_new_tokens)
-                for configuration in _rotated(group, prompt.number)
+                for configuration in rotated(group, prompt.number)
             }
             plain = generations[Configuration(engine, sampling, None, 1)].tokens
             runs += [_run(bench, prompt, c, result.index_of(c), generations[c], plain) for c in group]
@@ -333,6 +336,7 @@ def _run(
     )
 
 
-def _rotated(items: Sequence[T], by: int) -> list[T]:
+def rotated(items: Sequence[T], by: int) -> list[T]:
+    """The items from number ``by`` on, those before it behind them."""
     start = by % len(items) if items else 0
     return [*items[start:], *items[:start]]

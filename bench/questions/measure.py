@@ -3,29 +3,18 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from eesd.bench.measure.latency import timed_rounds
-from eesd.bench.measure.run import Bench
+from eesd.bench.measure.run import Bench, Generation, rotated
 from eesd.bench.questions.questions import Question
 from eesd.bench.questions.results import PLAIN, Answer, Result
 from eesd.common.errors import EESDError
 from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.llm import LLM, Speculation
 
 SAMPLINGS = {"greedy": 0.0, "coupled": 0.7}
 """Temperatures. Spec-Bench is answered greedily; 0.7 is MT-bench's for most of its categories."""
 WARM_UP_TOKENS = 48
-
-
-class Turn(NamedTuple):
-    """One answer: its tokens, statistics, and the number of rounds by (draft steps, drafted nodes)."""
-
-    tokens: list[int]
-    stats: Stats
-    rounds: Counter[tuple[int, int]]
 
 
 def parse_method(text: str) -> Speculation:
@@ -97,37 +86,34 @@ class Questioning:
         tokens = len(self.bench.llm.encode(messages[:-1])) + len(question.turns) * self._max_new_tokens
         return tokens <= self.bench.manifest.max_seq_len
 
-    def _llms(self) -> dict[str, LLM]:
-        """An LLM for each method, whose controllers learn from question to question as in a service."""
+    def _llms(self) -> dict[str, LLM | None]:
+        """An LLM for each method, whose controllers learn from question to question as in a service; None: plain decoding."""
         llm = self.bench.llm
-        return {name: llm if one is None else llm.with_speculation(one) for name, one in self._methods.items()}
+        return {name: None if one is None else llm.with_speculation(one) for name, one in self._methods.items()}
 
     def _warm_up(self, question: Question) -> None:
         """Let engines prepare calls of the sizes that methods use."""
         tokens = self.bench.llm.encode([{"role": "user", "content": question.turns[0]}])
-        for name, llm in self._llms().items():
-            self._turn(llm, tokens, Sampling(), draft=name != PLAIN, new_tokens=WARM_UP_TOKENS)
+        for llm in self._llms().values():
+            self.bench.generate(tokens, Sampling(), llm, WARM_UP_TOKENS, ignore_eos=False)
 
-    def _answers(self, question: Question, sampling: str, llms: dict[str, LLM], number: int) -> list[Answer]:
+    def _answers(self, question: Question, sampling: str, llms: dict[str, LLM | None], number: int) -> list[Answer]:
         """All turns with every method. The conversation goes on with the plain answers, so that all do the same work."""
-        turns: dict[str, list[Turn]] = {name: [] for name in llms}
+        turns: dict[str, list[Generation]] = {name: [] for name in llms}
         messages: list[Message] = []
         for place, text in enumerate(question.turns):
             messages.append({"role": "user", "content": text})
             tokens = self.bench.llm.encode(messages)
             chosen = Sampling(temperature=SAMPLINGS[sampling], seed=1000 * place + number)
-            for name in (*list(llms)[number % len(llms) :], *list(llms)[: number % len(llms)]):
-                turns[name].append(self._turn(llms[name], tokens, chosen, name != PLAIN, self._max_new_tokens))
+            for name, llm in rotated([*llms.items()], number):
+                turns[name].append(self.bench.generate(tokens, chosen, llm, self._max_new_tokens, ignore_eos=False))
             messages.append({"role": "assistant", "content": self.bench.llm.codec.decode(turns[PLAIN][-1].tokens)})
         plain = [turn.tokens for turn in turns[PLAIN]]
         return [self._answer(question, sampling, name, found, plain) for name, found in turns.items()]
 
-    def _turn(self, llm: LLM, tokens: list[int], sampling: Sampling, draft: bool, new_tokens: int) -> Turn:
-        with llm.session(tokens, sampling, max_new_tokens=new_tokens, draft=draft) as session:
-            rounds = Counter((timing.steps, timing.nodes) for timing in timed_rounds(session))
-            return Turn(session.tokens[len(tokens) :], session.stats, rounds)
-
-    def _answer(self, question: Question, sampling: str, method: str, turns: list[Turn], plain: list[list[int]]) -> Answer:
+    def _answer(
+        self, question: Question, sampling: str, method: str, turns: list[Generation], plain: list[list[int]]
+    ) -> Answer:
         rounds: Counter[tuple[int, int]] = sum((turn.rounds for turn in turns), Counter())
         return Answer(
             engine=self.name,
