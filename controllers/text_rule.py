@@ -1,6 +1,7 @@
 """When to verify what the text itself proposes, instead of drafting or of decoding plainly (docs/controllers.md)."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import log
 from typing import ClassVar, NamedTuple
 
@@ -21,6 +22,8 @@ REFIT_EVERY = 8
 """Rounds between two fits of the costs; each of the first ones is fitted."""
 SIZES = (1, 2, 4, 8, 16, 32)
 """Tokens that are verified: an engine prepares each size once, which takes time on a CPU. All sizes are worth 0.4 % more."""
+FEW = 8
+"""Nodes up to which drafts have any number, so every size is prepared."""
 
 
 class TextStep(NamedTuple):
@@ -73,7 +76,7 @@ class TextRule(Stateful):
     nothing was verified, so nothing needs exploration. What drafting is worth is the mean of the rounds that drafted.
     """
 
-    learned: ClassVar = ("accept", "costs", "rate", "drafting", "rounds", "drafts")
+    learned: ClassVar = ("accept", "costs", "rate", "drafting", "whole", "rounds", "drafts")
 
     def __init__(self, discount: float = 0.99) -> None:
         self.discount = discount
@@ -83,12 +86,16 @@ class TextRule(Stateful):
         """Tokens and seconds of all rounds, discounted."""
         self.drafting = [0.0, 0.0, 0.0]
         """Tokens, seconds and rounds of those that drafted, discounted."""
+        self.whole = 0.0
+        """How many of the rounds that drafted accepted all that was drafted, discounted."""
         self.rounds = 0
         self.drafts = 0
 
     def check_learned(self) -> None:
-        if min(*self.rate, *self.drafting, self.rounds, self.drafts) < 0:
+        if min(*self.rate, *self.drafting, self.whole, self.rounds, self.drafts) < 0:
             raise ValueError("rates and rounds must not be negative")
+        if self.whole > self.drafting[2]:
+            raise ValueError("no more drafts can be accepted than were made")
         if self.rate[1] and not self.costs.verify.fitted:
             raise ValueError("a rate needs a table of costs")
 
@@ -125,6 +132,27 @@ class TextRule(Stateful):
                 best, most = number, worth
         return best
 
+    def count_behind(self, values: Sequence[float], nodes: int) -> int:
+        """How many tokens of the text to verify behind a draft.
+
+        Args:
+            values: For each token the chance that it and all before it are right, if the draft is.
+            nodes: Drafted nodes that are verified.
+
+        Returns:
+            The number: with the draft at most eight nodes, or one of ``SIZES``.
+        """
+        if self.drafts < FIRST_DRAFTS:
+            return 0
+        rate, verify = self.rate[0] / self.rate[1], self.costs.verify.seconds
+        right = self.whole / self.drafting[2]
+        best, most = 0, 0.0
+        for number, value in enumerate(accumulate(values), start=1):
+            worth = right * value - rate * (verify(nodes + number) - verify(nodes))
+            if (nodes + number <= FEW or nodes + number in SIZES) and worth > most:
+                best, most = number, worth
+        return best
+
     def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
         """Learn from a committed round.
 
@@ -148,6 +176,7 @@ class TextRule(Stateful):
         self.rate = _discounted(self.rate, self.discount, (tokens, spent))
         if outcome.steps:
             self.drafting = _discounted(self.drafting, self.discount, (tokens, spent, 1.0))
+            self.whole = self.whole * self.discount + (outcome.num_expanded >= outcome.depth)
             self.drafts += 1
 
     def _fit(self) -> None:

@@ -15,7 +15,7 @@ from eesd.common.json_input import read_json
 from eesd.controllers.base import Stateful
 from eesd.runtime.llm import LLM
 
-FORMAT = 3
+FORMAT = 4
 
 
 def save_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:

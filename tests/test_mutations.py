@@ -223,12 +223,14 @@ def test_a_mistake_with_text_in_rejection_sampling_is_caught(
         pytest.param(samplers._Base, "_position", "+ node.depth", "", id="noise"),
     ],
 )
+@pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind a draft"])
 def test_a_mistake_with_text_is_caught(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str, behind: bool
 ) -> None:
     mutate(monkeypatch, owner, name, old, new)
+    controller, text = make_controller("fixed:k=2") if behind else None, copying(share=0.0 if behind else 1.0)
     with caught():
-        check_same_tokens(harness, PROMPT, Sampling(temperature=0.3), None, width=1, new_tokens=100, text=copying())
+        check_same_tokens(harness, PROMPT, Sampling(temperature=0.3), controller, width=1, new_tokens=100, text=text)
 
 
 def filters_first(logits: Logits, options: Sampling) -> sampling.Vector:

@@ -83,7 +83,7 @@ def test_a_verified_node_follows_its_parent() -> None:
     tree = DraftTree(0, 20, budget=Everything())
     for tokens in ((1, 2, 3), (4, 5, 6)):
         tree.grow([[Proposal(token, -0.5 * i, -0.5 * i, 1.0) for i, token in enumerate(tokens, 1)]])
-    tree.join_text([2, 7, 8, 9], [0.9, 0.9, 0.9, 0.9])
+    tree.join_text(tree.root, [2, 7, 8, 9], [0.9, 0.9, 0.9, 0.9])
     nodes = tree.prune()
     assert sorted(node.path() for node in nodes[1:]) == [
         [1], [1, 4], [1, 5], [1, 6], [2], [2, 7], [2, 7, 8], [2, 7, 8, 9], [3],
@@ -108,13 +108,13 @@ def test_rejection_sampling_follows_the_verifier(five_token_harness: Harness, dr
 
 
 def following(workspace: Workspace, successor: Sequence[int]) -> Workspace:
-    """A verifier that says behind token t the token ``successor[t]``."""
+    """Engines that say behind token t the token ``successor[t]``."""
 
     def say(tokens: Sequence[int], _: int, outputs: StepOutputs) -> None:
         for row, token in enumerate(tokens[: len(outputs.logits)]):
             outputs.logits[row, successor[token]] = 100.0
 
-    return replace(workspace, verify=Wrapped(workspace.verify, after=say))
+    return replace(workspace, verify=Wrapped(workspace.verify, after=say), draft=Wrapped(workspace.draft, after=say))
 
 
 CYCLE = [(token + 1) % 7 for token in range(97)]
@@ -153,6 +153,18 @@ def test_a_long_copy_needs_no_draft_step(harness: Harness) -> None:
     session = harness.session([*range(40), 1], controller=controller, new_tokens=30, workspace=workspace, text=copying())
     session.step()
     assert len(session.tokens) > 41 + 10 and session.stats.draft_steps == 0
+
+
+@pytest.mark.parametrize("budget", [False, True])
+def test_the_text_goes_on_behind_a_draft(harness: Harness, budget: bool) -> None:
+    """Also one that the text alone would not have proposed: here the end of the text has not occurred before."""
+    workspace, controller = following(harness.workspace(), LINE), make_controller("fixed:k=2")
+    chosen, text = Everything() if budget else None, copying(share=0.0)
+    text.rule.count_behind = lambda values, nodes: len(values)  # type: ignore[method-assign]
+    sampling = Sampling(temperature=0.5)  # greedy drafts are the engine's top tokens, whatever its logits are
+    session = harness.session([*range(10, 40), 8], sampling, controller, workspace=workspace, text=text, budget=chosen)
+    assert len(session.step().tokens) > 10
+    assert session.stats.draft_steps == 2 and session.stats.accepted_text_tokens > 7
 
 
 def test_what_the_past_knows_is_found_in_the_next_request(harness: Harness) -> None:

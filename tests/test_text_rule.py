@@ -23,7 +23,7 @@ def round_of(rule: TextRule, steps: Sequence[TextStep], right: int, nodes: int =
         nodes=nodes,
         verify_seconds=PLAIN + NODE * nodes,
         accepted=accepted,
-        num_expanded=0,
+        num_expanded=min(accepted, drafts),
     )
     rule.observe(steps, right, min(right + 1, len(steps)), outcome)
 
@@ -72,6 +72,20 @@ def test_the_count_has_the_best_value() -> None:
     assert counts == {0, 1, 2, 4, 8}
     assert rule.count([0.01, 0.001], drafts=False) == 0, "not verified where it does not pay"
     assert rule.count([], drafts=False) == 0 == TextRule().count([0.9], drafts=False)
+
+
+def test_the_text_goes_on_behind_a_draft_as_far_as_it_pays() -> None:
+    def worth(kept: bool, values: Sequence[float], nodes: int) -> int:
+        rule = taught([4, 0, 1, 2] * 10)
+        for number in range(60):
+            round_of(rule, [], 0, nodes=3, drafts=3, accepted=3 if kept or number % 4 == 0 else 1)
+        return rule.count_behind(values, nodes)
+
+    copied = [0.8**n for n in range(1, 30)]
+    assert worth(True, copied, 3) > 5 >= worth(False, copied, 3) > 0, "less where drafts are wrong"
+    assert worth(True, [0.02, 0.01], 3) == 0 == worth(True, [], 3)
+    assert {3 + worth(True, copied[:most], 3) for most in range(30)} <= {*range(9), *SIZES}
+    assert TextRule().count_behind(copied, 3) == 0, "nothing is known yet"
 
 
 @pytest.mark.parametrize(("accepted", "short", "long"), [(0, True, True), (3, False, True), (11, False, False)])

@@ -86,7 +86,7 @@ class DraftTree:
 
     Without a budget every node of a level is expanded and verified. With a budget, paths are ranked by their calibrated
     chances: the ``width`` best of a level are expanded, and :meth:`prune` chooses from all candidates ever proposed. What the
-    text proposes is either all there is (:meth:`follow_text`), or joins the candidates (:meth:`join_text`).
+    text proposes is the end of the best path (:meth:`follow_text`), or joins the candidates (:meth:`join_text`).
 
     Attributes:
         root: The last committed token.
@@ -158,23 +158,24 @@ class DraftTree:
         ]
 
     def follow_text(self, tokens: Sequence[int]) -> None:
-        """Make the tree the chain of these tokens, which the text proposes; nothing is drafted then."""
+        """Add the chain of these tokens, which the text proposes, behind the best path; nothing is drafted behind it."""
+        parent = self.frontier[0]
         for token in tokens:
-            parent = self.nodes[-1]
             node = Node(token, parent, parent.depth + 1, index=len(self.nodes), from_text=True)
             parent.candidates = [node]
             self.nodes.append(node)
+            parent = node
 
-    def join_text(self, tokens: Sequence[int], chances: Sequence[float]) -> None:
+    def join_text(self, node: Node, tokens: Sequence[int], chances: Sequence[float]) -> None:
         """Add the path that the text proposes to a budget's candidates. Call it when drafting is done.
 
         Not without a budget: a child that was sampled can have no siblings (rejection sampling).
 
         Args:
-            tokens: The path behind the root.
+            node: What the path is behind.
+            tokens: The path.
             chances: Of each token, if all before it are right.
         """
-        node = self.root
         for token, chance in zip(tokens, chances, strict=True):
             if not node.rank:
                 return  # a chance may be too small for a number

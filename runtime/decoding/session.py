@@ -268,9 +268,21 @@ class Session:
         if drafter is None or copied:
             return tree, 0.0
         seconds = self._draft(tree, drafter)
-        if tree.steps and budget is not None:
-            tree.join_text(proposal.tokens, proposal.chances)
+        if self._text is not None and tree.steps and tree.frontier:
+            self._add_text(self._text, tree, proposal, budget is not None)
         return tree, seconds
+
+    def _add_text(self, text: TextDrafter, tree: DraftTree, proposal: Proposal, joins: bool) -> None:
+        """Add to what was drafted what the text proposes behind the root, if it ``joins``, and behind the best drafted path."""
+        if joins:
+            tree.join_text(tree.root, proposal.tokens, proposal.chances)
+        best = tree.frontier[0]
+        most = 0 if best.candidates else min(self._max_depth() - best.depth, self._max_nodes() - len(tree.nodes) + 1)
+        behind = self._index.propose(self.tokens, most, text, best.path()) if most > 0 else NOTHING
+        if joins:
+            tree.join_text(best, behind.tokens, behind.chances)
+        else:
+            tree.follow_text(behind.tokens[: text.rule.count_behind(behind.values, len(tree.nodes) - 1)])
 
     def _proposal(self) -> Proposal:
         """What the text proposes behind the root. It is judged in every round, also where it is not verified."""

@@ -107,8 +107,12 @@ class SuffixAutomaton:
 
     def find(self, text: Sequence[int]) -> Match:
         """The longest suffix of another text's last ``LONGEST_CONTEXT`` tokens that occurs in this one."""
-        state = length = 0
-        for token in text[-LONGEST_CONTEXT:]:
+        return self.follow(Match(0, 0), text[-LONGEST_CONTEXT:])
+
+    def follow(self, match: Match, tokens: Sequence[int]) -> Match:
+        """The longest suffix of a match and of ``tokens`` behind it that occurs in this text."""
+        state, length = match
+        for token in tokens:
             while state and token not in self._next[state]:
                 state = self._link[state]
                 length = self._length[state]

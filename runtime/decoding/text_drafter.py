@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.runtime.decoding.guard import Guard
-from eesd.runtime.decoding.suffix import Continuation, SuffixAutomaton
+from eesd.runtime.decoding.suffix import LONGEST_CONTEXT, Continuation, SuffixAutomaton
 
 LEAST_VALUE = 0.05
 """Chance of its path below which a token is not proposed."""
@@ -87,9 +87,9 @@ class TextIndex:
     def __init__(self) -> None:
         self._automaton: SuffixAutomaton | None = None
 
-    def propose(self, tokens: Sequence[int], most: int, drafter: TextDrafter) -> Proposal:
-        """At most ``most`` tokens that may follow ``tokens``, which begin with those of the last call."""
-        continuations, past = self._continuations(tokens, drafter.past)
+    def propose(self, tokens: Sequence[int], most: int, drafter: TextDrafter, drafted: Sequence[int] = ()) -> Proposal:
+        """At most ``most`` tokens that may follow ``tokens``, which begin with the last call's, and what is drafted."""
+        continuations, past = self._continuations(tokens, drafted, drafter.past)
         found, value = Proposal([], [], [], []), 1.0
         for _, (token, length, times, of) in zip(range(most), continuations, strict=False):
             step = TextStep(length, times, of, past)
@@ -103,12 +103,14 @@ class TextIndex:
             found.values.append(value)
         return found
 
-    def _continuations(self, tokens: Sequence[int], past: PastOutputs | None) -> tuple[Iterator[Continuation], bool]:
+    def _continuations(
+        self, tokens: Sequence[int], drafted: Sequence[int], past: PastOutputs | None
+    ) -> tuple[Iterator[Continuation], bool]:
         """What followed the longest match, and whether it is one in the past."""
         automaton = self._extended(tokens)
-        match = automaton.repeated()
+        match = automaton.follow(automaton.repeated(), drafted)
         if past is not None:
-            following = past.continuations(tokens, match.length)
+            following = past.continuations([*tokens[-LONGEST_CONTEXT:], *drafted], match.length)
             first = next(following, None)
             if first is not None:
                 return chain([first], following), True

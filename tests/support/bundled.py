@@ -5,7 +5,7 @@ from pathlib import Path
 
 from eesd.runtime.compare import LogitRecord
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.llm import LLM, Speculation, load
+from eesd.runtime.llm import LLM, Prompt, Speculation, load
 
 EXAMPLE = Path(__file__).parents[2] / "examples/pycode"
 SAMPLINGS = [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.0, top_p=0.95, seed=4)]
@@ -22,7 +22,7 @@ def prompts() -> list[str]:
     return [json.loads(line)["prompt"] for line in lines]
 
 
-def recorded(llm: LLM, prompt: str, sampling: Sampling, count: int, reference: LogitRecord | None = None) -> LogitRecord:
+def recorded(llm: LLM, prompt: Prompt, sampling: Sampling, count: int, reference: LogitRecord | None = None) -> LogitRecord:
     """The tokens and logits of a generation; compared with the reference's."""
     llm.observer = record = LogitRecord(reference)
     llm.generate(prompt, sampling, max_new_tokens=count, ignore_eos=True)

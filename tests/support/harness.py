@@ -117,6 +117,9 @@ class SometimesCopies(TextRule):
     def count(self, values: Sequence[float], drafts: bool) -> int:
         return len(values) if self._random.random() < self._share else 0
 
+    def count_behind(self, values: Sequence[float], nodes: int) -> int:
+        return int(self._random.integers(len(values) + 1))
+
 
 def copying(seed: int = 0, share: float = 1.0, past: PastOutputs | None = None) -> TextDrafter:
     """Drafts from the text, whether they pay or not."""
