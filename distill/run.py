@@ -220,7 +220,7 @@ class Run:
         if missing:
             process, processes = self.accelerator.process_index, self.accelerator.num_processes
             with self.progress("teacher's targets", missing // processes) as advance:
-                teacher, device = self._teacher(layers, keep_final), self.accelerator.device
+                teacher, device = self._teacher(cache.layers, keep_final), self.accelerator.device
                 cache.fill(teacher, device, geometry.hidden_size, training.batch, advance, process, processes)
         self.accelerator.wait_for_everyone()
         return cache

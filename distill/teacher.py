@@ -196,7 +196,7 @@ class TargetCache:
             directory: Directory of the cache.
             rows: The rows to cache.
             base: Fingerprint of the model.
-            layers: Exit layers whose hidden states are cached.
+            layers: Exit layers whose hidden states are needed. A cache that has more serves, too.
             top_k: Tokens of the distribution that are cached.
             precision: ``bf16`` or ``float32``.
             keep_final: Whether the final hidden states are cached.
@@ -220,6 +220,9 @@ class TargetCache:
         path = directory / "cache.json"
         if path.exists():
             stored = read_json_object(path, f"delete {directory}, or give another --offline directory")
+            kept = stored.get("layers")
+            if isinstance(kept, list) and all(layer in kept for layer in layers):
+                self.meta["layers"] = kept
             changed = first_difference(stored, self.meta)
             if changed:
                 raise EESDError(
@@ -228,6 +231,11 @@ class TargetCache:
         else:
             with saving(path), written_whole(path) as temporary:
                 temporary.write_text(json.dumps(self.meta, indent=2) + "\n")
+
+    @property
+    def layers(self) -> list[int]:
+        """Exit layers whose hidden states are cached."""
+        return list(self.meta["layers"])
 
     def missing_shards(self) -> list[int]:
         """Numbers of the shards that do not exist yet."""

@@ -101,6 +101,17 @@ def test_training_from_a_cache_gives_the_same_losses_without_the_teacher(
     assert read_losses(tmp_path / "online") == read_losses(tmp_path / "filling") == read_losses(tmp_path / "cached")
 
 
+def test_the_cache_of_a_search_serves_the_chosen_layer(
+    learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--model", learner, "--data", own_rows, "-o", tmp_path / "search", *SMALL, "--steps", 2)
+    succeed(main, *arguments, "--search-exit-layer", "1,2", "--offline", tmp_path / "cache")
+    distill(learner, own_rows, tmp_path / "online", "--steps", 4)
+    monkeypatch.setattr("eesd.distill.run.Teacher", lambda *_: pytest.fail("targets were computed"))
+    distill(learner, own_rows, tmp_path / "cached", "--steps", 4, "--offline", tmp_path / "cache")
+    assert read_losses(tmp_path / "online") == read_losses(tmp_path / "cached")
+
+
 def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines: list[dict[str, Any]] = [{"prompt": "abc def"}, {"text": "x = 1"}, {"messages": [{"role": "user", "content": "hi"}]}]
