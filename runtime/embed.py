@@ -17,7 +17,7 @@ from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.device import DeviceStream
-from eesd.runtime.engines.trt_engine import open_tensorrt
+from eesd.runtime.engines.trt_engine import KVMemory, open_tensorrt
 from eesd.runtime.engines.trt_plans import matches_graph
 from eesd.runtime.llm import LLM, Speculation, models_sampling
 
@@ -34,7 +34,8 @@ class Host:
         stream: The CUDA stream for all work. It must not be the default stream. A stream of another library becomes a
             ``torch.cuda.ExternalStream``.
         kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the stage, 2, 1, KV, S, D] in the
-            engines' element type. Default: allocate with torch.
+            engines' element type. Or a function that makes them, called for each session that is open beside others. Default:
+            allocate with torch.
         scratch: Memory that execution contexts work in, at least the largest ``device_memory_size_v2`` of the engines. Default:
             allocate with torch.
     """
@@ -43,7 +44,7 @@ class Host:
     draft: Any
     make_context: Callable[[Any], Any]
     stream: torch.cuda.Stream
-    kv_cache: Sequence[Tensor] = ()
+    kv_cache: KVMemory = ()
     scratch: Tensor | None = None
 
 

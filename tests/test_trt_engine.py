@@ -1,10 +1,13 @@
 """The TensorRT engine, on a fake of TensorRT's Python API (support/fake_tensorrt.py). Real plans on a GPU: test_gpu.py."""
 
+import gc
 import importlib.util
 import logging
 import shutil
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,12 +28,14 @@ from eesd.common.manifest import FLAVOURS
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.build import main as build_main
 from eesd.export.inspect import main as inspect_main
+from eesd.runtime import embed
 from eesd.runtime.cli import main
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.embed import Host, open_host_engines
 from eesd.runtime.engines import trt_engine, trt_plans
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.device import DeviceStream
+from eesd.runtime.engines.device_engine import CapturedGraph
 from eesd.runtime.llm import LLM, Speculation
 
 CPU = DeviceStream(torch.device("cpu"))
@@ -190,28 +195,155 @@ def host_of(directory: Path) -> Host:
         graph.file: runtime.deserialize_cuda_engine((directory / manifest.plans[graph.file].file).read_bytes())
         for graph in manifest.graphs
     }
-    sizes = 2, 1, manifest.geometry.num_kv_heads, manifest.max_seq_len, manifest.geometry.head_dim
     return Host(
         verify=[engines[stage.file] for stage in manifest.verify],
         draft=engines[manifest.draft.file],
         make_context=lambda engine: engine.create_execution_context(fake.Strategy.USER_MANAGED),
         stream=None,  # type: ignore[arg-type]  # there is none on the CPU
-        kv_cache=[torch.zeros(len(stage.caches), *sizes) for stage in manifest.verify],
         scratch=torch.zeros(5000, dtype=torch.uint8),
     )
+
+
+def kv_memory(directory: Path) -> list[torch.Tensor]:
+    """Memory for a KV cache."""
+    manifest = load_manifest(directory)
+    sizes = 2, 1, manifest.geometry.num_kv_heads, manifest.max_seq_len, manifest.geometry.head_dim
+    return [torch.zeros(len(stage.caches), *sizes) for stage in manifest.verify]
+
+
+def embedded(directory: Path, host: Host, stream: DeviceStream = CPU) -> LLM:
+    manifest = load_manifest(directory)
+    return LLM(directory, manifest, open_host_engines(manifest, host, stream), Speculation("beta-ts", guard=False))
+
+
+def test_open_sessions_never_share_the_memory_of_the_host(staged: Callable[[int], Path]) -> None:
+    directory = staged(1)
+    host = host_of(directory)
+    llm = embedded(directory, replace(host, kv_cache=kv_memory(directory)))
+    with llm.session(PROMPTS[0]) as first:
+        first.step()
+        with pytest.raises(EESDError, match="belongs to another open session"), llm.session(PROMPTS[1]):
+            pass
+    llm.generate(PROMPTS[1], max_new_tokens=5)  # the memory is free again
+
+    llm = embedded(directory, replace(host, kv_cache=lambda: kv_memory(directory)))
+    with ExitStack() as stack:
+        opened = [llm.session(prompt, max_new_tokens=20, ignore_eos=True) for prompt in PROMPTS]
+        sessions = [stack.enter_context(session) for session in opened]
+        while any(session.finish_reason is None for session in sessions):
+            for session in sessions:
+                if session.finish_reason is None:
+                    session.step()
+    for prompt, session in zip(PROMPTS, sessions, strict=True):
+        assert session.tokens[len(prompt) :] == llm.generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
+
+
+def test_what_overflowed_in_one_request_does_not_reach_the_next(staged: Callable[[int], Path]) -> None:
+    directory = staged(1)
+    memory = kv_memory(directory)
+    llm = embedded(directory, replace(host_of(directory), kv_cache=memory))
+    expected = llm.generate(PROMPTS[1], max_new_tokens=20, ignore_eos=True).tokens
+    memory[0][..., 50, :] = np.inf
+    assert llm.generate(PROMPTS[1], max_new_tokens=20, ignore_eos=True).tokens == expected
+
+
+def test_binding_an_engine_changes_no_cache(staged: Callable[[int], Path]) -> None:
+    """It warms up, and the cache may be filled already."""
+    directory = staged(1)
+    llm = embedded(directory, host_of(directory))
+    with llm.session(PROMPTS[1], max_new_tokens=20) as session:
+        session.step()
+        before = [session.kv_cache.read(layer) for layer in range(4)]
+        llm.engines.draft.bind(session.kv_cache)  # type: ignore[union-attr]
+        llm.engines.verify.bind(session.kv_cache)
+        after = [session.kv_cache.read(layer) for layer in range(4)]
+    assert before[0][0].any() and all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_plan_that_copies_a_cache_is_refused(staged: Callable[[int], Path]) -> None:
+    """Equal addresses would then be an error, and different ones a cache that is never written."""
+    directory = staged(1)
+    host = host_of(directory)
+    host.draft.copied.add("value_0")
+    with pytest.raises(EESDError, match=r"plan of draft\.onnx does not update value_0 in place"):
+        embedded(directory, host)
+
+
+class Place(DeviceStream):
+    """A device of which one can see whether it is the current one."""
+
+    current: "list[Place]" = []  # noqa: RUF012
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        Place.current.append(self)
+        yield
+        Place.current.pop()
+
+
+def test_contexts_are_made_on_the_device_of_their_stage(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, places = staged(3), [Place(torch.device("cpu")) for _ in range(3)]
+    monkeypatch.setattr(Place, "__eq__", object.__eq__)
+    monkeypatch.setattr(Place, "__hash__", object.__hash__)
+    manifest, host = load_manifest(directory), host_of(directory)
+    made: list[tuple[Any, Place]] = []
+
+    def make_context(engine: Any) -> Any:
+        made.append((engine, Place.current[-1]))
+        return engine.create_execution_context(fake.Strategy.USER_MANAGED)
+
+    source = embed._HostEngines(manifest, replace(host, make_context=make_context))
+    verify, _ = trt_engine.open_tensorrt(manifest, source, True, places)
+    verify.bind(verify.new_kv_cache())
+    for engine, place in zip(host.verify, places, strict=True):
+        contexts = [where for which, where in made if which is engine]
+        assert contexts and all(where is place for where in contexts)
+
+
+def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], Path]) -> None:
+    """A cycle would hold buffers on the GPU until the collector runs, perhaps while work is captured."""
+    llm = embedded(staged(1), host_of(staged(1)))
+    gc.collect()
+    gc.disable()
+    try:
+        verify: Any = llm.engines.verify.bind(llm.engines.verify.new_kv_cache())
+        draft: Any = llm.engines.draft.bind(llm.engines.verify.new_kv_cache())  # type: ignore[union-attr]
+        draft.draft_chain(5, 3, 2)
+        found = [weakref.ref(step) for step in [*verify._steps.values(), *draft._steps.values(), draft._draft_loop]]
+        assert len(found) > 3
+        del verify, draft
+        assert not any(reference() for reference in found)
+    finally:
+        gc.enable()
+
+
+def test_a_call_that_cannot_be_captured_runs_without_a_graph(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    runs: list[bool] = []
+    graph = CapturedGraph(lambda: runs.append(gc.isenabled()), CPU, pool=object())
+    graph.capture()
+    graph()
+    graph()
+    assert not graph.needs_capture and runs == [True, True, True] and gc.isenabled()
+    assert "without a CUDA graph" in caplog.text and "not permitted" in caplog.text
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_embedded_llm_runs_on_the_engines_and_memory_of_the_host(staged: Callable[[int], Path], stages: int) -> None:
     """It does not look for a TensorRT library: none is installed here."""
     directory = staged(stages)
-    manifest, host = load_manifest(directory), host_of(directory)
-    llm = LLM(directory, manifest, open_host_engines(manifest, host, CPU), Speculation("beta-ts", guard=False))
+    host = host_of(directory)
+    memory = [shard.fill_(np.nan) for shard in kv_memory(directory)]
+    llm = embedded(directory, replace(host, kv_cache=memory))
     expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(PROMPTS[1], max_new_tokens=60)
     assert llm.generate(PROMPTS[1], max_new_tokens=60).tokens == expected.tokens
-    assert all(shard.any() for shard in host.kv_cache), "the cache is not in the host's memory"
-    kv_cache = llm.engines.verify.new_kv_cache()
-    assert np.array_equal(kv_cache.read(0)[0], host.kv_cache[0][0, 0].numpy()) and kv_cache.read(0)[0].any()
+    assert all(shard.any() for shard in memory), "the cache is not in the host's memory"
 
 
 def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable[[int], Path]) -> None:

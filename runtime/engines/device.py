@@ -97,7 +97,7 @@ class DeviceKVCache(GrowingKVCache):
         spare: int = 0,
         memory: Sequence[Tensor] = (),
     ) -> None:
-        """Allocate the cache.
+        """Allocate the cache, all zeros.
 
         Args:
             manifest: Manifest of the engine directory.
@@ -126,12 +126,35 @@ class DeviceKVCache(GrowingKVCache):
 
     def _checked(self, memory: Tensor, shape: tuple[int, ...], stream: DeviceStream) -> Tensor:
         found = (tuple(memory.shape), memory.dtype, memory.device.type)
-        if found != (shape, self._dtype, stream.device.type) or not memory.is_contiguous():
+        here = stream.device if stream.device.index is not None else memory.device
+        if found != (shape, self._dtype, stream.device.type) or memory.device != here or not memory.is_contiguous():
             raise EESDError(
                 f"The kv_cache given is {list(memory.shape)} of {memory.dtype} on {memory.device}; "
                 f"these engines need a contiguous {list(shape)} of {self._dtype} on {stream.device}."
             )
-        return memory
+        with stream.activate(), torch.inference_mode():
+            return memory.zero_()  # a slot that nobody sees still counts with 0 x NaN
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Begin another sequence. A slot that overflowed to infinity would spoil it: a hidden slot counts with 0 x infinity."""
+        super().reset()
+        for shard in self._active_shards():
+            shard.zero_()
+
+    @contextmanager
+    def kept(self, slots: int) -> Iterator[None]:
+        """Undo, when the block ends, what it writes to the first ``slots`` slots."""
+        before = [shard[..., :slots, :].clone() for shard in self._active_shards()]
+        yield
+        for shard, values in zip(self._active_shards(), before, strict=True):
+            shard[..., :slots, :] = values
+
+    def _active_shards(self) -> Iterator[Tensor]:
+        """Each shard, while its stream is torch's current stream."""
+        for stream, shard in zip(self._streams, self.shards, strict=True):
+            with stream.activate():
+                yield shard
 
     @torch.inference_mode()
     def compact(self, start: int, sources: list[int]) -> None:

@@ -5,8 +5,10 @@ few results that the host needs back in one piece. Host memory is pinned. On a G
 for each stage.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,6 +22,7 @@ from eesd.model.decoder import KV
 from eesd.runtime.engines.base import KVCache, StepOutputs
 from eesd.runtime.engines.device import ALIGNMENT, DeviceKVCache, DeviceStream, StageRunner, StepInputs
 
+LOGGER = logging.getLogger(__name__)
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Node counts that calls on a GPU are padded to. Results of padding nodes are ignored."""
 STRIDE = ALIGNMENT // 8
@@ -135,13 +138,14 @@ class DeviceBinding:
     def warm_up(self) -> None:
         """Prepare and run a chain call for each bucket, so that no round waits for it. A draft's chain call has one node.
 
-        The calls write to slots that hold no token yet.
+        What the calls write is undone: another engine may have filled the cache.
         """
-        if self._engine.is_draft:
-            self.forward([0], [0], 0)
-        else:
-            for count in self._engine.buckets:
-                self.prefill([0] * count, 0)
+        with self._kv_cache.kept(max(self._engine.buckets)):
+            if self._engine.is_draft:
+                self.forward([0], [0], 0)
+            else:
+                for count in self._engine.buckets:
+                    self.prefill([0] * count, 0)
         for stage in self._engine.stages:
             self._engine.on_warm_up(stage.graph)
 
@@ -321,19 +325,43 @@ class CapturedGraph:
         return self._pool is not None and self._graph is None
 
     def capture(self) -> None:
-        """Run the work once, because libraries initialize themselves in their first call, and then capture it."""
+        """Run the work once, because libraries initialize themselves in their first call, and then capture it.
+
+        Work that cannot be captured runs without a graph from then on.
+        """
         self._body()
         self._stream.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads of the process may use the GPU meanwhile without breaking the capture.
-        with torch.cuda.graph(self._graph, self._pool, self._stream.cuda_stream, capture_error_mode="thread_local"):
-            self._body()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: other threads of the process may use the GPU meanwhile without breaking the capture.
+            with (
+                collector_off(),
+                torch.cuda.graph(graph, self._pool, self._stream.cuda_stream, capture_error_mode="thread_local"),
+            ):
+                self._body()
+        except RuntimeError as error:
+            LOGGER.warning("A call runs without a CUDA graph, and so slower: %s", error)
+            self._pool = None
+        else:
+            self._graph = graph
 
     def __call__(self) -> None:
         if self._graph is None:
             self._body()
         else:
             self._graph.replay()
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Keep Python's garbage collector from running: while work is captured, freeing memory of the GPU is an error."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _caches(stage: StageRunner, kv_cache: DeviceKVCache) -> list[KV]:
@@ -383,6 +411,12 @@ class _StageStep:
         self.results = self._call()
 
 
+def _run_and_fetch(stage: _StageStep, host_results: Tensor) -> None:
+    """Run the last stage, and copy its results to the host."""
+    stage.body()
+    host_results.copy_(pack_results(stage.results), non_blocking=True)
+
+
 class ForwardStep:
     """A forward call of one node count through all stages of an engine."""
 
@@ -409,19 +443,17 @@ class ForwardStep:
             if self._stages:
                 shape = (1, count, manifest.geometry.hidden_size)
                 hidden = torch.zeros(shape, dtype=kv_cache.shards[0].dtype, device=stage.stream.device)
-            self._stages.append(_StageStep(stage, kv_cache, host_inputs, count, width, logit_rows, hidden))
+            with stage.stream.activate():  # a context is made for the current device
+                self._stages.append(_StageStep(stage, kv_cache, host_inputs, count, width, logit_rows, hidden))
         shape = (2, count, manifest.draft_top_k) if engine.is_draft else (1, logit_rows, 1)
         self._host_results = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
-        bodies = [*(step.body for step in self._stages[:-1]), self._last_body]
+        # Nothing here may refer to this object: a cycle would hold its memory on the GPU until the collector runs.
+        bodies: list[Callable[[], None]] = [step.body for step in self._stages[:-1]]
+        bodies.append(partial(_run_and_fetch, self._stages[-1], self._host_results))
         self._graphs = [
             CapturedGraph(body, step.stage.stream, pool if step.stage.capturable else None)
             for body, step in zip(bodies, self._stages, strict=True)
         ]
-
-    def _last_body(self) -> None:
-        """Run the last stage, and copy its results to the host."""
-        self._stages[-1].body()
-        self._host_results.copy_(pack_results(self._stages[-1].results), non_blocking=True)
 
     def set_inputs(
         self,
@@ -464,45 +496,53 @@ class ForwardStep:
         return StepOutputs(lambda: fetch(logits[0, :count]), argmax_ids=results[0, :, 0].astype(np.int64))
 
 
-class DraftLoop:
-    """Draft steps of one node, where each takes its token from the step before it on the device. The host waits once."""
+class _LoopStep:
+    """A draft step of one node, which takes its token from the step before it on the device."""
 
-    def __init__(self, engine: DeviceEngine, kv_cache: DeviceKVCache, pool: object) -> None:
-        """Prepare the step; ``pool`` is the memory pool for its CUDA graph, None: do not capture."""
-        (stage,), manifest = engine.stages, engine.manifest
-        self._stream, device = stage.stream, stage.stream.device
-        pinned = stage.stream.on_gpu
+    def __init__(self, stage: StageRunner, kv_cache: DeviceKVCache, most: int, top_k: int) -> None:
+        """Prepare a step of at most ``most``, each with ``top_k`` candidates."""
+        device, pinned = stage.stream.device, stage.stream.on_gpu
         # Token, position, slot and number of the step, each at the beginning of a row.
-        self._host_inputs = torch.zeros((4, STRIDE), dtype=torch.int64, pin_memory=pinned)
-        self._device_inputs = torch.zeros_like(self._host_inputs, device=device)
-        self._token, position, slot, self._step = self._device_inputs[:, :1].unbind()
-        self._counters = self._device_inputs[1:, 0]
+        self.host_inputs = torch.zeros((4, STRIDE), dtype=torch.int64, pin_memory=pinned)
+        self.device_inputs = torch.zeros_like(self.host_inputs, device=device)
+        self._token, position, slot, self._step = self.device_inputs[:, :1].unbind()
+        self._counters = self.device_inputs[1:, 0]
         mask = torch.zeros((1, 1, 1, kv_cache.slots), dtype=kv_cache.shards[0].dtype, device=device)
         self._mask = AttentionMask(mask, slot)
         inputs = StepInputs(self._token[None], position[None], slot, mask, torch.zeros_like(slot), _caches(stage, kv_cache))
         self._call = stage.prepare(inputs)
-        shape = (manifest.max_tree_nodes, 2, 1, manifest.draft_top_k)
-        self._results = torch.zeros(shape, device=device)
-        self._host_results = torch.zeros(shape, pin_memory=pinned)
-        self._graph = CapturedGraph(self._body, self._stream, pool if stage.capturable else None)
+        self.results = torch.zeros((most, 2, 1, top_k), device=device)
 
-    def _body(self) -> None:
+    def body(self) -> None:
         self._mask.update()
         results = self._call()
-        self._results.index_copy_(0, self._step, pack_results(results)[None])
+        self.results.index_copy_(0, self._step, pack_results(results)[None])
         self._token.copy_(results[1][0, :, 0])
         self._counters.add_(1)
 
+
+class DraftLoop:
+    """A chain drafted on the device. The host waits once."""
+
+    def __init__(self, engine: DeviceEngine, kv_cache: DeviceKVCache, pool: object) -> None:
+        """Prepare the step; ``pool`` is the memory pool for its CUDA graph, None: do not capture."""
+        (stage,), manifest = engine.stages, engine.manifest
+        self._stream = stage.stream
+        self._step = _LoopStep(stage, kv_cache, manifest.max_tree_nodes, manifest.draft_top_k)
+        self._host_results = torch.zeros(self._step.results.shape, pin_memory=stage.stream.on_gpu)
+        self._graph = CapturedGraph(self._step.body, self._stream, pool if stage.capturable else None)
+
     def run(self, token: int, slot: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Run ``count`` steps behind ``token``. Returns the ids and the log-probabilities of each step, [count, K]."""
-        self._host_inputs.numpy()[:, 0] = token, slot, slot, 0
-        self._device_inputs.copy_(self._host_inputs, non_blocking=True)
+        step = self._step
+        step.host_inputs.numpy()[:, 0] = token, slot, slot, 0
+        step.device_inputs.copy_(step.host_inputs, non_blocking=True)
         if self._graph.needs_capture:
             self._graph.capture()
-            self._device_inputs.copy_(self._host_inputs, non_blocking=True)  # capture() ran a step
+            step.device_inputs.copy_(step.host_inputs, non_blocking=True)  # capture() ran a step
         for _ in range(count):
             self._graph()
-        self._host_results[:count].copy_(self._results[:count], non_blocking=True)
+        self._host_results[:count].copy_(step.results[:count], non_blocking=True)
         self._stream.synchronize()
         results = self._host_results[:count, :, 0].numpy()
         return results[:, 0].astype(np.int64), results[:, 1].copy()

@@ -87,6 +87,10 @@ def _check(accepted: bool, graph: GraphInfo, count: int) -> None:
         raise EESDError(f"The plan of {graph.file} takes no call of {count} nodes; build it again with: eesd-build --force.")
 
 
+KVMemory = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
+"""A tensor for each stage of verify, or a function that makes them."""
+
+
 class EngineSource(Protocol):
     """Where TensorRT engines come from: the plans of a directory, or a service that has loaded them."""
 
@@ -113,7 +117,7 @@ def open_tensorrt(
     source: EngineSource,
     draft: bool,
     streams: Sequence[DeviceStream] | None = None,
-    kv_memory: Sequence[Tensor] = (),
+    kv_memory: KVMemory = (),
     scratch: Tensor | None = None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
     """Load the engines of a directory.
@@ -123,22 +127,23 @@ def open_tensorrt(
         source: Where the TensorRT engines come from.
         draft: Whether to load the draft engine.
         streams: The stream of each stage of verify. Default: the stages are spread over the GPUs.
-        kv_memory: Memory for the KV cache, as in :class:`~eesd.runtime.engines.device.DeviceKVCache`. Default: allocate with
-            torch.
+        kv_memory: Memory for the KV cache, as in :class:`~eesd.runtime.engines.device.DeviceKVCache`, or a function that makes
+            it for each session that is open beside others. Default: allocate with torch.
         scratch: Memory that execution contexts work in. Default: allocate with torch.
 
     Returns:
         The verify engine and the draft engine.
 
     Raises:
-        EESDError: An engine cannot be loaded, or ``scratch`` is too small.
+        EESDError: An engine cannot be loaded or does not update its cache in place, or ``scratch`` is too small.
     """
     streams = streams or device_streams(len(manifest.verify))
     graphs = [*zip(manifest.verify, streams, strict=True), *([(manifest.draft, streams[0])] if draft else [])]
     engines = {}
     for graph, stream in graphs:
         with stream.activate():
-            engines[graph.file] = source.load(graph)
+            engines[graph.file] = engine = source.load(graph)
+        _check_updates(engine, graph)
     scratches = _scratch_memory(graphs, engines, scratch)
     stages = [
         TrtStageRunner(
@@ -151,16 +156,43 @@ def open_tensorrt(
         for graph, stream in graphs
     ]
     drafter = stages.pop() if draft else None
-    make_kv_cache = partial(DeviceKVCache, manifest, streams, memory=kv_memory)
     return make_engines(
         manifest,
         stages,
         drafter,
-        make_kv_cache,
+        _kv_cache_maker(manifest, streams, kv_memory),
         pad=True,
         prefill_chunk=source.prefill_chunk,
         on_warm_up=source.save_kernels,
     )
+
+
+def _check_updates(engine: Any, graph: GraphInfo) -> None:
+    """Raise :class:`EESDError` unless every cache is updated in place: later calls see nothing of what is written to a copy."""
+    for tensor in graph.outputs[len(graph.results) :]:
+        if engine.get_aliased_input_tensor(tensor.name) != tensor.name.removesuffix("_out"):
+            raise EESDError(
+                f"The plan of {graph.file} does not update {tensor.name.removesuffix('_out')} in place, as TensorRT's "
+                "KVCacheUpdate layers do; build it again with: eesd-build --force."
+            )
+
+
+def _kv_cache_maker(manifest: Manifest, streams: Sequence[DeviceStream], memory: KVMemory) -> Callable[[], DeviceKVCache]:
+    """Makes the KV caches of open sessions, each in memory of its own."""
+    if callable(memory):
+        return lambda: DeviceKVCache(manifest, streams, memory=memory())
+    if not memory:
+        return partial(DeviceKVCache, manifest, streams)
+    unused = [memory]
+
+    def make() -> DeviceKVCache:
+        if not unused:
+            raise EESDError(
+                "The kv_cache given belongs to another open session; close that first, or give a function that makes memory."
+            )
+        return DeviceKVCache(manifest, streams, memory=unused.pop())
+
+    return make
 
 
 def _scratch_memory(

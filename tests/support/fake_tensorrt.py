@@ -100,6 +100,12 @@ class Engine:
         self.names: list[str] = [*self.inputs, *self.outputs]
         self.num_io_tensors = len(self.names)
         self.contexts: list[Context] = []
+        self.copied: set[str] = set()
+        """Caches that a builder failed to update in place."""
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        cache = name.removesuffix("_out")
+        return cache if cache != name and cache in self.inputs and cache not in self.copied else None
 
     def get_tensor_name(self, index: int) -> str:
         return self.names[index]
