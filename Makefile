@@ -2,18 +2,31 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-MODEL := examples/pycode/model
-PLANS := plans
+SMOLLM2 := build/SmolLM2-135M-Instruct.Q4_1.gguf
 # Two processes, a processor each; the tests of a file stay together because they share engines.
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: run test pytest test-fast test-slow lint bench clean
+.PHONY: run run-smollm2 run-pycode test pytest test-fast test-slow lint bench clean
 
-run: $(PLANS)/manifest.json
-	$(BIN)/eesd-run --engine-dir $(PLANS) --prompt-file examples/pycode/prompt.txt --max-new-tokens 160 --compare
+# A model that people know, where it can be fetched (93 MB); else the model of the repository.
+run: $(VENV)/installed
+	@if $(BIN)/python examples/smollm2/fetch.py $(SMOLLM2); then $(MAKE) --no-print-directory run-smollm2; \
+	else echo "Running the bundled model instead."; $(MAKE) --no-print-directory run-pycode; fi
 
-$(PLANS)/manifest.json: $(VENV)/installed
-	$(BIN)/eesd-export --model $(MODEL) --dtype float32 --output $(PLANS)
+run-smollm2: build/smollm2/manifest.json
+	$(BIN)/eesd-run --engine-dir build/smollm2 --chat --prompt-file examples/smollm2/prompt.txt --max-new-tokens 200 --compare
+
+run-pycode: build/pycode/manifest.json
+	$(BIN)/eesd-run --engine-dir build/pycode --prompt-file examples/pycode/prompt.txt --max-new-tokens 160 --compare
+
+build/smollm2/manifest.json: $(VENV)/installed $(SMOLLM2) $(wildcard examples/smollm2/head/*)
+	$(BIN)/eesd-export --model $(SMOLLM2) --exit-head examples/smollm2/head --output build/smollm2
+
+build/pycode/manifest.json: $(VENV)/installed
+	$(BIN)/eesd-export --model examples/pycode/model --dtype float32 --output build/pycode
+
+$(SMOLLM2): | $(VENV)/installed
+	$(BIN)/python examples/smollm2/fetch.py $@
 
 # Lint runs beside the tests: type checking takes one processor for a minute.
 test: $(VENV)/installed
@@ -33,8 +46,8 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src/eesd tests
 
-bench: $(PLANS)/manifest.json
-	$(BIN)/eesd-bench --engine-dir $(PLANS) --output bench-results --overwrite
+bench: build/pycode/manifest.json
+	$(BIN)/eesd-bench --engine-dir build/pycode --output bench-results --overwrite
 
 # src/eesd links to the top-level folders, so an editable install sees new files without being made again.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -43,4 +56,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PLANS) build
+	rm -rf $(VENV) build
