@@ -18,6 +18,8 @@ DOUBT = 1.0
 """Standard deviations that a chance is lowered by. Labels are free, so nothing is lost by waiting for some."""
 FIRST_DRAFTS = 4
 """Drafting rounds before the text is compared with them."""
+SLOPE_PRIOR = 4.0
+"""Squared tokens by which the slope of drafting's worth over the text's is drawn to 0."""
 REFIT_EVERY = 8
 """Rounds between two fits of the costs; each of the first ones is fitted."""
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -68,12 +70,48 @@ def combined(chances: Sequence[float], index: int | None, chance: float) -> tupl
     return mixed, own * chance / total
 
 
+class DraftingWorth(Stateful):
+    """What a round that drafts is worth, as a line over what the text was worth in it.
+
+    Where the text has much to offer, drafting does well, too: its tokens are easy, and the text goes on behind the draft. The mean
+    of all rounds that drafted would say that drafting is as good where it stands alone.
+    """
+
+    learned: ClassVar = ("sums",)
+
+    def __init__(self, discount: float) -> None:
+        self.discount = discount
+        self.sums = [0.0] * 7
+        """Of 1, w, w^2, tokens, seconds, w tokens, and w seconds over the rounds, w the text's worth; discounted."""
+
+    def check_learned(self) -> None:
+        if min(self.sums) < 0:
+            raise ValueError("rounds and what they brought must not be negative")
+
+    @property
+    def rounds(self) -> float:
+        """Rounds that drafted, discounted."""
+        return self.sums[0]
+
+    def add(self, text_worth: float, tokens: float, seconds: float) -> None:
+        """A round that drafted where the text was worth so much brought ``tokens`` in ``seconds``."""
+        w = text_worth
+        self.sums = _discounted(self.sums, self.discount, (1.0, w, w * w, tokens, seconds, w * tokens, w * seconds))
+
+    def expected(self, text_worth: float, rate: float) -> float:
+        """Tokens minus ``rate`` times seconds of a round that drafts where the text is worth so much."""
+        rounds, w, ww, tokens, seconds, w_tokens, w_seconds = self.sums
+        mean, gained = w / rounds, (tokens - rate * seconds) / rounds
+        slope = (w_tokens - rate * w_seconds - w * gained) / (ww - w * mean + SLOPE_PRIOR)
+        return gained + min(max(slope, 0.0), 1.0) * (text_worth - mean)
+
+
 class TextRule(Stateful):
     """Chances of the tokens that the text proposes, and how many of them to verify: the most valuable number, or none.
 
     The value of a round is its expected tokens minus lambda times its seconds, lambda the recent rate in tokens per second.
     Chances come from a :class:`Calibrator`. The committed tokens tell in every round whether the text was right, also when
-    nothing was verified, so nothing needs exploration. What drafting is worth is the mean of the rounds that drafted.
+    nothing was verified, so nothing needs exploration. What drafting is worth is learned from the rounds that drafted.
     """
 
     learned: ClassVar = ("accept", "costs", "rate", "drafting", "whole", "rounds", "drafts")
@@ -84,18 +122,19 @@ class TextRule(Stateful):
         self.costs = RoundCosts()
         self.rate = [0.0, 0.0]
         """Tokens and seconds of all rounds, discounted."""
-        self.drafting = [0.0, 0.0, 0.0]
-        """Tokens, seconds and rounds of those that drafted, discounted."""
+        self.drafting = DraftingWorth(discount)
         self.whole = 0.0
         """How many of the rounds that drafted accepted all that was drafted, discounted."""
         self.rounds = 0
         self.drafts = 0
+        self._text_worth = 0.0
+        """What the text was worth in this round."""
 
     def check_learned(self) -> None:
-        if min(*self.rate, *self.drafting, self.whole, self.rounds, self.drafts) < 0:
+        if min(*self.rate, self.whole, self.rounds, self.drafts) < 0:
             raise ValueError("rates and rounds must not be negative")
-        if self.whole > self.drafting[2]:
-            raise ValueError("no more drafts can be accepted than were made")
+        if self.whole > self.drafting.rounds or (self.drafts > 0) != (self.drafting.rounds > 0):
+            raise ValueError("the drafts that were accepted and counted must be those that were made")
         if self.rate[1] and not self.costs.verify.fitted:
             raise ValueError("a rate needs a table of costs")
 
@@ -118,19 +157,19 @@ class TextRule(Stateful):
         Returns:
             The number, one of ``SIZES``; 0 to draft, or where there is no drafting, to decode plainly.
         """
-        if not self.rate[1] or (drafts and self.drafts < FIRST_DRAFTS):
+        if not self.rate[1]:
             return 0
         rate, verify = self.rate[0] / self.rate[1], self.costs.verify.seconds
         best, most, gained = 0, 0.0, 0.0
-        if drafts:
-            tokens, seconds, rounds = self.drafting
-            most = (tokens - rate * seconds) / rounds - (1 - rate * verify(0))
         for number, value in enumerate(values, start=1):
             gained += value
             worth = gained - rate * (verify(number) - verify(0))
             if number in SIZES and worth > most:
                 best, most = number, worth
-        return best
+        self._text_worth = most
+        if drafts and self.drafts < FIRST_DRAFTS:
+            return 0
+        return 0 if drafts and self.drafting.expected(most, rate) - (1 - rate * verify(0)) >= most else best
 
     def count_behind(self, values: Sequence[float], nodes: int) -> int:
         """How many tokens of the text to verify behind a draft.
@@ -145,7 +184,7 @@ class TextRule(Stateful):
         if self.drafts < FIRST_DRAFTS:
             return 0
         rate, verify = self.rate[0] / self.rate[1], self.costs.verify.seconds
-        right = self.whole / self.drafting[2]
+        right = self.whole / self.drafting.rounds
         best, most = 0, 0.0
         for number, value in enumerate(accumulate(values), start=1):
             worth = right * value - rate * (verify(nodes + number) - verify(nodes))
@@ -175,9 +214,10 @@ class TextRule(Stateful):
         tokens = outcome.accepted + 1
         self.rate = _discounted(self.rate, self.discount, (tokens, spent))
         if outcome.steps:
-            self.drafting = _discounted(self.drafting, self.discount, (tokens, spent, 1.0))
+            self.drafting.add(self._text_worth, tokens, spent)
             self.whole = self.whole * self.discount + (outcome.num_expanded >= outcome.depth)
             self.drafts += 1
+        self._text_worth = 0.0
 
     def _fit(self) -> None:
         self.costs.verify.fit(max(SIZES))

@@ -99,6 +99,16 @@ def test_the_text_replaces_drafting_where_it_is_worth_more(accepted: int, short:
     assert (rule.count([0.99**n for n in range(1, 9)], drafts=True) > 0) == long
 
 
+def test_drafting_that_is_good_because_the_text_is_does_not_count() -> None:
+    """A draft that brings nothing alone, and much where the text goes on behind it, is no reason to draft."""
+    rule = taught([4, 0, 1, 2] * 10)
+    for number in range(80):
+        copies = number % 2 == 0
+        rule.count([0.99**n for n in range(1, 3)] if copies else [], drafts=True)
+        round_of(rule, [], 0, nodes=4, drafts=2, accepted=3 if copies else 0)
+    assert rule.count([0.8], drafts=True) == 1
+
+
 def test_two_witnesses_are_combined() -> None:
     agreed, text = combined([0.6, 0.2], 0, 0.7)
     assert agreed[0] == text == pytest.approx(0.42 / (0.42 + 0.12)) and agreed[1] < 0.2
@@ -121,7 +131,7 @@ def test_state_survives_json() -> None:
     assert other.state() == one.state() and other.count([0.9, 0.8], True) == one.count([0.9, 0.8], True)
 
 
-@pytest.mark.parametrize(("name", "value"), [("rate", [-1, 1]), ("drafts", -1), ("rate", [1])])
+@pytest.mark.parametrize(("name", "value"), [("rate", [-1, 1]), ("drafts", -1), ("rate", [1]), ("whole", 1), ("drafts", 9)])
 def test_a_damaged_state_is_refused(name: str, value: object) -> None:
     state = taught([1] * 20).state()
     with pytest.raises(ValueError, match="must"):
