@@ -73,8 +73,8 @@ def combined(chances: Sequence[float], index: int | None, chance: float) -> tupl
 class DraftingWorth(Stateful):
     """What a round that drafts is worth, as a line over what the text was worth in it.
 
-    Where the text has much to offer, drafting does well, too: tokens are easy, and the text goes on behind the draft. The mean of
-    all rounds that drafted would say that drafting is as good where it stands alone.
+    Where the text has much to offer, drafting does well, too: tokens are easy, and the text goes on behind the draft. The mean
+    of all rounds that drafted would say that drafting is as good where it stands alone.
     """
 
     learned: ClassVar = ("sums",)
