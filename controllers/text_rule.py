@@ -159,17 +159,13 @@ class TextRule(Stateful):
         """
         if not self.rate[1]:
             return 0
-        rate, verify = self.rate[0] / self.rate[1], self.costs.verify.seconds
-        best, most, gained = 0, 0.0, 0.0
-        for number, value in enumerate(values, start=1):
-            gained += value
-            worth = gained - rate * (verify(number) - verify(0))
-            if number in SIZES and worth > most:
-                best, most = number, worth
+        best, most = self._best(values)
         self._text_worth = most
         if drafts and self.drafts < FIRST_DRAFTS:
             return 0
-        return 0 if drafts and self.drafting.expected(most, rate) - (1 - rate * verify(0)) >= most else best
+        rate = self.rate[0] / self.rate[1]
+        plain = 1 - rate * self.costs.verify.seconds(0)
+        return 0 if drafts and self.drafting.expected(most, rate) - plain >= most else best
 
     def count_behind(self, values: Sequence[float], nodes: int) -> int:
         """How many tokens of the text to verify behind a draft.
@@ -183,14 +179,24 @@ class TextRule(Stateful):
         """
         if self.drafts < FIRST_DRAFTS:
             return 0
+        return self._best(values, nodes, self.whole / self.drafting.rounds, FEW)[0]
+
+    def _best(self, values: Sequence[float], nodes: int = 0, right: float = 1.0, few: int = 0) -> tuple[int, float]:
+        """The most valuable number of tokens, and its worth; 0 and 0.0 where none is worth anything.
+
+        Args:
+            values: For each token the chance that it and all before it are right, if the nodes before them are.
+            nodes: Nodes before them in the pass.
+            right: The chance that those are right.
+            few: Passes of at most so many nodes may have any number of them, others one of ``SIZES``.
+        """
         rate, verify = self.rate[0] / self.rate[1], self.costs.verify.seconds
-        right = self.whole / self.drafting.rounds
-        best, most = 0, 0.0
+        best, most, before = 0, 0.0, verify(nodes)
         for number, value in enumerate(accumulate(values), start=1):
-            worth = right * value - rate * (verify(nodes + number) - verify(nodes))
-            if (nodes + number <= FEW or nodes + number in SIZES) and worth > most:
+            worth = right * value - rate * (verify(nodes + number) - before)
+            if (nodes + number <= few or nodes + number in SIZES) and worth > most:
                 best, most = number, worth
-        return best
+        return best, most
 
     def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
         """Learn from a committed round.

@@ -126,8 +126,8 @@ class DeviceKVCache(GrowingKVCache):
 
     def _checked(self, memory: Tensor, shape: tuple[int, ...], stream: DeviceStream) -> Tensor:
         found = (tuple(memory.shape), memory.dtype, memory.device.type)
-        here = stream.device if stream.device.index is not None else memory.device
-        if found != (shape, self._dtype, stream.device.type) or memory.device != here or not memory.is_contiguous():
+        elsewhere = stream.device.index not in (None, memory.device.index)
+        if found != (shape, self._dtype, stream.device.type) or elsewhere or not memory.is_contiguous():
             raise EESDError(
                 f"The kv_cache given is {list(memory.shape)} of {memory.dtype} on {memory.device}; "
                 f"these engines need a contiguous {list(shape)} of {self._dtype} on {stream.device}."
@@ -158,10 +158,9 @@ class DeviceKVCache(GrowingKVCache):
 
     @torch.inference_mode()
     def compact(self, start: int, sources: list[int]) -> None:
-        for stream, shard in zip(self._streams, self.shards, strict=True):
-            with stream.activate():
-                index = torch.tensor(sources, pin_memory=stream.on_gpu).to(stream.device, non_blocking=True)
-                shard[..., start : start + len(sources), :] = shard.index_select(4, index)
+        for shard in self._active_shards():
+            index = torch.tensor(sources, pin_memory=shard.is_cuda).to(shard.device, non_blocking=True)
+            shard[..., start : start + len(sources), :] = shard.index_select(4, index)
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         for stream in self._streams:
