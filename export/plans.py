@@ -79,7 +79,7 @@ def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> 
     """SHA-256 over everything that determines a plan. A plan with the same hash need not be built again."""
     files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS_FILE, DRAFT_VOCAB_FILE) if name in manifest.files]
     files += [link.samples for link in manifest.linked.values()]
-    parts = [files, asdict(options), builder_version(options.flavour), manifest.max_seq_len, manifest.max_tree_nodes]
+    parts = [files, asdict(options), builder_version(options.flavour), manifest.gpu_slots, manifest.max_tree_nodes]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -237,7 +237,7 @@ def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options:
     import onnx
 
     model = onnx.load(directory / graph.file, load_external_data=False)
-    fixed = {"S": manifest.max_seq_len} | ({"B": 1} if options.max_batch == 1 else {})
+    fixed = {"S": manifest.gpu_slots} | ({"B": 1} if options.max_batch == 1 else {})
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in fixed:
@@ -277,7 +277,7 @@ def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) 
 
     In decoding every node gets logits, in prefill one node does.
     """
-    batch, slots = options.max_batch, manifest.max_seq_len
+    batch, slots = options.max_batch, manifest.gpu_slots
     decoding, prefill = profile_nodes(manifest, graph, options)
     profiles = []
     for counts, rows in ((decoding, decoding), (prefill, (1, 1, 1))):

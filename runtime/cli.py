@@ -27,6 +27,7 @@ from eesd.runtime.round_log import log_rounds
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
 MODELS_SAMPLING = "Sampling options of the model's generation_config.json: take them where none is given, or not."
 EXACT = "checked when loading: logits are the same bits for every number of tokens in a call"
+BITS = "Drafting changes no bit of a logit, also in trees and on a GPU.  [default: where that costs little]"
 DRAFTED = "What drafts: the exit head, the text itself where it repeats, or both."
 LEARNED = "Start with what the controller learned in FILE, if it exists; save it there at the end."
 
@@ -57,6 +58,7 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 @click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", help=AUTO)
 @click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
+@click.option("--exact/--no-exact", default=None, help=BITS)
 @click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")
 @click.option("--show-drafts", is_flag=True, help="Colour the tokens that were drafted (on a terminal).")
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; compare speed, tokens and bits.")
@@ -80,6 +82,7 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
         threads=options["threads"],
         verify_hashes=options["verify"],
         generation_config=options["generation_config"],
+        exact=options["exact"],
     )
     if llm.engines.notice:
         notice(llm.engines.notice)

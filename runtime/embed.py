@@ -34,8 +34,8 @@ class Host:
         stream: The CUDA stream for all work. It must not be the default stream. A stream of another library becomes a
             ``torch.cuda.ExternalStream``.
         kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the stage, 2, 1, KV, S, D] in the
-            engines' element type. Or a function that makes them, called for each session that is open beside others. Default:
-            allocate with torch.
+            engines' element type, where S is the manifest's ``gpu_slots``. Or a function that makes them, called for each
+            session that is open beside others. Default: allocate with torch.
         scratch: Memory that execution contexts work in, at least the largest ``device_memory_size_v2`` of the engines. Default:
             allocate with torch.
     """
@@ -48,13 +48,14 @@ class Host:
     scratch: Tensor | None = None
 
 
-def embed(engine_dir: str | os.PathLike[str], host: Host, speculation: Speculation) -> LLM:
+def embed(engine_dir: str | os.PathLike[str], host: Host, speculation: Speculation, exact: bool | None = None) -> LLM:
     """Make an :class:`LLM` that runs on a service's engines.
 
     Args:
         engine_dir: The engine directory whose plans the service has loaded.
         host: The service's engines, stream and memory.
         speculation: How to draft.
+        exact: See :func:`~eesd.runtime.llm.load`.
 
     Raises:
         EESDError: The engines do not match the directory's manifest, or memory of the host has the wrong size.
@@ -62,14 +63,15 @@ def embed(engine_dir: str | os.PathLike[str], host: Host, speculation: Speculati
     directory = check_path("engine_dir", engine_dir, "the engine directory whose plans the service has loaded")
     manifest = load_manifest(directory)
     stream = DeviceStream(torch.device("cuda", host.stream.device_index), host.stream)
-    engines = open_host_engines(manifest, host, stream)
+    engines = open_host_engines(manifest, host, stream, exact)
     return LLM(directory, manifest, engines, speculation if host.draft else None, models_sampling(directory))
 
 
-def open_host_engines(manifest: Manifest, host: Host, stream: DeviceStream) -> Engines:
+def open_host_engines(manifest: Manifest, host: Host, stream: DeviceStream, exact: bool | None = None) -> Engines:
     """Open the engines of ``host``. All of them run in ``stream``."""
-    source, streams = _HostEngines(manifest, host), [stream] * len(manifest.verify)
-    return Engines(*open_tensorrt(manifest, source, host.draft is not None, streams, host.kv_cache, host.scratch))
+    source, streams, draft = _HostEngines(manifest, host), [stream] * len(manifest.verify), host.draft is not None
+    engines = open_tensorrt(manifest, source, draft, streams, host.kv_cache, host.scratch, exact)
+    return Engines(*engines, in_place=exact is True)
 
 
 class _HostEngines:

@@ -132,6 +132,7 @@ def load(
     threads: int | None = None,
     verify_hashes: bool = False,
     generation_config: str = "auto",
+    exact: bool | None = None,
 ) -> "LLM":
     """Open an engine directory that ``eesd-export`` wrote.
 
@@ -144,18 +145,22 @@ def load(
         verify_hashes: Hash every file first.
         generation_config: ``auto`` takes the sampling options of the model's ``generation_config.json`` where a request gives
             none; ``none`` does not.
+        exact: Whether drafting may change no bit of a logit, also in trees and on a GPU; see
+            :func:`~eesd.runtime.engines.backends.open_engines`. Default: where that costs little.
 
     Raises:
         EESDError: The directory or an argument cannot be used.
     """
     directory = check_path("engine_dir", engine_dir, "the output directory of eesd-export")
     check_flag("verify_hashes", verify_hashes)
+    if exact is not None:
+        check_flag("exact", exact)
     check_choice("generation_config", generation_config, GENERATION_CONFIGS)
     manifest = load_manifest(directory)
     if verify_hashes:
         verify_files(directory, manifest)
     draft = isinstance(speculation, Speculation) and speculation.head_drafts
-    engines = open_engines(directory, manifest, backend, threads, draft)
+    engines = open_engines(directory, manifest, backend, threads, draft, exact)
     default = models_sampling(directory) if generation_config == "auto" else GREEDY
     llm = LLM(directory, manifest, engines, speculation, default)
     release_freed_memory()  # what packing weights and reading the tokenizer took for a while
@@ -296,7 +301,7 @@ class LLM:
             manifest.max_seq_len,
             manifest.max_tree_nodes,
             self.engines.verify.prefill_chunk,
-            self.engines.int8_activations,
+            self.engines.in_place,
         )
         drafter = None
         if draft and workspace.draft and self.controller and self.speculation:

@@ -120,12 +120,12 @@ def test_tokens_match_onnx_runtime_until_the_cache_is_full(
 @pytest.mark.usefixtures("installed")
 def test_calls_are_padded_to_buckets_prepared_before_the_first_round(staged: Callable[[int], Path]) -> None:
     """Each bucket has its own execution context with the profile for its node count."""
-    llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("threshold:p=0.1", guard=False))
+    llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("threshold:p=0.1", guard=False), exact=False)
     for _ in range(2):
         with llm.session(PROMPTS[2], max_new_tokens=20) as session:
             prepared = {file: [(context.count, context.profile) for context in made] for file, made in contexts_of(llm).items()}
             assert prepared == {
-                "draft.onnx": [(1, 0)],
+                "draft.onnx": [(1, 0), (1, 0)],
                 "verify.onnx": [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0), (8, 0), (12, 0), (13, 0), (16, 1)],
             }
             session.step()
@@ -133,6 +133,31 @@ def test_calls_are_padded_to_buckets_prepared_before_the_first_round(staged: Cal
     assert contexts[16].runs == 1 + 3 * 2, "warm-up, and twice 46 tokens of the prompt in 3 chunks"
     rows = {count: context.shapes["logit_rows"][0] for count, context in contexts.items()}
     assert rows == {count: count for count in contexts} | {16: 1}, "a chunk of a prompt has logits for one node"
+
+
+@pytest.mark.parametrize("exact", [None, True])
+@pytest.mark.usefixtures("installed")
+def test_one_kernel_computes_every_token_whatever_is_drafted(staged: Callable[[int], Path], exact: bool | None) -> None:
+    """Rounds, trees, plain decoding and the last slots of the cache run in one context; only prompts have another."""
+    directory = staged(1)
+    expected = eesd.load(directory, "ort", speculation=None, threads=1)
+    llm = eesd.load(directory, "tensorrt", speculation=Speculation("fixed:k=3", 2, guard=False), exact=exact)
+    for prompt in PROMPTS:
+        for draft in (True, False):
+            found = llm.generate(prompt, max_new_tokens=200, draft=draft, ignore_eos=True)
+            assert found.tokens == expected.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens
+    contexts = [(context.count, context.profile) for context in contexts_of(llm)["verify.onnx"]]
+    assert contexts == [(13, 0), (16, 1)] and llm.engines.in_place is bool(exact)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_plan_of_other_slots_is_refused(staged: Callable[[int], Path], tmp_path: Path) -> None:
+    """Versions before this one had no room behind the text for the nodes that pad a round."""
+    directory = shutil.copytree(staged(1), tmp_path / "plans")
+    plan = directory / "verify.plan"
+    plan.write_text(plan.read_text().replace('"slots": 112', '"slots":  96'))
+    words = ("plan of verify.onnx is for caches of 96 slots, and its calls need 112", "eesd-build --force")
+    assert_refused(run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt"), *words)
 
 
 @pytest.mark.usefixtures("installed")
@@ -165,7 +190,7 @@ def test_compiled_kernels_are_saved_for_the_next_start(
 
     assert not any(cache.loaded for cache in caches())
     saved = {path.name: path.read_bytes() for path in directory.glob("*.kernels")}
-    assert saved.keys() == {"draft.kernels", "verify.kernels"} and b"0:8" in saved["verify.kernels"]
+    assert saved.keys() == {"draft.kernels", "verify.kernels"} and b"0:13" in saved["verify.kernels"]
     assert all(cache.loaded for cache in caches())
     monkeypatch.setattr(fake.RuntimeCache, "gpu", "another GPU")
     assert not any(cache.loaded for cache in caches())
@@ -207,7 +232,7 @@ def host_of(directory: Path) -> Host:
 def kv_memory(directory: Path) -> list[torch.Tensor]:
     """Memory for a KV cache."""
     manifest = load_manifest(directory)
-    sizes = 2, 1, manifest.geometry.num_kv_heads, manifest.max_seq_len, manifest.geometry.head_dim
+    sizes = 2, 1, manifest.geometry.num_kv_heads, manifest.gpu_slots, manifest.geometry.head_dim
     return [torch.zeros(len(stage.caches), *sizes) for stage in manifest.verify]
 
 
@@ -357,7 +382,7 @@ def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable
         opened(verify=[*host.verify, *host.verify])
     with pytest.raises(EESDError, match=r"given for verify\.onnx has other inputs"):
         opened(verify=[host.draft])
-    with pytest.raises(EESDError, match=r"kv_cache given is \[3\] of torch.float32 on cpu; .* \[5, 2, 1, 2, 96, 8\]"):
+    with pytest.raises(EESDError, match=r"kv_cache given is \[3\] of torch.float32 on cpu; .* \[5, 2, 1, 2, 112, 8\]"):
         opened(kv_cache=[torch.zeros(3)]).verify.new_kv_cache()
     with pytest.raises(EESDError, match="5 bytes of scratch memory are given, and these engines need 4096"):
         opened(scratch=torch.zeros(5, dtype=torch.uint8))

@@ -31,6 +31,7 @@ class Engines(NamedTuple):
         exact: Whether a check found that calls of every number of rows give the same bits here; None: it was not checked.
         int8_activations: Whether verify rounds activations to int8. A tree's nodes lie in other slots than a chain's, which
             changes the last bit of a sum, and so may change a logit by a whole int8 step.
+        in_place: Whether only logits of nodes count that are in the slot that they would have in a chain.
     """
 
     verify: Engine
@@ -38,9 +39,12 @@ class Engines(NamedTuple):
     notice: str = ""
     exact: bool | None = None
     int8_activations: bool = False
+    in_place: bool = False
 
 
-def open_engines(directory: Path, manifest: Manifest, backend: str, threads: int | None, draft: bool) -> Engines:
+def open_engines(
+    directory: Path, manifest: Manifest, backend: str, threads: int | None, draft: bool, exact: bool | None = None
+) -> Engines:
     """Load the engines of a directory.
 
     Args:
@@ -49,6 +53,9 @@ def open_engines(directory: Path, manifest: Manifest, backend: str, threads: int
         backend: A name in :data:`BACKENDS`.
         threads: CPU threads of an engine; None: :func:`default_threads`.
         draft: Whether to load the draft engine.
+        exact: True: drafting changes no bit of a logit. On a GPU every pass of verify has one node count, and a tree's path is
+            cut where its bits would differ. None: on a GPU one node count where that costs little; trees are cut only where
+            activations are int8. False: on a GPU as few nodes as possible.
 
     Raises:
         EESDError: There is no such backend, or it cannot run this directory on this machine.
@@ -56,7 +63,8 @@ def open_engines(directory: Path, manifest: Manifest, backend: str, threads: int
     check_choice("backend", backend, BACKENDS)
     if threads is not None:
         check_integer("threads", threads, 1, MAX_THREADS)
-    return BACKENDS[backend](directory, manifest, threads or default_threads(), draft)
+    engines = BACKENDS[backend](directory, manifest, threads or default_threads(), draft, exact)
+    return engines._replace(in_place=engines.int8_activations or exact is True)
 
 
 def default_threads() -> int:
@@ -65,55 +73,55 @@ def default_threads() -> int:
     return available if available <= 4 else available - 1
 
 
-def _open_auto(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
+def _open_auto(directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None) -> Engines:
     """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU, ``ort``, or ``torch`` where a
     16-bit directory fits the memory only as it is."""
     if torch_sees_gpu():
-        return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, threads, draft)
+        return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, threads, draft, exact)
     from eesd.runtime.engines.widened import widening_memory
 
     if manifest.dtype == "float32" or widening_memory(manifest) <= available_memory():
-        return _open_ort(directory, manifest, threads, draft)
+        return _open_ort(directory, manifest, threads, draft, exact)
     notice = f"There is too little memory to run {manifest.dtype} weights in float32, so torch runs them as they are: slowly."
-    return _open_torch(directory, manifest, threads, draft)._replace(notice=notice)
+    return _open_torch(directory, manifest, threads, draft, exact)._replace(notice=notice)
 
 
-def _open_ort(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
+def _open_ort(directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None) -> Engines:
     from onnxruntime import get_available_providers
 
     if "CUDAExecutionProvider" in get_available_providers() and torch_sees_gpu():
         from eesd.runtime.engines.ort_gpu import open_ort_gpu
 
-        return Engines(*open_ort_gpu(directory, manifest, threads, draft))
+        return Engines(*open_ort_gpu(directory, manifest, threads, draft, exact=exact))
     from eesd.runtime.engines.ort_cpu import OrtEngine
 
     widened: dict[str, Any] = {}
     load = partial(OrtEngine, directory, manifest, manifest.verify, threads, widened)
-    verify, exact, notice = load(), None, ""
+    verify, checked, notice = load(), None, ""
     int8_activations = bool(manifest.quantization.layers or manifest.quantization.head)
     if int8_activations:
-        exact = int8_activations = Exactness(manifest).check_quickly(verify)
-    if exact is False:
+        checked = int8_activations = Exactness(manifest).check_quickly(verify)
+    if checked is False:
         del verify
         verify = load(int8_activations=False)
-        exact = Exactness(manifest).check_quickly(verify)
+        checked = Exactness(manifest).check_quickly(verify)
         notice = INEXACT
     drafter = OrtEngine(directory, manifest, [manifest.draft], threads, widened) if draft else None
     if widened:
         wide = f"The CPU runs the {manifest.dtype} engines in float32: their weights take twice the memory."
         notice = f"{notice} {wide}".strip()
-    return Engines(verify, drafter, notice, exact, int8_activations)
+    return Engines(verify, drafter, notice, checked, int8_activations)
 
 
-def _open_torch(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
+def _open_torch(directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None) -> Engines:
     try:
         from eesd.runtime.engines.torch_engine import open_torch
     except ImportError as error:
         raise EESDError(f"The torch backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
-    return Engines(*open_torch(directory, manifest, threads, draft))
+    return Engines(*open_torch(directory, manifest, threads, draft, exact=exact))
 
 
-def _open_tensorrt(directory: Path, manifest: Manifest, _threads: int, draft: bool) -> Engines:
+def _open_tensorrt(directory: Path, manifest: Manifest, _threads: int, draft: bool, exact: bool | None) -> Engines:
     from eesd.runtime.engines.trt_plans import PlanDirectory
 
     plans = PlanDirectory(directory, manifest)
@@ -121,10 +129,10 @@ def _open_tensorrt(directory: Path, manifest: Manifest, _threads: int, draft: bo
         from eesd.runtime.engines.trt_engine import open_tensorrt
     except ImportError as error:
         raise EESDError(f"The tensorrt backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
-    return Engines(*open_tensorrt(manifest, plans, draft))
+    return Engines(*open_tensorrt(manifest, plans, draft, exact=exact))
 
 
-BACKENDS: dict[str, Callable[[Path, Manifest, int, bool], Engines]] = {
+BACKENDS: dict[str, Callable[[Path, Manifest, int, bool, bool | None], Engines]] = {
     "auto": _open_auto,
     "tensorrt": _open_tensorrt,
     "ort": _open_ort,

@@ -8,6 +8,7 @@ also runs on the CPU, without CUDA graphs and pinned memory, so tests need no GP
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,10 +103,10 @@ class DeviceKVCache(GrowingKVCache):
         Args:
             manifest: Manifest of the engine directory.
             streams: The stream of each stage.
-            grow: Begin with few slots and grow. Otherwise all ``max_seq_len`` slots are allocated now, because a captured CUDA
-                graph needs fixed addresses.
+            grow: Begin with few slots and grow. Otherwise all ``gpu_slots`` of the manifest are allocated now, because a
+                captured CUDA graph needs fixed addresses.
             slots: First number of slots of a cache that grows.
-            spare: Slots behind those that tokens may use, for padding nodes.
+            spare: Of a cache that grows, the slots behind those that tokens may use, for padding nodes.
             memory: A tensor for each shard, which the caller owns. Default: allocate with torch.
 
         Raises:
@@ -115,7 +116,8 @@ class DeviceKVCache(GrowingKVCache):
         self._streams = streams
         self._memory = memory
         layers = [stage.caches for stage in manifest.verify]
-        super().__init__(manifest, slots if grow else manifest.max_seq_len, layers, spare)
+        most = manifest.max_seq_len
+        super().__init__(manifest, slots if grow else most, layers, spare if grow else manifest.gpu_slots - most)
 
     def _zeros(self, shard: int, shape: tuple[int, ...]) -> Tensor:
         stream = self._streams[shard]
@@ -214,12 +216,32 @@ class StageRunner(Protocol):
         ...
 
 
-def allocate_results(graph: GraphInfo, inputs: StepInputs) -> list[Tensor]:
-    """Allocate the outputs of a call that are not caches."""
-    count, device = inputs.position_ids.shape[1], inputs.position_ids.device
-    sizes = {"B": 1, "n": count, "R": len(inputs.logit_rows)}
-    with explain_out_of_memory(f"The results of {count} nodes"):
-        return [torch.zeros(t.sized(**sizes), dtype=getattr(torch, t.dtype), device=device) for t in graph.results]
+class ResultMemory:
+    """Memory for the outputs of a graph that are not caches.
+
+    Calls of all node counts share it, because only the results of the last call are used: logits are large.
+    """
+
+    def __init__(self, graph: GraphInfo, device: torch.device, largest: int) -> None:
+        """``largest`` is the node count from which on a call has memory of its own. Nothing is allocated yet."""
+        self._graph, self._device, self._largest = graph, device, largest
+        self._shared: list[Tensor] = []
+
+    def tensors(self, inputs: StepInputs) -> list[Tensor]:
+        """The outputs of a call."""
+        count, rows = inputs.position_ids.shape[1], len(inputs.logit_rows)
+        if max(rows, count) > self._largest:
+            return self._allocate(count, rows)
+        self._shared = self._shared or [memory.flatten() for memory in self._allocate(self._largest, self._largest)]
+        shapes = [info.sized(B=1, n=count, R=rows) for info in self._graph.results]
+        return [memory[: prod(shape)].view(shape) for memory, shape in zip(self._shared, shapes, strict=True)]
+
+    def _allocate(self, count: int, rows: int) -> list[Tensor]:
+        with explain_out_of_memory(f"The results of {count} nodes"):
+            return [
+                torch.zeros(info.sized(B=1, n=count, R=rows), dtype=getattr(torch, info.dtype), device=self._device)
+                for info in self._graph.results
+            ]
 
 
 def tensors_by_name(graph: GraphInfo, inputs: StepInputs, results: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

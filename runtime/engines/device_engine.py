@@ -29,10 +29,23 @@ STRIDE = ALIGNMENT // 8
 """Inputs in one int64 buffer begin at multiples of this many elements."""
 
 
-def buckets_for(manifest: Manifest, prefill_chunk: int) -> tuple[int, ...]:
-    """The buckets of an engine directory: up to the largest round, and the prefill chunk."""
+EXACT_NODES = 64
+"""Up to this many nodes, reading weights takes a GPU longer than computing, so a call of all of them costs little more."""
+
+
+def buckets_for(manifest: Manifest, prefill_chunk: int, exact: bool | None = None) -> tuple[int, ...]:
+    """The buckets of an engine directory: up to the largest round, and the prefill chunk.
+
+    Args:
+        manifest: Manifest of the engine directory.
+        prefill_chunk: Tokens of the prompt that one call takes at most.
+        exact: Whether all rounds, and plain decoding, have one node count: then one kernel computes a token's logits, whatever
+            is drafted. None: if a round has at most :data:`EXACT_NODES` nodes.
+    """
     most = manifest.max_tree_nodes + 1
-    return (*(count for count in BUCKETS if count < most), most, *((prefill_chunk,) if prefill_chunk > most else ()))
+    one = most <= EXACT_NODES if exact is None else exact
+    smaller = () if one else tuple(count for count in BUCKETS if count < most)
+    return (*smaller, most, *((prefill_chunk,) if prefill_chunk > most else ()))
 
 
 class DeviceEngine:
@@ -96,6 +109,7 @@ def make_engines(
     pad: bool,
     multiple: int = 1,
     prefill_chunk: int | None = None,
+    exact: bool | None = None,
     on_warm_up: Callable[[GraphInfo], None] = lambda _: None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
     """Build the engines of an engine directory from stage runners.
@@ -109,18 +123,17 @@ def make_engines(
         multiple: Without buckets, pad verify's calls to multiples of this. The draft's calls need no padding: nothing that they
             compute reaches the output.
         prefill_chunk: Tokens of the prompt that one call takes at most. Default: 128, or the slots of the cache if fewer.
+        exact: Of padded calls, see :func:`buckets_for`. The draft's calls have as few nodes as possible.
         on_warm_up: See :class:`DeviceEngine`.
 
     Returns:
         The verify engine and the draft engine.
     """
     chunk = prefill_chunk or min(PREFILL_CHUNK, manifest.max_seq_len)
-    buckets = buckets_for(manifest, chunk) if pad else ()
-    engine = partial(
-        DeviceEngine, manifest, make_kv_cache=make_kv_cache, buckets=buckets, prefill_chunk=chunk, on_warm_up=on_warm_up
-    )
-    drafter = engine([draft], is_draft=True, multiple=1) if draft else None
-    return engine(verify, is_draft=False, multiple=multiple), drafter
+    engine = partial(DeviceEngine, manifest, make_kv_cache=make_kv_cache, prefill_chunk=chunk, on_warm_up=on_warm_up)
+    few, rounds = (buckets_for(manifest, chunk, False), buckets_for(manifest, chunk, exact)) if pad else ((), ())
+    drafter = engine([draft], is_draft=True, buckets=few, multiple=1) if draft else None
+    return engine(verify, is_draft=False, buckets=rounds, multiple=multiple), drafter
 
 
 class DeviceBinding:
@@ -130,19 +143,20 @@ class DeviceBinding:
         self._engine = engine
         self._kv_cache = kv_cache
         self._version = kv_cache.version
-        self._steps: dict[tuple[int, bool, bool], ForwardStep] = {}
+        self._steps: dict[tuple[int, bool], ForwardStep] = {}
         self._draft_loop: DraftLoop | None = None
         capture = engine.cuda_graphs and engine.stages[0].stream.on_gpu
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
     def warm_up(self) -> None:
-        """Prepare and run a chain call for each bucket, so that no round waits for it. A draft's chain call has one node.
+        """Prepare and run a call for each bucket, so that no round waits for it. A draft drafts a chain in calls of one node.
 
         What the calls write is undone: another engine may have filled the cache.
         """
         with self._kv_cache.kept(max(self._engine.buckets)):
             if self._engine.is_draft:
                 self.forward([0], [0], 0)
+                self.draft_chain(0, 0, 1)
             else:
                 for count in self._engine.buckets:
                     self.prefill([0] * count, 0)
@@ -162,9 +176,17 @@ class DeviceBinding:
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], slot: int) -> None:
-        # A call that fits a round is captured already, with logits for all of its nodes.
-        only_caches = self._padded(len(tokens), slot) > self._engine.manifest.max_tree_nodes + 1
-        self._run(tokens, range(slot, slot + len(tokens)), slot, only_caches=only_caches)
+        while tokens:
+            count = min(len(tokens), self._most(slot))
+            # A call that fits a round is captured already, with logits for all of its nodes.
+            only_caches = self._engine.padded(count) > self._engine.manifest.max_tree_nodes + 1
+            self._run(tokens[:count], range(slot, slot + count), slot, only_caches=only_caches)
+            tokens, slot = tokens[count:], slot + count
+
+    def _most(self, slot: int) -> int:
+        """The most nodes of a call from ``slot`` on. Padding nodes write behind the last token, up to the end of the cache."""
+        buckets = self._engine.buckets
+        return max(bucket for bucket in buckets if slot + bucket <= self._kv_cache.slots) if buckets else self._kv_cache.slots
 
     def _run(
         self,
@@ -179,18 +201,10 @@ class DeviceBinding:
         self._drop_stale()
         count = len(tokens)
         with self._streams():
-            step = self._step(self._padded(count, slot), tree_mask is not None, only_caches)
+            step = self._step(self._engine.padded(count), only_caches)
             step.set_inputs(tokens, positions, slot, context_len, tree_mask)
             step.run()
             return step.outputs(count)
-
-    def _padded(self, count: int, slot: int) -> int:
-        """The node count of a call of ``count`` nodes from ``slot`` on.
-
-        Padding nodes write to the slots behind the last token. At the end of the cache there are none left.
-        """
-        padded = self._engine.padded(count)
-        return count if slot + padded > self._kv_cache.slots else padded
 
     @torch.inference_mode()
     def draft_chain(self, token: int, slot: int, count: int) -> StepOutputs:
@@ -216,16 +230,16 @@ class DeviceBinding:
             self._steps.clear()
             self._draft_loop = None
 
-    def _step(self, count: int, is_tree: bool, only_caches: bool) -> "ForwardStep":
+    def _step(self, count: int, only_caches: bool) -> "ForwardStep":
         """The call of ``count`` nodes. It is captured and kept if ``count`` is a bucket or, without buckets, fits a round."""
-        step = self._steps.get((count, is_tree, only_caches))
+        step = self._steps.get((count, only_caches))
         if step is None:
-            engine, largest_round = self._engine, self._engine.manifest.max_tree_nodes + 1
-            reused = count in engine.buckets if engine.buckets else count <= engine.padded(largest_round)
-            width, pool = largest_round if is_tree else 0, self._pool if reused else None
+            engine, largest_round = self._engine, self._engine.padded(self._engine.manifest.max_tree_nodes + 1)
+            reused = count in engine.buckets if engine.buckets else count <= largest_round
+            width, pool = largest_round if count <= largest_round else 0, self._pool if reused else None
             step = ForwardStep(engine, self._kv_cache, count, width, 1 if only_caches else count, pool)
             if reused:
-                self._steps[count, is_tree, only_caches] = step
+                self._steps[count, only_caches] = step
         return step
 
 
@@ -389,7 +403,7 @@ class _StageStep:
             kv_cache: The KV cache.
             host_inputs: Inputs in host memory, laid out as in :func:`_input_views`.
             count: n.
-            width: Columns of the tree mask; 0: a chain.
+            width: Columns of the tree mask; 0: a call for chains only.
             logit_rows: R; the last nodes get logits.
             hidden: Memory for the previous stage's hidden state [1, n, hidden]; None: this stage takes the tokens.
         """
@@ -429,7 +443,7 @@ class ForwardStep:
             engine: The engine.
             kv_cache: The KV cache.
             count: n, padding included.
-            width: Columns of the tree mask; 0: a chain.
+            width: Columns of the tree mask; 0: a call for chains only, of more nodes than a round has.
             logit_rows: R; the last nodes get logits. A draft's all do.
             pool: Memory pool for CUDA graphs; None: do not capture.
         """
@@ -437,6 +451,7 @@ class ForwardStep:
         self._count, self._is_draft, self._last_position = count, engine.is_draft, manifest.max_seq_len - 1
         host_inputs = torch.zeros(_buffer_size(count, width), dtype=torch.int64, pin_memory=pinned)
         self._inputs = _input_views(host_inputs.numpy(), count, width)
+        self._chain = np.tri(count, width, dtype=np.int64)
         self._stages: list[_StageStep] = []
         for stage in engine.stages:
             hidden = None
@@ -469,9 +484,9 @@ class ForwardStep:
         inputs.positions[:given] = positions
         # Positions of padding nodes must be within the rotary tables. Spare slots at the end of the cache are beyond them.
         inputs.positions[given:] = np.minimum(range(slot + given, slot + self._count), self._last_position)
-        inputs.slot[0], inputs.context_len[0] = slot, context_len
+        inputs.slot[0], inputs.context_len[0] = slot, slot if tree_mask is None else context_len
+        inputs.tree_mask[:] = self._chain if tree_mask is None else 0
         if tree_mask is not None:
-            inputs.tree_mask[:] = 0
             inputs.tree_mask[:given, : tree_mask.shape[1]] = tree_mask
 
     def run(self) -> None:

@@ -16,8 +16,8 @@ from eesd.runtime.engines.device import (
     DeviceKVCache,
     DeviceStream,
     PreparedCall,
+    ResultMemory,
     StepInputs,
-    allocate_results,
     device_streams,
     tensors_by_name,
 )
@@ -33,17 +33,18 @@ class OrtStageRunner:
 
     capturable = False
 
-    def __init__(self, session: Any, graph: GraphInfo, stream: DeviceStream) -> None:
+    def __init__(self, session: Any, graph: GraphInfo, stream: DeviceStream, largest_round: int) -> None:
         self.graph = graph
         self.stream = stream
         self._session = session
+        self._results = ResultMemory(graph, stream.device, largest_round)
         self._options = ort.RunOptions()
         # The engine waits for the stream itself, once for all stages.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     def prepare(self, inputs: StepInputs) -> PreparedCall:
         io_binding = self._session.io_binding()
-        results = allocate_results(self.graph, inputs)
+        results = self._results.tensors(inputs)
         named, outputs = tensors_by_name(self.graph, inputs, results)
         for name, tensor in named.items():
             io_binding.bind_input(name, *_buffer(tensor))
@@ -64,7 +65,7 @@ def _buffer(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def open_ort_gpu(
-    directory: Path, manifest: Manifest, threads: int, draft: bool, device: str | None = None
+    directory: Path, manifest: Manifest, threads: int, draft: bool, device: str | None = None, exact: bool | None = None
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
     """Load the engines of a directory.
 
@@ -74,6 +75,7 @@ def open_ort_gpu(
         threads: CPU threads of each session.
         draft: Whether to load the draft engine.
         device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
+        exact: On a GPU, see :func:`~eesd.runtime.engines.device_engine.buckets_for`.
 
     Returns:
         The verify engine and the draft engine.
@@ -81,12 +83,14 @@ def open_ort_gpu(
     streams = device_streams(len(manifest.verify), device)
 
     def load(graph: GraphInfo, stream: DeviceStream) -> OrtStageRunner:
-        return OrtStageRunner(load_session(directory, manifest, graph, threads, _providers(stream)), graph, stream)
+        session = load_session(directory, manifest, graph, threads, _providers(stream))
+        return OrtStageRunner(session, graph, stream, manifest.max_tree_nodes + 1)
 
     verify = [load(graph, stream) for graph, stream in zip(manifest.verify, streams, strict=True)]
     on_gpu = streams[0].on_gpu
     make_kv_cache = partial(DeviceKVCache, manifest, streams, grow=not on_gpu)
-    return make_engines(manifest, verify, load(manifest.draft, streams[0]) if draft else None, make_kv_cache, pad=on_gpu)
+    drafter = load(manifest.draft, streams[0]) if draft else None
+    return make_engines(manifest, verify, drafter, make_kv_cache, pad=on_gpu, exact=exact)
 
 
 def _providers(stream: DeviceStream) -> list[Any]:

@@ -47,7 +47,7 @@ class TorchStageRunner:
 
 
 def open_torch(
-    directory: Path, manifest: Manifest, threads: int, draft: bool, device: str | None = None
+    directory: Path, manifest: Manifest, threads: int, draft: bool, device: str | None = None, exact: bool | None = None
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
     """Load the engines of a directory over one set of weights.
 
@@ -57,6 +57,7 @@ def open_torch(
         threads: On the CPU, the number of threads of torch in this process; torch has one setting for all engines.
         draft: Whether to load the draft engine.
         device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
+        exact: On a GPU, see :func:`~eesd.runtime.engines.device_engine.buckets_for`.
 
     Returns:
         The verify engine and the draft engine.
@@ -72,5 +73,5 @@ def open_torch(
     ]
     first = stages[0]
     drafter = TorchStageRunner(first.draft, manifest.draft, first.rotary_tables, streams[0]) if first.draft else None
-    make_kv_cache = partial(DeviceKVCache, manifest, streams, grow=not on_gpu, spare=0 if on_gpu else ROWS - 1)
-    return make_engines(manifest, verify, drafter, make_kv_cache, pad=on_gpu, multiple=ROWS)
+    make_kv_cache = partial(DeviceKVCache, manifest, streams, grow=not on_gpu, spare=ROWS - 1)
+    return make_engines(manifest, verify, drafter, make_kv_cache, pad=on_gpu, multiple=ROWS, exact=exact)

@@ -14,8 +14,8 @@ from eesd.runtime.engines.device import (
     DeviceKVCache,
     DeviceStream,
     PreparedCall,
+    ResultMemory,
     StepInputs,
-    allocate_results,
     device_streams,
     explain_out_of_memory,
     tensors_by_name,
@@ -52,6 +52,7 @@ class TrtStageRunner:
         self._decode_nodes = decode_nodes
         self._make_context = make_context
         self._scratch = scratch
+        self._results = ResultMemory(graph, stream.device, decode_nodes)
 
     def prepare(self, inputs: StepInputs) -> PreparedCall:
         graph, count, stream = self.graph, inputs.position_ids.shape[1], self.stream
@@ -60,7 +61,7 @@ class TrtStageRunner:
             raise EESDError(f"TensorRT cannot create an execution context of {graph.file}; the GPU's memory may be too small.")
         context.set_optimization_profile_async(int(count > self._decode_nodes), stream.handle)
         stream.synchronize()
-        results = allocate_results(graph, inputs)
+        results = self._results.tensors(inputs)
         named, outputs = tensors_by_name(graph, inputs, results)
         for name, tensor in named.items():
             _check(context.set_input_shape(name, tuple(tensor.shape)), graph, count)
@@ -119,6 +120,7 @@ def open_tensorrt(
     streams: Sequence[DeviceStream] | None = None,
     kv_memory: KVMemory = (),
     scratch: Tensor | None = None,
+    exact: bool | None = None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
     """Load the engines of a directory.
 
@@ -130,6 +132,7 @@ def open_tensorrt(
         kv_memory: Memory for the KV cache, as in :class:`~eesd.runtime.engines.device.DeviceKVCache`, or a function that makes
             it for each session that is open beside others. Default: allocate with torch.
         scratch: Memory that execution contexts work in. Default: allocate with torch.
+        exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`.
 
     Returns:
         The verify engine and the draft engine.
@@ -143,7 +146,7 @@ def open_tensorrt(
     for graph, stream in graphs:
         with stream.activate():
             engines[graph.file] = engine = source.load(graph)
-        _check_updates(engine, graph)
+        _check_caches(engine, manifest, graph)
     scratches = _scratch_memory(graphs, engines, scratch)
     stages = [
         TrtStageRunner(
@@ -163,13 +166,21 @@ def open_tensorrt(
         _kv_cache_maker(manifest, streams, kv_memory),
         pad=True,
         prefill_chunk=source.prefill_chunk,
+        exact=exact,
         on_warm_up=source.save_kernels,
     )
 
 
-def _check_updates(engine: Any, graph: GraphInfo) -> None:
-    """Raise :class:`EESDError` unless every cache is updated in place: later calls see nothing of what is written to a copy."""
+def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
+    """Raise :class:`EESDError` unless every cache has the right slots and is updated in place: later calls see nothing of what
+    is written to a copy."""
     for tensor in graph.outputs[len(graph.results) :]:
+        slots = engine.get_tensor_shape(tensor.name)[2]
+        if slots != manifest.gpu_slots:
+            raise EESDError(
+                f"The plan of {graph.file} is for caches of {slots} slots, and its calls need {manifest.gpu_slots}; "
+                "build it again with: eesd-build --force."
+            )
         if engine.get_aliased_input_tensor(tensor.name) != tensor.name.removesuffix("_out"):
             raise EESDError(
                 f"The plan of {graph.file} does not update {tensor.name.removesuffix('_out')} in place, as TensorRT's "

@@ -40,7 +40,8 @@ def write_plans(directory: Path, flavour: str = "tensorrt", chunk: int = 16, cap
     for graph in manifest.graphs:
         profiles = ((1, 4, manifest.max_tree_nodes + 1), (1, chunk, chunk))
         path = directory / Path(graph.file).with_suffix(".plan").name
-        path.write_text(json.dumps({"onnx": str(directory / graph.file), "profiles": profiles, "graph": graph.file}))
+        plan = {"path": str(directory / graph.file), "profiles": profiles, "name": graph.file, "slots": manifest.gpu_slots}
+        path.write_text(json.dumps(plan))
         plans[graph.file] = PlanInfo(
             file=path.name,
             size=path.stat().st_size,
@@ -82,18 +83,18 @@ class Runtime:
             self._logger.log(ILogger.ERROR, "Magic tag does not match\nand more")
             return None
         self._logger.log(ILogger.INFO, "Loaded engine")
-        return Engine(plan["onnx"], plan["profiles"], plan["graph"])
+        return Engine(**plan)
 
 
 class Engine:
     """An ``ICudaEngine``. ``contexts`` lists the execution contexts that were made of it."""
 
-    def __init__(self, path: str, profiles: list[list[int]], name: str) -> None:
+    def __init__(self, path: str, profiles: list[list[int]], name: str, slots: int) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
         self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self.profiles = profiles
+        self.profiles, self._slots = profiles, slots
         self.device_memory_size_v2 = SCRATCH.get(name, 1000)
         self.inputs = {tensor.name: tensor for tensor in self.session.get_inputs()}
         self.outputs = {tensor.name: tensor for tensor in self.session.get_outputs()}
@@ -109,6 +110,11 @@ class Engine:
 
     def get_tensor_name(self, index: int) -> str:
         return self.names[index]
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        fixed = {"S": self._slots}
+        tensor = (self.inputs | self.outputs)[name]
+        return tuple(size if isinstance(size, int) else fixed.get(size, -1) for size in tensor.shape)
 
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, int]]:
         assert name == "position_ids"

@@ -162,6 +162,14 @@ class Manifest:
     plans: dict[str, PlanInfo]
 
     @property
+    def gpu_slots(self) -> int:
+        """Slots of the caches on a GPU: behind those of the text there is room for the nodes that pad a round.
+
+        A multiple of 16, so that the caches of every layer are aligned as TensorRT requires.
+        """
+        return -(-(self.max_seq_len + self.max_tree_nodes) // 16) * 16
+
+    @property
     def graphs(self) -> tuple[GraphInfo, ...]:
         """The draft graph and the stages of the verify graph."""
         return (self.draft, *self.verify)
