@@ -119,7 +119,9 @@ def test_trees_are_cut_where_activations_are_int8(exported: Export, kind: str, s
 
 @pytest.mark.parametrize("speculation", TREES, ids=["tree", "budget"])
 @pytest.mark.parametrize(("backend", "kind"), [("ort", "float32"), ("torch", "float32"), ("torch", "int4")])
-def test_trees_change_logits_by_rounding_alone_and_not_where_bits_count(exported: Export, backend: str, kind: str, speculation: Speculation) -> None:
+def test_trees_change_logits_by_rounding_alone_and_not_where_bits_count(
+    exported: Export, backend: str, kind: str, speculation: Speculation
+) -> None:
     llm = eesd.load(exported(kind), backend, speculation=speculation, threads=1)
     found = compare(llm, PROMPT, COUPLED, 120, ignore_eos=True)
     assert found.divergence is None and found.logits.positions == 120 and found.logits.largest < 1e-4

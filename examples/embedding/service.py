@@ -94,7 +94,7 @@ def speculate(service: Service, directory: Path) -> LLM:
     """Make an LLM on the service's engines. This is the only function that uses EESD."""
     manifest: Manifest = service.manifest
     dtype = getattr(torch, manifest.dtype)
-    sizes = 2, 1, manifest.geometry.num_kv_heads, manifest.max_seq_len, manifest.geometry.head_dim
+    sizes = 2, 1, manifest.geometry.num_kv_heads, manifest.gpu_slots, manifest.geometry.head_dim
     scratch = max(engine.device_memory_size_v2 for engine in service.engines.values())
     host = Host(
         verify=[service.engines[stage.file] for stage in manifest.verify],

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# What to run first on an NVIDIA GPU. It writes one page; please send it to the project.
+#
+#   tests/gpu_first_hour.sh [MODEL [PAGE]]
+#
+# MODEL is a model directory with its exit head (default: the bundled one), PAGE the file to write (default: gpu-first-hour.md).
+# GPU=no tries the script itself on a machine without one: torch runs what plans would.
+set -uo pipefail
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+model=${1:-$root/examples/pycode/model}
+page=$(realpath "${2:-gpu-first-hour.md}")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failed=()
+
+# step TITLE COMMAND...: run it, and write its exit code, its seconds and the end of its output to the page.
+step() {
+    local title=$1 started=$SECONDS
+    shift
+    echo "$title" >&2
+    local output code
+    output=$("$@" 2>&1)
+    code=$?
+    grep -q "^tokens differ" <<<"$output" && code=1
+    ((code)) && failed+=("$title")
+    printf '\n## %s\n\n`%s`: exit code %s, %s s\n\n```\n%s\n```\n' \
+        "$title" "${*//$work\//}" "$code" "$((SECONDS - started))" "$(tail -n 40 <<<"$output")" >>"$page"
+}
+
+installed() { python -c "import $1" 2>/dev/null; }
+
+flavours=()
+installed tensorrt && flavours+=(tensorrt)
+installed tensorrt_rtx && flavours+=(tensorrt-rtx)
+if [[ ${GPU:-yes} == yes ]]; then
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+    ((gpus)) || { echo "There is no NVIDIA GPU here; GPU=no tries the script without one." >&2; exit 2; }
+    backend=tensorrt shape=7b check=--check
+else
+    gpus=2 backend=torch shape=tiny check=
+fi
+
+printf '# First hour on a GPU\n\n%s, commit %s\n' "$(date -u +%F)" "$(git -C "$root" rev-parse --short HEAD)" >"$page"
+step "The machine" eesd-doctor
+step "The tests for GPUs" python -m pytest -q -p no:cacheprovider "$root/tests/test_gpu.py"
+for stages in 1 2; do
+    ((stages > gpus)) && continue
+    plain=$work/plain-$stages
+    step "Export, $stages stages" eesd-export --model "$model" --dtype float16 --stages "$stages" --max-seq-len 1024 -o "$plain"
+    step "torch, $stages stages: drafting changes nothing" \
+        eesd-run --engine-dir "$plain" --backend torch -p "def main(" -n 64 --ignore-eos --compare
+    for flavour in "${flavours[@]}"; do
+        plans=$work/$flavour-$stages name="$flavour, $stages stages"
+        cp -r "$plain" "$plans"
+        step "$name: build" eesd-build "$plans" --target "$flavour" $check
+        [[ $backend == tensorrt ]] && step "$name: layers" eesd-inspect "$plans" --layers
+        step "$name: bits" eesd-inspect "$plans" --exact --backend "$backend"
+        run=(eesd-run --engine-dir "$plans" --backend "$backend" -p "def main(" --ignore-eos)
+        step "$name: chains change nothing" "${run[@]}" -n 200 --compare
+        step "$name: trees change nothing" "${run[@]}" -n 200 --compare --exact --tree-budget
+        step "$name: sampling changes nothing" "${run[@]}" -n 200 --compare --temperature 0.7
+        command -v compute-sanitizer >/dev/null && step "$name: races" compute-sanitizer --tool racecheck "${run[@]}" -n 8
+    done
+done
+step "Passes against the memory's bandwidth" python -m eesd.bench.shapes --shape "$shape" --backend "$backend"
+
+printf '\n## Failed\n\n%s\n' "$( ((${#failed[@]})) && printf '* %s\n' "${failed[@]}" || echo nothing)" >>"$page"
+echo "${#failed[@]} steps failed; $page has the details." >&2
+((!${#failed[@]}))
