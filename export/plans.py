@@ -9,9 +9,8 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +29,7 @@ from eesd.common.manifest import (
     Manifest,
     PlanInfo,
 )
+from eesd.runtime.engines.trt_plans import make_logger
 
 _TIMING_CACHE = "timing.cache"
 _PRECISIONS = ("float16", "bfloat16")
@@ -64,9 +64,8 @@ def find_flavour(wanted: str | None) -> str:
     if not found:
         raise EESDError("No TensorRT is installed; install one with: pip install 'eesd[tensorrt-rtx]' or 'eesd[tensorrt]'.")
     flavour = wanted or found[0]
-    for package in ("onnx", "polygraphy"):
-        if not importlib.util.find_spec(package):
-            raise EESDError(f"Building needs {package}; install it with: pip install 'eesd[{flavour}]'.")
+    if not importlib.util.find_spec("onnx"):
+        raise EESDError(f"Building needs onnx; install it with: pip install 'eesd[{flavour}]'.")
     return flavour
 
 
@@ -150,23 +149,18 @@ def build(
     Raises:
         EESDError: The graph cannot be built. The message has the builder's first error.
     """
-    import polygraphy.config
-
-    polygraphy.config.USE_TENSORRT_RTX = options.flavour == "tensorrt-rtx"  # must be set before other polygraphy imports
-    from polygraphy.backend.trt import network_from_onnx_path
-    from polygraphy.exception import PolygraphyException
-
     trt = importlib.import_module(FLAVOURS[options.flavour])
     path = directory / Path(graph.file).with_suffix(".plan").name
     errors: list[str] = []
-    built = None
-    with _collect_errors(errors), _fixed_graph(directory, manifest, graph, options) as fixed, written_whole(path) as temporary:
-        with suppress(PolygraphyException):
-            builder, network, _parser = network_from_onnx_path(str(fixed), strongly_typed=True)
+    logger, built = make_logger(trt, errors), None
+    with _fixed_graph(directory, manifest, graph, options) as fixed, written_whole(path) as temporary:
+        builder = trt.Builder(logger)
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        parser = trt.OnnxParser(network, logger)  # the weights are in its memory until the plan is built
+        if parser.parse_from_file(str(fixed)):
             fused = count_fused(trt, network)
-            config = _config(trt, manifest, graph, options, directory, monitor)(builder, network)
-            if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # calls that allocate cannot be captured in a CUDA graph
-                config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+            config = _config(trt, builder, manifest, graph, options, monitor)
+            _load_timing_cache(options, config, directory / _TIMING_CACHE)
             built = _serialize(trt, builder, network, config, temporary)
         if built is None:
             reason = errors[0].splitlines()[0][:300] if errors else "the builder gave no reason"
@@ -204,31 +198,16 @@ def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) ->
     return FileInfo(path.stat().st_size, digest.hexdigest()) if built else None
 
 
+def _load_timing_cache(options: BuildOptions, config: Any, path: Path) -> None:
+    """Give TensorRT the timings of the last build, if there are any. TensorRT-RTX times nothing when it builds."""
+    if options.flavour == "tensorrt":
+        timings = path.read_bytes() if path.exists() else b""
+        config.set_timing_cache(config.create_timing_cache(timings), ignore_mismatch=False)
+
+
 def _save_timing_cache(config: Any, path: Path) -> None:
     with written_whole(path) as temporary, config.get_timing_cache().serialize() as timings:
         temporary.write_bytes(timings)
-
-
-@contextmanager
-def _collect_errors(errors: list[str]) -> Iterator[None]:
-    """Collect the errors that the builder logs, and keep its log off the terminal."""
-    from polygraphy.logger import G_LOGGER
-
-    class Recorder(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            errors.append(record.getMessage())
-
-    logger, recorder = logging.getLogger("Polygraphy"), Recorder(logging.ERROR)
-    G_LOGGER.use_python_logging_system = True
-    G_LOGGER.module_severity = G_LOGGER.ERROR
-    G_LOGGER.colors = G_LOGGER.letter = False  # otherwise it reports that a package for colours is missing
-    logger.addHandler(recorder)
-    propagate, logger.propagate = logger.propagate, False
-    try:
-        yield
-    finally:
-        logger.removeHandler(recorder)
-        logger.propagate = propagate
 
 
 @contextmanager
@@ -292,25 +271,22 @@ def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) 
     return profiles
 
 
-def _config(trt: Any, manifest: Manifest, graph: GraphInfo, options: BuildOptions, directory: Path, monitor: Any) -> Any:
-    from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
-    from polygraphy.backend.trt import CreateConfig, Profile
-
-    profiles = []
+def _config(trt: Any, builder: Any, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Any) -> Any:
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    config.progress_monitor = monitor(trt.IProgressMonitor)
     for shapes in profile_shapes(manifest, graph, options):
-        profile = Profile()
-        for name, (smallest, optimum, largest) in shapes.items():
-            profile.add(name, smallest, optimum, largest)
-        profiles.append(profile)
-    common = {
-        "profiles": profiles,
-        "profiling_verbosity": trt.ProfilingVerbosity.DETAILED,
-        "progress_monitor": monitor(trt.IProgressMonitor),
-    }
-    if options.flavour == "tensorrt-rtx":
-        capabilities = [tuple(map(int, capability.split("."))) for capability in options.compute_capabilities]
-        return CreateConfigRTX(compute_capabilities=capabilities or None, **common)
-    return CreateConfig(load_timing_cache=str(directory / _TIMING_CACHE), **common)
+        profile = builder.create_optimization_profile()
+        for name, sizes in shapes.items():
+            profile.set_shape(name, *sizes)
+        config.add_optimization_profile(profile)
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # calls that allocate cannot be captured in a CUDA graph
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    if options.compute_capabilities:
+        config.num_compute_capabilities = len(options.compute_capabilities)
+        for index, capability in enumerate(options.compute_capabilities):
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), index)
+    return config
 
 
 def _plan_info(

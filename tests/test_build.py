@@ -14,7 +14,6 @@ from support.synthetic import LLAMA_70B, write_checkpoint
 from support.tiny_checkpoints import FAMILIES
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
-pytest.importorskip("polygraphy", reason="building plans needs polygraphy")
 
 from eesd.common.errors import EESDError
 from eesd.common.integrity import sha256_of

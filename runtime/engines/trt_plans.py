@@ -39,7 +39,7 @@ class PlanDirectory:
         self._check_profiles()
         _check_gpu(directory, self._plans[0])
         self._errors: list[str] = []
-        self._runtime = self.trt.Runtime(_make_logger(self.trt, self._errors))
+        self._runtime = self.trt.Runtime(make_logger(self.trt, self._errors))
         self._kernel_caches: dict[str, Any] = {}
 
     @property
@@ -164,7 +164,7 @@ def _check_gpu(directory: Path, plan: PlanInfo) -> None:
         )
 
 
-def _make_logger(trt: Any, errors: list[str]) -> Any:
+def make_logger(trt: Any, errors: list[str]) -> Any:
     """A TensorRT logger that writes to Python's logging under ``eesd.tensorrt``, and appends error messages to ``errors``."""
     levels = {
         trt.ILogger.INTERNAL_ERROR: logging.ERROR,
