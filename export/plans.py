@@ -22,6 +22,7 @@ from eesd.common.machine import compute_capability
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
     FLAVOURS,
+    LONG_CACHE,
     MANIFEST_FILE,
     WEIGHTS_FILE,
     FileInfo,
@@ -78,7 +79,8 @@ def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> 
     """SHA-256 over everything that determines a plan. A plan with the same hash need not be built again."""
     files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS_FILE, DRAFT_VOCAB_FILE) if name in manifest.files]
     files += [link.samples for link in manifest.linked.values()]
-    parts = [files, asdict(options), builder_version(options.flavour), manifest.max_seq_len, manifest.max_tree_nodes]
+    parts = [files, asdict(options), builder_version(options.flavour), manifest.max_seq_len]
+    parts += profile_nodes(manifest, graph, options)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -245,21 +247,26 @@ def count_fused(trt: Any, network: Any) -> tuple[int, int]:
 
 
 def profile_nodes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> tuple[tuple[int, int, int], ...]:
-    """The (min, opt, max) nodes of a call, for decoding and for prefill."""
+    """The (min, opt, max) nodes of a call, for decoding and, unless the graph is the draft's, for prefill.
+
+    For exactly one node, attention reads the caches where they are; for a range, TensorRT-RTX copies them in every pass. It
+    stores the weights again for a profile of another kind, so the draft has this one only. In a long cache it has no
+    attention for exactly one node.
+    """
+    if graph.file == manifest.draft.file:
+        return ((1, 1, 1 if manifest.max_seq_len <= LONG_CACHE else 2),)
     largest = manifest.max_tree_nodes + 1
-    optimum = 1 if graph.file == manifest.draft.file else min(8, largest)
-    return (1, optimum, largest), (1, options.prefill_chunk, options.prefill_chunk)
+    return (1, min(8, largest), largest), (1, options.prefill_chunk, options.prefill_chunk)
 
 
 def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> list[dict[str, list[tuple[int, ...]]]]:
     """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
 
-    In decoding every node gets logits, in prefill one node does.
+    In decoding every node gets logits, in prefill one node does. An input may have the same shape in all of them.
     """
     batch, slots = options.max_batch, manifest.max_seq_len
-    decoding, prefill = profile_nodes(manifest, graph, options)
-    profiles = []
-    for counts, rows in ((decoding, decoding), (prefill, (1, 1, 1))):
+    counts_of, profiles = profile_nodes(manifest, graph, options), []
+    for counts, rows in zip(counts_of, (counts_of[0], (1, 1, 1)), strict=False):
         sizes = [{"B": b, "n": n, "S": slots, "R": r} for b, n, r in zip((1, batch, batch), counts, rows, strict=True)]
         profiles.append(
             {

@@ -44,6 +44,7 @@ class DeviceEngine:
         is_draft: Whether this is the draft engine.
         buckets: Node counts that calls are padded to; empty if they are not padded to buckets.
         multiple: Without buckets, calls are padded to a multiple of this.
+        one_by_one: Whether the nodes of a call run one after another, because the engine takes one.
         prefill_chunk: Tokens of the prompt that one call takes at most.
         on_warm_up: Called with each graph after a new binding has warmed up.
         cuda_graphs: Whether bindings that are made from now on use CUDA graphs. It has no effect on the CPU.
@@ -57,6 +58,7 @@ class DeviceEngine:
         make_kv_cache: Callable[[], DeviceKVCache],
         buckets: tuple[int, ...],
         multiple: int,
+        one_by_one: bool,
         prefill_chunk: int,
         on_warm_up: Callable[[GraphInfo], None],
     ) -> None:
@@ -65,6 +67,7 @@ class DeviceEngine:
         self.is_draft = is_draft
         self.buckets = buckets
         self.multiple = multiple
+        self.one_by_one = one_by_one
         self.prefill_chunk = prefill_chunk
         self.on_warm_up = on_warm_up
         self.cuda_graphs = True
@@ -95,6 +98,7 @@ def make_engines(
     *,
     pad: bool,
     multiple: int = 1,
+    one_by_one: bool = False,
     prefill_chunk: int | None = None,
     on_warm_up: Callable[[GraphInfo], None] = lambda _: None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
@@ -108,6 +112,7 @@ def make_engines(
         pad: Whether to pad calls to buckets.
         multiple: Without buckets, pad verify's calls to multiples of this. The draft's calls need no padding: nothing that they
             compute reaches the output.
+        one_by_one: Whether the draft takes one node a call.
         prefill_chunk: Tokens of the prompt that one call takes at most. Default: 128, or the slots of the cache if fewer.
         on_warm_up: See :class:`DeviceEngine`.
 
@@ -119,8 +124,8 @@ def make_engines(
     engine = partial(
         DeviceEngine, manifest, make_kv_cache=make_kv_cache, buckets=buckets, prefill_chunk=chunk, on_warm_up=on_warm_up
     )
-    drafter = engine([draft], is_draft=True, multiple=1) if draft else None
-    return engine(verify, is_draft=False, multiple=multiple), drafter
+    drafter = engine([draft], is_draft=True, multiple=1, one_by_one=one_by_one) if draft else None
+    return engine(verify, is_draft=False, multiple=multiple, one_by_one=False), drafter
 
 
 class DeviceBinding:
@@ -158,7 +163,28 @@ class DeviceBinding:
         context_len: int = 0,
         tree_mask: NDArray[np.bool_] | None = None,
     ) -> StepOutputs:
+        if self._engine.one_by_one and len(tokens) > 1:
+            return self._one_by_one(tokens, positions, slot, context_len, tree_mask)
         return self._run(tokens, positions, slot, context_len, tree_mask)
+
+    def _one_by_one(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slot: int,
+        context_len: int,
+        tree_mask: NDArray[np.bool_] | None,
+    ) -> StepOutputs:
+        """Run a call of the draft as a call for each node. Its row of the mask says whether a node sees those before it."""
+        logits, ids, logprobs = [], [], []
+        for row, (token, position) in enumerate(zip(tokens, positions, strict=True)):
+            mask = None if tree_mask is None else tree_mask[row : row + 1]
+            outputs = self._run([token], [position], slot + row, context_len, mask)
+            assert outputs.topk_ids is not None and outputs.topk_logprobs is not None
+            logits.append(outputs.logits.copy())  # the next call overwrites them
+            ids.append(outputs.topk_ids)
+            logprobs.append(outputs.topk_logprobs.copy())
+        return StepOutputs(np.concatenate(logits), np.concatenate(ids), np.concatenate(logprobs))
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], slot: int) -> None:

@@ -41,7 +41,7 @@ class TrtStageRunner:
 
         Args:
             graph: The graph.
-            decode_nodes: Largest node count of profile 0. Larger calls are prefill and use profile 1.
+            decode_nodes: Largest node count of verify's profile 0. Larger calls are prefill and use profile 1.
             make_context: Makes an execution context that has no memory.
             stream: The device, and the stream to run in.
             scratch: Memory that the contexts work in. They run one after another, so they share it.
@@ -96,7 +96,7 @@ class EngineSource(Protocol):
 
     @property
     def prefill_chunk(self) -> int:
-        """Tokens of the prompt that every engine takes in one call."""
+        """Tokens of the prompt that every engine of verify takes in one call."""
         ...
 
     def load(self, graph: GraphInfo) -> Any:
@@ -162,6 +162,7 @@ def open_tensorrt(
         drafter,
         _kv_cache_maker(manifest, streams, kv_memory),
         pad=True,
+        one_by_one=True,
         prefill_chunk=source.prefill_chunk,
         on_warm_up=source.save_kernels,
     )

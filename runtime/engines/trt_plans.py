@@ -44,12 +44,12 @@ class PlanDirectory:
 
     @property
     def prefill_chunk(self) -> int:
-        """Tokens of the prompt that every plan takes in one call."""
-        return min(plan.profiles[1][2] for plan in self._plans)
+        """Tokens of the prompt that every plan of verify takes in one call."""
+        return min(self._manifest.plans[graph.file].profiles[1][2] for graph in self._manifest.verify)
 
     def _check_profiles(self) -> None:
         most = self._manifest.max_tree_nodes + 1
-        for plan in self._plans:
+        for plan in (self._manifest.plans[graph.file] for graph in self._manifest.verify):
             if len(plan.profiles) != 2 or plan.profiles[0][2] != most or plan.profiles[1][2] > self._manifest.max_seq_len:
                 raise EESDError(
                     f"{self._directory / plan.file} was not built for the manifest's rounds of {most} nodes in "
