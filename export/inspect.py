@@ -196,12 +196,13 @@ def _plans(manifest: Manifest) -> Table:
     table = Table("plan", "description")
     for plan in manifest.plans.values():
         gpus = ", ".join(plan.compute_capabilities)
-        (_, _, most), (_, _, chunk) = plan.profiles
+        (_, _, most), *prefill = plan.profiles
+        nodes = f"up to {most} nodes a call, {prefill[0][2]} in prefill" if prefill else "one node a call"
         table.add_row(
             plan.file,
             f"{plan.size:,} bytes by {plan.flavour} {plan.version} for "
             f"{f'compute capability {gpus}' if gpus else 'any supported GPU'}\n"
-            f"up to {most} nodes a call, {chunk} in prefill, batch {plan.max_batch}\n"
+            f"{nodes}, batch {plan.max_batch}\n"
             f"{plan.fused_attentions} attentions and {plan.fused_cache_updates} cache updates as single kernels\n"
             f"SHA-256 {plan.sha256[:16]}",
         )

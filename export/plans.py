@@ -9,9 +9,8 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +22,7 @@ from eesd.common.machine import compute_capability
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
     FLAVOURS,
+    LONG_CACHE,
     MANIFEST_FILE,
     WEIGHTS_FILE,
     FileInfo,
@@ -30,6 +30,7 @@ from eesd.common.manifest import (
     Manifest,
     PlanInfo,
 )
+from eesd.runtime.engines.trt_plans import make_logger
 
 _TIMING_CACHE = "timing.cache"
 _PRECISIONS = ("float16", "bfloat16")
@@ -64,9 +65,8 @@ def find_flavour(wanted: str | None) -> str:
     if not found:
         raise EESDError("No TensorRT is installed; install one with: pip install 'eesd[tensorrt-rtx]' or 'eesd[tensorrt]'.")
     flavour = wanted or found[0]
-    for package in ("onnx", "polygraphy"):
-        if not importlib.util.find_spec(package):
-            raise EESDError(f"Building needs {package}; install it with: pip install 'eesd[{flavour}]'.")
+    if not importlib.util.find_spec("onnx"):
+        raise EESDError(f"Building needs onnx; install it with: pip install 'eesd[{flavour}]'.")
     return flavour
 
 
@@ -79,7 +79,8 @@ def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> 
     """SHA-256 over everything that determines a plan. A plan with the same hash need not be built again."""
     files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS_FILE, DRAFT_VOCAB_FILE) if name in manifest.files]
     files += [link.samples for link in manifest.linked.values()]
-    parts = [files, asdict(options), builder_version(options.flavour), manifest.gpu_slots, manifest.max_tree_nodes]
+    parts = [files, asdict(options), builder_version(options.flavour), manifest.gpu_slots]
+    parts += profile_nodes(manifest, graph, options)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -150,23 +151,18 @@ def build(
     Raises:
         EESDError: The graph cannot be built. The message has the builder's first error.
     """
-    import polygraphy.config
-
-    polygraphy.config.USE_TENSORRT_RTX = options.flavour == "tensorrt-rtx"  # must be set before other polygraphy imports
-    from polygraphy.backend.trt import network_from_onnx_path
-    from polygraphy.exception import PolygraphyException
-
     trt = importlib.import_module(FLAVOURS[options.flavour])
     path = directory / Path(graph.file).with_suffix(".plan").name
     errors: list[str] = []
-    built = None
-    with _collect_errors(errors), _fixed_graph(directory, manifest, graph, options) as fixed, written_whole(path) as temporary:
-        with suppress(PolygraphyException):
-            builder, network, _parser = network_from_onnx_path(str(fixed), strongly_typed=True)
+    logger, built = make_logger(trt, errors), None
+    with _fixed_graph(directory, manifest, graph, options) as fixed, written_whole(path) as temporary:
+        builder = trt.Builder(logger)
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        parser = trt.OnnxParser(network, logger)  # the weights are in its memory until the plan is built
+        if parser.parse_from_file(str(fixed)):
             fused = count_fused(trt, network)
-            config = _config(trt, manifest, graph, options, directory, monitor)(builder, network)
-            if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # calls that allocate cannot be captured in a CUDA graph
-                config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+            config = _config(trt, builder, manifest, graph, options, monitor)
+            _load_timing_cache(options, config, directory / _TIMING_CACHE)
             built = _serialize(trt, builder, network, config, temporary)
         if built is None:
             reason = errors[0].splitlines()[0][:300] if errors else "the builder gave no reason"
@@ -204,31 +200,16 @@ def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) ->
     return FileInfo(path.stat().st_size, digest.hexdigest()) if built else None
 
 
+def _load_timing_cache(options: BuildOptions, config: Any, path: Path) -> None:
+    """Give TensorRT the timings of the last build, if there are any. TensorRT-RTX times nothing when it builds."""
+    if options.flavour == "tensorrt":
+        timings = path.read_bytes() if path.exists() else b""
+        config.set_timing_cache(config.create_timing_cache(timings), ignore_mismatch=False)
+
+
 def _save_timing_cache(config: Any, path: Path) -> None:
     with written_whole(path) as temporary, config.get_timing_cache().serialize() as timings:
         temporary.write_bytes(timings)
-
-
-@contextmanager
-def _collect_errors(errors: list[str]) -> Iterator[None]:
-    """Collect the errors that the builder logs, and keep its log off the terminal."""
-    from polygraphy.logger import G_LOGGER
-
-    class Recorder(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            errors.append(record.getMessage())
-
-    logger, recorder = logging.getLogger("Polygraphy"), Recorder(logging.ERROR)
-    G_LOGGER.use_python_logging_system = True
-    G_LOGGER.module_severity = G_LOGGER.ERROR
-    G_LOGGER.colors = G_LOGGER.letter = False  # otherwise it reports that a package for colours is missing
-    logger.addHandler(recorder)
-    propagate, logger.propagate = logger.propagate, False
-    try:
-        yield
-    finally:
-        logger.removeHandler(recorder)
-        logger.propagate = propagate
 
 
 @contextmanager
@@ -266,21 +247,26 @@ def count_fused(trt: Any, network: Any) -> tuple[int, int]:
 
 
 def profile_nodes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> tuple[tuple[int, int, int], ...]:
-    """The (min, opt, max) nodes of a call, for decoding and for prefill."""
+    """The (min, opt, max) nodes of a call, for decoding and, unless the graph is the draft's, for prefill.
+
+    For exactly one node, attention reads the caches where they are; for a range, TensorRT-RTX copies them in every pass. It
+    stores the weights again for a profile of another kind, so the draft has this one only. In a long cache it has no
+    attention for exactly one node.
+    """
+    if graph.file == manifest.draft.file:
+        return ((1, 1, 1 if manifest.max_seq_len <= LONG_CACHE else 2),)
     largest = manifest.max_tree_nodes + 1
-    optimum = 1 if graph.file == manifest.draft.file else min(8, largest)
-    return (1, optimum, largest), (1, options.prefill_chunk, options.prefill_chunk)
+    return (1, min(8, largest), largest), (1, options.prefill_chunk, options.prefill_chunk)
 
 
 def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> list[dict[str, list[tuple[int, ...]]]]:
     """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
 
-    In decoding every node gets logits, in prefill one node does.
+    In decoding every node gets logits, in prefill one node does. An input may have the same shape in all of them.
     """
     batch, slots = options.max_batch, manifest.gpu_slots
-    decoding, prefill = profile_nodes(manifest, graph, options)
-    profiles = []
-    for counts, rows in ((decoding, decoding), (prefill, (1, 1, 1))):
+    counts_of, profiles = profile_nodes(manifest, graph, options), []
+    for counts, rows in zip(counts_of, (counts_of[0], (1, 1, 1)), strict=False):
         sizes = [{"B": b, "n": n, "S": slots, "R": r} for b, n, r in zip((1, batch, batch), counts, rows, strict=True)]
         profiles.append(
             {
@@ -292,25 +278,22 @@ def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) 
     return profiles
 
 
-def _config(trt: Any, manifest: Manifest, graph: GraphInfo, options: BuildOptions, directory: Path, monitor: Any) -> Any:
-    from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
-    from polygraphy.backend.trt import CreateConfig, Profile
-
-    profiles = []
+def _config(trt: Any, builder: Any, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Any) -> Any:
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    config.progress_monitor = monitor(trt.IProgressMonitor)
     for shapes in profile_shapes(manifest, graph, options):
-        profile = Profile()
-        for name, (smallest, optimum, largest) in shapes.items():
-            profile.add(name, smallest, optimum, largest)
-        profiles.append(profile)
-    common = {
-        "profiles": profiles,
-        "profiling_verbosity": trt.ProfilingVerbosity.DETAILED,
-        "progress_monitor": monitor(trt.IProgressMonitor),
-    }
-    if options.flavour == "tensorrt-rtx":
-        capabilities = [tuple(map(int, capability.split("."))) for capability in options.compute_capabilities]
-        return CreateConfigRTX(compute_capabilities=capabilities or None, **common)
-    return CreateConfig(load_timing_cache=str(directory / _TIMING_CACHE), **common)
+        profile = builder.create_optimization_profile()
+        for name, sizes in shapes.items():
+            profile.set_shape(name, *sizes)
+        config.add_optimization_profile(profile)
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # calls that allocate cannot be captured in a CUDA graph
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    if options.compute_capabilities:
+        config.num_compute_capabilities = len(options.compute_capabilities)
+        for index, capability in enumerate(options.compute_capabilities):
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), index)
+    return config
 
 
 def _plan_info(

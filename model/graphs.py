@@ -5,7 +5,8 @@ The draft uses 0 .. N-1 and L .. L+E-1. Verify writes all caches, those of the e
 draft can therefore go on at once: it has no caches to fill.
 
 Verify folds grouped heads, so that its logits do not depend on how many tokens a pass has. The draft needs no such promise:
-nothing that it computes reaches the output.
+nothing that it computes reaches the output. For one token, engines have a faster attention with the heads apart. TensorRT-RTX
+does not have it for long caches, and copies a cache that it reads otherwise: once if heads are folded, else for every head.
 
 Verify computes logits only for the tokens that its caller names: nobody reads those of a prompt, and the LM head is a large
 part of a small model.
@@ -27,14 +28,18 @@ class Draft(nn.Module):
         decoder: The base model.
         head: The exit head.
         top_k: K, the number of candidates to return for each token.
+        folded: Whether to fold grouped heads, as verify does.
     """
 
-    def __init__(self, decoder: Decoder, head: ExitHead, top_k: int) -> None:
+    def __init__(self, decoder: Decoder, head: ExitHead, top_k: int, folded: bool = False) -> None:
         super().__init__()
         self.model = decoder.model
         self.lm_head = decoder.lm_head
         self.exit_head = head
         self.top_k = top_k
+        self.folded = folded
+        self.kv_heads = decoder.geometry.num_kv_heads
+        self.group = decoder.geometry.num_heads // self.kv_heads
 
     def forward(self, input_ids: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, Tensor, Tensor, list[KV]]:
         """Run a draft step.
@@ -49,6 +54,8 @@ class Draft(nn.Module):
             log-probabilities [B, n, K] of the K most likely tokens, most likely first; the written caches.
         """
         layer = self.exit_head.exit_config.layer
+        if self.folded:
+            inputs = fold_mask(inputs, self.group, self.kv_heads)
         x = self.model.embed_tokens(input_ids)
         written = []
         for block, cache in zip(self.model.layers[:layer], caches[:layer], strict=True):

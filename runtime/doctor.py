@@ -24,7 +24,6 @@ PACKAGES = (
     ("safetensors", "export"),
     ("tensorrt", "tensorrt"),
     ("tensorrt-rtx", "tensorrt-rtx"),
-    ("polygraphy", "tensorrt-rtx"),
 )
 """Name, and the extra that installs it; "" for what every installation has."""
 
@@ -74,7 +73,7 @@ def jobs() -> dict[str, str]:
         "run on the CPU (torch)": torch or "yes, engines of every type",
         "run plans on a GPU (tensorrt)": _plans_lack("torch") or _gpu_lacks() or "yes",
         "run on a GPU (torch)": torch or _gpu_lacks() or "yes, engines of every type",
-        "build plans": _plans_lack("onnx", "polygraphy") or "yes",
+        "build plans": _plans_lack("onnx") or "yes",
         "export": exporting or "yes",
     }
 

@@ -86,8 +86,11 @@ class _HostEngines:
         if host.draft is not None:
             self._engines[manifest.draft.file] = host.draft
         self._host = host
-        chunks = [engine.get_tensor_profile_shape("position_ids", 1)[2][1] for engine in self._engines.values()]
-        self.prefill_chunk = int(min(chunks))
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Tokens of the prompt that every engine of verify takes in one call."""
+        return int(min(engine.get_tensor_profile_shape("position_ids", 1)[2][1] for engine in self._host.verify))
 
     def load(self, graph: GraphInfo) -> Any:
         engine = self._engines[graph.file]

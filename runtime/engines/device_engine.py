@@ -55,7 +55,8 @@ class DeviceEngine:
         manifest: Manifest of the engine directory.
         stages: The stages in order; a draft engine has one.
         is_draft: Whether this is the draft engine.
-        buckets: Node counts that calls are padded to; empty if they are not padded to buckets.
+        buckets: Node counts that calls are padded to; empty if they are not padded to buckets. (1,): the nodes of a call run
+            one after another.
         multiple: Without buckets, calls are padded to a multiple of this.
         prefill_chunk: Tokens of the prompt that one call takes at most.
         on_warm_up: Called with each graph after a new binding has warmed up.
@@ -108,6 +109,7 @@ def make_engines(
     *,
     pad: bool,
     multiple: int = 1,
+    one_by_one: bool = False,
     prefill_chunk: int | None = None,
     exact: bool | None = None,
     on_warm_up: Callable[[GraphInfo], None] = lambda _: None,
@@ -122,6 +124,7 @@ def make_engines(
         pad: Whether to pad calls to buckets.
         multiple: Without buckets, pad verify's calls to multiples of this. The draft's calls need no padding: nothing that they
             compute reaches the output.
+        one_by_one: Whether the draft takes one node a call.
         prefill_chunk: Tokens of the prompt that one call takes at most. Default: 128, or the slots of the cache if fewer.
         exact: Of padded calls, see :func:`buckets_for`. The draft's calls have as few nodes as possible.
         on_warm_up: See :class:`DeviceEngine`.
@@ -132,6 +135,7 @@ def make_engines(
     chunk = prefill_chunk or min(PREFILL_CHUNK, manifest.max_seq_len)
     engine = partial(DeviceEngine, manifest, make_kv_cache=make_kv_cache, prefill_chunk=chunk, on_warm_up=on_warm_up)
     few, rounds = (buckets_for(manifest, chunk, False), buckets_for(manifest, chunk, exact)) if pad else ((), ())
+    few = (1,) if one_by_one else few
     drafter = engine([draft], is_draft=True, buckets=few, multiple=1) if draft else None
     return engine(verify, is_draft=False, buckets=rounds, multiple=multiple), drafter
 
@@ -172,7 +176,28 @@ class DeviceBinding:
         context_len: int = 0,
         tree_mask: NDArray[np.bool_] | None = None,
     ) -> StepOutputs:
+        if self._engine.buckets == (1,) and len(tokens) > 1:
+            return self._one_by_one(tokens, positions, slot, context_len, tree_mask)
         return self._run(tokens, positions, slot, context_len, tree_mask)
+
+    def _one_by_one(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slot: int,
+        context_len: int,
+        tree_mask: NDArray[np.bool_] | None,
+    ) -> StepOutputs:
+        """Run a call of the draft as a call for each node. Its row of the mask says whether a node sees those before it."""
+        logits, ids, logprobs = [], [], []
+        for row, (token, position) in enumerate(zip(tokens, positions, strict=True)):
+            mask = None if tree_mask is None else tree_mask[row : row + 1]
+            outputs = self._run([token], [position], slot + row, context_len, mask)
+            assert outputs.topk_ids is not None and outputs.topk_logprobs is not None
+            logits.append(outputs.logits.copy())  # the next call overwrites them
+            ids.append(outputs.topk_ids)
+            logprobs.append(outputs.topk_logprobs.copy())
+        return StepOutputs(np.concatenate(logits), np.concatenate(ids), np.concatenate(logprobs))
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], slot: int) -> None:

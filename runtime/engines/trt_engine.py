@@ -97,7 +97,7 @@ class EngineSource(Protocol):
 
     @property
     def prefill_chunk(self) -> int:
-        """Tokens of the prompt that every engine takes in one call."""
+        """Tokens of the prompt that every engine of verify takes in one call."""
         ...
 
     def load(self, graph: GraphInfo) -> Any:
@@ -151,7 +151,7 @@ def open_tensorrt(
     stages = [
         TrtStageRunner(
             graph,
-            manifest.max_tree_nodes + 1,
+            1 if graph is manifest.draft else manifest.max_tree_nodes + 1,
             partial(source.make_context, engines[graph.file], graph),
             stream,
             scratches[stream],
@@ -165,6 +165,7 @@ def open_tensorrt(
         drafter,
         _kv_cache_maker(manifest, streams, kv_memory),
         pad=True,
+        one_by_one=True,
         prefill_chunk=source.prefill_chunk,
         exact=exact,
         on_warm_up=source.save_kernels,

@@ -39,17 +39,17 @@ class PlanDirectory:
         self._check_profiles()
         _check_gpu(directory, self._plans[0])
         self._errors: list[str] = []
-        self._runtime = self.trt.Runtime(_make_logger(self.trt, self._errors))
+        self._runtime = self.trt.Runtime(make_logger(self.trt, self._errors))
         self._kernel_caches: dict[str, Any] = {}
 
     @property
     def prefill_chunk(self) -> int:
-        """Tokens of the prompt that every plan takes in one call."""
-        return min(plan.profiles[1][2] for plan in self._plans)
+        """Tokens of the prompt that every plan of verify takes in one call."""
+        return min(self._manifest.plans[graph.file].profiles[1][2] for graph in self._manifest.verify)
 
     def _check_profiles(self) -> None:
         most = self._manifest.max_tree_nodes + 1
-        for plan in self._plans:
+        for plan in (self._manifest.plans[graph.file] for graph in self._manifest.verify):
             if len(plan.profiles) != 2 or plan.profiles[0][2] != most or plan.profiles[1][2] > self._manifest.max_seq_len:
                 raise EESDError(
                     f"{self._directory / plan.file} was not built for the manifest's rounds of {most} nodes in "
@@ -164,7 +164,7 @@ def _check_gpu(directory: Path, plan: PlanInfo) -> None:
         )
 
 
-def _make_logger(trt: Any, errors: list[str]) -> Any:
+def make_logger(trt: Any, errors: list[str]) -> Any:
     """A TensorRT logger that writes to Python's logging under ``eesd.tensorrt``, and appends error messages to ``errors``."""
     levels = {
         trt.ILogger.INTERNAL_ERROR: logging.ERROR,

@@ -38,7 +38,8 @@ def write_plans(directory: Path, flavour: str = "tensorrt", chunk: int = 16, cap
     """
     manifest, plans = load_manifest(directory), {}
     for graph in manifest.graphs:
-        profiles = ((1, 4, manifest.max_tree_nodes + 1), (1, chunk, chunk))
+        decoding = ((1, 4, manifest.max_tree_nodes + 1), (1, chunk, chunk))
+        profiles = ((1, 1, 1),) if graph == manifest.draft else decoding
         path = directory / Path(graph.file).with_suffix(".plan").name
         plan = {"path": str(directory / graph.file), "profiles": profiles, "name": graph.file, "slots": manifest.gpu_slots}
         path.write_text(json.dumps(plan))

@@ -20,6 +20,8 @@ MAX_SLOTS, MAX_TREE_NODES, MAX_TOP_K = 1 << 24, 512, 64
 """Largest ``max_seq_len``, ``max_tree_nodes`` and ``draft_top_k``."""
 PREFILL_CHUNK = 128
 """Prompt tokens of one prefill call: the runtime's default, and the default that plans are built for."""
+LONG_CACHE = 16384
+"""Slots of the largest cache in which TensorRT-RTX has an attention for exactly one node (measured: not in 24576)."""
 MASKED = -30000.0
 """Additive mask of a slot that must not be seen. It fits float16, and its softmax weight is exactly zero."""
 SLOTS_PROPERTY = "max_seq_len"
@@ -101,7 +103,7 @@ class PlanInfo:
         compute_capabilities: GPUs that the plan was built for, such as ``8.9``. Empty: any GPU that the flavour supports.
         source: SHA-256 over everything that determines the plan: graph, weights, options and builder version.
         max_batch: Largest number of sequences of a call.
-        profiles: (min, opt, max) nodes of a call, for decoding and for prefill.
+        profiles: (min, opt, max) nodes of a call: for decoding and, unless it is the draft's plan, for prefill.
         fused_attentions: Number of layers whose attention is a single kernel.
         fused_cache_updates: Number of cache updates that are a single kernel.
     """

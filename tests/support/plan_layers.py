@@ -1,0 +1,112 @@
+"""The layers of plans, from the builder's log: TensorRT-RTX lists the kernels of a plan and their tensors without a GPU."""
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from eesd.common.manifest import Manifest
+from eesd.common.manifest_reader import load_manifest
+from eesd.export.build import main as build_main
+from support.command import succeed
+
+_BITS = {"Half": 16, "BFloat16": 16, "Float": 32, "Int8": 8, "Int4": 4, "Int32": 32, "Int64": 64, "Bool": 8}
+_LAYER = re.compile(r"Name: (.*?), LayerType: (\w+), Inputs: (.*?), Constants: (.*?), Outputs: (.*?), TacticName: ")
+_TENSOR = re.compile(r"\{ Name: ([^,]+), Dimensions: \[([-\d,]*)\].*?Datatype: (\w+)")
+
+
+class Tensor(NamedTuple):
+    """A tensor that a kernel reads or writes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Its size; 0 if that depends on the nodes of the call, which is little."""
+        count = 1
+        for size in self.shape:
+            count *= max(size, 0)
+        return count * _BITS[self.dtype] // 8
+
+    @property
+    def is_cache(self) -> bool:
+        """Whether it is a cache of the engine: a call has it at one address, as input and as output."""
+        return self.name.startswith(("key_", "value_"))
+
+
+class Layer(NamedTuple):
+    """A kernel of a plan."""
+
+    name: str
+    profile: int
+    inputs: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def is_attention(self) -> bool:
+        return "_mha_" in self.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a call reads and writes. A cache that is updated, and a table, are touched at a few rows only."""
+        read = [tensor for tensor in self.inputs if tensor not in self.outputs]
+        written = [tensor for tensor in self.outputs if not tensor.is_cache]
+        tables = () if "Gath" in self.name else self.constants
+        return sum(tensor.nbytes for tensor in (*read, *tables, *written))
+
+
+def build_layers(directory: Path, *options: object) -> tuple[Manifest, dict[str, list[Layer]]]:
+    """Build the plans of an engine directory. Returns its manifest and the layers of each graph's plan."""
+    lists: list[str] = []
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("Layers:"):
+                lists.append(record.getMessage())
+
+    logger, recorder = logging.getLogger("eesd.tensorrt"), Recorder()
+    before = logger.level, logger.propagate
+    logger.addHandler(recorder)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        succeed(build_main, directory, *options)
+    finally:
+        logger.removeHandler(recorder)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+    manifest = load_manifest(directory)
+    return manifest, {graph.file: parse(text) for graph, text in zip(manifest.graphs, lists, strict=True)}
+
+
+def parse(text: str) -> list[Layer]:
+    """The layers of a list in the builder's log. What does not look like a layer is an error: the format has changed."""
+    lines = [line for line in text.splitlines() if line.startswith("Name: ")]
+    assert lines, text[:200]
+    return [_layer(line) for line in lines]
+
+
+def _layer(line: str) -> Layer:
+    found = _LAYER.match(line)
+    assert found, line
+    profile = re.search(r"_myl(\d+)_\d+$", found[1])
+    assert profile, found[1]
+    return Layer(found[1], int(profile[1]), *(_tensors(part) for part in found.group(3, 4, 5)))
+
+
+def _tensors(text: str) -> tuple[Tensor, ...]:
+    found = _TENSOR.findall(text)
+    assert len(found) == text.count("{ Name: "), text
+    return tuple(
+        Tensor(re.sub(r" \[profile \d+\]$", "", name), tuple(int(size) for size in shape.split(",") if size), dtype)
+        for name, shape, dtype in found
+    )
+
+
+def copies(layers: Sequence[Layer], least: int) -> list[Tensor]:
+    """What kernels write that has a fixed size of at least ``least`` bytes, caches of the engine apart."""
+    return [tensor for layer in layers for tensor in layer.outputs if tensor.nbytes >= least and not tensor.is_cache]

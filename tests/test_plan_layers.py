@@ -1,0 +1,107 @@
+"""What the kernels of plans read and write, from the log of TensorRT-RTX's builder. Skipped where that is not installed."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from support.command import export_engine
+from support.plan_layers import Layer, build_layers, copies
+from support.synthetic import LLAMA_70B, write_checkpoint
+
+from eesd.common.manifest import LONG_CACHE, GraphInfo, Manifest
+from eesd.common.weights import EMBEDDINGS
+
+pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
+
+SLOTS = 2048
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": 2 * LONG_CACHE,
+}
+"""Groups of 4 heads of 128, as in models of 8B, and weights that are large beside the code of the kernels."""
+
+Built = tuple[Manifest, dict[str, list[Layer]]]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
+    """Give options of an export, get the manifest and the layers of its plans."""
+    root = tmp_path_factory.mktemp("layers")
+    model = write_checkpoint(root / "model", {**LLAMA_70B, **SHAPE}, 1, sparse=True)
+
+    @cache
+    def build(*options: object) -> Built:
+        directory = root / "-".join(("plans", *map(str, options)))
+        given = () if "--max-seq-len" in options else ("--max-seq-len", SLOTS)
+        export_engine(model, directory, "--dtype", "float16", "--no-check", *given, *options)
+        return build_layers(directory)
+
+    return build
+
+
+def cache_bytes(manifest: Manifest) -> int:
+    """Bytes of the keys of a layer; the values have as many."""
+    return 2 * manifest.geometry.num_kv_heads * manifest.geometry.head_dim * manifest.max_seq_len
+
+
+def weights_read(manifest: Manifest, graph: GraphInfo) -> int:
+    """Bytes of the weights that a call reads: all but the embedding table."""
+    return sum(weight.nbytes for name, weight in manifest.weights_of(graph).items() if name != EMBEDDINGS)
+
+
+def traffic(layers: list[Layer]) -> int:
+    """Bytes that a call reads and writes in all."""
+    return sum(layer.nbytes for layer in layers)
+
+
+def profile(layers: list[Layer], number: int) -> list[Layer]:
+    return [layer for layer in layers if layer.profile == number]
+
+
+KINDS = [(), pytest.param(("--quantize", "int4"), marks=pytest.mark.slow)]
+
+
+def test_a_draft_step_reads_weights_and_caches_once_where_they_are(built: Callable[..., Built]) -> None:
+    manifest, plans = built()
+    layers, size = plans["draft.onnx"], cache_bytes(manifest)
+    assert {layer.profile for layer in layers} == {0}
+    assert copies(layers, size) == []
+    assert traffic(layers) == pytest.approx(weights_read(manifest, manifest.draft) + 4 * size, rel=0.05)
+
+
+def test_a_pass_of_verify_copies_each_cache_once_and_for_no_head_twice(built: Callable[..., Built]) -> None:
+    """TensorRT-RTX's attention for several nodes needs the keys of a slot beside each other (docs/decisions/0068)."""
+    manifest, plans = built()
+    size = cache_bytes(manifest)
+    for number in (0, 1):
+        layers = profile(plans["verify.onnx"], number)
+        assert [tensor.nbytes for tensor in copies(layers, size)] == [size] * 4
+        assert traffic(layers) == pytest.approx(weights_read(manifest, manifest.verify[0]) + 3 * 4 * size, rel=0.05)
+
+
+def test_a_draft_with_a_long_cache_copies_it_for_no_head_twice(built: Callable[..., Built]) -> None:
+    """There is no attention for one node that reads it where it is."""
+    manifest, plans = built("--max-seq-len", 2 * LONG_CACHE)
+    layers, size = plans["draft.onnx"], cache_bytes(manifest)
+    assert [tensor.nbytes for tensor in copies(layers, size)] == [size] * 4
+    assert sum(layer.is_attention for layer in layers) == 2
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_attention_is_one_kernel_in_every_layer_and_profile(built: Callable[..., Built], options: tuple[str, ...]) -> None:
+    _, plans = built(*options)
+    assert sum(layer.is_attention for layer in plans["draft.onnx"]) == 2
+    assert [sum(layer.is_attention for layer in profile(plans["verify.onnx"], number)) for number in (0, 1)] == [2, 2]
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_plans_are_hardly_larger_than_their_weights(built: Callable[..., Built], options: tuple[str, ...]) -> None:
+    """A profile of another kind would store them twice."""
+    manifest, _ = built(*options)
+    for graph in manifest.graphs:
+        assert manifest.plans[graph.file].size < 1.1 * manifest.weight_bytes(graph) + 3_000_000, graph.file
