@@ -45,12 +45,11 @@ SAMPLINGS = {"greedy": Sampling(), "coupled": Sampling(temperature=0.9, top_p=0.
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both flavours are installed, and there is a GPU of compute capability 9.0."""
+    """Both flavours are installed, and there is a GPU of compute capability 8.9."""
     for flavour, name in FLAVOURS.items():
         monkeypatch.setitem(sys.modules, name, fake.module(flavour))
-    monkeypatch.setattr(trt_plans, "version", lambda _: fake.VERSION)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
-    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "8.9")
     monkeypatch.setattr(trt_engine, "device_streams", lambda stages: [CPU] * stages)
 
 
@@ -371,7 +370,7 @@ def test_real_library_without_a_driver_ends_in_one_error_line(tmp_path: Path, mo
     directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=64, dtype="float16")
     succeed(build_main, directory, "--target", "tensorrt-rtx", "--prefill-chunk", 32)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
-    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "8.9")
     result = run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
     assert_refused(result, "tensorrt-rtx cannot load", "verify.plan", "update the NVIDIA driver")
 
@@ -412,7 +411,7 @@ def change_plans(**values: Any) -> Callable[[Path], None]:
         (spoil, ("tensorrt cannot load", "verify.plan (Magic tag does not match)", "eesd-build --force")),
         (swap, ("verify.plan is not the plan of verify.onnx", "eesd-build --force")),
         (change_plans(version="1.0"), ("built by tensorrt 1.0 and 99.1 is installed", "eesd-build --force")),
-        (change_plans(compute_capabilities=["8.9", "12.0"]), ("for compute capability 8.9, 12.0 and this GPU has 9.0",)),
+        (change_plans(compute_capabilities=["8.6", "12.0"]), ("for compute capability 8.6, 12.0 and this GPU has 8.9",)),
         (change_plans(flavour="tensorrt-xl"), ("of an unknown flavour 'tensorrt-xl'", "eesd-build --force")),
         (change_plans(profiles=[[1, 4, 5], [1, 16, 16]]), ("was not built for the manifest's rounds of 13 nodes in 96 slots",)),
     ],
@@ -424,6 +423,32 @@ def test_unusable_plans_are_refused_with_a_remedy(
     directory = shutil.copytree(staged(1), tmp_path / "plans")
     damage(directory)
     assert_refused(run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt"), *words)
+
+
+@pytest.mark.parametrize("gpu", ["9.0", "10.0"])
+@pytest.mark.usefixtures("installed")
+def test_plans_of_tensorrt_rtx_are_refused_on_data_centre_gpus(
+    staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str
+) -> None:
+    directory = shutil.copytree(staged(1), tmp_path / "plans")
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: gpu)
+    fake.write_plans(directory, "tensorrt-rtx")
+    result = run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
+    assert_refused(result, f"tensorrt-rtx 99.1 has no kernels for compute capability {gpu}", "eesd-build --target tensorrt")
+    trt_plans.PlanDirectory(directory, fake.write_plans(directory, "tensorrt", capabilities=(gpu,)))
+
+
+@pytest.mark.usefixtures("installed")
+def test_bfloat16_plans_are_refused_on_turing(
+    staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = shutil.copytree(staged(1), tmp_path / "plans")
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "7.5")
+    fake.write_plans(directory, "tensorrt-rtx")
+    manifest = load_manifest(directory)
+    trt_plans.PlanDirectory(directory, manifest)
+    with pytest.raises(EESDError, match=r"no kernels for bfloat16 on GPUs of compute capability 7\.5; export with --dtype float16"):
+        trt_plans.PlanDirectory(directory, replace(manifest, dtype="bfloat16"))
 
 
 @pytest.mark.usefixtures("installed")
