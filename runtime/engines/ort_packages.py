@@ -24,7 +24,7 @@ def onnxruntime_problem() -> str:
         return f"{names} are both installed, and overwrite each other's files; run: {FOR_GPUS} (for the CPU alone: onnxruntime)"
     try:
         importlib.import_module("onnxruntime").get_available_providers()
-    except (ImportError, AttributeError) as error:  # what is left of two packages, after one was removed, is a module without names
+    except (ImportError, AttributeError) as error:  # removing one of two packages leaves a module without names
         package = next(iter(versions), PACKAGES[0])
         return f"onnxruntime cannot be loaded ({error}); run: pip install --force-reinstall {package}"
     return ""

@@ -7,13 +7,13 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import FLAVOURS, Manifest
 
 TURING = "7.5"
-"""The oldest compute capability with kernels. It has none for bfloat16 and int4: the builders end in an error of their compiler."""
+"""The oldest compute capability with kernels. It has none for bfloat16 and int4: builds end in an error of a compiler."""
 
 
 def library_version(flavour: str) -> str:
     """Version of the installed library.
 
-    The module is asked, not the package: ``tensorrt``, ``tensorrt-cu12`` and ``tensorrt-cu13`` all bring the module ``tensorrt``.
+    The module is asked, not the package: ``tensorrt``, ``tensorrt-cu12`` and ``tensorrt-cu13`` bring one module.
     """
     return str(importlib.import_module(FLAVOURS[flavour]).__version__)
 
