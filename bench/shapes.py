@@ -1,10 +1,11 @@
 """Time engine calls at the shapes of real models with random weights, and compare them with the memory bandwidth.
 
     python bench/shapes.py --shape 7b --backend torch --work DIR --json 7b.json
+    python bench/shapes.py --engine-dir plans/ --backend tensorrt --gpu h100
 
-Writes a random checkpoint, exports it (once for a --work directory), builds plans if the backend is tensorrt, and times draft
-steps, verify passes, the prefill and whole rounds. Export and build run in separate processes, so that they do not raise the
-peak memory of this one.
+With a shape, it writes a random checkpoint, exports it (once for a --work directory) and builds plans if the backend is
+tensorrt. It times draft steps, verify passes, the prefill and whole rounds; with --gpu, predictions are beside them. Export
+and build run in separate processes, so that they do not raise the peak memory of this one.
 """
 
 import json
@@ -28,10 +29,12 @@ from eesd.common.errors import EESDError
 from eesd.common.files import scratch_directory, written_whole
 from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest
 from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import DTYPES, EMBEDDINGS, ROTARY_TABLES, model_shapes
-from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
+from eesd.common.weights import DTYPES, model_shapes
+from eesd.export.memory import estimate_memory, format_bytes
+from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
 from eesd.runtime.engines.backends import BACKENDS, Engines, open_engines
 from eesd.runtime.engines.base import Binding
+from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import LLM, Speculation
 
 Shape = tuple[dict[str, int], int]
@@ -151,22 +154,9 @@ def bandwidth(on_gpu: bool, repeats: int) -> float:
     return 2 * COPY_BYTES / median_seconds(copy, repeats)
 
 
-def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int) -> int:
-    """Bytes that a pass must read at least: the weights, without the embedding table unless it is the LM head, and the cache.
-
-    Args:
-        manifest: The engine directory's manifest.
-        graph: The graph that runs.
-        slots: Filled slots of the KV cache.
-    """
-    weights = manifest.weights_of(graph)
-    if not (manifest.geometry.tied_embeddings and graph in (manifest.draft, manifest.verify[-1])):
-        weights.pop(EMBEDDINGS, None)
-    nbytes = sum(weight.nbytes for name, weight in weights.items() if name not in ROTARY_TABLES)
-    return nbytes + slots * slot_bytes(manifest, len(graph.caches))
-
-
-def time_passes(manifest: Manifest, engines: Engines, repeats: int, per_second: float) -> dict[str, Any]:
+def time_passes(
+    manifest: Manifest, engines: Engines, repeats: int, per_second: float, hardware: Hardware | None
+) -> dict[str, Any]:
     """Time draft steps, verify passes by node count, and the prefill.
 
     Args:
@@ -174,25 +164,34 @@ def time_passes(manifest: Manifest, engines: Engines, repeats: int, per_second: 
         engines: Its engines.
         repeats: Calls of each kind.
         per_second: Memory bandwidth in bytes per second.
+        hardware: What the predictions are for; None: there are none.
 
     Returns:
-        Seconds of each kind of call, and as ``of_floor`` the share that reading the weights and the cache must take.
+        Seconds of each kind of call, as ``of_floor`` the share that reading the weights and the cache must take, and as
+        ``predicted`` the predicted seconds.
     """
     assert engines.draft is not None
     kv_cache = engines.verify.new_kv_cache()
     verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)
     kv_cache.reserve(PROMPT + max(NODE_COUNTS))
+
+    def predicted(graphs: tuple[GraphInfo, ...], nodes: int) -> float | None:
+        computed = as_run_on_cpu(manifest) if isinstance(kv_cache, HostKVCache) else manifest
+        return call_seconds(computed, graphs, hardware, kv_cache.slots, nodes) if hardware else None  # type: ignore[attr-defined]
+
     chunk = engines.verify.prefill_chunk
     prefill = median_seconds(lambda: _prefill(verify, chunk), max(repeats // 10, 2))
     floor = sum(bytes_of_pass(manifest, graph, PROMPT) for graph in manifest.verify) / per_second
     found: dict[str, Any] = {"prefill": {"tokens": PROMPT, "chunk": chunk, "seconds": prefill}, "verify": []}
-    for count in NODE_COUNTS:
+    for count in (count for count in NODE_COUNTS if count <= manifest.max_tree_nodes + 1):
         tokens, positions = [7] * count, range(PROMPT, PROMPT + count)
         seconds = median_seconds(lambda t=tokens, p=positions: verify.forward(t, p, PROMPT), repeats)  # type: ignore[misc]
-        found["verify"].append({"nodes": count, "seconds": seconds, "of_floor": floor / seconds})
+        row = {"nodes": count, "seconds": seconds, "of_floor": floor / seconds, "predicted": predicted(manifest.verify, count)}
+        found["verify"].append(row)
     seconds = median_seconds(lambda: draft.forward([7], [PROMPT], PROMPT), repeats)
     floor = bytes_of_pass(manifest, manifest.draft, PROMPT) / per_second
-    return found | {"draft": {"seconds": seconds, "of_floor": floor / seconds}}
+    row = {"seconds": seconds, "of_floor": floor / seconds, "predicted": predicted((manifest.draft,), 1)}
+    return found | {"draft": row}
 
 
 def _prefill(verify: Binding, chunk: int) -> None:
@@ -232,7 +231,7 @@ class MemoryUse:
         return total - free
 
 
-def measure(directory: Path, backend: str, threads: int | None, repeats: int) -> dict[str, Any]:
+def measure(directory: Path, backend: str, threads: int | None, repeats: int, hardware: Hardware | None) -> dict[str, Any]:
     """Measure one engine directory. On a GPU also without CUDA graphs, if the engines can run without them.
 
     Args:
@@ -240,6 +239,7 @@ def measure(directory: Path, backend: str, threads: int | None, repeats: int) ->
         backend: Backend of the engines.
         threads: CPU threads of an engine.
         repeats: Calls of each kind.
+        hardware: What the predictions are for.
     """
     import torch
 
@@ -249,7 +249,7 @@ def measure(directory: Path, backend: str, threads: int | None, repeats: int) ->
     memory = MemoryUse(on_gpu)
     engines = open_engines(directory, manifest, backend, threads, True)
     result: dict[str, Any] = {"bandwidth": per_second, "machine": describe_machine()}
-    result |= {"passes": time_passes(manifest, engines, repeats, per_second)}
+    result |= {"passes": time_passes(manifest, engines, repeats, per_second, hardware)}
     result |= {"round": time_rounds(directory, manifest, engines)}
     devices = estimate_memory(manifest, 1)
     weights = sum(device.draft_weights + device.verify_weights - device.shared_weights for device in devices)
@@ -262,7 +262,7 @@ def measure(directory: Path, backend: str, threads: int | None, repeats: int) ->
     if on_gpu and hasattr(engines.verify, "cuda_graphs"):
         for engine in engines:
             engine.cuda_graphs = False  # type: ignore[union-attr]
-        result["passes_without_graphs"] = time_passes(manifest, engines, repeats, per_second)
+        result["passes_without_graphs"] = time_passes(manifest, engines, repeats, per_second, hardware)
         result["round_without_graphs"] = time_rounds(directory, manifest, engines)
     return result
 
@@ -276,10 +276,12 @@ def markdown(result: dict[str, Any]) -> str:
         if f"passes{suffix}" not in result:
             continue
         passes, parts = result[f"passes{suffix}"], result[f"round{suffix}"]
-        lines += ["", f"| pass{title} | ms | share of bandwidth |", "|---|---|---|"]
+        lines += ["", f"| pass{title} | ms | share of bandwidth | predicted ms |", "|---|---|---|---|"]
         rows = [("draft step", passes["draft"]), *((f"verify {row['nodes']}", row) for row in passes["verify"])]
-        lines += [f"| {name} | {row['seconds'] * 1e3:.3f} | {row['of_floor']:.0%} |" for name, row in rows]
-        lines += [f"| prefill {PROMPT} | {passes['prefill']['seconds'] * 1e3:.2f} | |", ""]
+        for name, row in rows:
+            predicted = "" if row["predicted"] is None else f"{row['predicted'] * 1e3:.3f}"
+            lines += [f"| {name} | {row['seconds'] * 1e3:.3f} | {row['of_floor']:.0%} | {predicted} |"]
+        lines += [f"| prefill {PROMPT} | {passes['prefill']['seconds'] * 1e3:.2f} | | |", ""]
         times = ", ".join(f"{name} {parts[name] * 1e3:.3f} ms" for name in ("draft", "verify", "host"))
         lines += [f"A round of {parts['drafts']} draft steps: {times}; the host takes {parts['host_share']:.1%}."]
     sizes = {name: format_bytes(result["memory"][name]) for name in ("taken", "weights", "kv_cache")}
@@ -291,7 +293,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 @cli.command()
-@click.option("--shape", type=click.Choice(list(SHAPES)), required=True)
+@click.option("--shape", type=click.Choice(list(SHAPES)), help="Shape of a model with random weights.")
+@click.option("--engine-dir", type=cli.PATH, help="An engine directory, instead of a shape.")
+@click.option("--gpu", type=click.Choice((*GPUS, CPU)), help="Also show predictions for this GPU, or for this CPU.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="torch")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float16")
 @click.option("--work", type=cli.PATH, help="Keep the engine directory here, for another backend.  [default: delete it]")
@@ -299,12 +303,24 @@ def markdown(result: dict[str, Any]) -> str:
 @click.option("--repeats", type=click.IntRange(3, 10**6), default=30, help="Calls of each kind.")
 @click.option("--json", "json_file", type=cli.PATH, help="Also write the figures to this file.")
 def main(
-    shape: str, backend: str, dtype: str, work: Path | None, threads: int | None, repeats: int, json_file: Path | None
+    shape: str | None,
+    engine_dir: Path | None,
+    gpu: str | None,
+    backend: str,
+    dtype: str,
+    work: Path | None,
+    threads: int | None,
+    repeats: int,
+    json_file: Path | None,
 ) -> None:
-    """Time engine calls of a model of this shape, with random weights."""
+    """Time engine calls of a model of this shape with random weights, or of an engine directory."""
+    if (shape is None) == (engine_dir is None):
+        raise EESDError("Give either --shape or --engine-dir.")
+    hardware = measured_cpu() if gpu == CPU else GPUS[gpu] if gpu else None
     with scratch_directory("eesd-shapes") as temporary:
-        directory = prepare(work or temporary, shape, dtype, build=backend == "tensorrt")
-        result = {"shape": shape, "backend": backend, "dtype": dtype} | measure(directory, backend, threads, repeats)
+        directory = engine_dir or prepare(work or temporary, shape or "", dtype, build=backend == "tensorrt")
+        result = {"shape": shape, "backend": backend, "dtype": dtype}
+        result |= measure(directory, backend, threads, repeats, hardware)
     click.echo(markdown(result))
     if json_file is not None:
         with written_whole(json_file) as path:

@@ -12,8 +12,10 @@ from eesd.common.errors import EESDError
 from eesd.common.integrity import check_plan, verify_files
 from eesd.common.manifest import PREFILL_CHUNK, Manifest
 from eesd.common.manifest_reader import load_manifest
-from eesd.common.terminal import Console, Table, progress_bar
+from eesd.common.terminal import Console, Table, notice, progress_bar
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
+from eesd.export.predict import ACCEPTANCES, CPU, GPUS, Prediction, as_run_on_cpu, measured_cpu
+from eesd.export.predict import predict as predict_calls
 from eesd.runtime.engines.backends import BACKENDS, open_engines
 from eesd.runtime.engines.exactness import Exactness
 
@@ -31,11 +33,17 @@ from eesd.runtime.engines.exactness import Exactness
 @click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
 @click.option("--layers", is_flag=True, help="List only the layers of the plans. Needs the GPU that the plans are for.")
 @click.option("--memory", is_flag=True, help="Show only an estimate of the memory that running takes, by device.")
+@click.option("--predict", is_flag=True, help="Show only a prediction of how long calls take, and of the speed-up.")
 @click.option(
-    "--max-seq-len", type=click.IntRange(2, 2**31 - 1), help="With --memory: slots of the KV cache.  [default: as exported]"
+    "--gpu", type=click.Choice((*GPUS, CPU)), help="With --predict: where. The cpu is this one, measured for a second."
+)
+@click.option(
+    "--max-seq-len",
+    type=click.IntRange(2, 2**31 - 1),
+    help="With --memory and --predict: slots of the KV cache.  [default: as exported]",
 )
 @click.option("--batch", type=click.IntRange(1, 65536), help="With --memory: number of sequences.  [default: 1]")
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest, or the memory estimate, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest, the estimate or the prediction as JSON.")
 def main(
     directory: Path,
     verify: bool,
@@ -45,19 +53,25 @@ def main(
     tensors: bool,
     layers: bool,
     memory: bool,
+    predict: bool,
+    gpu: str | None,
     max_seq_len: int | None,
     batch: int | None,
     as_json: bool,
 ) -> None:
     """Show the content of an engine directory."""
     manifest = load_manifest(directory)
-    if not memory and (max_seq_len or batch):
+    if (batch and not memory) or (max_seq_len and not memory and not predict):
         raise EESDError("--max-seq-len and --batch only apply to the memory estimate; add --memory.")
+    if predict != (gpu is not None):
+        raise EESDError("--predict and --gpu belong together: give both.")
     if layers and as_json:
         raise EESDError("--layers has no JSON form; leave out --json.")
     console = Console()
     if layers:
         _layers(console, directory, manifest)
+    elif gpu is not None:
+        _predict(console, manifest, gpu, max_seq_len or manifest.max_seq_len, as_json)
     elif memory:
         _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, as_json)
     elif as_json:
@@ -103,6 +117,38 @@ def _memory(console: Console, manifest: Manifest, slots: int, batch: int, as_jso
         click.echo(json.dumps({"slots": slots, "batch": batch, "devices": [device.to_dict() for device in devices]}))
     else:
         console.print(memory_table(manifest, devices, batch))
+
+
+def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, as_json: bool) -> None:
+    manifest, hardware = (as_run_on_cpu(manifest), measured_cpu()) if gpu == CPU else (manifest, GPUS[gpu])
+    predicted = predict_calls(manifest, hardware, slots)
+    if as_json:
+        click.echo(json.dumps({"gpu": gpu, "slots": slots} | predicted.to_dict()))
+        return
+    needed = max(device.total + device.shared_weights for device in estimate_memory(manifest, 1))
+    if needed > hardware.memory:
+        notice(
+            f"A device needs {format_bytes(needed)}, and {hardware.name} has {format_bytes(int(hardware.memory))}: "
+            "split verify with eesd-export --stages, or quantize it. The prediction is as if it fitted."
+        )
+    console.print(f"{hardware.name}, {slots} slots; constants and limits of the prediction: docs/predict.md")
+    for table in prediction_tables(predicted):
+        console.print(table)
+
+
+def prediction_tables(predicted: Prediction) -> list[Table]:
+    """The times of calls, and the best chain for each acceptance."""
+    calls = Table("call", "ms", box=None, pad_edge=False)
+    calls.add_row("draft step", f"{predicted.draft * 1e3:.2f}")
+    most = len(predicted.verify)
+    for nodes in sorted({1, 2, most, *(count for count in (3, 5, 9, 17, 33, 65) if count < most)}):
+        words = f" ({1 / predicted.verify[0]:.0f} tokens/s without drafts)" if nodes == 1 else ""
+        calls.add_row(f"verify {nodes}", f"{predicted.verify[nodes - 1] * 1e3:.2f}{words}")
+    best = Table("acceptance", "drafted", "speed-up", box=None, pad_edge=False)
+    for acceptance in ACCEPTANCES:
+        drafted = predicted.best_length(acceptance)
+        best.add_row(f"{acceptance:.1f}", str(drafted), f"{predicted.speed_up(acceptance, drafted):.2f}")
+    return [calls, best]
 
 
 def memory_table(manifest: Manifest, devices: list[DeviceMemory], batch: int) -> Table:

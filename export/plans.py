@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from eesd.common.manifest import (
     Manifest,
     PlanInfo,
 )
+from eesd.runtime.engines.trt_flavours import check_gpu_supported, library_version
 from eesd.runtime.engines.trt_plans import make_logger
 
 _TIMING_CACHE = "timing.cache"
@@ -70,16 +70,11 @@ def find_flavour(wanted: str | None) -> str:
     return flavour
 
 
-def builder_version(flavour: str) -> str:
-    """Version of the installed builder."""
-    return version(FLAVOURS[flavour].replace("_", "-"))
-
-
 def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> str:
     """SHA-256 over everything that determines a plan. A plan with the same hash need not be built again."""
     files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS_FILE, DRAFT_VOCAB_FILE) if name in manifest.files]
     files += [link.samples for link in manifest.linked.values()]
-    parts = [files, asdict(options), builder_version(options.flavour), manifest.gpu_slots]
+    parts = [files, asdict(options), library_version(options.flavour), manifest.gpu_slots]
     parts += profile_nodes(manifest, graph, options)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -96,27 +91,21 @@ def up_to_date(directory: Path, manifest: Manifest, graph: GraphInfo, options: B
 
 
 def check_options(manifest: Manifest, options: BuildOptions) -> None:
-    """Raise :class:`EESDError` if the builder cannot build plans with these options."""
+    """Raise :class:`EESDError` if the builder cannot build plans with these options.
+
+    Without ``compute_capabilities``, the plans must run on the GPU of this machine, if there is one.
+    """
     if options.prefill_chunk > manifest.max_seq_len:
         raise EESDError(
             f"--prefill-chunk {options.prefill_chunk} is more than the cache's {manifest.max_seq_len} slots; reduce it."
         )
     if options.compute_capabilities and options.flavour != "tensorrt-rtx":
         raise EESDError("--compute-capability is for tensorrt-rtx; tensorrt builds for the GPU of this machine.")
-    if options.flavour == "tensorrt" and compute_capability() is None:
+    here = compute_capability()
+    if options.flavour == "tensorrt" and here is None:
         raise EESDError("tensorrt needs a GPU to build on, and there is none; use --target tensorrt-rtx, or another machine.")
-    known = _known_capabilities(options.flavour) if options.compute_capabilities else ()
-    for capability in options.compute_capabilities:
-        if capability not in known:
-            raise EESDError(
-                f"{options.flavour} {builder_version(options.flavour)} does not build for compute capability {capability}; "
-                f"supported are {', '.join(known)}. Leave the option out to build for all of them."
-            )
-
-
-def _known_capabilities(flavour: str) -> tuple[str, ...]:
-    names = importlib.import_module(FLAVOURS[flavour]).ComputeCapability.__members__
-    return tuple(f"{name[2:-1]}.{name[-1]}" for name in names if name.startswith("SM"))
+    for capability in options.compute_capabilities or ([here] if here else []):
+        check_gpu_supported(options.flavour, capability, manifest)
 
 
 def check_precision(manifest: Manifest) -> None:
@@ -307,7 +296,7 @@ def _plan_info(
         size=built.size,
         sha256=built.sha256,
         flavour=options.flavour,
-        version=builder_version(options.flavour),
+        version=library_version(options.flavour),
         compute_capabilities=capabilities,
         source=source_hash(manifest, graph, options),
         max_batch=options.max_batch,

@@ -7,10 +7,13 @@ import click
 
 from eesd.common import cli, machine
 from eesd.common.machine import installed
+from eesd.common.manifest import FLAVOURS
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Console, Table
 from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.exactness import Exactness
+from eesd.runtime.engines.ort_packages import FOR_GPUS, onnxruntime_problem, onnxruntime_versions
+from eesd.runtime.engines.trt_flavours import library_version, supported_capabilities
 
 PACKAGES = (
     ("eesd", ""),
@@ -60,22 +63,29 @@ def engines(directory: Path) -> dict[str, str]:
 def packages() -> dict[str, str]:
     """Version of each package, or the command that installs it."""
     missing = {name: f"not installed: pip install 'eesd[{extra}]'" if extra else "missing" for name, extra in PACKAGES}
-    return {name: installed(name) or remedy for name, remedy in missing.items()}
+    found = {name: installed(name) or remedy for name, remedy in missing.items()}
+    named = onnxruntime_versions().items()
+    onnxruntime = [version if package == "onnxruntime" else f"{version} of {package}" for package, version in named]
+    found["onnxruntime"] = ", ".join(onnxruntime) or missing["onnxruntime"]
+    return found | {flavour: _tensorrt(flavour) or missing[flavour] for flavour in FLAVOURS}
 
 
 def jobs() -> dict[str, str]:
-    """For each job ``yes``, or what to install for it."""
-    on_cpu = _missing("pip install eesd", *(name for name, extra in PACKAGES if not extra))
+    """For each job ``yes``, or what to install for it. Each backend is looked at apart."""
     torch = _missing("pip install 'eesd[torch]'", *machine.TORCH_ENGINE)
     exporting = _missing("pip install 'eesd[export]'", *(name for name, extra in PACKAGES if extra == "export"))
-    return {
-        "run on the CPU (ort)": on_cpu or f"yes, engines of every type in float32{_widening_lacks()}",
+    found = {
+        "run on the CPU (ort)": _ort_lacks() or f"yes, engines of every type in float32{_widening_lacks()}",
         "run on the CPU (torch)": torch or "yes, engines of every type",
-        "run plans on a GPU (tensorrt)": _plans_lack("torch") or _gpu_lacks() or "yes",
+        "run on a GPU (ort)": _ort_lacks() or torch or _gpu_lacks() or _ort_gpu_lacks() or "yes, engines of every type",
         "run on a GPU (torch)": torch or _gpu_lacks() or "yes, engines of every type",
-        "build plans": _plans_lack("onnx") or "yes",
-        "export": exporting or "yes",
     }
+    for flavour in FLAVOURS:
+        plans = _plans_lack(flavour, "torch") or _gpu_lacks() or _kernels_lack(flavour)
+        found[f"run plans on a GPU ({flavour})"] = plans or "yes"
+    for flavour in FLAVOURS:
+        found[f"build plans ({flavour})"] = _plans_lack(flavour, "onnx") or _building_lacks(flavour) or "yes"
+    return found | {"export": exporting or "yes"}
 
 
 def _missing(remedy: str, *names: str) -> str:
@@ -84,16 +94,41 @@ def _missing(remedy: str, *names: str) -> str:
     return f"no: {', '.join(missing)} missing; {remedy}" if missing else ""
 
 
+def _ort_lacks() -> str:
+    others = (name for name, extra in PACKAGES if not extra and name != "onnxruntime")
+    problem = onnxruntime_problem()
+    return _missing("pip install eesd", *others) or (f"no: {problem}" if problem else "")
+
+
+def _ort_gpu_lacks() -> str:
+    from onnxruntime import get_available_providers
+
+    if "CUDAExecutionProvider" in get_available_providers():
+        return ""
+    return f"no: the installed ONNX Runtime is for the CPU; {FOR_GPUS}"
+
+
 def _widening_lacks() -> str:
     return "" if installed("onnx") else "; for 16-bit engines: pip install onnx"
 
 
-def _plans_lack(*others: str) -> str:
-    """What is missing for plans: either flavour of TensorRT, and these packages."""
-    missing = [name for name in others if not installed(name)]
-    if not installed("tensorrt") and not installed("tensorrt-rtx"):
-        missing.insert(0, "tensorrt or tensorrt-rtx")
-    return f"no: {', '.join(missing)} missing; pip install 'eesd[tensorrt-rtx]' or 'eesd[tensorrt]'" if missing else ""
+def _tensorrt(flavour: str) -> str:
+    """Version of a flavour; "" if it is not installed."""
+    try:
+        return library_version(flavour)
+    except ModuleNotFoundError:
+        return ""
+    except (ImportError, OSError) as error:  # its module loads shared libraries
+        return f"cannot be loaded: {error}"
+
+
+def _plans_lack(flavour: str, *others: str) -> str:
+    """What is missing for plans of a flavour: the library, and these packages."""
+    version, remedy = _tensorrt(flavour), f"pip install 'eesd[{flavour}]'"
+    if version.startswith("cannot"):
+        return f"no: {flavour} {version}; pip install --force-reinstall {flavour}"
+    missing = [*([] if version else [flavour]), *(name for name in others if not installed(name))]
+    return f"no: {', '.join(missing)} missing; {remedy}" if missing else ""
 
 
 def _gpu_lacks() -> str:
@@ -102,6 +137,17 @@ def _gpu_lacks() -> str:
     if machine.torch_sees_gpu():
         return ""
     return "no: the installed torch sees no GPU; install a build for the driver's CUDA (pytorch.org)"
+
+
+def _kernels_lack(flavour: str) -> str:
+    known, here = supported_capabilities(flavour), machine.compute_capability()
+    return f"no: it has no kernels for compute capability {here}; use tensorrt" if known and here not in known else ""
+
+
+def _building_lacks(flavour: str) -> str:
+    if flavour == "tensorrt" and machine.compute_capability() is None:
+        return "no: it needs the GPU that will run the plans"
+    return ""
 
 
 if __name__ == "__main__":

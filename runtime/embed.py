@@ -21,31 +21,37 @@ from eesd.runtime.engines.trt_engine import KVMemory, open_tensorrt
 from eesd.runtime.engines.trt_plans import matches_graph
 from eesd.runtime.llm import LLM, Speculation, models_sampling
 
+DEFAULT_STREAMS = (0, 1)
+"""Handles of CUDA's default stream. It cannot be captured, and other streams wait for it."""
+
 
 @dataclass(frozen=True)
 class Host:
     """What a service lends to EESD. The service must not use it while a call of EESD runs.
 
     Attributes:
-        verify: The ``ICudaEngine`` of each stage of verify.
-        draft: The ``ICudaEngine`` of the draft; None: decode plainly.
+        verify: The ``ICudaEngine`` of each stage of verify, loaded on the stage's device.
+        draft: The ``ICudaEngine`` of the draft, on the device of the first stage; None: decode plainly.
         make_context: Makes an execution context of an engine, without memory
-            (``ExecutionContextAllocationStrategy.USER_MANAGED``). It is called for each node count.
-        stream: The CUDA stream for all work. It must not be the default stream. A stream of another library becomes a
-            ``torch.cuda.ExternalStream``.
+            (``ExecutionContextAllocationStrategy.USER_MANAGED``). It is called for each node count, while the engine's device
+            is current. For TensorRT-RTX it must ask for ``DynamicShapesKernelSpecializationStrategy.EAGER``, because a CUDA
+            graph would keep the fallback kernels of a lazy context, and should give all contexts of an engine one runtime
+            cache, because each would compile the engine's kernels again.
+        stream: The CUDA stream for all work, or one for each stage of verify; stages on one device share its stream. It must
+            not be the default stream. A stream of another library becomes a ``torch.cuda.ExternalStream``.
         kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the stage, 2, 1, KV, S, D] in the
             engines' element type, where S is the manifest's ``gpu_slots``. Or a function that makes them, called for each
             session that is open beside others. Default: allocate with torch.
-        scratch: Memory that execution contexts work in, at least the largest ``device_memory_size_v2`` of the engines. Default:
-            allocate with torch.
+        scratch: Memory that execution contexts work in, at least the largest ``device_memory_size_v2`` of the engines: one
+            tensor, or one for each stage. Default: allocate with torch.
     """
 
     verify: Sequence[Any]
     draft: Any
     make_context: Callable[[Any], Any]
-    stream: torch.cuda.Stream
+    stream: torch.cuda.Stream | Sequence[torch.cuda.Stream]
     kv_cache: KVMemory = ()
-    scratch: Tensor | None = None
+    scratch: Tensor | Sequence[Tensor] | None = None
 
 
 def embed(engine_dir: str | os.PathLike[str], host: Host, speculation: Speculation, exact: bool | None = None) -> LLM:
@@ -58,18 +64,31 @@ def embed(engine_dir: str | os.PathLike[str], host: Host, speculation: Speculati
         exact: See :func:`~eesd.runtime.llm.load`.
 
     Raises:
-        EESDError: The engines do not match the directory's manifest, or memory of the host has the wrong size.
+        EESDError: The engines do not match the directory's manifest, a stream is a default stream, or memory of the host has
+            the wrong size or address.
     """
     directory = check_path("engine_dir", engine_dir, "the engine directory whose plans the service has loaded")
     manifest = load_manifest(directory)
-    stream = DeviceStream(torch.device("cuda", host.stream.device_index), host.stream)
-    engines = open_host_engines(manifest, host, stream, exact)
+    engines = open_host_engines(manifest, host, stage_streams(host, len(manifest.verify)), exact)
     return LLM(directory, manifest, engines, speculation if host.draft else None, models_sampling(directory))
 
 
-def open_host_engines(manifest: Manifest, host: Host, stream: DeviceStream, exact: bool | None = None) -> Engines:
-    """Open the engines of ``host``. All of them run in ``stream``."""
-    source, streams, draft = _HostEngines(manifest, host), [stream] * len(manifest.verify), host.draft is not None
+def stage_streams(host: Host, stages: int) -> list[DeviceStream]:
+    """The stream of each stage of verify. Raises :class:`EESDError` if there are too few, or they cannot do."""
+    given = host.stream if isinstance(host.stream, Sequence) else [host.stream] * stages
+    if len(given) != stages:
+        raise EESDError(f"The manifest has {stages} stages of verify, and {len(given)} streams are given.")
+    if any(stream.cuda_stream in DEFAULT_STREAMS for stream in given):
+        raise EESDError("The stream given is the default stream, which a CUDA graph cannot capture; make one of your own.")
+    streams = [DeviceStream(torch.device("cuda", stream.device_index), stream) for stream in given]
+    if len({(stream.device, stream.handle) for stream in streams}) != len({stream.device for stream in streams}):
+        raise EESDError("Stages of verify on one device must share its stream: give the same stream for each of them.")
+    return streams
+
+
+def open_host_engines(manifest: Manifest, host: Host, streams: Sequence[DeviceStream], exact: bool | None = None) -> Engines:
+    """Open the engines of ``host``. Each stage of verify runs in its stream, and the draft in that of the first."""
+    source, draft = _HostEngines(manifest, host), host.draft is not None
     engines = open_tensorrt(manifest, source, draft, streams, host.kv_cache, host.scratch, exact)
     return Engines(*engines, in_place=exact is True)
 

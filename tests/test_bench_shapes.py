@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from support.command import listing, succeed
 
-from eesd.bench.shapes import NODE_COUNTS, bytes_of_pass, main
+from eesd.bench.shapes import NODE_COUNTS, main
 from eesd.common.manifest_reader import load_manifest
+from eesd.export.predict import bytes_of_pass
 
 SCRIPT = Path(__file__).parent.parent / "bench/shapes.py"
 

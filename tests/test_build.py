@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +160,33 @@ def test_profiles_cover_decoding_and_prefill(built: Path) -> None:
     ("options", "words"),
     [
         (("--precision", "bfloat16"), ("exported as float16", "--dtype bfloat16")),
-        (("--compute-capability", "9.0"), ("does not build for compute capability 9.0", "12.0")),
-        (("--compute-capability", "new"), ("does not build for compute capability new",)),
+        (("--compute-capability", "9.0"), ("no kernels for compute capability 9.0", "7.5, 8.0", "--target tensorrt")),
+        (("--compute-capability", "new"), ("no kernels for compute capability new",)),
         (("--prefill-chunk", 1024), ("--prefill-chunk 1024", "slots")),
         (("--target", "tensorrt"), ("tensorrt", "install")),
     ],
 )
 def test_unusable_options_are_refused(built: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
     assert_refused(run(main, built, *options), *words)
+
+
+def test_plans_that_this_machines_gpu_cannot_run_are_not_built(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless other GPUs are named."""
+    monkeypatch.setattr(plans, "compute_capability", lambda: "9.0")
+    assert_refused(run(main, built), "tensorrt-rtx", "no kernels for compute capability 9.0", "--target tensorrt")
+    options = plans.BuildOptions("tensorrt-rtx", 1, 128, ("8.9",))
+    plans.check_options(load_manifest(built), options)
+    monkeypatch.setattr(plans, "compute_capability", lambda: "8.9")
+    plans.check_options(load_manifest(built), replace(options, compute_capabilities=()))
+
+
+@pytest.mark.parametrize("options", [("bfloat16",), ("float16", "--quantize", "int4")])
+def test_turing_has_no_bfloat16_and_no_int4(
+    family_dir: Callable[[str], Path], tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", "--no-check", "--dtype", *options)
+    result = run(main, directory, "--compute-capability", "7.5")
+    assert_refused(result, f"no kernels for {options[-1]}", "on GPUs of compute capability 7.5", "--dtype float16")
 
 
 def test_attention_without_a_fused_kernel_fails_the_build(engine: Path, text_model: Path, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from support.command import assert_refused, export_engine, run, slow_but, succeed
 from support.engine_dirs import assert_weights_match_manifest, trained_head
+from support.shaped_manifests import shaped_manifest
 from support.synthetic import LLAMA_70B, write_checkpoint
 
-from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import PREFILL_CHUNK, WEIGHTS_FILE, FileInfo, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import BLOCK, UNQUANTIZED, Quantization, Quantizations
@@ -22,7 +22,7 @@ from eesd.export import engine_dir
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.export.inspect import memory_table
-from eesd.export.memory import estimate_memory, format_bytes, slot_bytes, split_layers
+from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
 from eesd.export.weights import WeightLayout
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.kv_cache import HostKVCache
@@ -124,32 +124,12 @@ def rendered(manifest: Manifest) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def manifest_70b(geometry: Geometry, small: Manifest, quantization: Quantizations, stages: int) -> Manifest:
-    """The manifest of a float16 export of that geometry, made from the manifest of a small model in two stages."""
-    exit_head = ExitConfig(4)
-    caches = [tuple(layers) for layers in split_layers(geometry, exit_head, "float16", quantization, stages)]
-    caches[0] += tuple(exit_caches(geometry, exit_head))
-    files = [stage.file for stage in small.verify] if stages > 1 else ["verify.onnx"]
-    return replace(
-        small,
-        geometry=geometry,
-        exit_head=exit_head,
-        dtype="float16",
-        quantization=quantization,
-        max_seq_len=4096,
-        draft=replace(small.draft, caches=tuple(draft_caches(geometry, exit_head))),
-        verify=tuple(
-            replace(stage, file=file, caches=own) for stage, file, own in zip(small.verify, files, caches, strict=False)
-        ),
-    )
-
-
 def test_page_on_70b_shows_the_estimates(checkpoint_70b: Path, staged: Path) -> None:
     """The estimates for two devices and, in int4, for one."""
     geometry, small = Checkpoint(checkpoint_70b).geometry, load_manifest(staged)
-    int4 = manifest_70b(geometry, small, Quantizations(*[Quantization("int4", BLOCK)] * 3), stages=1)
+    int4 = shaped_manifest(geometry, small, Quantizations(*[Quantization("int4", BLOCK)] * 3), stages=1)
     assert rendered(int4) == page("eesd-inspect plans-int4/ --memory")
-    manifest = manifest_70b(geometry, small, UNQUANTIZED, stages=2)
+    manifest = shaped_manifest(geometry, small, UNQUANTIZED, stages=2)
     assert rendered(manifest) == page("eesd-inspect plans/ --memory")
     for figure in (
         f"{slot_bytes(manifest, 81):,} bytes",

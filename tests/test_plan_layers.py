@@ -46,7 +46,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
 
 def cache_bytes(manifest: Manifest) -> int:
     """Bytes of the keys of a layer; the values have as many."""
-    return 2 * manifest.geometry.num_kv_heads * manifest.geometry.head_dim * manifest.max_seq_len
+    return 2 * manifest.geometry.num_kv_heads * manifest.geometry.head_dim * manifest.gpu_slots
 
 
 def weights_read(manifest: Manifest, graph: GraphInfo) -> int:

@@ -7,10 +7,11 @@ import shutil
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from eesd.runtime import embed
 from eesd.runtime.cli import main
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.embed import Host, open_host_engines
-from eesd.runtime.engines import trt_engine, trt_plans
+from eesd.runtime.engines import device, trt_engine, trt_plans
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.device import DeviceStream
 from eesd.runtime.engines.device_engine import CapturedGraph
@@ -45,12 +46,11 @@ SAMPLINGS = {"greedy": Sampling(), "coupled": Sampling(temperature=0.9, top_p=0.
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both flavours are installed, and there is a GPU of compute capability 9.0."""
+    """Both flavours are installed, and there is a GPU of compute capability 8.9."""
     for flavour, name in FLAVOURS.items():
         monkeypatch.setitem(sys.modules, name, fake.module(flavour))
-    monkeypatch.setattr(trt_plans, "version", lambda _: fake.VERSION)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
-    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "8.9")
     monkeypatch.setattr(trt_engine, "device_streams", lambda stages: [CPU] * stages)
 
 
@@ -238,7 +238,8 @@ def kv_memory(directory: Path) -> list[torch.Tensor]:
 
 def embedded(directory: Path, host: Host, stream: DeviceStream = CPU) -> LLM:
     manifest = load_manifest(directory)
-    return LLM(directory, manifest, open_host_engines(manifest, host, stream), Speculation("beta-ts", guard=False))
+    engines = open_host_engines(manifest, host, [stream] * len(manifest.verify))
+    return LLM(directory, manifest, engines, Speculation("beta-ts", guard=False))
 
 
 def test_open_sessions_never_share_the_memory_of_the_host(staged: Callable[[int], Path]) -> None:
@@ -325,6 +326,26 @@ def test_contexts_are_made_on_the_device_of_their_stage(staged: Callable[[int], 
         assert contexts and all(where is place for where in contexts)
 
 
+def test_each_stage_works_in_its_own_stream_and_scratch_memory(
+    staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host reads later, logits and caches, is copied in the stream that wrote it."""
+    directory, places = staged(3), [Place(torch.device("cpu")) for _ in range(3)]
+    monkeypatch.setattr(Place, "__eq__", object.__eq__)
+    monkeypatch.setattr(Place, "__hash__", object.__hash__)
+    manifest, scratch = load_manifest(directory), [torch.zeros(5000, dtype=torch.uint8) for _ in places]
+    engines = open_host_engines(manifest, replace(host_of(directory), scratch=scratch), places)
+    stages: Any = engines.verify.stages  # type: ignore[attr-defined]
+    assert [stage._scratch.data_ptr() for stage in stages] == [memory.data_ptr() for memory in scratch]
+    cache: Any = engines.verify.new_kv_cache()
+    outputs = engines.verify.bind(cache).forward([5, 9], [0, 1], 0)
+    entered: list[Place] = []
+    monkeypatch.setattr(Place, "activate", lambda place: entered.append(place) or nullcontext())
+    assert outputs.logits.shape == (2, 97) and entered == [places[2]]
+    cache.read(manifest.num_caches - 2)
+    assert entered == [places[2], places[2]]
+
+
 def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], Path]) -> None:
     """A cycle would hold buffers on the GPU until the collector runs, perhaps while work is captured."""
     llm = embedded(staged(1), host_of(staged(1)))
@@ -376,16 +397,55 @@ def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable
     manifest, host = load_manifest(directory), host_of(directory)
 
     def opened(**changes: Any) -> Engines:
-        return open_host_engines(manifest, replace(host, **changes), CPU)
+        return open_host_engines(manifest, replace(host, **changes), [CPU])
 
     with pytest.raises(EESDError, match="The manifest has 1 stages of verify, and 2 engines are given"):
         opened(verify=[*host.verify, *host.verify])
     with pytest.raises(EESDError, match=r"given for verify\.onnx has other inputs"):
         opened(verify=[host.draft])
-    with pytest.raises(EESDError, match=r"kv_cache given is \[3\] of torch.float32 on cpu; .* \[5, 2, 1, 2, 112, 8\]"):
+    with pytest.raises(EESDError, match=r"kv_cache given is \[3\] of torch.float32 on cpu at .* \[5, 2, 1, 2, 112, 8\]"):
         opened(kv_cache=[torch.zeros(3)]).verify.new_kv_cache()
     with pytest.raises(EESDError, match="5 bytes of scratch memory are given, and these engines need 4096"):
         opened(scratch=torch.zeros(5, dtype=torch.uint8))
+    with pytest.raises(EESDError, match="There are 1 stages of verify, and 2 tensors of scratch memory are given"):
+        opened(scratch=[host.scratch, host.scratch])
+    for scratch in (torch.zeros(5001, dtype=torch.uint8)[1:], torch.zeros(5000, 2, dtype=torch.uint8)[:, 0]):
+        with pytest.raises(EESDError, match="need contiguous memory on cpu, at a multiple of 256 bytes"):
+            opened(scratch=scratch)
+
+
+def test_memory_at_an_odd_address_is_refused(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of another library begins a tensor of its own, wherever it lies."""
+    directory = staged(1)
+    host, (memory,) = host_of(directory), kv_memory(directory)
+    odd = torch.from_dlpack(np.zeros(memory.numel() + 1, np.float32)[1:]).view(memory.shape)
+    assert odd.storage_offset() == 0
+    with pytest.raises(EESDError, match=r"kv_cache given is .* at a multiple of 256 bytes"):
+        embedded(directory, replace(host, kv_cache=[odd])).generate(PROMPTS[0], max_new_tokens=2)
+    llm = embedded(directory, host)
+    monkeypatch.setattr(device, "HOST_ALIGNMENT", 1 << 40)
+    with pytest.raises(EESDError, match="TensorRT needs input_ids aligned"):
+        llm.generate(PROMPTS[0], max_new_tokens=2)
+
+
+def stream_of(handle: int, gpu: int = 0) -> Any:
+    """A stand-in for a stream of the service."""
+    return SimpleNamespace(cuda_stream=handle, device_index=gpu)
+
+
+def test_streams_that_cannot_do_are_refused(staged: Callable[[int], Path]) -> None:
+    """The default stream cannot be captured, and nothing would order two streams of one device."""
+    directory = staged(3)
+    host, first, second = host_of(directory), stream_of(16), stream_of(32, gpu=1)
+    for handle in (0, 1):
+        with pytest.raises(EESDError, match="is the default stream"):
+            embed.embed(directory, replace(host, stream=stream_of(handle)), Speculation())
+    with pytest.raises(EESDError, match="has 3 stages of verify, and 2 streams are given"):
+        embed.embed(directory, replace(host, stream=[first, second]), Speculation())
+    with pytest.raises(EESDError, match="on one device must share its stream"):
+        embed.embed(directory, replace(host, stream=[first, second, stream_of(48, gpu=1)]), Speculation())
+    assert [place.device.index for place in embed.stage_streams(replace(host, stream=[first, second, second]), 3)] == [0, 1, 1]
+    assert [place.handle for place in embed.stage_streams(replace(host, stream=first), 3)] == [16, 16, 16]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -396,7 +456,7 @@ def test_real_library_without_a_driver_ends_in_one_error_line(tmp_path: Path, mo
     directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=64, dtype="float16")
     succeed(build_main, directory, "--target", "tensorrt-rtx", "--prefill-chunk", 32)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
-    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "8.9")
     result = run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
     assert_refused(result, "tensorrt-rtx cannot load", "verify.plan", "update the NVIDIA driver")
 
@@ -437,7 +497,7 @@ def change_plans(**values: Any) -> Callable[[Path], None]:
         (spoil, ("tensorrt cannot load", "verify.plan (Magic tag does not match)", "eesd-build --force")),
         (swap, ("verify.plan is not the plan of verify.onnx", "eesd-build --force")),
         (change_plans(version="1.0"), ("built by tensorrt 1.0 and 99.1 is installed", "eesd-build --force")),
-        (change_plans(compute_capabilities=["8.9", "12.0"]), ("for compute capability 8.9, 12.0 and this GPU has 9.0",)),
+        (change_plans(compute_capabilities=["8.6", "12.0"]), ("for compute capability 8.6, 12.0 and this GPU has 8.9",)),
         (change_plans(flavour="tensorrt-xl"), ("of an unknown flavour 'tensorrt-xl'", "eesd-build --force")),
         (change_plans(profiles=[[1, 4, 5], [1, 16, 16]]), ("was not built for the manifest's rounds of 13 nodes in 96 slots",)),
     ],
@@ -449,6 +509,32 @@ def test_unusable_plans_are_refused_with_a_remedy(
     directory = shutil.copytree(staged(1), tmp_path / "plans")
     damage(directory)
     assert_refused(run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt"), *words)
+
+
+@pytest.mark.parametrize("gpu", ["9.0", "10.0"])
+@pytest.mark.usefixtures("installed")
+def test_plans_of_tensorrt_rtx_are_refused_on_data_centre_gpus(
+    staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str
+) -> None:
+    directory = shutil.copytree(staged(1), tmp_path / "plans")
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: gpu)
+    fake.write_plans(directory, "tensorrt-rtx")
+    result = run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
+    assert_refused(result, f"tensorrt-rtx 99.1 has no kernels for compute capability {gpu}", "eesd-build --target tensorrt")
+    trt_plans.PlanDirectory(directory, fake.write_plans(directory, "tensorrt", capabilities=(gpu,)))
+
+
+@pytest.mark.usefixtures("installed")
+def test_bfloat16_plans_are_refused_on_turing(
+    staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = shutil.copytree(staged(1), tmp_path / "plans")
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "7.5")
+    fake.write_plans(directory, "tensorrt-rtx")
+    manifest = load_manifest(directory)
+    trt_plans.PlanDirectory(directory, manifest)
+    with pytest.raises(EESDError, match=r"no kernels for bfloat16 on GPUs .* 7\.5; export with --dtype float16"):
+        trt_plans.PlanDirectory(directory, replace(manifest, dtype="bfloat16"))
 
 
 @pytest.mark.usefixtures("installed")

@@ -8,6 +8,7 @@ contexts, stream and memory, starts no thread, handles no signal, and logs throu
 
 import importlib
 import logging
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +40,45 @@ class Service:
         self.allocator = make_allocator(self.trt, device)
         self.runtime = self.trt.Runtime(make_logger(self.trt))
         self.runtime.gpu_allocator = self.allocator
-        self.engines = {graph.file: self._load(directory, graph.file) for graph in self.manifest.graphs}
-
-    def _load(self, directory: Path, file: str) -> Any:
-        path = directory / self.manifest.plans[file].file
-        engine = self.runtime.deserialize_cuda_engine(path.read_bytes())
-        if engine is None:
-            raise EESDError(f"{path} cannot be loaded; the log says why.")
-        return engine
-
-    def make_context(self, engine: Any) -> Any:
-        """Make an execution context that gets its memory later."""
-        strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        return engine.create_execution_context(strategy)
+        plans = {graph.file: directory / self.manifest.plans[graph.file].file for graph in self.manifest.graphs}
+        self.engines = {file: load_engine(self.runtime, path) for file, path in plans.items()}
+        self.contexts = ContextMaker(self.trt)
 
     def memory(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate memory. Memory of another library works too, through ``torch.from_dlpack``."""
         with torch.cuda.stream(self.stream):
             return torch.zeros(shape, dtype=dtype, device="cuda")
+
+
+def load_engine(runtime: Any, path: Path) -> Any:
+    """Load a plan. It is mapped, not read: the plan of a large model would fill the main memory a second time."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
+        engine = runtime.deserialize_cuda_engine(plan)
+    if engine is None:
+        raise EESDError(f"{path} cannot be loaded; the log says why.")
+    return engine
+
+
+class ContextMaker:
+    """Makes execution contexts that get their memory later."""
+
+    def __init__(self, trt: Any) -> None:
+        self.trt = trt
+        self.kernels: dict[Any, Any] = {}
+        """TensorRT-RTX: the kernels that were compiled, by engine. ``serialize()`` would carry them to the next start."""
+
+    def __call__(self, engine: Any) -> Any:
+        """Make a context. TensorRT-RTX compiles its kernels now, because a CUDA graph would keep fallback kernels."""
+        strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if not hasattr(self.trt, "IRuntimeCache"):
+            return engine.create_execution_context(strategy)
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(strategy)
+        config.dynamic_shapes_kernel_specialization_strategy = self.trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        if engine not in self.kernels:
+            self.kernels[engine] = config.create_runtime_cache()
+        config.set_runtime_cache(self.kernels[engine])
+        return engine.create_execution_context(config)
 
 
 def make_logger(trt: Any) -> Any:
@@ -74,17 +96,37 @@ def make_logger(trt: Any) -> Any:
 
 
 def make_allocator(trt: Any, device: int) -> Any:
-    """Make an allocator that gives TensorRT memory from the pool of the rest of the service."""
+    """Make an allocator that gives TensorRT memory from the pool of the rest of the service.
+
+    All five methods must be overridden, or TensorRT's bindings cannot call them. Errors must not propagate through TensorRT;
+    None says that there is no memory. torch aligns memory to 512 bytes, more than TensorRT asks for.
+    """
 
     class Allocator(trt.IGpuAllocator):
         def __init__(self) -> None:
             trt.IGpuAllocator.__init__(self)
 
-        def allocate_async(self, size: int, _alignment: int, _flags: int, stream: int) -> int:
-            return torch.cuda.caching_allocator_alloc(size, device, stream)
+        def allocate(self, size: int, alignment: int, flags: int) -> int | None:
+            memory = self.allocate_async(size, alignment, flags, 0)
+            torch.cuda.default_stream(device).synchronize()  # what was freed there may still be in use there
+            return memory
+
+        def reallocate(self, _address: int, _alignment: int, _new_size: int) -> None:
+            """Memory does not grow; TensorRT then allocates anew."""
+
+        def deallocate(self, memory: int) -> bool:
+            torch.cuda.synchronize(device)  # as cudaFree does: TensorRT may still use it
+            return self.deallocate_async(memory, 0)
+
+        def allocate_async(self, size: int, _alignment: int, _flags: int, stream: int) -> int | None:
+            try:
+                return torch.cuda.caching_allocator_alloc(size, device, stream) if size else None
+            except torch.OutOfMemoryError:
+                return None
 
         def deallocate_async(self, memory: int, _stream: int) -> bool:
-            torch.cuda.caching_allocator_delete(memory)
+            if memory:
+                torch.cuda.caching_allocator_delete(memory)
             return True
 
     return Allocator()
@@ -99,7 +141,7 @@ def speculate(service: Service, directory: Path) -> LLM:
     host = Host(
         verify=[service.engines[stage.file] for stage in manifest.verify],
         draft=service.engines[manifest.draft.file],
-        make_context=service.make_context,
+        make_context=service.contexts,
         stream=service.stream,
         kv_cache=[service.memory(len(stage.caches), *sizes, dtype=dtype) for stage in manifest.verify],
         scratch=service.memory(max(scratch, 1), dtype=torch.uint8),

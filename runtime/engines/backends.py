@@ -11,6 +11,7 @@ from eesd.common.machine import available_memory, cores, torch_sees_gpu
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Engine
 from eesd.runtime.engines.exactness import Exactness
+from eesd.runtime.engines.ort_packages import check_onnxruntime
 
 MAX_THREADS = 1024
 """More is taken for a typing error: the engines would start that many threads."""
@@ -87,6 +88,7 @@ def _open_auto(directory: Path, manifest: Manifest, threads: int, draft: bool, e
 
 
 def _open_ort(directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None) -> Engines:
+    check_onnxruntime()
     from onnxruntime import get_available_providers
 
     if "CUDAExecutionProvider" in get_available_providers() and torch_sees_gpu():

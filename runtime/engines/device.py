@@ -22,7 +22,9 @@ from eesd.model.decoder import KV
 from eesd.runtime.engines.kv_cache import STEP, GrowingKVCache
 
 ALIGNMENT = 256
-"""Bytes. TensorRT requires addresses of inputs and outputs to be multiples of it."""
+"""Bytes. TensorRT requires addresses of inputs, outputs and scratch memory to be multiples of it."""
+HOST_ALIGNMENT = 64
+"""Bytes. What torch allocates in main memory begins at a multiple of it; tests run the code for GPUs there."""
 
 
 @contextmanager
@@ -54,6 +56,14 @@ class DeviceStream:
     def handle(self) -> int:
         """The ``cudaStream_t`` as an integer, as TensorRT and ONNX Runtime take it."""
         return 0 if self.cuda_stream is None else int(self.cuda_stream.cuda_stream)
+
+    def aligned(self, tensor: Tensor) -> bool:
+        """Whether a library can take the address of a tensor's memory."""
+        return tensor.data_ptr() % (ALIGNMENT if self.on_gpu else HOST_ALIGNMENT) == 0
+
+    def lies_here(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on this device. A device without a number, as the CPU, is any of its kind."""
+        return tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
 
     def activate(self) -> AbstractContextManager[Any]:
         """Make the stream torch's current stream."""
@@ -127,12 +137,12 @@ class DeviceKVCache(GrowingKVCache):
             return torch.zeros(shape, dtype=self._dtype, device=stream.device)
 
     def _checked(self, memory: Tensor, shape: tuple[int, ...], stream: DeviceStream) -> Tensor:
-        found = (tuple(memory.shape), memory.dtype, memory.device.type)
-        elsewhere = stream.device.index not in (None, memory.device.index)
-        if found != (shape, self._dtype, stream.device.type) or elsewhere or not memory.is_contiguous():
+        fits = (tuple(memory.shape), memory.dtype) == (shape, self._dtype) and memory.is_contiguous()
+        if not fits or not stream.lies_here(memory) or not stream.aligned(memory):
             raise EESDError(
-                f"The kv_cache given is {list(memory.shape)} of {memory.dtype} on {memory.device}; "
-                f"these engines need a contiguous {list(shape)} of {self._dtype} on {stream.device}."
+                f"The kv_cache given is {list(memory.shape)} of {memory.dtype} on {memory.device} at {memory.data_ptr():#x}; "
+                f"these engines need a contiguous {list(shape)} of {self._dtype} on {stream.device}, at a multiple of "
+                f"{ALIGNMENT} bytes."
             )
         with stream.activate(), torch.inference_mode():
             return memory.zero_()  # a slot that nobody sees still counts with 0 x NaN
@@ -165,9 +175,9 @@ class DeviceKVCache(GrowingKVCache):
             shard[..., start : start + len(sources), :] = shard.index_select(4, index)
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        for stream in self._streams:
-            stream.synchronize()
-        keys, values = self.layer(index).float().cpu().numpy().copy()
+        stream = self._streams[self._rows[index][0]]
+        with stream.activate():
+            keys, values = self.layer(index).float().cpu().numpy().copy()
         return keys, values
 
 

@@ -529,11 +529,11 @@ class ForwardStep:
 
     def outputs(self, count: int) -> StepOutputs:
         """The results of the first ``count`` nodes."""
-        logits = self._stages[-1].results[0]
+        logits, stream = self._stages[-1].results[0], self._stages[-1].stage.stream
         results = self._host_results[:, :count].numpy()
         if self._is_draft:
-            return StepOutputs(lambda: fetch(logits[0, :count]), results[0].astype(np.int64), results[1])
-        return StepOutputs(lambda: fetch(logits[0, :count]), argmax_ids=results[0, :, 0].astype(np.int64))
+            return StepOutputs(lambda: fetch(logits[0, :count], stream), results[0].astype(np.int64), results[1])
+        return StepOutputs(lambda: fetch(logits[0, :count], stream), argmax_ids=results[0, :, 0].astype(np.int64))
 
 
 class _LoopStep:
@@ -602,12 +602,12 @@ def pack_results(results: Sequence[Tensor]) -> Tensor:
     return torch.cat((results[1].float(), results[2]))
 
 
-def fetch(tensor: Tensor) -> NDArray[np.float32]:
-    """Copy a float32 tensor of the current stream to the host; on the CPU the array is a view."""
-    if tensor.device.type == "cuda":
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(tensor.device).synchronize()
-        tensor = host
+def fetch(tensor: Tensor, stream: DeviceStream) -> NDArray[np.float32]:
+    """Copy a float32 tensor to the host, in the stream that makes it; on the CPU the array is a view."""
+    with stream.activate():
+        if stream.on_gpu:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            tensor = host.copy_(tensor, non_blocking=True)
+            stream.synchronize()
     array: NDArray[np.float32] = tensor.numpy()
     return array

@@ -66,7 +66,7 @@ class TrtStageRunner:
         for name, tensor in named.items():
             _check(context.set_input_shape(name, tuple(tensor.shape)), graph, count)
         for name, tensor in (named | outputs).items():
-            if tensor.storage_offset() * tensor.itemsize % ALIGNMENT:
+            if not stream.aligned(tensor):
                 raise EESDError(f"TensorRT needs {name} aligned; export with a --max-seq-len that is a multiple of 16.")
             _check(context.set_tensor_address(name, tensor.data_ptr()), graph, count)
         _check(not context.infer_shapes(), graph, count)
@@ -119,7 +119,7 @@ def open_tensorrt(
     draft: bool,
     streams: Sequence[DeviceStream] | None = None,
     kv_memory: KVMemory = (),
-    scratch: Tensor | None = None,
+    scratch: Tensor | Sequence[Tensor] | None = None,
     exact: bool | None = None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
     """Load the engines of a directory.
@@ -128,17 +128,18 @@ def open_tensorrt(
         manifest: Manifest of the engine directory.
         source: Where the TensorRT engines come from.
         draft: Whether to load the draft engine.
-        streams: The stream of each stage of verify. Default: the stages are spread over the GPUs.
+        streams: The stream of each stage of verify. Stages on one GPU share its stream. Default: the stages are spread over the
+            GPUs.
         kv_memory: Memory for the KV cache, as in :class:`~eesd.runtime.engines.device.DeviceKVCache`, or a function that makes
             it for each session that is open beside others. Default: allocate with torch.
-        scratch: Memory that execution contexts work in. Default: allocate with torch.
+        scratch: Memory that execution contexts work in, one for all stages or one for each. Default: allocate with torch.
         exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`.
 
     Returns:
         The verify engine and the draft engine.
 
     Raises:
-        EESDError: An engine cannot be loaded or does not update its cache in place, or ``scratch`` is too small.
+        EESDError: An engine cannot be loaded or does not update its cache in place, or ``scratch`` does not fit.
     """
     streams = streams or device_streams(len(manifest.verify))
     graphs = [*zip(manifest.verify, streams, strict=True), *([(manifest.draft, streams[0])] if draft else [])]
@@ -147,7 +148,7 @@ def open_tensorrt(
         with stream.activate():
             engines[graph.file] = engine = source.load(graph)
         _check_caches(engine, manifest, graph)
-    scratches = _scratch_memory(graphs, engines, scratch)
+    scratches = _scratch_memory(graphs, engines, streams, scratch)
     stages = [
         TrtStageRunner(
             graph,
@@ -208,23 +209,34 @@ def _kv_cache_maker(manifest: Manifest, streams: Sequence[DeviceStream], memory:
 
 
 def _scratch_memory(
-    graphs: Sequence[tuple[GraphInfo, DeviceStream]], engines: dict[str, Any], scratch: Tensor | None
+    graphs: Sequence[tuple[GraphInfo, DeviceStream]],
+    engines: dict[str, Any],
+    stages: Sequence[DeviceStream],
+    given: Tensor | Sequence[Tensor] | None,
 ) -> dict[DeviceStream, Tensor]:
     """Memory for the execution contexts of each stream, as large as its largest engine needs.
 
     Args:
         graphs: Each graph with the stream it runs in.
         engines: TensorRT engines by the name of the graph file.
-        scratch: Memory to use for all streams; None: allocate.
+        stages: The stream of each stage of verify.
+        given: Memory to use, one for all stages or one for each; None: allocate.
     """
     sizes: dict[DeviceStream, int] = {}
     for graph, stream in graphs:
         sizes[stream] = max(sizes.get(stream, 1), engines[graph.file].device_memory_size_v2)
-    if scratch is not None:
-        if scratch.nbytes < max(sizes.values()):
+    if given is None:
+        with explain_out_of_memory("The engines' scratch memory"):
+            return {stream: torch.empty(size, dtype=torch.uint8, device=stream.device) for stream, size in sizes.items()}
+    given = [given] * len(stages) if isinstance(given, Tensor) else given
+    if len(given) != len(stages):
+        raise EESDError(f"There are {len(stages)} stages of verify, and {len(given)} tensors of scratch memory are given.")
+    for stream, memory in zip(stages, given, strict=True):
+        if memory.nbytes < sizes[stream]:
+            raise EESDError(f"{memory.nbytes} bytes of scratch memory are given, and these engines need {sizes[stream]}.")
+        if not (memory.is_contiguous() and stream.lies_here(memory) and stream.aligned(memory)):
             raise EESDError(
-                f"{scratch.nbytes} bytes of scratch memory are given, and these engines need {max(sizes.values())}."
+                f"The scratch memory given is on {memory.device} at {memory.data_ptr():#x}; these engines need contiguous "
+                f"memory on {stream.device}, at a multiple of {ALIGNMENT} bytes."
             )
-        return dict.fromkeys(sizes, scratch)
-    with explain_out_of_memory("The engines' scratch memory"):
-        return {stream: torch.empty(size, dtype=torch.uint8, device=stream.device) for stream, size in sizes.items()}
+    return dict(zip(stages, given, strict=True))

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import logging
 import mmap
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.machine import compute_capability, nvidia_driver
 from eesd.common.manifest import FLAVOURS, GraphInfo, Manifest, PlanInfo
+from eesd.runtime.engines.trt_flavours import check_gpu_supported, library_version
 
 LOGGER = logging.getLogger("eesd.tensorrt")
 LOGGER.addHandler(logging.NullHandler())  # without a handler, logging prints errors to stderr
@@ -37,7 +37,7 @@ class PlanDirectory:
         self._plans = [_find_plan(directory, manifest, graph) for graph in manifest.graphs]
         self.trt = _import_library(directory, self._plans)
         self._check_profiles()
-        _check_gpu(directory, self._plans[0])
+        _check_gpu(directory, manifest, self._plans[0])
         self._errors: list[str] = []
         self._runtime = self.trt.Runtime(make_logger(self.trt, self._errors))
         self._kernel_caches: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def _import_library(directory: Path, plans: list[PlanInfo]) -> Any:
         raise EESDError(f"The plans in {directory} are of an unknown flavour {flavour!r}; {_rebuild(directory)}.")
     if importlib.util.find_spec(FLAVOURS[flavour]) is None:
         raise EESDError(f"The plans in {directory} need {flavour}; install it with: pip install 'eesd[{flavour}]'.")
-    found = version(FLAVOURS[flavour].replace("_", "-"))
+    found = library_version(flavour)
     if found != built:
         raise EESDError(
             f"The plans in {directory} were built by {flavour} {built} and {found} is installed; "
@@ -153,10 +153,11 @@ def _import_library(directory: Path, plans: list[PlanInfo]) -> Any:
     return importlib.import_module(FLAVOURS[flavour])
 
 
-def _check_gpu(directory: Path, plan: PlanInfo) -> None:
+def _check_gpu(directory: Path, manifest: Manifest, plan: PlanInfo) -> None:
     here = compute_capability() if nvidia_driver() else None
     if here is None:
         raise EESDError("Plans run on an NVIDIA GPU, and no driver answers here; use --backend ort or --backend torch.")
+    check_gpu_supported(plan.flavour, here, manifest)
     if plan.compute_capabilities and here not in plan.compute_capabilities:
         raise EESDError(
             f"The plans in {directory} are for compute capability {', '.join(plan.compute_capabilities)} and this GPU has "

@@ -65,6 +65,12 @@ class Strategy(Enum):
     USER_MANAGED = 2
 
 
+class ComputeCapability(Enum):
+    """The members of TensorRT-RTX 1.7, with values of our own."""
+
+    NONE, CURRENT, SM75, SM80, SM86, SM89, SM120, SM121 = range(8)
+
+
 class ILogger:
     INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
 
@@ -243,9 +249,11 @@ def module(flavour: str) -> ModuleType:
     """The module that importing a flavour gives."""
     made = ModuleType(flavour.replace("-", "_"))
     made.__spec__ = SimpleNamespace(name=made.__name__)  # type: ignore[assignment]
+    made.__version__ = VERSION  # type: ignore[attr-defined]
     made.ILogger, made.Runtime, made.ExecutionContextAllocationStrategy = ILogger, Runtime, Strategy  # type: ignore[attr-defined]
     made.LayerInformationFormat = SimpleNamespace(JSON="json")  # type: ignore[attr-defined]
     if flavour == "tensorrt-rtx":
+        made.ComputeCapability = ComputeCapability  # type: ignore[attr-defined]
         made.IRuntimeCache = RuntimeCache  # type: ignore[attr-defined]
         made.DynamicShapesKernelSpecializationStrategy = SimpleNamespace(EAGER="eager")  # type: ignore[attr-defined]
     return made

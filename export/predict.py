@@ -1,0 +1,181 @@
+"""Predict the time of draft steps and verify passes on a GPU, from bytes, operations and constants of the hardware.
+
+docs/predict.md has the formula, and says which constants are published and which are assumed.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from eesd.common.machine import cores
+from eesd.common.manifest import GraphInfo, Manifest
+from eesd.common.weights import EMBEDDINGS, ROTARY_TABLES, StoredWeight
+from eesd.export.memory import slot_bytes
+
+KERNELS_PER_BLOCK, OTHER_KERNELS = 12, 10
+"""Assumed: norms, products, rotation, cache updates, attention and activation of a block; mask, embedding, head and copies."""
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a device can do.
+
+    Attributes:
+        name: Name in tables.
+        bandwidth: Bytes of memory per second.
+        operations: Operations of dense products per second, a multiply-add counting as two.
+        memory: Bytes of memory.
+        attained: Share of the bandwidth that a pass attains.
+        attained_operations: Share of the operations that a pass attains.
+        launch: Seconds of a kernel besides its work.
+        host: Seconds of the host in each call, in which the device waits.
+    """
+
+    name: str
+    bandwidth: float
+    operations: float
+    memory: float
+    attained: float = 0.8
+    attained_operations: float = 0.6
+    launch: float = 2e-6
+    host: float = 40e-6
+
+
+GPUS = {
+    "h100": Hardware("H100 SXM", 3.35e12, 989e12, 80e9),
+    "h200": Hardware("H200", 4.8e12, 989e12, 141e9),
+    "b200": Hardware("B200", 8.0e12, 2250e12, 180e9),
+    "rtx5090": Hardware("RTX 5090", 1.792e12, 209.5e12, 32e9),
+    "l4": Hardware("L4", 0.3e12, 121e12, 24e9),
+}
+"""By the name that ``--gpu`` takes. Bandwidth, operations (16 bits, dense) and memory are published, the rest is assumed."""
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of an engine directory's calls.
+
+    Attributes:
+        draft: Seconds of a draft step.
+        verify: Seconds of a verify pass over 1, 2, ... nodes, root included. The first is a plain step.
+    """
+
+    draft: float
+    verify: tuple[float, ...]
+
+    def speed_up(self, acceptance: float, drafted: int) -> float:
+        """Speed over that of plain decoding, if chains of ``drafted`` tokens are verified and each token is accepted with
+        probability ``acceptance`` where those before it were."""
+        tokens = sum(acceptance**depth for depth in range(drafted + 1))
+        return tokens * self.verify[0] / (drafted * self.draft + self.verify[drafted])
+
+    def best_length(self, acceptance: float) -> int:
+        """Drafted tokens of a chain that give the largest speed-up."""
+        return max(range(len(self.verify)), key=lambda drafted: self.speed_up(acceptance, drafted))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The prediction as JSON values."""
+        lengths = {acceptance: self.best_length(acceptance) for acceptance in ACCEPTANCES}
+        speed_ups = [
+            {"acceptance": acceptance, "drafted": drafted, "speed_up": self.speed_up(acceptance, drafted)}
+            for acceptance, drafted in lengths.items()
+        ]
+        return {"draft": self.draft, "verify": list(self.verify), "speed_ups": speed_ups}
+
+
+def predict(manifest: Manifest, hardware: Hardware, slots: int) -> Prediction:
+    """Predict the calls of an engine directory.
+
+    Args:
+        manifest: Its manifest.
+        hardware: The device, or each of the devices if verify has several stages.
+        slots: Slots of the KV cache that attention reads: on a GPU all S, filled or not.
+    """
+    return Prediction(
+        draft=call_seconds(manifest, (manifest.draft,), hardware, slots, 1),
+        verify=tuple(
+            call_seconds(manifest, manifest.verify, hardware, slots, nodes) for nodes in range(1, manifest.max_tree_nodes + 2)
+        ),
+    )
+
+
+def call_seconds(manifest: Manifest, graphs: tuple[GraphInfo, ...], hardware: Hardware, slots: int, nodes: int) -> float:
+    """Seconds of a call over ``nodes`` nodes through graphs that run one after another."""
+    seconds = hardware.host
+    for graph in graphs:
+        reading = bytes_of_pass(manifest, graph, slots) / (hardware.bandwidth * hardware.attained)
+        products = nodes * operations_of_node(manifest, graph) / (hardware.operations * hardware.attained_operations)
+        seconds += max(reading, products) + _kernels(manifest, graph) * hardware.launch
+    return seconds
+
+
+def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int) -> int:
+    """Bytes that a pass must read at least: the weights, without the embedding table unless it is the LM head, and the cache.
+
+    Args:
+        manifest: The engine directory's manifest.
+        graph: The graph that runs.
+        slots: Slots of the KV cache that attention reads.
+    """
+    weights = sum(weight.nbytes for weight in _weights_read(manifest, graph))
+    return weights + slots * slot_bytes(manifest, len(graph.caches))
+
+
+def operations_of_node(manifest: Manifest, graph: GraphInfo) -> int:
+    """Operations of a node's products with weights. Those of attention are left out."""
+    return sum(2 * prod(weight.shape) for weight in _weights_read(manifest, graph) if len(weight.shape) == 2)
+
+
+def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
+    """The weights that a pass reads whole."""
+    weights = manifest.weights_of(graph)
+    if not (manifest.geometry.tied_embeddings and graph in (manifest.draft, manifest.verify[-1])):
+        weights.pop(EMBEDDINGS, None)
+    return [weight for name, weight in weights.items() if name not in ROTARY_TABLES]
+
+
+def _kernels(manifest: Manifest, graph: GraphInfo) -> int:
+    blocks = len(manifest.base_layers(graph)) + (manifest.exit_head.blocks if graph == manifest.draft else 0)
+    return blocks * KERNELS_PER_BLOCK + OTHER_KERNELS
+
+
+def measured_cpu() -> Hardware:
+    """This machine's CPU: a copy of 256 MB and a product of two float32 matrices, each the fastest of five."""
+    source = np.ones((cores(), (1 << 28) // cores()), np.uint8)
+    target = np.empty_like(source)
+    matrix = np.ones((1536, 1536), np.float32)
+    product = np.empty_like(matrix)
+    with ThreadPoolExecutor(cores()) as pool:  # a copy in one thread does not use all the bandwidth
+        copying = _fastest(lambda: list(pool.map(np.copyto, target, source)))
+    multiplying = _fastest(lambda: np.matmul(matrix, matrix, out=product))
+    return Hardware(
+        name="this CPU",
+        bandwidth=2 * source.nbytes / copying,
+        operations=2 * len(matrix) ** 3 / multiplying,
+        memory=float("inf"),
+        attained=1.0,
+        attained_operations=1.0,
+        launch=1e-6,
+        host=20e-6,
+    )
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    def timed() -> float:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+
+    return min(timed() for _ in range(5))
+
+
+def as_run_on_cpu(manifest: Manifest) -> Manifest:
+    """The manifest with the element type that ONNX Runtime computes in on a CPU: 16-bit weights are widened."""
+    return replace(manifest, dtype="float32")

@@ -1,0 +1,101 @@
+"""What ``pip`` may have installed: ONNX Runtime for the CPU, for GPUs, both, or half; flavours of TensorRT."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import onnxruntime
+import pytest
+from support import fake_tensorrt as fake
+from support.command import assert_refused, run, succeed
+
+from eesd.common import machine
+from eesd.common.manifest import FLAVOURS
+from eesd.runtime import doctor
+from eesd.runtime.cli import main
+from eesd.runtime.engines.trt_flavours import library_version
+
+GPU_ROWS = ("run plans on a GPU (tensorrt)", "run plans on a GPU (tensorrt-rtx)")
+
+
+@pytest.fixture
+def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``onnxruntime-gpu`` is installed beside ``onnxruntime``."""
+    record = tmp_path / "onnxruntime_gpu-1.30.0.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: onnxruntime-gpu\nVersion: 1.30.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def jobs() -> dict[str, str]:
+    found: dict[str, str] = json.loads(succeed(doctor.main, "--json").stdout)["jobs"]
+    return found
+
+
+@pytest.mark.usefixtures("both")
+def test_two_packages_of_onnx_runtime_are_refused_with_the_remedy(engine: Path) -> None:
+    """Each writes its files over the other's, so what runs depends on which came last."""
+    words = ("onnxruntime-gpu 1.30.0 are both installed", "pip uninstall -y onnxruntime onnxruntime-gpu; pip install")
+    assert_refused(run(main, "--engine-dir", engine, "-p", "hello"), *words)
+    assert_refused(run(main, "--engine-dir", engine, "-p", "hello", "--backend", "ort"), *words)
+    succeed(main, "--engine-dir", engine, "-p", "hello", "--backend", "torch", "-n", 2)
+    found = jobs()
+    for row in ("run on the CPU (ort)", "run on a GPU (ort)"):
+        assert found[row].startswith("no: ") and all(word in found[row] for word in words)
+    assert found["run on the CPU (torch)"].startswith("yes")
+    facts = json.loads(succeed(doctor.main, "--json").stdout)
+    assert facts["packages"]["onnxruntime"].endswith(", 1.30.0 of onnxruntime-gpu")
+
+
+def test_what_is_left_of_two_packages_is_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removing one of them removes the files of both."""
+    monkeypatch.setitem(sys.modules, "onnxruntime", ModuleType("onnxruntime"))
+    result = run(main, "--engine-dir", engine, "-p", "hello")
+    assert_refused(result, "onnxruntime cannot be loaded", "pip install --force-reinstall onnxruntime")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert_refused(run(main, "--engine-dir", engine, "-p", "hello"), "onnxruntime cannot be loaded")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of compute capability 9.0, and both flavours of TensorRT."""
+    for flavour, name in FLAVOURS.items():
+        monkeypatch.setitem(sys.modules, name, fake.module(flavour))
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(machine, "torch_sees_gpu", lambda: True)
+    monkeypatch.setattr(machine, "compute_capability", lambda: "9.0")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_doctor_looks_at_each_backend_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = jobs()
+    assert found["run on a GPU (torch)"].startswith("yes")
+    assert found["run on a GPU (ort)"] == (
+        "no: the installed ONNX Runtime is for the CPU; "
+        "pip uninstall -y onnxruntime onnxruntime-gpu; pip install onnxruntime-gpu"
+    )
+    assert [found[row] for row in GPU_ROWS] == ["yes", "no: it has no kernels for compute capability 9.0; use tensorrt"]
+    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
+    monkeypatch.setattr(machine, "compute_capability", lambda: "8.9")
+    found = jobs()
+    assert found["run on a GPU (ort)"].startswith("yes") and [found[row] for row in GPU_ROWS] == ["yes", "yes"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_library_that_cannot_be_loaded_is_not_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError("libnvinfer.so.10: cannot open shared object file")
+
+    monkeypatch.setitem(sys.modules, "tensorrt", Broken("tensorrt"))
+    row = jobs()["run plans on a GPU (tensorrt)"]
+    assert "cannot be loaded: libnvinfer.so.10" in row and "pip install --force-reinstall tensorrt" in row
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_version_is_that_of_the_module() -> None:
+    """There is no package ``tensorrt`` where only ``tensorrt-cu12`` is installed."""
+    assert library_version("tensorrt") == fake.VERSION and machine.installed("tensorrt") is None

@@ -1,0 +1,130 @@
+"""``eesd-inspect --predict``: the formula against hand calculations, and the tables of docs/predict.md."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command import assert_refused, export_engine, run, succeed
+from support.shaped_manifests import shaped_manifest
+from support.synthetic import LLAMA_70B
+
+from eesd.common.manifest import Manifest
+from eesd.common.manifest_reader import load_manifest
+from eesd.common.weights import BLOCK, UNQUANTIZED, Quantization, Quantizations
+from eesd.export import inspect, predict
+from eesd.export.inspect import main
+from eesd.export.predict import GPUS, Hardware, Prediction, bytes_of_pass, call_seconds, operations_of_node
+from eesd.model.config import load_config
+
+PAGE = Path(__file__).parent.parent / "docs" / "predict.md"
+SIMPLE = Hardware("simple", 1e9, 1e12, 1e9, attained=0.5, attained_operations=0.25, launch=1e-3, host=10.0)
+INT4 = Quantizations(*[Quantization("int4", BLOCK)] * 3)
+LLAMA_3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+LLAMA_2_13B = {"vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40}
+TABLES = {
+    "8B, float16": (LLAMA_3_8B | {"num_attention_heads": 32, "num_key_value_heads": 8}, UNQUANTIZED, 1),
+    "13B, float16": (LLAMA_2_13B | {"num_attention_heads": 40, "num_key_value_heads": 40}, UNQUANTIZED, 1),
+    "70B, float16, two stages": ({}, UNQUANTIZED, 2),
+    "70B, int4": ({}, INT4, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def staged(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """The text model in two stages."""
+    return load_manifest(export_engine(text_model, tmp_path_factory.mktemp("staged") / "plans", "--stages", 2, "--no-check"))
+
+
+def test_a_call_takes_as_long_as_reading_or_computing_and_its_kernels(engine: Path) -> None:
+    manifest = load_manifest(engine)
+    graph, layers = manifest.verify[0], manifest.geometry.num_layers
+    nbytes, operations = bytes_of_pass(manifest, graph, 20), operations_of_node(manifest, graph)
+    kernels = (12 * layers + 10) * 1e-3
+    assert call_seconds(manifest, (graph,), SIMPLE, 20, 3) == pytest.approx(10 + nbytes / 0.5e9 + kernels)
+    slow = replace(SIMPLE, operations=1e6)
+    assert call_seconds(manifest, (graph,), slow, 20, 3) == pytest.approx(10 + 3 * operations / 0.25e6 + kernels)
+    drafting = (12 * (manifest.exit_head.layer + manifest.exit_head.blocks) + 10) * 1e-3
+    reading = bytes_of_pass(manifest, manifest.draft, 20) / 0.5e9
+    assert predict.predict(manifest, SIMPLE, 20).draft == pytest.approx(10 + reading + drafting)
+
+
+def test_operations_are_two_for_each_weight_of_a_product(engine: Path) -> None:
+    """In the draft: its blocks and the LM head, not the embedding table."""
+    manifest = load_manifest(engine)
+    geometry, blocks = manifest.geometry, manifest.exit_head.layer + manifest.exit_head.blocks
+    hidden, heads, kv_heads = geometry.hidden_size, geometry.num_heads, geometry.num_kv_heads
+    block = hidden * (2 * heads + 2 * kv_heads) * geometry.head_dim + 3 * hidden * geometry.intermediate_size
+    assert operations_of_node(manifest, manifest.draft) == 2 * (blocks * block + hidden * geometry.vocab_size)
+
+
+def test_stages_run_one_after_another_and_the_host_waits_once(staged: Manifest) -> None:
+    first, second = ((stage,) for stage in staged.verify)
+    both = predict.predict(staged, SIMPLE, 50).verify[4]
+    assert both == pytest.approx(sum(call_seconds(staged, stage, SIMPLE, 50, 5) for stage in (first, second)) - 10)
+
+
+def test_speed_up_is_tokens_over_cost() -> None:
+    predicted = Prediction(1.0, (10.0, 10.0, 12.0, 40.0))
+    assert predicted.speed_up(0.5, 2) == pytest.approx(1.75 * 10 / (2 + 12))
+    assert predicted.speed_up(0.9, 0) == 1 and predicted.best_length(0.05) == 0
+    assert predicted.best_length(0.9) == 2 and predicted.best_length(1.0) == 2
+
+
+def test_inspect_prints_the_prediction(engine: Path) -> None:
+    manifest = load_manifest(engine)
+    shown = succeed(main, engine, "--predict", "--gpu", "h100").stdout
+    assert "H100 SXM" in shown and f"verify {manifest.max_tree_nodes + 1}" in shown and "tokens/s without drafts" in shown
+    found = json.loads(succeed(main, engine, "--predict", "--gpu", "l4", "--json", "--max-seq-len", 64).stdout)
+    expected = predict.predict(manifest, GPUS["l4"], 64)
+    assert found == {"gpu": "l4", "slots": 64} | json.loads(json.dumps(expected.to_dict()))
+    assert len(found["verify"]) == manifest.max_tree_nodes + 1
+
+
+def test_the_cpu_is_measured(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = predict.measured_cpu()
+    assert 1e8 < hardware.bandwidth < 1e13 and 1e8 < hardware.operations < 1e15
+    monkeypatch.setattr(inspect, "measured_cpu", lambda: hardware)
+    found = json.loads(succeed(main, engine, "--predict", "--gpu", "cpu", "--json").stdout)
+    manifest = load_manifest(engine)
+    assert found["draft"] == predict.predict(manifest, hardware, manifest.max_seq_len).draft
+    assert bytes_of_pass(predict.as_run_on_cpu(replace(manifest, dtype="float16")), manifest.verify[0], 5) == bytes_of_pass(
+        manifest, manifest.verify[0], 5
+    )
+
+
+def test_a_model_that_does_not_fit_is_predicted_with_a_notice(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=1e5))
+    result = succeed(main, engine, "--predict", "--gpu", "l4")
+    assert "L4 has 0.10 MB: split verify" in result.stderr and "draft step" in result.stdout
+    assert not succeed(main, engine, "--predict", "--gpu", "h100").stderr
+
+
+def test_prediction_options_are_refused_apart(engine: Path) -> None:
+    assert_refused(run(main, engine, "--predict"), "--predict and --gpu belong together")
+    assert_refused(run(main, engine, "--gpu", "h100"), "--predict and --gpu belong together")
+    assert_refused(run(main, engine, "--predict", "--gpu", "h100", "--batch", 2), "add --memory")
+
+
+def rows(manifest: Manifest) -> Iterator[str]:
+    """The rows of a table of docs/predict.md."""
+    for gpu in GPUS.values():
+        found = predict.predict(manifest, gpu, manifest.max_seq_len)
+        times = [found.draft, *(found.verify[nodes - 1] for nodes in (1, 5, 17, 33))]
+        lengths = {acceptance: found.best_length(acceptance) for acceptance in (0.6, 0.7, 0.8, 0.9)}
+        cells = [f"{seconds * 1e3:.2f}" for seconds in times]
+        cells += [f"{found.speed_up(acceptance, length):.2f} ({length})" for acceptance, length in lengths.items()]
+        yield f"| {gpu.name} | {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_page_shows_the_predictions(staged: Manifest, tmp_path: Path, title: str) -> None:
+    sizes, quantization, stages = TABLES[title]
+    config: dict[str, Any] = LLAMA_70B | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    manifest = shaped_manifest(load_config(tmp_path).geometry, staged, quantization, stages)
+    _, after = PAGE.read_text().split(f"### {title}\n")
+    table = [line for line in after.split("###")[0].splitlines() if line.startswith("| ")][1:]
+    assert table == list(rows(manifest))
