@@ -14,7 +14,7 @@ from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
 from eesd.common.integrity import verify_files
 from eesd.common.machine import available_memory, compute_capability
-from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, PREFILL_CHUNK, GraphInfo, Manifest, PlanInfo
+from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, PlanInfo
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Progress, notice, progress
 from eesd.export import plans
@@ -28,7 +28,7 @@ from eesd.runtime.engines.backends import open_engines
 @click.option("--precision", help="Fail unless the engines have this element type, such as float16.")
 @click.option("--batch", type=click.IntRange(1, 64), default=1, help="Largest number of sequences of a call.")
 @click.option(
-    "--prefill-chunk", type=click.IntRange(1, 2**31 - 1), help="Largest number of prompt tokens of a call.  [default: 128]"
+    "--prefill-chunk", type=click.IntRange(1, 2**31 - 1), help="Largest number of prompt tokens of a call.  [default: 512]"
 )
 @click.option(
     "--compute-capability", "capabilities", multiple=True, help="tensorrt-rtx: GPU to build for, such as 8.9. Repeatable."
@@ -53,7 +53,7 @@ def main(
         raise EESDError(
             f"{directory} was exported as {manifest.dtype}; for {precision} plans export with --dtype {precision} first."
         )
-    chunk = prefill_chunk or min(PREFILL_CHUNK, manifest.max_seq_len)
+    chunk = prefill_chunk or manifest.gpu_prefill_chunk
     options = plans.BuildOptions(plans.find_flavour(target), batch, chunk, capabilities)
     plans.check_options(manifest, options)
     outdated = [g for g in manifest.graphs if force or not plans.up_to_date(directory, manifest, g, options)]

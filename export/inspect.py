@@ -10,7 +10,7 @@ import click
 from eesd.common.cli import PATH, command
 from eesd.common.errors import EESDError
 from eesd.common.integrity import check_plan, verify_files
-from eesd.common.manifest import PREFILL_CHUNK, Manifest
+from eesd.common.manifest import Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Console, Table, notice, progress_bar
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
@@ -168,7 +168,7 @@ def memory_table(manifest: Manifest, devices: list[DeviceMemory], batch: int) ->
         "shared by both (once)": [format_bytes(-device.shared_weights) for device in devices],
         f"KV cache, {slots}": [format_bytes(device.kv_cache) for device in devices],
         f"buffers, {manifest.max_tree_nodes + 1} nodes": [format_bytes(device.round_buffers) for device in devices],
-        f"or prefill of {PREFILL_CHUNK} tokens": [format_bytes(device.prefill_buffers) for device in devices],
+        f"or prefill of {manifest.gpu_prefill_chunk} tokens": [format_bytes(device.prefill_buffers) for device in devices],
         "total": [format_bytes(device.total) for device in devices],
         "total without sharing": [format_bytes(device.total + device.shared_weights) for device in devices],
         "host memory to build plan": [f"~ {format_bytes(device.build_host_memory)}" for device in devices],

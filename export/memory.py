@@ -10,7 +10,7 @@ from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, draft_columns
-from eesd.common.manifest import PREFILL_CHUNK, Manifest
+from eesd.common.manifest import Manifest
 from eesd.common.weights import BITS, Quantizations, Shape, graph_shapes, layer_shapes, stored_weight
 
 _BUILD_FACTOR, _BUILD_BASE = 2.7, 600_000_000
@@ -127,7 +127,7 @@ def estimate_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
                 shared_weights=sum(verify[name].nbytes for name in verify.keys() & draft.keys()),
                 kv_cache=batch * manifest.max_seq_len * slot_bytes(manifest, len(stage.caches)),
                 round_buffers=_buffers(manifest, batch * nodes, batch * nodes if first or last else 0, columns),
-                prefill_buffers=_buffers(manifest, batch * PREFILL_CHUNK, batch if last else 0, columns),
+                prefill_buffers=_buffers(manifest, batch * manifest.gpu_prefill_chunk, batch if last else 0, columns),
                 build_host_memory=build_memory(max(draft_weights, verify_weights)),
             )
         )

@@ -15,7 +15,7 @@ from support.engine_dirs import assert_weights_match_manifest, trained_head
 from support.shaped_manifests import shaped_manifest
 from support.synthetic import LLAMA_70B, write_checkpoint
 
-from eesd.common.manifest import PREFILL_CHUNK, WEIGHTS_FILE, FileInfo, Manifest
+from eesd.common.manifest import WEIGHTS_FILE, FileInfo, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import BLOCK, UNQUANTIZED, Quantization, Quantizations
 from eesd.export import engine_dir
@@ -80,7 +80,7 @@ def test_kv_cache_has_the_size_of_the_runtimes_cache(staged: Path) -> None:
 def test_buffers_hold_mask_hidden_state_and_logits(staged: Path) -> None:
     manifest, (first, second) = load_manifest(staged), estimated(staged)["devices"]
     nodes, vocab_size = manifest.max_tree_nodes + 1, manifest.geometry.vocab_size
-    for key, tokens, rows in (("round_buffers", nodes, nodes), ("prefill_buffers", PREFILL_CHUNK, 1)):
+    for key, tokens, rows in (("round_buffers", nodes, nodes), ("prefill_buffers", manifest.gpu_prefill_chunk, 1)):
         bound = tokens * (manifest.max_seq_len + manifest.geometry.hidden_size) * 4
         assert bound < first[key] < 20 * bound and bound + rows * vocab_size * 4 < second[key] < 20 * bound
     weights = first["draft_weights"] + first["verify_weights"] - first["shared_weights"]

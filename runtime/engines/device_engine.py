@@ -45,7 +45,8 @@ def buckets_for(manifest: Manifest, prefill_chunk: int, exact: bool | None = Non
     most = manifest.max_tree_nodes + 1
     one = most <= EXACT_NODES if exact is None else exact
     smaller = () if one else tuple(count for count in BUCKETS if count < most)
-    return (*smaller, most, *((prefill_chunk,) if prefill_chunk > most else ()))
+    prefill = {min(PREFILL_CHUNK, prefill_chunk), prefill_chunk}  # a short prompt shall not pay for a long one
+    return (*smaller, most, *sorted(count for count in prefill if count > most))
 
 
 class DeviceEngine:
@@ -125,14 +126,15 @@ def make_engines(
         multiple: Without buckets, pad verify's calls to multiples of this. The draft's calls need no padding: nothing that they
             compute reaches the output.
         one_by_one: Whether the draft takes one node a call.
-        prefill_chunk: Tokens of the prompt that one call takes at most. Default: 128, or the slots of the cache if fewer.
+        prefill_chunk: Tokens of the prompt that one call takes at most. Default: the manifest's ``gpu_prefill_chunk`` if calls
+            are padded, else 128, or the slots of the cache if fewer.
         exact: Of padded calls, see :func:`buckets_for`. The draft's calls have as few nodes as possible.
         on_warm_up: See :class:`DeviceEngine`.
 
     Returns:
         The verify engine and the draft engine.
     """
-    chunk = prefill_chunk or min(PREFILL_CHUNK, manifest.max_seq_len)
+    chunk = prefill_chunk or (manifest.gpu_prefill_chunk if pad else min(PREFILL_CHUNK, manifest.max_seq_len))
     engine = partial(DeviceEngine, manifest, make_kv_cache=make_kv_cache, prefill_chunk=chunk, on_warm_up=on_warm_up)
     few, rounds = (buckets_for(manifest, chunk, False), buckets_for(manifest, chunk, exact)) if pad else ((), ())
     few = (1,) if one_by_one else few

@@ -19,7 +19,9 @@ DEFAULT_SLOTS, DEFAULT_TREE_NODES, DEFAULT_TOP_K = 4096, 32, 8
 MAX_SLOTS, MAX_TREE_NODES, MAX_TOP_K = 1 << 24, 512, 64
 """Largest ``max_seq_len``, ``max_tree_nodes`` and ``draft_top_k``."""
 PREFILL_CHUNK = 128
-"""Prompt tokens of one prefill call: the runtime's default, and the default that plans are built for."""
+"""Prompt tokens of one prefill call on the CPU."""
+GPU_PREFILL_CHUNK = 512
+"""The same on a GPU: each call reads all weights, and up to about this many tokens that takes longer than computing."""
 LONG_CACHE = 16384
 """Slots of the largest cache in which TensorRT-RTX has an attention for exactly one node (measured: not in 24576)."""
 MASKED = -30000.0
@@ -170,6 +172,11 @@ class Manifest:
         A multiple of 16, so that the caches of every layer are aligned as TensorRT requires.
         """
         return -(-(self.max_seq_len + self.max_tree_nodes) // 16) * 16
+
+    @property
+    def gpu_prefill_chunk(self) -> int:
+        """Prompt tokens of one prefill call on a GPU: what plans are built for unless the builder is told otherwise."""
+        return min(GPU_PREFILL_CHUNK, self.max_seq_len)
 
     @property
     def graphs(self) -> tuple[GraphInfo, ...]:
