@@ -150,7 +150,7 @@ def test_profiles_cover_decoding_and_prefill(built: Path) -> None:
     slots, nodes = manifest.max_seq_len, manifest.max_tree_nodes + 1
     assert decoding["attn_mask"] == [(1, 1, 1, slots), (1, 1, 8, slots), (1, 1, nodes, slots)]
     assert prefill["input_ids"] == [(1, 1), (1, 128), (1, 128)] and "key_0" not in decoding
-    assert decoding["logit_rows"] == [(1,), (8,), (nodes,)] and prefill["logit_rows"] == [(1,)] * 3
+    assert decoding["logit_rows"] == [(1,), (8,), (nodes,)] and prefill["logit_rows"] == [(1,), (1,), (2,)]
     (draft,) = plans.profile_shapes(manifest, manifest.draft, plans.BuildOptions("tensorrt-rtx", 1, 128))
     assert "logit_rows" not in draft and draft["input_ids"] == [(1, 1)] * 3
 
