@@ -246,13 +246,12 @@ def _join_scales(model: Any, directory: Path) -> None:
         if node.op_type != "DequantizeLinear" or tensors[node.input[0]].data_type != onnx.TensorProto.INT8:
             continue
         scales = tensors[node.input[1]]
-        if len(scales.dims) == 2:  # else another product with the same weight has changed it
-            place = ExternalDataInfo(scales)
-            values = np.memmap(directory / place.location, np.uint16, mode="r", offset=place.offset, shape=tuple(scales.dims))
-            if (values != values[0]).any():
-                continue
-            next(entry for entry in scales.external_data if entry.key == "length").value = str(values[0].nbytes)
-            del scales.dims[0]
+        place, shape = ExternalDataInfo(scales), tuple(scales.dims)
+        values = np.memmap(directory / place.location, np.uint16, mode="r", offset=place.offset or 0, shape=shape)
+        if (values != values[0]).any():
+            continue
+        next(entry for entry in scales.external_data if entry.key == "length").value = str(values[0].nbytes)
+        del scales.dims[0]
         del node.attribute[:]
         node.attribute.append(onnx.helper.make_attribute("axis", 1))
 
