@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
-from eesd.common.manifest import DEFAULT_TOP_K, DEFAULT_TREE_NODES, LONG_CACHE, SLOTS_PROPERTY, GraphInfo, TensorInfo
+from eesd.common.manifest import (
+    DEFAULT_TOP_K,
+    DEFAULT_TREE_NODES,
+    SLOTS_PROPERTY,
+    GraphInfo,
+    TensorInfo,
+    one_node_is_faster,
+)
 from eesd.common.weights import (
     SCALES,
     UNQUANTIZED,
@@ -138,7 +145,8 @@ def trace(
     with FakeTensorMode(), _default_dtype(dtype):
         decoder, head = Decoder(untied), ExitHead(geometry, exit_config)
         if name == "draft":
-            folded = options.dtype != "float32" and options.max_seq_len > LONG_CACHE  # only plans need it
+            in_place = one_node_is_faster(options.max_seq_len, options.quantization)
+            folded = options.dtype != "float32" and not in_place  # plans then copy the caches, folded for no head twice
             module: Draft | Verify = Draft(decoder, head, options.draft_top_k, folded)
             caches, outputs = draft_caches(geometry, exit_config), ["logits", "topk_ids", "topk_logprobs"]
         else:

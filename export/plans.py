@@ -15,19 +15,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eesd.common.errors import EESDError
 from eesd.common.files import temporary_beside, written_whole
 from eesd.common.machine import compute_capability
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
     FLAVOURS,
-    LONG_CACHE,
     MANIFEST_FILE,
     WEIGHTS_FILE,
     FileInfo,
     GraphInfo,
     Manifest,
     PlanInfo,
+    one_node_is_faster,
 )
 from eesd.runtime.engines.trt_flavours import check_gpu_supported, library_version
 from eesd.runtime.engines.trt_plans import make_logger
@@ -203,7 +205,11 @@ def _save_timing_cache(config: Any, path: Path) -> None:
 
 @contextmanager
 def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> Iterator[Path]:
-    """A temporary copy of the graph with fixed dimensions filled in. It lies beside the weights that it refers to."""
+    """A temporary copy of the graph as plans need it. It lies beside the weights that it refers to.
+
+    Fixed dimensions are filled in. TensorRT-RTX multiplies by int8 weights as they are only if each output has one scale, so
+    scales that are equal in all blocks are given as one.
+    """
     import onnx
 
     model = onnx.load(directory / graph.file, load_external_data=False)
@@ -212,10 +218,31 @@ def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in fixed:
                 dim.dim_value = fixed[dim.dim_param]
+    _join_scales(model, directory)
     del model.graph.value_info[:]  # the shapes of intermediate values are still symbolic
     with temporary_beside(directory / graph.file) as path:
         path.write_bytes(model.SerializeToString())
         yield path
+
+
+def _join_scales(model: Any, directory: Path) -> None:
+    """Dequantize int8 weights whose scales [blocks, out] are equal in all blocks with one scale for an output, [out]."""
+    import onnx
+    from onnx.external_data_helper import ExternalDataInfo
+
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type != "DequantizeLinear" or tensors[node.input[0]].data_type != onnx.TensorProto.INT8:
+            continue
+        scales = tensors[node.input[1]]
+        place, shape = ExternalDataInfo(scales), tuple(scales.dims)
+        values = np.memmap(directory / place.location, np.uint16, mode="r", offset=place.offset or 0, shape=shape)
+        if (values != values[0]).any():
+            continue
+        next(entry for entry in scales.external_data if entry.key == "length").value = str(values[0].nbytes)
+        del scales.dims[0]
+        del node.attribute[:]
+        node.attribute.append(onnx.helper.make_attribute("axis", 1))
 
 
 def count_fused(trt: Any, network: Any) -> tuple[int, int]:
@@ -238,12 +265,10 @@ def count_fused(trt: Any, network: Any) -> tuple[int, int]:
 def profile_nodes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> tuple[tuple[int, int, int], ...]:
     """The (min, opt, max) nodes of a call, for decoding and, unless the graph is the draft's, for prefill.
 
-    For exactly one node, attention reads the caches where they are; for a range, TensorRT-RTX copies them in every pass. It
-    stores the weights again for a profile of another kind, so the draft has this one only. In a long cache it has no
-    attention for exactly one node.
+    The draft has one profile: with one for exactly one node and one for a range, the plan would hold its weights twice.
     """
     if graph.file == manifest.draft.file:
-        return ((1, 1, 1 if manifest.max_seq_len <= LONG_CACHE else 2),)
+        return ((1, 1, 1 if one_node_is_faster(manifest.max_seq_len, manifest.quantization) else 2),)
     largest = manifest.max_tree_nodes + 1
     return (1, min(8, largest), largest), (1, options.prefill_chunk, options.prefill_chunk)
 
@@ -251,11 +276,12 @@ def profile_nodes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -
 def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> list[dict[str, list[tuple[int, ...]]]]:
     """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
 
-    In decoding every node gets logits, in prefill one node does. An input may have the same shape in all of them.
+    In decoding every node gets logits. In prefill one does; two are allowed, because TensorRT-RTX writes the int8 weights of a
+    product for exactly one row out as 16-bit ones.
     """
     batch, slots = options.max_batch, manifest.gpu_slots
     counts_of, profiles = profile_nodes(manifest, graph, options), []
-    for counts, rows in zip(counts_of, (counts_of[0], (1, 1, 1)), strict=False):
+    for counts, rows in zip(counts_of, (counts_of[0], (1, 1, 2)), strict=False):
         sizes = [{"B": b, "n": n, "S": slots, "R": r} for b, n, r in zip((1, batch, batch), counts, rows, strict=True)]
         profiles.append(
             {

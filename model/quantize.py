@@ -3,7 +3,8 @@
 A block is 32 consecutive inputs of one output. Weights are stored as [in, out], so this is the layout of ONNX's blockwise
 ``DequantizeLinear`` with axis 0. A stored level ``q`` stands for the weight ``scale * (q - zero_point)``.
 
-* ``int8``: levels -127 .. 127. The scale maps the block's largest weight to the end of the range.
+* ``int8``: levels -127 .. 127. The scale maps the block's largest weight to the end of the range. With 16-bit scales all blocks
+  of an output have the scale of its largest weight: only then TensorRT-RTX multiplies by int8 weights as they are.
 * ``uint4``: levels 0 .. 15, zero points 0 .. 15. Scale and zero point are searched by the block's squared error.
 * ``int4``: levels -8 .. 7 without zero points, for TensorRT, which has none. The scale is searched.
 
@@ -61,6 +62,9 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
     zeros = torch.zeros(scales.shape, dtype=torch.uint8)
     rows = BLOCK * max(1, _PIECE // (BLOCK * outputs))
     columns = max(1, _PIECE // rows)
+    largest = torch.full((outputs,), torch.nan)
+    if shares_scales(kind, dtype):
+        largest = torch.maximum(weight.amax(1), -weight.amin(1)).float()
 
     def quantize_strip(begin: int) -> None:
         """Quantize the inputs from ``begin`` on. Their bytes are consecutive."""
@@ -70,7 +74,7 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
         for first in range(0, outputs, columns):
             part = slice(first, first + columns)
             blocks = weight[part, begin:end].t().float().reshape(strip[:, :, part].shape)
-            strip[:, :, part], scales[at, part], zeros[at, part] = _quantize_blocks(blocks, kind, dtype)
+            strip[:, :, part], scales[at, part], zeros[at, part] = _quantize_blocks(blocks, largest[part], kind, dtype)
         levels[begin * len(levels) // inputs : end * len(levels) // inputs] = pack(strip.view(torch.uint8), BITS[kind])
 
     with _one_thread_each() as pool:
@@ -114,10 +118,15 @@ def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(threads)
 
 
-def _quantize_blocks(blocks: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels, scales and zero points of blocks [count, 32, out]."""
+def shares_scales(kind: str, dtype: torch.dtype) -> bool:
+    """Whether all blocks of an output get one scale."""
+    return kind == "int8" and dtype != torch.float32
+
+
+def _quantize_blocks(blocks: Tensor, largest: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels, scales and zero points of blocks [count, 32, out]; ``largest`` [out] is each output's, for shared scales."""
     if kind == "int8":
-        scale = blocks.abs().amax(1) / 127
+        scale = (largest.repeat(len(blocks), 1) if shares_scales(kind, dtype) else blocks.abs().amax(1)) / 127
         zero = torch.zeros_like(scale)
         least, most = -127, 127
     else:

@@ -81,6 +81,32 @@ def test_quantized_stages_get_plans(family_dir: Callable[[str], Path], tmp_path:
         assert (plan.fused_attentions, plan.fused_cache_updates) == (len(layers), 2 * len(graph.caches))
 
 
+def test_only_int8_scales_that_are_equal_in_all_blocks_are_joined(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """A checkpoint's own levels may have others."""
+    options = ("--dtype", "float16", "--quantize", "int8", "--max-seq-len", 64, "--no-check")
+    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", *options)
+    before, joined = dequantized(directory), dequantized(directory, plans._join_scales)
+    assert len(before) > 4 and all(joined[name] == (1, shape[1:]) for name, (_, shape) in before.items())
+    name = next(iter(before))
+    (entry,) = (t for t in onnx.load(directory / "verify.onnx", load_external_data=False).graph.initializer if t.name == name)
+    with (directory / "weights.bin").open("r+b") as file:
+        file.seek(int(next(pair.value for pair in entry.external_data if pair.key == "offset")))
+        file.write(b"\x01")
+    assert dequantized(directory, plans._join_scales) == joined | {name: before[name]}
+
+
+def dequantized(
+    directory: Path, change: Callable[[Any, Path], None] = lambda *_: None
+) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Axis and shape of the scales of verify, after a change of the graph."""
+    model = onnx.load(directory / "verify.onnx", load_external_data=False)
+    change(model, directory)
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
+    nodes = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    axes = {node.input[1]: next(a.i for a in node.attribute if a.name == "axis") for node in nodes}
+    return {name: (axis, shapes[name]) for name, axis in axes.items()}
+
+
 @pytest.mark.slow
 def test_quantized_plans_are_small(tmp_path: Path) -> None:
     """The builder does not widen the weights: the plan is little larger than they are."""
@@ -151,7 +177,7 @@ def test_profiles_cover_decoding_and_prefill(built: Path) -> None:
     slots, nodes = manifest.max_seq_len, manifest.max_tree_nodes + 1
     assert decoding["attn_mask"] == [(1, 1, 1, slots), (1, 1, 8, slots), (1, 1, nodes, slots)]
     assert prefill["input_ids"] == [(1, 1), (1, 128), (1, 128)] and "key_0" not in decoding
-    assert decoding["logit_rows"] == [(1,), (8,), (nodes,)] and prefill["logit_rows"] == [(1,)] * 3
+    assert decoding["logit_rows"] == [(1,), (8,), (nodes,)] and prefill["logit_rows"] == [(1,), (1,), (2,)]
     (draft,) = plans.profile_shapes(manifest, manifest.draft, plans.BuildOptions("tensorrt-rtx", 1, 128))
     assert "logit_rows" not in draft and draft["input_ids"] == [(1, 1)] * 3
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from support.command import export_engine
+from support.command import export_engine, slow_but
 from support.plan_layers import Layer, build_layers, copies
 from support.synthetic import LLAMA_70B, write_checkpoint
 
@@ -30,15 +30,14 @@ Built = tuple[Manifest, dict[str, list[Layer]]]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
-    """Give options of an export, get the manifest and the layers of its plans."""
+    """Give the kind of quantization and the slots, get the manifest of an engine directory and the layers of its plans."""
     root = tmp_path_factory.mktemp("layers")
-    model = write_checkpoint(root / "model", {**LLAMA_70B, **SHAPE}, 1, sparse=True)
+    model = write_checkpoint(root / "model", {**LLAMA_70B, **SHAPE}, 1, sparse=False)
 
     @cache
-    def build(*options: object) -> Built:
-        directory = root / "-".join(("plans", *map(str, options)))
-        given = () if "--max-seq-len" in options else ("--max-seq-len", SLOTS)
-        export_engine(model, directory, "--dtype", "float16", "--no-check", *given, *options)
+    def build(kind: str = "none", slots: int = SLOTS) -> Built:
+        directory = root / f"{kind}-{slots}"
+        export_engine(model, directory, "--dtype", "float16", "--no-check", "--quantize", kind, "--max-seq-len", slots)
         return build_layers(directory)
 
     return build
@@ -63,9 +62,6 @@ def profile(layers: list[Layer], number: int) -> list[Layer]:
     return [layer for layer in layers if layer.profile == number]
 
 
-KINDS = [(), pytest.param(("--quantize", "int4"), marks=pytest.mark.slow)]
-
-
 def test_a_draft_step_reads_weights_and_caches_once_where_they_are(built: Callable[..., Built]) -> None:
     manifest, plans = built()
     layers, size = plans["draft.onnx"], cache_bytes(manifest)
@@ -86,22 +82,33 @@ def test_a_pass_of_verify_copies_each_cache_once_and_for_no_head_twice(built: Ca
 
 def test_a_draft_with_a_long_cache_copies_it_for_no_head_twice(built: Callable[..., Built]) -> None:
     """There is no attention for one node that reads it where it is."""
-    manifest, plans = built("--max-seq-len", 2 * LONG_CACHE)
+    manifest, plans = built(slots=2 * LONG_CACHE)
     layers, size = plans["draft.onnx"], cache_bytes(manifest)
     assert [tensor.nbytes for tensor in copies(layers, size)] == [size] * 4
     assert sum(layer.is_attention for layer in layers) == 2
 
 
-@pytest.mark.parametrize("options", KINDS)
-def test_attention_is_one_kernel_in_every_layer_and_profile(built: Callable[..., Built], options: tuple[str, ...]) -> None:
-    _, plans = built(*options)
+@pytest.mark.parametrize("kind", slow_but(["int8", "int4"], "int8"))
+def test_no_kernel_writes_a_dequantized_weight(built: Callable[..., Built], kind: str) -> None:
+    manifest, plans = built(kind)
+    least = 2 * manifest.geometry.hidden_size * 2 * manifest.geometry.num_kv_heads * manifest.geometry.head_dim
+    for graph in manifest.graphs:
+        cached = copies(plans[graph.file], cache_bytes(manifest))
+        assert copies(plans[graph.file], least) == cached and {tensor.nbytes for tensor in cached} <= {cache_bytes(manifest)}
+        read = [tensor for layer in plans[graph.file] for tensor in layer.constants if tensor.dtype == kind.title()]
+        assert sum(tensor.nbytes for tensor in read) > 0.5 * manifest.weight_bytes(graph)
+
+
+@pytest.mark.parametrize("kind", slow_but(["none", "int8", "int4"], "none", "int8"))
+def test_attention_is_one_kernel_in_every_layer_and_profile(built: Callable[..., Built], kind: str) -> None:
+    _, plans = built(kind)
     assert sum(layer.is_attention for layer in plans["draft.onnx"]) == 2
     assert [sum(layer.is_attention for layer in profile(plans["verify.onnx"], number)) for number in (0, 1)] == [2, 2]
 
 
-@pytest.mark.parametrize("options", KINDS)
-def test_plans_are_hardly_larger_than_their_weights(built: Callable[..., Built], options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("kind", slow_but(["none", "int8", "int4"], "none", "int8"))
+def test_plans_are_hardly_larger_than_their_weights(built: Callable[..., Built], kind: str) -> None:
     """A profile of another kind would store them twice."""
-    manifest, _ = built(*options)
+    manifest, _ = built(kind)
     for graph in manifest.graphs:
         assert manifest.plans[graph.file].size < 1.1 * manifest.weight_bytes(graph) + 3_000_000, graph.file

@@ -14,6 +14,8 @@ from eesd.common.geometry import ExitConfig, Geometry, RopeScaling, draft_caches
 from eesd.common.weights import (
     EXIT_HEAD,
     ROTARY_TABLES,
+    Quantization,
+    Quantizations,
     Shape,
     exit_head_shapes,
     graph_shapes,
@@ -151,3 +153,21 @@ def test_packed_weights_have_the_rows_of_their_parts() -> None:
         assert shape == (sum(part[0] for part in parts), *parts[0][1:])
         assert len(parts) == 1 or packed_name(parts_of(name)) == name
     assert sorted(part for name in packed for part in parts_of(name)) == sorted(apart)
+
+
+INT8, INT4 = Quantization("int8", 32), Quantization("int4", 32)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "drafts_with_int8"),
+    [
+        (Quantizations(), False),
+        (Quantizations(layers=INT4, head=INT4, draft=INT4), False),
+        (Quantizations(layers=INT8, head=INT8, draft=INT8), True),
+        (Quantizations(layers=INT8, head=INT8, draft=INT4), False),
+        (Quantizations(layers=INT8), True),
+        (Quantizations(draft=INT8), True),
+    ],
+)
+def test_a_draft_has_int8_weights_unless_it_has_smaller_copies(quantization: Quantizations, drafts_with_int8: bool) -> None:
+    assert quantization.drafts_with_int8 == drafts_with_int8

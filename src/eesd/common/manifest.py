@@ -23,7 +23,7 @@ PREFILL_CHUNK = 128
 GPU_PREFILL_CHUNK = 512
 """The same on a GPU: each call reads all weights, and up to about this many tokens that takes longer than computing."""
 LONG_CACHE = 16384
-"""Slots of the largest cache in which TensorRT-RTX has an attention for exactly one node (measured: not in 24576)."""
+"""Slots of the largest cache for which TensorRT-RTX has an attention for exactly one node (measured: not for 24576)."""
 MASKED = -30000.0
 """Additive mask of a slot that must not be seen. It fits float16, and its softmax weight is exactly zero."""
 SLOTS_PROPERTY = "max_seq_len"
@@ -65,6 +65,15 @@ class GraphInfo:
     def results(self) -> tuple[TensorInfo, ...]:
         """The outputs that are not caches: logits or a hidden state; for the draft also candidates and log-probabilities."""
         return self.outputs[: len(self.outputs) - 2 * len(self.caches)]
+
+
+def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
+    """Whether TensorRT-RTX drafts faster with kernels for exactly one node than with those for a range.
+
+    For exactly one node, attention reads the caches where they are; for a range it copies them in every call. But it has no
+    such attention for long caches, and for exactly one node it writes int8 weights out as 16-bit ones in every call.
+    """
+    return max_seq_len <= LONG_CACHE and not quantization.drafts_with_int8
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,13 @@ class Quantizations:
         bits = BITS[dtype if own is None else own.weights]
         return DRAFT + name if copy is not None and BITS[copy.weights] < bits else name
 
+    @property
+    def drafts_with_int8(self) -> bool:
+        """Whether the draft has int8 weights, of its own or shared with verify."""
+        if self.draft is not None and BITS[self.draft.weights] < BITS["int8"]:  # its copies of verify's weights
+            return False
+        return any(one.weights == "int8" for one in self.used)
+
 
 UNQUANTIZED = Quantizations()
 
