@@ -25,7 +25,6 @@ from support.trt_api import VERSIONS
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest import FLAVOURS
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.build import main as build_main
 from eesd.export.inspect import main as inspect_main
@@ -46,12 +45,8 @@ SAMPLINGS = {"greedy": Sampling(), "coupled": Sampling(temperature=0.9, top_p=0.
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both flavours are installed, and there is a GPU of compute capability 9.0."""
-    for flavour, name in FLAVOURS.items():
-        monkeypatch.setitem(sys.modules, name, fake.module(flavour))
-    monkeypatch.setattr(trt_plans, "version", lambda _: fake.VERSION)
-    monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
-    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "9.0")
+    """Both flavours and a GPU, whose work is done on the CPU at once."""
+    fake.install(monkeypatch)
     monkeypatch.setattr(trt_engine, "device_streams", lambda stages: [CPU] * stages)
 
 

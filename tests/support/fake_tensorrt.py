@@ -7,6 +7,7 @@ overwrites its scratch memory and its results before it computes anything.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from ctypes import memset
 from dataclasses import replace
@@ -19,16 +20,18 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+import pytest
 
 from eesd.common.integrity import sha256_of
-from eesd.common.manifest import MANIFEST_FILE, Manifest, PlanInfo
+from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, Manifest, PlanInfo
 from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.engines import trt_plans
+from support import fake_cuda
+from support.fake_cuda import GARBAGE
 from support.trt_api import VERSIONS, Api, load
 
 VERSION = "99.1"
 SCRATCH = {"draft.onnx": 300, "verify.onnx": 4096}
-GARBAGE = 0xFF
-"""What memory is filled with that may hold anything: NaN, or -1."""
 
 
 def write_plans(directory: Path, flavour: str = "tensorrt", chunk: int = 16, capabilities: tuple[str, ...] = ()) -> Manifest:
@@ -149,6 +152,10 @@ class ICudaEngine(Fake):
         self._names: list[str] = [*self._inputs, *self._outputs]
         self._contexts: list[IExecutionContext] = []
         self._copied: set[str] = set()
+        machine = fake_cuda.installed()
+        if machine is not None:
+            machine.write("load")
+        self._device = -1 if machine is None else machine.device
 
     @property
     def device_memory_size_v2(self) -> int:
@@ -204,18 +211,30 @@ class IExecutionContext(Fake):
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._runs = 0
+        self._machine = fake_cuda.installed()
+        self._number = 0 if self._machine is None else self._machine.number()
+        self._write("context")
         self._scratch = self._scratch_size = 0
+
+    def __del__(self) -> None:
+        self._write("destroy")
+
+    def _write(self, name: str, stream: int | None = None) -> None:
+        if self._machine is not None:
+            self._machine.write(name, stream, self._number, self._engine._device)
 
     @property
     def _count(self) -> int:
         return self._shapes["position_ids"][1]
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        self._write("profile", stream_handle)
         self._profile = profile_index
         return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         assert self._profile is not None and self._runs == 0
+        self._write("shape")
         least, _, most = self._engine._profiles[self._profile]
         if name == "position_ids" and not least <= shape[1] <= most:
             return False
@@ -227,6 +246,7 @@ class IExecutionContext(Fake):
         return fits
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
+        self._write("address")
         self._addresses[name] = memory
         return name in self._engine._names
 
@@ -234,6 +254,7 @@ class IExecutionContext(Fake):
         return [name for name in self._engine._inputs if name not in self._shapes]
 
     def set_device_memory(self, memory: int, size: int) -> None:
+        self._write("memory")
         self._scratch, self._scratch_size = memory, size
 
     def is_stream_capturable(self, stream: int) -> bool:
@@ -248,7 +269,11 @@ class IExecutionContext(Fake):
         self._runs += 1
         if self._config is not None and self._config._cache is not None:
             self._config._cache._kernels.add(f"{self._profile}:{self._count}")
-        self._work()()
+        self._write("execute", stream_handle)
+        if self._machine is None:
+            self._work()()
+        else:
+            self._machine.enqueue(self._machine.streams[stream_handle], self._work())
         return True
 
     def _caches(self) -> list[str]:
@@ -341,6 +366,15 @@ class IRuntimeConfig(Fake):
 
 
 CLASSES = (ILogger, Runtime, ICudaEngine, IExecutionContext, EngineInspector, IRuntimeConfig, IRuntimeCache, IHostMemory)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install both flavours, a driver, and a GPU of compute capability 9.0."""
+    for flavour, name in FLAVOURS.items():
+        monkeypatch.setitem(sys.modules, name, module(flavour))
+    monkeypatch.setattr(trt_plans, "version", lambda _: VERSION)
+    monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "9.0")
 
 
 def module(flavour: str, version: str = "") -> Any:
