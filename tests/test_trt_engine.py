@@ -22,10 +22,10 @@ from support import tiny_models
 from support.command import assert_refused, run, succeed
 from support.engine_dirs import edit_manifest
 from support.harness import Harness
+from support.trt_api import VERSIONS
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest import FLAVOURS
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.build import main as build_main
 from eesd.export.inspect import main as inspect_main
@@ -46,11 +46,8 @@ SAMPLINGS = {"greedy": Sampling(), "coupled": Sampling(temperature=0.9, top_p=0.
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both flavours are installed, and there is a GPU of compute capability 8.9."""
-    for flavour, name in FLAVOURS.items():
-        monkeypatch.setitem(sys.modules, name, fake.module(flavour))
-    monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
-    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "8.9")
+    """Both flavours and a GPU, whose work is done on the CPU at once."""
+    fake.install(monkeypatch)
     monkeypatch.setattr(trt_engine, "device_streams", lambda stages: [CPU] * stages)
 
 
@@ -81,10 +78,10 @@ def test_a_draft_vocabulary_drafts_chains_on_the_device(reduced_harness: Harness
         assert drafted.tokens == expected.tokens and drafted.stats.acceptance > 0.2, name
 
 
-def contexts_of(llm: LLM) -> dict[str, list[fake.Context]]:
+def contexts_of(llm: LLM) -> dict[str, list[fake.IExecutionContext]]:
     """The execution contexts that were made for each graph."""
     stages = [*llm.engines.verify.stages, *llm.engines.draft.stages]  # type: ignore[attr-defined, union-attr]
-    return {stage.graph.file: stage._make_context.args[0].contexts for stage in stages}
+    return {stage.graph.file: stage._make_context.args[0]._contexts for stage in stages}
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -117,21 +114,35 @@ def test_tokens_match_onnx_runtime_until_the_cache_is_full(
         assert undrafted.tokens == expected.tokens
 
 
+@pytest.mark.parametrize("version", VERSIONS["tensorrt"])
+@pytest.mark.usefixtures("installed")
+def test_every_version_of_tensorrt_gives_the_tokens_of_onnx_runtime(
+    staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", fake.module("tensorrt", version))
+    plain = eesd.load(staged(1), "ort", speculation=None, threads=1)
+    llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("fixed:k=4", guard=False))
+    expected = plain.generate(PROMPTS[1], max_new_tokens=20, ignore_eos=True)
+    assert llm.generate(PROMPTS[1], max_new_tokens=20, ignore_eos=True).tokens == expected.tokens
+
+
 @pytest.mark.usefixtures("installed")
 def test_calls_are_padded_to_buckets_prepared_before_the_first_round(staged: Callable[[int], Path]) -> None:
     """Each bucket has its own execution context with the profile for its node count."""
     llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("threshold:p=0.1", guard=False), exact=False)
     for _ in range(2):
         with llm.session(PROMPTS[2], max_new_tokens=20) as session:
-            prepared = {file: [(context.count, context.profile) for context in made] for file, made in contexts_of(llm).items()}
+            prepared = {
+                file: [(context._count, context._profile) for context in made] for file, made in contexts_of(llm).items()
+            }
             assert prepared == {
                 "draft.onnx": [(1, 0), (1, 0)],
                 "verify.onnx": [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0), (8, 0), (12, 0), (13, 0), (16, 1)],
             }
             session.step()
-    contexts = {context.count: context for context in contexts_of(llm)["verify.onnx"]}
-    assert contexts[16].runs == 1 + 3 * 2, "warm-up, and twice 46 tokens of the prompt in 3 chunks"
-    rows = {count: context.shapes["logit_rows"][0] for count, context in contexts.items()}
+    contexts = {context._count: context for context in contexts_of(llm)["verify.onnx"]}
+    assert contexts[16]._runs == 1 + 3 * 2, "warm-up, and twice 46 tokens of the prompt in 3 chunks"
+    rows = {count: context._shapes["logit_rows"][0] for count, context in contexts.items()}
     assert rows == {count: count for count in contexts} | {16: 1}, "a chunk of a prompt has logits for one node"
 
 
@@ -183,17 +194,17 @@ def test_compiled_kernels_are_saved_for_the_next_start(
     directory = shutil.copytree(staged(1), tmp_path / "plans")
     fake.write_plans(directory, "tensorrt-rtx")
 
-    def caches() -> list[fake.RuntimeCache]:
+    def caches() -> list[fake.IRuntimeCache]:
         llm = eesd.load(directory, "tensorrt", speculation=Speculation("threshold:p=0.3"))
         llm.generate(PROMPTS[0], max_new_tokens=5)
-        return [made[0]._config.cache for made in contexts_of(llm).values()]  # type: ignore[union-attr, misc]
+        return [made[0]._config._cache for made in contexts_of(llm).values()]  # type: ignore[union-attr, misc]
 
-    assert not any(cache.loaded for cache in caches())
+    assert not any(cache._loaded for cache in caches())
     saved = {path.name: path.read_bytes() for path in directory.glob("*.kernels")}
     assert saved.keys() == {"draft.kernels", "verify.kernels"} and b"0:13" in saved["verify.kernels"]
-    assert all(cache.loaded for cache in caches())
-    monkeypatch.setattr(fake.RuntimeCache, "gpu", "another GPU")
-    assert not any(cache.loaded for cache in caches())
+    assert all(cache._loaded for cache in caches())
+    monkeypatch.setattr(fake.IRuntimeCache, "_gpu", "another GPU")
+    assert not any(cache._loaded for cache in caches())
     assert b"another GPU" in (directory / "draft.kernels").read_bytes()
     load_manifest(directory)
 
@@ -215,7 +226,8 @@ def test_messages_of_the_library_go_to_logging(staged: Callable[[int], Path], ca
 
 def host_of(directory: Path) -> Host:
     """A service with its own engines and memory."""
-    manifest, runtime = load_manifest(directory), fake.Runtime(fake.ILogger())
+    manifest, trt = load_manifest(directory), fake.module("tensorrt")
+    runtime = trt.Runtime(trt.ILogger())
     engines = {
         graph.file: runtime.deserialize_cuda_engine((directory / manifest.plans[graph.file].file).read_bytes())
         for graph in manifest.graphs
@@ -223,7 +235,7 @@ def host_of(directory: Path) -> Host:
     return Host(
         verify=[engines[stage.file] for stage in manifest.verify],
         draft=engines[manifest.draft.file],
-        make_context=lambda engine: engine.create_execution_context(fake.Strategy.USER_MANAGED),
+        make_context=lambda engine: engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED),
         stream=None,  # type: ignore[arg-type]  # there is none on the CPU
         scratch=torch.zeros(5000, dtype=torch.uint8),
     )
@@ -290,7 +302,7 @@ def test_a_plan_that_copies_a_cache_is_refused(staged: Callable[[int], Path]) ->
     """Equal addresses would then be an error, and different ones a cache that is never written."""
     directory = staged(1)
     host = host_of(directory)
-    host.draft.copied.add("value_0")
+    host.draft._copied.add("value_0")
     with pytest.raises(EESDError, match=r"plan of draft\.onnx does not update value_0 in place"):
         embedded(directory, host)
 
@@ -316,7 +328,7 @@ def test_contexts_are_made_on_the_device_of_their_stage(staged: Callable[[int], 
 
     def make_context(engine: Any) -> Any:
         made.append((engine, Place.current[-1]))
-        return engine.create_execution_context(fake.Strategy.USER_MANAGED)
+        return host.make_context(engine)
 
     source = embed._HostEngines(manifest, replace(host, make_context=make_context))
     verify, _ = trt_engine.open_tensorrt(manifest, source, True, places)

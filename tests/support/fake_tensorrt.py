@@ -1,24 +1,34 @@
 """A fake of TensorRT's Python API for machines without a GPU. Its plans name ONNX graphs, which ONNX Runtime runs.
 
-Tensors are at addresses in host memory. Mistakes that the real API may ignore are errors here: shapes outside the profile,
-addresses that are not set, a cache whose output address differs from its input address, too little scratch memory, and new
-shapes for a context that has run.
+Names and calls are those of a real version (``trt_api.py``); anything else is refused. Tensors are at addresses in host memory.
+Mistakes that the real API may ignore are errors here: shapes outside the profile, addresses that are not set, a cache whose
+output address differs from its input address, too little scratch memory, and new shapes for a context that has run. A call
+overwrites its scratch memory and its results before it computes anything.
 """
 
 import json
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
+from ctypes import memset
 from dataclasses import replace
 from enum import Enum
+from functools import partial
+from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+import pytest
 
 from eesd.common.integrity import sha256_of
-from eesd.common.manifest import MANIFEST_FILE, Manifest, PlanInfo
+from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, Manifest, PlanInfo
 from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.engines import trt_plans
+from support import fake_cuda
+from support.fake_cuda import GARBAGE
+from support.trt_api import VERSIONS, Api, load
 
 VERSION = "99.1"
 SCRATCH = {"draft.onnx": 300, "verify.onnx": 4096}
@@ -61,199 +71,330 @@ def write_plans(directory: Path, flavour: str = "tensorrt", chunk: int = 16, cap
     return manifest
 
 
-class Strategy(Enum):
-    USER_MANAGED = 2
+class Fake:
+    """An object of a class of the real API. It has the public names that the class has in its version, and takes the calls that
+    pybind11 would take. What tests look at has names with an underscore.
+
+    Attributes:
+        _trt: The module that the object is of.
+        _api: The API of the module's version.
+    """
+
+    _trt: Any
+    _api: Api
+
+    @classmethod
+    def _class(cls) -> str:
+        """Name of the class in the real API, also for a class that the runtime derives from it."""
+        return next(base.__name__ for base in cls.__mro__ if "_real" in vars(base))
+
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if name.startswith("_"):
+            return value
+        if not self._api.has(self._class(), name):
+            raise AttributeError(f"{self._class()} of {self._api.version} has no {name}")
+        if self._api.is_property(self._class(), name):
+            return value
+        return partial(self._call, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and not self._api.is_settable(self._class(), name):
+            raise AttributeError(f"{self._class()} of {self._api.version} has no {name} that can be set")
+        object.__setattr__(self, name, value)
+
+    def _call(self, name: str, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._api.check_call(self._class(), name, args, kwargs)
+        return method(*args, **kwargs)
 
 
-class ComputeCapability(Enum):
-    """The members of TensorRT-RTX 1.7, with values of our own."""
+class ILogger(Fake):
+    _real = True
 
-    NONE, CURRENT, SM75, SM80, SM86, SM89, SM120, SM121 = range(8)
+    def __init__(self) -> None:
+        self._made = True
 
-
-class ILogger:
-    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
-
-    def __init__(self) -> None: ...
-
-    def log(self, severity: int, message: str) -> None: ...
+    def log(self, severity: Any, msg: str) -> None: ...
 
 
-class Runtime:
+class Runtime(Fake):
+    _real = True
+
     def __init__(self, logger: ILogger) -> None:
+        self._api.check_call("Runtime", "__init__", (logger,), {})
+        if not hasattr(logger, "_made"):
+            raise TypeError("ILogger.__init__() must be called when overriding __init__")
         self._logger = logger
 
-    def deserialize_cuda_engine(self, buffer: Any) -> "Engine | None":
+    def deserialize_cuda_engine(self, serialized_engine: Any) -> "ICudaEngine | None":
         try:
-            plan = json.loads(bytes(buffer))
+            plan = json.loads(bytes(serialized_engine))
         except ValueError:
-            self._logger.log(ILogger.ERROR, "Magic tag does not match\nand more")
+            self._logger.log(self._trt.ILogger.ERROR, "Magic tag does not match\nand more")
             return None
-        self._logger.log(ILogger.INFO, "Loaded engine")
-        return Engine(**plan)
+        self._logger.log(self._trt.ILogger.INFO, "Loaded engine")
+        engine: ICudaEngine = self._trt.ICudaEngine(**plan)
+        return engine
 
 
-class Engine:
-    """An ``ICudaEngine``. ``contexts`` lists the execution contexts that were made of it."""
+class ICudaEngine(Fake):
+    """``_contexts`` lists the execution contexts that were made of it, ``_copied`` the caches that the builder failed to update
+    in place."""
+
+    _real = True
 
     def __init__(self, path: str, profiles: list[list[int]], name: str, slots: int) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
-        self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self.profiles, self._slots = profiles, slots
-        self.device_memory_size_v2 = SCRATCH.get(name, 1000)
-        self.inputs = {tensor.name: tensor for tensor in self.session.get_inputs()}
-        self.outputs = {tensor.name: tensor for tensor in self.session.get_outputs()}
-        self.names: list[str] = [*self.inputs, *self.outputs]
-        self.num_io_tensors = len(self.names)
-        self.contexts: list[Context] = []
-        self.copied: set[str] = set()
-        """Caches that a builder failed to update in place."""
+        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self._profiles, self._graph, self._slots = profiles, name, slots
+        self._inputs = {tensor.name: tensor for tensor in self._session.get_inputs()}
+        self._outputs = {tensor.name: tensor for tensor in self._session.get_outputs()}
+        self._names: list[str] = [*self._inputs, *self._outputs]
+        self._contexts: list[IExecutionContext] = []
+        self._copied: set[str] = set()
+        machine = fake_cuda.installed()
+        if machine is not None:
+            machine.write("load")
+        self._device = -1 if machine is None else machine.device
+
+    @property
+    def device_memory_size_v2(self) -> int:
+        return SCRATCH.get(self._graph, 1000)
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self._names)
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
         cache = name.removesuffix("_out")
-        return cache if cache != name and cache in self.inputs and cache not in self.copied else None
+        return cache if cache != name and cache in self._inputs and cache not in self._copied else None
 
     def get_tensor_name(self, index: int) -> str:
-        return self.names[index]
+        return self._names[index]
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         fixed = {"S": self._slots}
-        tensor = (self.inputs | self.outputs)[name]
+        tensor = (self._inputs | self._outputs)[name]
         return tuple(size if isinstance(size, int) else fixed.get(size, -1) for size in tensor.shape)
 
-    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, int]]:
+    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, int]]:
         assert name == "position_ids"
-        return [(1, count) for count in self.profiles[profile]]
+        return [(1, count) for count in self._profiles[profile_index]]
 
-    def create_execution_context(self, how: Any) -> "Context":
-        config = how if isinstance(how, RuntimeConfig) else None
-        assert (config.strategy if config else how) is Strategy.USER_MANAGED
-        self.contexts.append(Context(self, config))
-        return self.contexts[-1]
+    def create_execution_context(self, how: Any) -> "IExecutionContext":
+        config = how if isinstance(how, IRuntimeConfig) else None
+        assert (config._strategy if config else how) is self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        self._contexts.append(self._trt.IExecutionContext(self, config))
+        return self._contexts[-1]
 
-    def create_runtime_config(self) -> "RuntimeConfig":
-        return RuntimeConfig()
+    def create_runtime_config(self) -> "IRuntimeConfig":
+        config: IRuntimeConfig = self._trt.IRuntimeConfig()
+        return config
 
-    def create_engine_inspector(self) -> Any:
-        """An inspector whose layers are objects (detailed verbosity) or names (any other verbosity)."""
+    def create_engine_inspector(self) -> "EngineInspector":
+        inspector: EngineInspector = self._trt.EngineInspector()
+        return inspector
+
+
+class EngineInspector(Fake):
+    """Its layers are objects (detailed verbosity) or names (any other verbosity)."""
+
+    _real = True
+
+    def get_engine_information(self, format: Any) -> str:
+        assert format is self._trt.LayerInformationFormat.JSON
         layers = [{"Name": "node_Attention_3", "LayerType": "attention"}, {"Name": "kv_cache_update 7"}, "gemm"]
-        return SimpleNamespace(get_engine_information=lambda _: json.dumps({"Layers": layers, "Bindings": []}))
+        return json.dumps({"Layers": layers, "Bindings": []})
 
 
-class Context:
-    """An ``IExecutionContext``."""
+class IExecutionContext(Fake):
+    _real = True
 
-    def __init__(self, engine: Engine, config: "RuntimeConfig | None") -> None:
+    def __init__(self, engine: ICudaEngine, config: "IRuntimeConfig | None") -> None:
         self._engine, self._config = engine, config
-        self.profile: int | None = None
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.addresses: dict[str, int] = {}
-        self.runs = 0
-        self._memory = 0
+        self._profile: int | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+        self._runs = 0
+        self._machine = fake_cuda.installed()
+        self._number = 0 if self._machine is None else self._machine.number()
+        self._write("context")
+        self._scratch = self._scratch_size = 0
+
+    def __del__(self) -> None:
+        self._write("destroy")
+
+    def _write(self, name: str, stream: int | None = None) -> None:
+        if self._machine is not None:
+            self._machine.write(name, stream, self._number, self._engine._device)
 
     @property
-    def count(self) -> int:
-        return self.shapes["position_ids"][1]
+    def _count(self) -> int:
+        return self._shapes["position_ids"][1]
 
-    def set_optimization_profile_async(self, index: int, _stream: int) -> bool:
-        self.profile = index
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        self._write("profile", stream_handle)
+        self._profile = profile_index
         return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        assert self.profile is not None and self.runs == 0
-        least, _, most = self._engine.profiles[self.profile]
+        assert self._profile is not None and self._runs == 0
+        self._write("shape")
+        least, _, most = self._engine._profiles[self._profile]
         if name == "position_ids" and not least <= shape[1] <= most:
             return False
-        if name == "logit_rows" and not 1 <= shape[0] <= (1 if self.profile else most):  # a prefill computes no other logits
+        if name == "logit_rows" and not 1 <= shape[0] <= (1 if self._profile else most):  # a prefill computes no other logits
             return False
-        given = self._engine.inputs[name].shape
+        given = self._engine._inputs[name].shape
         fits = len(given) == len(shape) and all(a == b for a, b in zip(given, shape, strict=True) if isinstance(a, int))
-        self.shapes[name] = shape
+        self._shapes[name] = shape
         return fits
 
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        self.addresses[name] = address
-        return name in self._engine.names
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        self._write("address")
+        self._addresses[name] = memory
+        return name in self._engine._names
 
     def infer_shapes(self) -> list[str]:
-        return [name for name in self._engine.inputs if name not in self.shapes]
+        return [name for name in self._engine._inputs if name not in self._shapes]
 
-    def set_device_memory(self, _address: int, size: int) -> None:
-        self._memory = size
+    def set_device_memory(self, memory: int, size: int) -> None:
+        self._write("memory")
+        self._scratch, self._scratch_size = memory, size
 
-    def execute_async_v3(self, _stream: int) -> bool:
-        engine, io = self._engine, self._engine.session.io_binding()
-        if self._memory < engine.device_memory_size_v2 or self.addresses.keys() != set(engine.names):
+    def is_stream_capturable(self, stream: int) -> bool:
+        return stream != 0  # the default stream cannot be captured
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        engine = self._engine
+        if self._scratch_size < engine.device_memory_size_v2 or self._addresses.keys() != set(engine._names):
             return False
-        sizes = {"n": self.count, "B": 1, "S": self.shapes["attn_mask"][3], "R": self.shapes.get("logit_rows", (0,))[0]}
-        for name, tensor in engine.inputs.items():
-            io.bind_input(name, "cpu", 0, _type(tensor), self.shapes[name], self.addresses[name])
-        for name, tensor in engine.outputs.items():
-            cache = name.removesuffix("_out") if name.startswith(("key_", "value_")) else name
-            if self.addresses[name] != self.addresses[cache]:
-                return False
-            shape = [sizes.get(dim, dim) for dim in tensor.shape]
-            io.bind_output(name, "cpu", 0, _type(tensor), shape, self.addresses[name])
-        engine.session.run_with_iobinding(io)
-        self.runs += 1
-        if self._config is not None and self._config.cache is not None:
-            self._config.cache.kernels.add(f"{self.profile}:{self.count}")
+        if any(self._addresses[f"{name}_out"] != self._addresses[name] for name in self._caches()):
+            return False
+        self._runs += 1
+        if self._config is not None and self._config._cache is not None:
+            self._config._cache._kernels.add(f"{self._profile}:{self._count}")
+        self._write("execute", stream_handle)
+        if self._machine is None:
+            self._work()()
+        else:
+            self._machine.enqueue(self._machine.streams[stream_handle], self._work())
         return True
+
+    def _caches(self) -> list[str]:
+        return [name for name in self._engine._inputs if name.startswith(("key_", "value_"))]
+
+    def _work(self) -> Callable[[], None]:
+        """What a call does with the shapes and addresses that the context has now. Results and scratch memory lose what they
+        held."""
+        engine, addresses, shapes = self._engine, dict(self._addresses), dict(self._shapes)
+        sizes = {"n": self._count, "B": 1, "S": shapes["attn_mask"][3], "R": shapes.get("logit_rows", (0,))[0]}
+        results = {name: [sizes.get(dim, dim) for dim in tensor.shape] for name, tensor in engine._outputs.items()}
+        scratch, size, caches = self._scratch, engine.device_memory_size_v2, {f"{name}_out" for name in self._caches()}
+
+        def work() -> None:
+            memset(scratch, GARBAGE, size)
+            io = engine._session.io_binding()
+            for name, tensor in engine._inputs.items():
+                io.bind_input(name, "cpu", 0, _type(tensor), shapes[name], addresses[name])
+            for name, tensor in engine._outputs.items():
+                if name not in caches:
+                    memset(addresses[name], GARBAGE, prod(results[name]) * np.dtype(_type(tensor)).itemsize)
+                io.bind_output(name, "cpu", 0, _type(tensor), results[name], addresses[name])
+            engine._session.run_with_iobinding(io)
+
+        return work
 
 
 def _type(tensor: Any) -> type:
     return {"tensor(float)": np.float32, "tensor(int64)": np.int64}[tensor.type]
 
 
-class RuntimeCache:
+class IRuntimeCache(Fake):
     """TensorRT-RTX's compiled kernels. It refuses kernels of another GPU."""
 
-    gpu = "this GPU"
+    _real = True
+    _gpu = "this GPU"
 
     def __init__(self) -> None:
-        self.kernels: set[str] = set()
-        self.loaded = False
+        self._kernels: set[str] = set()
+        self._loaded = False
 
-    def deserialize(self, data: bytes) -> bool:
-        gpu, kernels = json.loads(data)
-        if gpu != self.gpu:
+    def deserialize(self, blob: bytes) -> bool:
+        gpu, kernels = json.loads(blob)
+        if gpu != self._gpu:
             return False
-        self.kernels, self.loaded = set(kernels), True
+        self._kernels, self._loaded = set(kernels), True
         return True
 
-    @contextmanager
-    def serialize(self) -> Any:
-        yield json.dumps([self.gpu, sorted(self.kernels)]).encode()
+    def serialize(self) -> "IHostMemory":
+        memory: IHostMemory = self._trt.IHostMemory(json.dumps([self._gpu, sorted(self._kernels)]).encode())
+        return memory
 
 
-class RuntimeConfig:
+class IHostMemory(Fake):
+    """Bytes; the real one is a buffer too, which a Python class cannot be before Python 3.12."""
+
+    _real = True
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __enter__(self) -> "IHostMemory":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __bytes__(self) -> bytes:
+        return self._data
+
+
+class IRuntimeConfig(Fake):
+    _real = True
+
     def __init__(self) -> None:
-        self.strategy: Strategy | None = None
-        self.cache: RuntimeCache | None = None
-        self.dynamic_shapes_kernel_specialization_strategy = ""
+        self._strategy: Any = None
+        self._cache: IRuntimeCache | None = None
 
-    def set_execution_context_allocation_strategy(self, strategy: Strategy) -> None:
-        self.strategy = strategy
+    def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
+        self._strategy = strategy
 
-    def create_runtime_cache(self) -> RuntimeCache:
-        return RuntimeCache()
+    def create_runtime_cache(self) -> IRuntimeCache:
+        cache: IRuntimeCache = self._trt.IRuntimeCache()
+        return cache
 
-    def set_runtime_cache(self, cache: RuntimeCache) -> None:
-        assert self.dynamic_shapes_kernel_specialization_strategy == "eager"
-        self.cache = cache
+    def set_runtime_cache(self, cache: IRuntimeCache) -> bool:
+        eager = self._trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        assert self.dynamic_shapes_kernel_specialization_strategy is eager
+        self._cache = cache
+        return True
 
 
-def module(flavour: str) -> ModuleType:
-    """The module that importing a flavour gives."""
-    made = ModuleType(flavour.replace("-", "_"))
-    made.__spec__ = SimpleNamespace(name=made.__name__)  # type: ignore[assignment]
-    made.__version__ = VERSION  # type: ignore[attr-defined]
-    made.ILogger, made.Runtime, made.ExecutionContextAllocationStrategy = ILogger, Runtime, Strategy  # type: ignore[attr-defined]
-    made.LayerInformationFormat = SimpleNamespace(JSON="json")  # type: ignore[attr-defined]
-    if flavour == "tensorrt-rtx":
-        made.ComputeCapability = ComputeCapability  # type: ignore[attr-defined]
-        made.IRuntimeCache = RuntimeCache  # type: ignore[attr-defined]
-        made.DynamicShapesKernelSpecializationStrategy = SimpleNamespace(EAGER="eager")  # type: ignore[attr-defined]
+CLASSES = (ILogger, Runtime, ICudaEngine, IExecutionContext, EngineInspector, IRuntimeConfig, IRuntimeCache, IHostMemory)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install both flavours, a driver, and a GPU of compute capability 8.9."""
+    for flavour, name in FLAVOURS.items():
+        monkeypatch.setitem(sys.modules, name, module(flavour))
+    monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
+    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "8.9")
+
+
+def module(flavour: str, version: str = "") -> Any:
+    """The module that importing a flavour gives, in a version of :data:`~support.trt_api.VERSIONS`; empty: the newest."""
+    api = load(version or VERSIONS[flavour][-1])
+    made: Any = ModuleType(flavour.replace("-", "_"))
+    made.__spec__ = SimpleNamespace(name=made.__name__)
+    made.__version__ = VERSION
+    for name, members in api.enums.items():
+        setattr(made, name.rpartition(".")[2], Enum(name.rpartition(".")[2], members))
+    for cls in CLASSES:
+        if cls.__name__ in api.classes:
+            setattr(made, cls.__name__, type(cls.__name__, (cls,), {"_trt": made, "_api": api, "_real": True}))
+    for severity in made.Severity:
+        setattr(made.ILogger, severity.name, severity)
+    del made.Severity  # the real module has it in ILogger only
     return made

@@ -1,0 +1,60 @@
+"""Rules for calls to TensorRT and CUDA that hardware does not enforce, checked on the log of a ``fake_cuda.Machine``."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from support.fake_cuda import Call, Machine
+
+CHANGES = ("profile", "shape", "address", "memory")
+"""Calls that change what an execution context does."""
+FORBIDDEN = ("context", "destroy", "load", "allocate", "pin", "synchronize", *CHANGES)
+"""Calls that allocate, free or wait, which invalidates a capture, and those that a capture would not repeat."""
+
+
+def violations(machine: Machine) -> list[str]:
+    """What in the log breaks a rule, in words."""
+    log, found = machine.log, [f"{call.name} while work is captured" for call in machine.log if _is_forbidden(call)]
+    found += [f"{call.name} of a context while another device is current" for call in log if _is_elsewhere(machine, call)]
+    found += [f"{call.name} with the collector on" for call in log if call.capturing and call.collector]
+    return found + _out_of_order(log)
+
+
+def _is_forbidden(call: Call) -> bool:
+    return call.capturing and call.name in FORBIDDEN
+
+
+def _is_elsewhere(machine: Machine, call: Call) -> bool:
+    """Whether a context is made or used while its engine's device is not the current one, or in a stream of another device."""
+    if call.of < 0 or call.name == "destroy":
+        return False
+    stream = machine.streams[call.stream] if call.stream is not None else None
+    return call.device != call.of or (stream is not None and stream.device_index != call.of)
+
+
+def _out_of_order(log: Sequence[Call]) -> list[str]:
+    """Contexts that are captured before they ran, or changed after they were captured."""
+    found, ran, captured = [], set(), set()
+    for call in log:
+        if call.name == "execute" and call.capturing:
+            captured.add(call.subject)
+            found += [] if call.subject in ran else ["execute is captured before the context ran"]
+        elif call.name == "execute":
+            ran.add(call.subject)
+        elif call.name in CHANGES and call.subject in captured:
+            found.append(f"{call.name} after the context was captured")
+    return found
+
+
+class Figures(NamedTuple):
+    """How often the host waits, and how often it launches work of an engine: as a graph, or as a call."""
+
+    waits: int
+    replays: int
+    executes: int
+
+
+def figures(log: Sequence[Call]) -> Figures:
+    """The figures of a piece of a log, such as one round."""
+    counts = Counter(call.name for call in log)
+    return Figures(counts["synchronize"], counts["replay"], counts["execute"])

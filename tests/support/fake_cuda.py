@@ -1,0 +1,355 @@
+"""A machine with GPUs that exists only in tests: streams that run late, CUDA graphs, and memory that is reused.
+
+What the runtime asks of ``torch.cuda`` is answered here, so the code that is tested is the code that runs on a GPU.
+
+* A stream is a queue. Its work is done some time later, in its order, in between the work of other streams, as a seed decides.
+* A host that reads results before it has waited for them reads garbage.
+* A CUDA graph repeats what was captured, at the addresses of then.
+* Device memory begins as garbage. What is freed is overwritten in the order of its stream, because from then on torch's
+  allocator may hand it out again.
+
+Tensors on the devices are in ``device_tensors.py``. Calls are written to a log, which ``call_rules.py`` judges.
+
+Not covered: threads, captures that several streams join, the order of kernels within one pass of an engine, and that CUDA's
+default stream waits for some others: here it is a stream like all others.
+"""
+
+import gc
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import memset
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+GARBAGE = 0xFF
+"""What memory is filled with that may hold anything: NaN, or -1."""
+ALIGNMENT = 512
+"""Bytes; of torch's allocator."""
+REUSE = 0.6
+"""Chance that an allocation gets memory that was freed, if there is some of its size."""
+Work = Callable[[], object]
+
+
+class Call(NamedTuple):
+    """A call to the library or the driver.
+
+    Attributes:
+        name: What was called.
+        device: The current device.
+        stream: Handle of the stream that the call names; None: it names none.
+        capturing: Whether work was being captured.
+        collector: Whether Python's collector was on.
+        subject: Number of the context or graph that was called; 0: none.
+        of: For a context, the device that its engine was loaded on.
+    """
+
+    name: str
+    device: int
+    stream: int | None
+    capturing: bool
+    collector: bool
+    subject: int = 0
+    of: int = -1
+
+
+@dataclass
+class Event:
+    """Marks a place in a stream. The work before the last mark is done when ``reached`` equals ``recorded``."""
+
+    recorded: int = 0
+    reached: int = 0
+
+
+@dataclass
+class Item:
+    """Work in a queue, and what it waits for."""
+
+    work: Work
+    ready: Callable[[], bool] = lambda: True
+
+
+class Stream:
+    """A ``torch.cuda.Stream``."""
+
+    def __init__(self, machine: "Machine", device: int, handle: int) -> None:
+        self.machine, self.device_index, self.cuda_stream = machine, device, handle
+        self.device = torch.device("cuda", device)
+        self.queue: deque[Item] = deque()
+        self.graph: Graph | None = None
+
+    def synchronize(self) -> None:
+        self.machine.write("synchronize", self.cuda_stream)
+        if self.graph is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.machine.finish(self)
+
+    def record_event(self, event: Event) -> None:
+        event.recorded += 1
+        self.machine.enqueue(self, lambda ticket=event.recorded: setattr(event, "reached", ticket))  # type: ignore[misc]
+
+    def wait_event(self, event: Event) -> None:
+        ticket = event.recorded
+        self.machine.enqueue(self, lambda: None, lambda: event.reached >= ticket)
+
+
+@dataclass(eq=False)
+class Graph:
+    """A ``torch.cuda.CUDAGraph``: the captured work, with the host memory that each piece writes."""
+
+    machine: "Machine"
+    number: int
+    device: int = -1
+    body: list[tuple[Work, Tensor | None]] = field(default_factory=list)
+
+    def replay(self) -> None:
+        machine, stream = self.machine, self.machine.current[self.machine.device]
+        machine.write("replay", stream.cuda_stream, self.number)
+        if stream.graph is not None or machine.device != self.device:
+            raise RuntimeError("a CUDA graph is replayed while another is captured, or on another device")
+        for _, host in self.body:
+            spoil(host)
+        machine.enqueue(stream, lambda: [work() for work, _ in self.body])
+
+
+class Block:
+    """Memory of a device. It is free as soon as nothing refers to the block, whatever still waits in queues."""
+
+    def __init__(self, machine: "Machine", offset: int, size: int, owner: Any) -> None:
+        self.machine, self.offset, self.size, self.owner = machine, offset, size, owner
+
+    def __del__(self) -> None:
+        self.machine.release(self)
+
+
+class Arena:
+    """Addresses that are never given back to the system, so that a mistake reads garbage and does not end the process."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = torch.full((size,), GARBAGE, dtype=torch.uint8)
+        self._top = -self.bytes.data_ptr() % ALIGNMENT
+        self._views: dict[torch.dtype, Tensor] = {}
+        self._free: dict[tuple[Any, int], list[int]] = {}
+
+    def take(self, size: int, owner: Any, order: random.Random) -> tuple[int, int]:
+        """Offset and rounded size of free memory: new, or what ``owner`` has given back."""
+        size = max(-(-size // ALIGNMENT), 1) * ALIGNMENT
+        unused = self._free.get((owner, size))
+        if unused and order.random() < REUSE:
+            return unused.pop(order.randrange(len(unused))), size
+        self._top += size
+        assert self._top <= len(self.bytes), "the arena is too small for this test"
+        return self._top - size, size
+
+    def give(self, offset: int, size: int, owner: Any) -> None:
+        self._free.setdefault((owner, size), []).append(offset)
+
+    def view(self, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        """Memory as a tensor that keeps nothing alive."""
+        if dtype not in self._views:
+            self._views[dtype] = self.bytes.view(dtype)
+        return self._views[dtype].as_strided(shape, stride, offset // dtype.itemsize)
+
+
+class Machine:
+    """GPUs, their streams, and what they have been asked to do.
+
+    Attributes:
+        device: The current device.
+        current: The current stream of each device.
+        log: All calls, in their order.
+        eagerness: Chance that a call of the host finds a queue a step further; 0: work is done when the host waits for it.
+    """
+
+    def __init__(self, devices: int = 1, seed: int = 0, size: int = 32 << 20) -> None:
+        self.devices, self.device = devices, 0
+        self._handles, self._numbers = count(1000), count(1)
+        self.streams: dict[int, Stream] = {}
+        self.current = [self.new_stream(device) for device in range(devices)]
+        self.log: list[Call] = []
+        self.capturing: tuple[Stream, Any] | None = None
+        self.memory, self.pinned = Arena(size), Arena(size // 4)
+        self.joins = True
+        self.reseed(seed)
+
+    def reseed(self, seed: int) -> None:
+        """Another order of events from now on."""
+        self.random = random.Random(seed)
+        self.eagerness = self.random.choice((0, 0.05, 0.3, 0.8))
+
+    # Calls and their log
+
+    def write(self, name: str, stream: int | None = None, subject: int = 0, of: int = -1) -> None:
+        self.log.append(Call(name, self.device, stream, self.capturing is not None, gc.isenabled(), subject, of))
+
+    def number(self) -> int:
+        """A number for something that the log names."""
+        return next(self._numbers)
+
+    # Streams
+
+    def new_stream(self, device: Any = None) -> Stream:
+        index = device.index if isinstance(device, torch.device) else device
+        stream = Stream(self, self.device if index is None else index, next(self._handles))
+        self.streams[stream.cuda_stream] = stream
+        return stream
+
+    @contextmanager
+    def activate(self, stream: Stream) -> Iterator[None]:
+        """Make a stream and its device the current ones, as ``torch.cuda.stream`` does."""
+        before = self.device, self.current[stream.device_index]
+        self.device, self.current[stream.device_index] = stream.device_index, stream
+        try:
+            yield
+        finally:
+            self.device, self.current[stream.device_index] = before
+
+    def enqueue(self, stream: Stream, work: Work, ready: Callable[[], bool] | None = None, host: Tensor | None = None) -> None:
+        """Append work to a stream, or to what it captures. ``host`` is the host memory that the work writes."""
+        if stream.graph is not None:
+            if ready is not None:
+                raise RuntimeError("a capture cannot wait for work outside of it")
+            stream.graph.body.append((work, host))
+            return
+        spoil(host)
+        stream.queue.append(Item(work, ready) if ready else Item(work))
+        while self.random.random() < self.eagerness and self.step():
+            pass
+
+    def step(self) -> bool:
+        """Do the next piece of work of some stream. Returns whether there was any."""
+        found = [stream for stream in self.streams.values() if stream.queue and stream.queue[0].ready()]
+        if not found:
+            return False
+        with torch.inference_mode():
+            self.random.choice(found).queue.popleft().work()
+        return True
+
+    def finish(self, stream: Stream) -> None:
+        """Work until a stream has nothing left."""
+        while stream.queue:
+            assert self.step(), "streams wait for each other"
+
+    def join(self, stream: Stream, other: Stream) -> None:
+        """``stream`` goes on when ``other`` has done what it has been given so far."""
+        if self.joins and stream is not other:
+            event = Event()
+            other.record_event(event)
+            stream.wait_event(event)
+
+    # CUDA graphs
+
+    @contextmanager
+    def capture(self, graph: Graph, pool: Any, stream: Stream, capture_error_mode: str = "global") -> Iterator[None]:
+        """As ``torch.cuda.graph``."""
+        assert capture_error_mode == "thread_local" and self.capturing is None
+        for other in self.streams.values():
+            self.finish(other)
+        with self.activate(stream):
+            self.capturing, stream.graph, graph.device = (stream, pool), graph, stream.device_index
+            self.write("capture", stream.cuda_stream, graph.number)
+            try:
+                yield
+            finally:
+                self.capturing, stream.graph = None, None
+
+    # Memory
+
+    def allocate(self, device: int, size: int) -> Block:
+        """Memory of a device, from what its current stream or the pool of the capture has given back."""
+        owner: Any = self.current[device]
+        if self.capturing is not None and self.capturing[0] is owner:
+            owner = self.capturing[1]
+        else:
+            self.write("allocate", self.current[device].cuda_stream)
+        return Block(self, *self.memory.take(size, owner, self.random), owner)
+
+    def release(self, block: Block) -> None:
+        self.memory.give(block.offset, block.size, block.owner)
+        if isinstance(block.owner, Stream):  # never captured: what the next owner writes is no part of a graph
+            address, size = self.memory.bytes.data_ptr() + block.offset, block.size
+            block.owner.queue.append(Item(lambda: memset(address, GARBAGE, size)))
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """A copy in pinned memory, which is free when no tensor and no work in a queue has it."""
+        self.write("pin")
+        offset, size = self.pinned.take(tensor.nbytes, "host", self.random)
+        data = self.pinned.bytes.numpy()[offset : offset + tensor.nbytes]
+        weakref.finalize(data, self._unpin, offset, size)
+        copy: Tensor = torch.from_numpy(data).view(tensor.dtype).reshape(tensor.shape)
+        return copy.copy_(tensor)
+
+    def _unpin(self, offset: int, size: int) -> None:
+        memset(self.pinned.bytes.data_ptr() + offset, GARBAGE, size)
+        self.pinned.give(offset, size, "host")
+
+    def lasting(self, host: Tensor) -> Tensor:
+        """Pinned memory as a CUDA graph has it: the address, not the memory."""
+        offset = host.data_ptr() - self.pinned.bytes.data_ptr()
+        if not 0 <= offset < len(self.pinned.bytes):
+            raise RuntimeError("a capture copies to or from host memory that is not pinned")
+        return self.pinned.view(offset, host.shape, host.stride(), host.dtype)
+
+    def is_pinned(self, host: Tensor) -> bool:
+        return 0 <= host.data_ptr() - self.pinned.bytes.data_ptr() < len(self.pinned.bytes)
+
+
+def spoil(host: Tensor | None) -> None:
+    """Overwrite host memory that a copy on its way will write."""
+    if host is not None:
+        array: Any = host.numpy()
+        array[...] = np.nan if array.dtype.kind == "f" else -1
+
+
+ACTIVE: list[Machine] = []
+"""The machine that calls go to; none: everything runs on the host at once."""
+
+
+def installed() -> Machine | None:
+    return ACTIVE[-1] if ACTIVE else None
+
+
+@contextmanager
+def install(machine: Machine) -> Iterator[Machine]:
+    """Give the process a machine: ``torch.cuda`` answers for it, and tensors can be on its devices."""
+    from support.device_tensors import DeviceMode
+
+    real = torch.tensor
+
+    def tensor(data: Any, *, pin_memory: bool = False, **kwargs: Any) -> Tensor:  # torch's asks the driver for pinned memory
+        made = real(data, **kwargs)
+        return machine.pin(made) if pin_memory else made
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _answers(machine).items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(torch, "tensor", tensor)
+        ACTIVE.append(machine)
+        try:
+            with DeviceMode(machine):
+                yield machine
+        finally:
+            ACTIVE.pop()
+
+
+def _answers(machine: Machine) -> dict[str, Any]:
+    """What ``torch.cuda`` has on a machine."""
+    return {
+        "is_available": lambda: True,
+        "device_count": lambda: machine.devices,
+        "Stream": machine.new_stream,
+        "stream": machine.activate,
+        "current_stream": lambda device: machine.current[device.index],
+        "CUDAGraph": lambda: Graph(machine, machine.number()),
+        "graph": machine.capture,
+        "graph_pool_handle": object,
+        "_lazy_init": lambda: None,
+    }

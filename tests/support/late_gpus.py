@@ -1,0 +1,93 @@
+"""An LLM on the GPUs of ``fake_cuda.py``, and what it should generate."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+
+import eesd
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines import trt_engine  # noqa: F401  # before torch.cuda is replaced, which its annotations name
+from eesd.runtime.llm import LLM, Speculation
+from support import fake_tensorrt, tiny_models
+from support.fake_cuda import Machine, install
+
+PROMPTS = ([5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12], [token % 97 for token in range(3, 50)])
+SAMPLINGS = (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4))
+TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How an LLM runs: verify in ``stages`` on ``devices`` GPUs, drafting as ``speculation`` says."""
+
+    stages: int
+    devices: int
+    speculation: Speculation
+    flavour: str = "tensorrt"
+    cuda_graphs: bool = True
+
+
+CHAIN = Speculation("fixed:k=4", guard=False)
+TREE = Speculation("threshold:p=0.1", 2, guard=False)
+SETTINGS = {
+    "chain": Setting(1, 1, CHAIN),
+    "tree": Setting(1, 1, TREE, "tensorrt-rtx"),
+    "chain in 3 stages on 3 GPUs": Setting(3, 3, CHAIN),
+    "tree in 3 stages on 2 GPUs": Setting(3, 2, TREE),
+    "tree in 3 stages on 3 GPUs without CUDA graphs": Setting(3, 3, TREE, cuda_graphs=False),
+}
+
+
+Shared = Callable[[str, Callable[[Path], object]], Path]
+"""The fixture ``shared``."""
+
+
+def directory(shared: Shared, setting: Setting) -> Path:
+    """The engine directory of a setting."""
+    stages, flavour = setting.stages, setting.flavour
+    return shared(f"late-{stages}-{flavour}", partial(build, stages=stages, flavour=flavour)) / "plans"
+
+
+def build(path: Path, stages: int, flavour: str) -> None:
+    """Write an engine directory ``plans`` with plans of a four-layer model."""
+    model = tiny_models.build(path / "model", 97, layers=4, damping=0.3, seed=0)
+    tiny_models.export_tiny(model, path / "plans", slots=96, stages=stages)
+    fake_tensorrt.write_plans(path / "plans", flavour)
+
+
+@contextmanager
+def late_llm(directory: Path, setting: Setting, seed: int) -> Iterator[tuple[Machine, LLM]]:
+    """A machine whose events have the order of ``seed``, and an LLM on it."""
+    with pytest.MonkeyPatch.context() as patch, install(Machine(setting.devices, seed)) as machine:
+        fake_tensorrt.install(patch)
+        llm = eesd.load(directory, "tensorrt", speculation=setting.speculation)
+        if not setting.cuda_graphs:
+            llm.engines.verify.cuda_graphs = llm.engines.draft.cuda_graphs = False  # type: ignore[attr-defined, union-attr]
+        yield machine, llm
+
+
+@cache
+def expected(directory: Path) -> dict[tuple[int, int], list[int]]:
+    """The tokens of plain decoding with ONNX Runtime, by the numbers of prompt and sampling."""
+    plain = eesd.load(directory, "ort", speculation=None, threads=1)
+    return {
+        (number, rule): plain.generate(prompt, sampling, max_new_tokens=TOKENS, ignore_eos=True).tokens
+        for number, prompt in enumerate(PROMPTS)
+        for rule, sampling in enumerate(SAMPLINGS)
+    }
+
+
+def wrong(directory: Path, machine: Machine, llm: LLM, seeds: range) -> list[int]:
+    """The seeds with which the LLM generates other tokens than ONNX Runtime."""
+    found = []
+    for seed in seeds:
+        machine.reseed(seed)
+        number, rule = seed % len(PROMPTS), seed % len(SAMPLINGS)
+        made = llm.generate(PROMPTS[number], SAMPLINGS[rule], max_new_tokens=TOKENS, ignore_eos=True)
+        if made.tokens != expected(directory)[number, rule]:
+            found.append(seed)
+    return found

@@ -1,0 +1,111 @@
+"""What the real TensorRT modules offer, read from the files that ``trt_signatures.py`` wrote, and whether a call fits it."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from support.trt_signatures import DATA
+
+VERSIONS = {"tensorrt": ("tensorrt-10.15.1.29", "tensorrt-11.4.0.106"), "tensorrt-rtx": ("rtx-1.7.1.116",)}
+"""The files of each flavour, from the oldest version to the newest."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a method: its name, its type as pybind11 writes it, and whether it may be left out."""
+
+    name: str
+    type: str
+    optional: bool
+
+
+class Api:
+    """The API of one version."""
+
+    def __init__(self, path: Path) -> None:
+        raw = json.loads(path.read_text())
+        self.version: str = raw["version"]
+        self.classes: dict[str, dict[str, list[str]]] = raw["classes"]
+        self.enums: dict[str, list[str]] = {name: members.split() for name, members in raw["enums"].items()}
+
+    def has(self, cls: str, member: str) -> bool:
+        return member in self.classes.get(cls, {})
+
+    def is_property(self, cls: str, member: str) -> bool:
+        return "property -> " in self.classes[cls][member][0]
+
+    def is_settable(self, cls: str, member: str) -> bool:
+        return self.has(cls, member) and self.classes[cls][member][0].startswith("settable ")
+
+    def check_call(self, cls: str, member: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise TypeError, as pybind11 does, unless an overload takes these arguments."""
+        overloads = self.classes[cls][member]
+        if not any(_accepts(parameters(text), args, kwargs) for text in overloads):
+            raise TypeError(
+                f"{cls}.{member}() of {self.version} is {' or '.join(overloads)}; it was called with {args} {kwargs}"
+            )
+
+
+@cache
+def load(name: str) -> Api:
+    """The API of a file, by its name without ``.json``."""
+    return Api(DATA / f"{name}.json")
+
+
+@cache
+def parameters(signature: str) -> list[Parameter]:
+    """The parameters of a signature without ``self``."""
+    inside = signature[1 : signature.rindex(")")]
+    return [_parameter(text) for text in _split(inside)[1:]]
+
+
+def _parameter(text: str) -> Parameter:
+    name, _, rest = text.partition(": ")
+    kind, equals, _ = rest.partition(" = ")
+    return Parameter(name.strip(), kind.strip(), bool(equals))
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas outside of brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[(<") - (letter in "])>")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _accepts(wanted: list[Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if len(args) > len(wanted):
+        return False
+    given = dict(zip((one.name for one in wanted), args, strict=False))
+    if given.keys() & kwargs.keys() or kwargs.keys() - {one.name for one in wanted}:
+        return False
+    given |= kwargs
+    return all(_fits(given[one.name], one) if one.name in given else one.optional for one in wanted)
+
+
+def _fits(value: Any, wanted: Parameter) -> bool:
+    """Whether pybind11 converts a value to the type of a parameter."""
+    kind = wanted.type
+    if kind in ("buffer", "Buffer"):
+        return _is_buffer(value)
+    if kind in ("int", "SupportsInt"):
+        return isinstance(value, int)
+    if kind == "Dims":
+        return isinstance(value, tuple | list)
+    if kind in ("str", "bool", "tuple", "list"):
+        return any(base.__name__ == kind for base in type(value).__mro__)
+    return any(base.__name__ == kind.rpartition(".")[2] for base in type(value).__mro__) or (value is None and wanted.optional)
+
+
+def _is_buffer(value: Any) -> bool:
+    try:
+        memoryview(value)
+    except TypeError:
+        return False
+    return True

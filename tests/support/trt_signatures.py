@@ -1,0 +1,94 @@
+"""Write down the signatures of a real TensorRT Python module, so that the fake cannot drift from it.
+
+    python tests/support/trt_signatures.py MODULE [DIRECTORY]
+
+writes ``<name>-<version>.json``: what the classes that this project touches offer, as pybind11 describes it. The committed files
+are in ``tests/data/tensorrt_api``. The module need not run, so a machine without a GPU will do. ``tensorrt_rtx`` can be imported
+as it is installed. For TensorRT itself the wheel ``tensorrt_cu13_bindings`` of PyPI is enough: it is one shared object that needs
+three libraries and a few C functions, which empty ones can replace:
+
+    pip download --no-deps tensorrt_cu13_bindings==10.15.1.* && unzip tensorrt_cu13_bindings-*.whl
+    nm -D --undefined-only tensorrt_bindings/tensorrt.so | awk '/INTERNAL|PluginRegistry|OnnxParserVersion|initLib/ {print "void *" $2 "(void){return 0;}"}' > empty.c
+    for lib in nvinfer nvinfer_plugin nvonnxparser; do gcc -shared -fPIC -Wl,-soname,lib$lib.so.10 -o lib$lib.so.10 empty.c; done
+    LD_LIBRARY_PATH=. PYTHONPATH=. python tests/support/trt_signatures.py tensorrt_bindings
+"""  # noqa: E501
+
+import importlib
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+DATA = Path(__file__).parents[1] / "data" / "tensorrt_api"
+CLASSES = (
+    *("ILogger", "Runtime", "ICudaEngine", "IExecutionContext", "IRuntimeConfig", "IRuntimeCache", "IHostMemory"),
+    *("EngineInspector", "Builder", "IBuilderConfig", "IOptimizationProfile", "INetworkDefinition", "ILayer", "OnnxParser"),
+    *("ITimingCache", "IStreamWriter", "IProgressMonitor", "IGpuAllocator"),
+)
+ENUMS = (
+    *("ILogger.Severity", "ExecutionContextAllocationStrategy", "LayerInformationFormat", "ProfilingVerbosity", "BuilderFlag"),
+    *("DynamicShapesKernelSpecializationStrategy", "NetworkDefinitionCreationFlag", "LayerType", "ComputeCapability"),
+)
+SPECIAL = ("__init__", "__enter__", "__exit__")
+"""Members with underscores that are part of the API."""
+Api = dict[str, Any]
+
+
+def signatures(module: ModuleType) -> Api:
+    """The classes and enums of a module. What the module lacks is left out."""
+    classes = {name: _members(getattr(module, name)) for name in CLASSES if hasattr(module, name)}
+    enums = {name: _enum(module, name) for name in ENUMS if hasattr(module, name.split(".")[0])}
+    return {"version": module.__version__, "classes": classes, "enums": enums}
+
+
+def _members(cls: type) -> dict[str, list[str]]:
+    """The signatures of each method, one for each overload, or that of a property. Methods that add a layer are left out."""
+    names = {name for base in cls.__mro__ if base.__module__ != "builtins" for name in vars(base)}
+    public = [name for name in sorted(names) if name in SPECIAL or not name.startswith(("_", "add_"))]
+    found = {name: _signatures(cls, name) for name in public}
+    return {name: described for name, described in found.items() if described}
+
+
+def _signatures(cls: type, name: str) -> list[str]:
+    member = inspect.getattr_static(cls, name)
+    if isinstance(member, property):
+        kind = "property" if member.fset is None else "settable property"
+        return [f"{kind} -> {_plain(member.fget.__doc__ or '').rpartition('-> ')[2].strip() or 'object'}"]
+    if inspect.isfunction(member):  # the wheel's own Python code
+        return [f"({', '.join(inspect.signature(member).parameters)}) -> object"]
+    if not callable(getattr(cls, name)):
+        return []  # the members of a nested enum are on the class too
+    lines = [line.partition(". ")[2] if line[:1].isdigit() else line for line in _plain(member.__doc__ or "").splitlines()]
+    return [line.removeprefix(name) for line in lines if line.startswith(f"{name}(self")]
+
+
+def _plain(doc: str) -> str:
+    """A docstring without the names of modules."""
+    return re.sub(r"\b(?:typing|typing_extensions|nvinfer1|collections\.abc|(?:\w+\.)?tensorrt\w*)(?:\.|::)", "", doc)
+
+
+def _enum(module: ModuleType, name: str) -> str:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return " ".join(found.__members__)
+
+
+def to_json(api: Api) -> str:
+    """The text of a file."""
+    return json.dumps(api, indent=1) + "\n"
+
+
+def main(module: str, directory: str = str(DATA)) -> None:
+    api = signatures(importlib.import_module(module))
+    name = "rtx" if "rtx" in module else "tensorrt"
+    path = Path(directory) / f"{name}-{api['version']}.json"
+    path.write_text(to_json(api))
+    print(path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,182 @@
+"""The engine for GPUs keeps the rules of TensorRT and CUDA (support/call_rules.py) in the calls that it makes."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import fake_tensorrt, late_gpus
+from support.call_rules import Figures, figures, violations
+from support.fake_cuda import Machine, install
+from support.late_gpus import PROMPTS, SETTINGS, Setting, Shared, late_llm
+
+from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.embed import Host, embed
+from eesd.runtime.engines import device_engine
+from eesd.runtime.engines.device_engine import CapturedGraph, ForwardStep
+from eesd.runtime.engines.trt_engine import TrtStageRunner
+from eesd.runtime.llm import LLM, Speculation
+
+Planned = Callable[[Setting], Path]
+CHAIN, STAGED = SETTINGS["chain"], SETTINGS["chain in 3 stages on 3 GPUs"]
+
+
+@pytest.fixture(scope="module")
+def planned(shared: Shared) -> Planned:
+    """The engine directory of a setting."""
+    return partial(late_gpus.directory, shared)
+
+
+def generate(llm: LLM) -> None:
+    for prompt in PROMPTS[:2]:
+        llm.generate(prompt, max_new_tokens=8, ignore_eos=True)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_calls_keep_the_rules(planned: Planned, name: str) -> None:
+    setting = SETTINGS[name]
+    with late_llm(planned(setting), setting, seed=1) as (machine, llm):
+        generate(llm)
+        assert violations(machine) == []
+        names = {(call.name, call.capturing) for call in machine.log}
+        assert ("execute", True) in names if setting.cuda_graphs else ("execute", False) in names
+
+
+def round_figures(directory: Path, setting: Setting) -> list[Figures]:
+    """The figures of rounds, the first ones left out, which prepare calls."""
+    found = []
+    with late_llm(directory, setting, seed=1) as (machine, llm), llm.session(PROMPTS[1], max_new_tokens=40) as session:
+        for number in range(8):
+            machine.log.clear()
+            session.step()
+            if number > 2:
+                found.append(figures(machine.log))
+    return found
+
+
+def test_a_round_of_a_chain_waits_twice(planned: Planned) -> None:
+    """Once for the chain of four steps, and once for verify, each a launch."""
+    speculation = Speculation("fixed:k=4", guard=False, drafter="exit")
+    one, three = (Setting(stages, stages, speculation) for stages in (1, 3))
+    assert set(round_figures(planned(CHAIN), one)) == {Figures(waits=2, replays=4 + 1, executes=0)}
+    assert set(round_figures(planned(STAGED), three)) == {Figures(waits=2, replays=4 + 3, executes=0)}
+
+
+def test_a_round_without_cuda_graphs_waits_as_often(planned: Planned) -> None:
+    setting = Setting(1, 1, Speculation("fixed:k=4", guard=False, drafter="exit"), cuda_graphs=False)
+    assert set(round_figures(planned(CHAIN), setting)) == {Figures(waits=2, replays=0, executes=4 + 1)}
+
+
+def test_an_embedded_llm_keeps_the_rules_on_any_gpu(planned: Planned) -> None:
+    """The service's GPU is not the first one, its memory holds garbage, and no device is current when EESD is called."""
+    directory = planned(CHAIN)
+    manifest = load_manifest(directory)
+    geometry = manifest.geometry
+    shape = (len(manifest.verify[0].caches), 2, 1, geometry.num_kv_heads, manifest.max_seq_len, geometry.head_dim)
+    with install(Machine(devices=2, seed=3)) as machine:
+        trt, stream = fake_tensorrt.module("tensorrt"), machine.new_stream(1)
+        with machine.activate(stream):
+            runtime = trt.Runtime(trt.ILogger())
+            engines = {
+                graph.file: runtime.deserialize_cuda_engine((directory / manifest.plans[graph.file].file).read_bytes())
+                for graph in manifest.graphs
+            }
+            memory = torch.empty(shape, device=torch.device("cuda", 1))
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        host = Host(
+            verify=[engines[stage.file] for stage in manifest.verify],
+            draft=engines[manifest.draft.file],
+            make_context=lambda engine: engine.create_execution_context(strategy),
+            stream=stream,  # type: ignore[arg-type]
+            kv_cache=[memory],
+        )
+        llm = embed(directory, host, Speculation("fixed:k=4", guard=False))
+        assert late_gpus.wrong(directory, machine, llm, range(6)) == []
+        assert violations(machine) == []
+
+
+Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
+
+
+def make_contexts_elsewhere(patch: pytest.MonkeyPatch, machine: Machine) -> None:
+    original, stream = TrtStageRunner.prepare, machine.new_stream(0)
+
+    def prepare(self: Any, inputs: Any) -> Any:
+        with machine.activate(stream):
+            return original(self, inputs)
+
+    patch.setattr(TrtStageRunner, "prepare", prepare)
+
+
+def capture_at_once(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    original = CapturedGraph.capture
+
+    def capture(self: Any) -> None:
+        body = self._body
+        calls: list[int] = []
+        self._body = lambda: body() if calls else calls.append(1)
+        original(self)
+        self._body = body
+
+    patch.setattr(CapturedGraph, "capture", capture)
+
+
+def change_an_address_later(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    original = ForwardStep.run
+
+    def run(self: Any) -> None:
+        for context in self._stages[0].stage._make_context.args[0]._contexts:
+            context.set_tensor_address("position_ids", context._addresses["position_ids"])
+        original(self)
+
+    patch.setattr(ForwardStep, "run", run)
+
+
+def within_every_body(patch: pytest.MonkeyPatch, action: Callable[[Any], object]) -> None:
+    original = device_engine._StageStep.body
+
+    def body(self: Any) -> None:
+        original(self)
+        action(self)
+
+    patch.setattr(device_engine._StageStep, "body", body)
+
+
+def wait_in_a_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    within_every_body(patch, lambda step: step.stage.stream.synchronize())
+
+
+def use_a_context_once(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    within_every_body(patch, lambda step: step.stage._make_context.args[0]._contexts.remove(step.stage._make_context()))
+
+
+def pin_in_a_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    within_every_body(patch, lambda _: torch.zeros(3, pin_memory=True))
+
+
+def collect_in_a_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    patch.setattr(device_engine, "collector_off", nullcontext)
+
+
+BROKEN: dict[str, tuple[Setting, Mutation, str]] = {
+    "another device": (STAGED, make_contexts_elsewhere, "context of a context while another device is current"),
+    "no first run": (CHAIN, capture_at_once, "execute is captured before the context ran"),
+    "a new address": (CHAIN, change_an_address_later, "address after the context was captured"),
+    "a wait": (CHAIN, wait_in_a_capture, "synchronize while work is captured"),
+    "a new context": (CHAIN, use_a_context_once, "context while work is captured"),
+    "a context that is freed": (CHAIN, use_a_context_once, "destroy while work is captured"),
+    "pinned memory": (CHAIN, pin_in_a_capture, "pin while work is captured"),
+    "the collector": (CHAIN, collect_in_a_capture, "execute with the collector on"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_noticed(planned: Planned, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    setting, mutate, words = BROKEN[name]
+    with late_llm(planned(setting), setting, seed=1) as (machine, llm):
+        mutate(monkeypatch, machine)
+        generate(llm)
+        assert words in violations(machine)

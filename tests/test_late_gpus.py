@@ -1,0 +1,155 @@
+"""The engine for GPUs gives the right tokens whenever the work in its streams is done (support/fake_cuda.py)."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import late_gpus
+from support.fake_cuda import Machine
+from support.late_gpus import PROMPTS, SETTINGS, Setting, Shared, late_llm, wrong
+
+import eesd
+from eesd.runtime.engines import device_engine
+from eesd.runtime.engines.device import DeviceKVCache, DeviceStream
+from eesd.runtime.engines.device_engine import ForwardStep
+
+Planned = Callable[[Setting], Path]
+Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
+
+
+@pytest.fixture(scope="module")
+def planned(shared: Shared) -> Planned:
+    """The engine directory of a setting."""
+    return partial(late_gpus.directory, shared)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str) -> None:
+    setting = SETTINGS[name]
+    with late_llm(planned(setting), setting, seed=0) as (machine, llm):
+        assert wrong(planned(setting), machine, llm, range(20)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_do_not_depend_on_when_work_is_done_for_many_seeds(planned: Planned, name: str) -> None:
+    """With a new LLM now and then, because work is captured once."""
+    setting = SETTINGS[name]
+    for first in range(1000, 1200, 50):
+        with late_llm(planned(setting), setting, first) as (machine, llm):
+            assert wrong(planned(setting), machine, llm, range(first, first + 50)) == []
+
+
+@pytest.mark.parametrize("name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs"])
+def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: str) -> None:
+    """There the calls are not captured, and what they need is freed after each."""
+    directory, setting, prompt = planned(SETTINGS[name]), SETTINGS[name], PROMPTS[2]
+    plain = eesd.load(directory, "ort", speculation=None, threads=1)
+    expected = plain.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens
+    with late_llm(directory, setting, seed=0) as (machine, llm):
+        for seed in range(3):
+            machine.reseed(seed)
+            assert llm.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens == expected
+    assert len(prompt) + len(expected) == 96
+
+
+@pytest.mark.parametrize("name", ["chain", "tree in 3 stages on 3 GPUs without CUDA graphs"])
+def test_sessions_side_by_side_do_not_disturb_each_other(planned: Planned, name: str) -> None:
+    """They share streams and scratch memory."""
+    directory, setting = planned(SETTINGS[name]), SETTINGS[name]
+    with late_llm(directory, setting, seed=0) as (machine, llm):
+        for seed in range(3):
+            machine.reseed(seed)
+            with ExitStack() as stack:
+                opened = [llm.session(prompt, max_new_tokens=late_gpus.TOKENS, ignore_eos=True) for prompt in PROMPTS]
+                sessions = [stack.enter_context(session) for session in opened]
+                while unfinished := [session for session in sessions if session.finish_reason is None]:
+                    machine.random.choice(unfinished).step()
+            for number, (prompt, session) in enumerate(zip(PROMPTS, sessions, strict=True)):
+                assert session.tokens[len(prompt) :] == late_gpus.expected(directory)[number, 0]
+
+
+def assert_caught(directory: Path, setting: Setting, mutate: Mutation) -> None:
+    """A mistake in the runtime gives other tokens with one of 20 seeds, or an engine that refuses its input."""
+    with late_llm(directory, setting, seed=0) as (machine, llm), pytest.MonkeyPatch.context() as patch:
+        mutate(patch, machine)
+        try:
+            found = any(wrong(directory, machine, llm, range(seed, seed + 1)) for seed in range(20))
+        except RuntimeError as error:
+            assert "out of data bounds" in str(error)
+        else:
+            assert found, "nothing notices the mistake"
+
+
+def drop_waits_between_devices(_: pytest.MonkeyPatch, machine: Machine) -> None:
+    machine.joins = False
+
+
+def read_before_the_host_waited(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    patch.setattr(DeviceStream, "synchronize", lambda _: None)
+
+
+def run_engines_in_another_stream(patch: pytest.MonkeyPatch, machine: Machine) -> None:
+    others = [machine.new_stream(device) for device in range(machine.devices)]
+    patch.setattr(DeviceStream, "handle", property(lambda self: others[self.device.index].cuda_stream))
+
+
+def move_slots_in_another_stream(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    patch.setattr(DeviceKVCache, "_active_shards", lambda self: iter(self.shards))
+
+
+def leave_caches_as_they_are(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    def empty(self: Any, shard: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._streams[shard].device)
+
+    patch.setattr(DeviceKVCache, "_zeros", empty)
+    patch.setattr(DeviceKVCache, "reset", lambda _: None)
+
+
+def free_what_a_prepared_call_reads(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    original = device_engine._StageStep.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        original(self, *args)
+        del self._rows
+
+    patch.setattr(device_engine._StageStep, "__init__", init)
+
+
+def move_inputs_after_the_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    original = ForwardStep.set_inputs
+
+    def set_inputs(self: Any, *args: Any) -> None:
+        if self._graphs[0]._graph is not None:
+            count, width = self._inputs.tree_mask.shape
+            buffer = torch.zeros(device_engine._buffer_size(count, width), dtype=torch.int64, pin_memory=True)
+            self._inputs = device_engine._input_views(buffer.numpy(), count, width)
+        original(self, *args)
+
+    patch.setattr(ForwardStep, "set_inputs", set_inputs)
+
+
+MISTAKES: dict[str, tuple[str, Mutation]] = {
+    "no wait between devices": ("chain in 3 stages on 3 GPUs", drop_waits_between_devices),
+    "no wait of the host": ("chain", read_before_the_host_waited),
+    "engines in another stream": ("chain", run_engines_in_another_stream),
+    "engines in another stream without CUDA graphs": (
+        "tree in 3 stages on 3 GPUs without CUDA graphs",
+        run_engines_in_another_stream,
+    ),
+    "slots moved in another stream": ("tree", move_slots_in_another_stream),
+    "caches that are not zeroed": ("chain", leave_caches_as_they_are),
+    "inputs that are freed": ("chain", free_what_a_prepared_call_reads),
+    "inputs at another address": ("chain", move_inputs_after_the_capture),
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_noticed(planned: Planned, name: str) -> None:
+    setting, mutate = MISTAKES[name]
+    assert_caught(planned(SETTINGS[setting]), SETTINGS[setting], mutate)
