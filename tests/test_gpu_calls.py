@@ -75,7 +75,7 @@ def test_an_embedded_llm_keeps_the_rules_on_any_gpu(planned: Planned) -> None:
     directory = planned(CHAIN)
     manifest = load_manifest(directory)
     geometry = manifest.geometry
-    shape = (len(manifest.verify[0].caches), 2, 1, geometry.num_kv_heads, manifest.max_seq_len, geometry.head_dim)
+    shape = (len(manifest.verify[0].caches), 2, 1, geometry.num_kv_heads, manifest.gpu_slots, geometry.head_dim)
     with install(Machine(devices=2, seed=3)) as machine:
         trt, stream = fake_tensorrt.module("tensorrt"), machine.new_stream(1)
         with machine.activate(stream):
