@@ -17,8 +17,9 @@ RTX_ONLY = {
     "IRuntimeConfig": {"create_runtime_cache", "set_runtime_cache", "dynamic_shapes_kernel_specialization_strategy"},
     "IRuntimeCache": {"serialize", "deserialize"},
     "DynamicShapesKernelSpecializationStrategy": {"EAGER"},
+    "ComputeCapability": set(),
 }
-"""What only TensorRT-RTX has. The runtime asks with ``hasattr`` before it uses it."""
+"""What only TensorRT-RTX has. The runtime asks with ``hasattr`` before it uses it, or for the flavour."""
 ONLY_SOME = {"BuilderFlag": {"REQUIRE_USER_ALLOCATION"}}
 """What the builder asks for with ``hasattr``."""
 USERS = (
@@ -146,8 +147,22 @@ def optional(names: tuple[str, ...]) -> bool:
 
 
 BUILDER_CALLS: dict[str, dict[str, tuple[str, ...] | None]] = {
-    "Builder": {"build_serialized_network_to_stream": ("network", "config", "writer")},
-    "IBuilderConfig": {"set_flag": ("flag",), "get_timing_cache": ()},
+    "Builder": {
+        "build_serialized_network_to_stream": ("network", "config", "writer"),
+        "create_network": ("flags",),
+        "create_builder_config": (),
+        "create_optimization_profile": (),
+    },
+    "IBuilderConfig": {
+        "set_flag": ("flag",),
+        "get_timing_cache": (),
+        "set_timing_cache": ("cache", "ignore_mismatch"),
+        "create_timing_cache": ("serialized_timing_cache",),
+        "profiling_verbosity": None,
+        "progress_monitor": None,
+    },
+    "IOptimizationProfile": {"set_shape": ("input", "min", "opt", "max")},
+    "OnnxParser": {"parse_from_file": ("model",)},
     "ITimingCache": {"serialize": ()},
     "INetworkDefinition": {"get_layer": ("index",), "num_layers": None},
     "ILayer": {"type": None},

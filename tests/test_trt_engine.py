@@ -127,6 +127,24 @@ def test_every_version_of_tensorrt_gives_the_tokens_of_onnx_runtime(
 
 
 @pytest.mark.usefixtures("installed")
+def test_a_level_of_a_tree_drafted_node_by_node_is_as_in_one_call(staged: Callable[[int], Path]) -> None:
+    """A plan of the draft takes one node; ONNX Runtime takes the level and its children in one call."""
+    found = []
+    mask = np.array([[1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], dtype=bool)
+    for backend in ("ort", "tensorrt"):
+        engines = eesd.load(staged(1), backend).engines
+        kv_cache = engines.verify.new_kv_cache()
+        kv_cache.reserve(20)
+        verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)  # type: ignore[union-attr]
+        verify.prefill([5, 9, 3, 44], 0)
+        draft.forward([17], [4], 4)
+        found.append(draft.forward([8, 90, 31, 2], [5, 5, 6, 6], 5, 4, mask))
+    expected, actual = found
+    np.testing.assert_allclose(actual.logits, expected.logits, atol=1e-4)
+    assert actual.topk_ids is not None and np.array_equal(actual.topk_ids, expected.topk_ids)
+
+
+@pytest.mark.usefixtures("installed")
 def test_calls_are_padded_to_buckets_prepared_before_the_first_round(staged: Callable[[int], Path]) -> None:
     """Each bucket has its own execution context with the profile for its node count."""
     llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("threshold:p=0.1", guard=False), exact=False)
@@ -157,7 +175,7 @@ def test_one_kernel_computes_every_token_whatever_is_drafted(staged: Callable[[i
         for draft in (True, False):
             found = llm.generate(prompt, max_new_tokens=200, draft=draft, ignore_eos=True)
             assert found.tokens == expected.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens
-    contexts = [(context.count, context.profile) for context in contexts_of(llm)["verify.onnx"]]
+    contexts = [(context._count, context._profile) for context in contexts_of(llm)["verify.onnx"]]
     assert contexts == [(13, 0), (16, 1)] and llm.engines.in_place is bool(exact)
 
 
