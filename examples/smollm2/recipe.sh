@@ -23,6 +23,6 @@ export MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000
 # The targets of the frozen model are computed once, and read in every pass over the text.
 exec eesd-distill --model "$model" --exit-layer 4 --draft-vocab 8192 \
     --self-generate "$prompts" --self-prompt 1500 "${self[@]}" \
-    --own-text "$work/own-text" --own-rows 2048 --own-batch 128 --length 512 --temperatures 0,0.7 \
-    --offline "$work/targets" --batch 4 --steps 3000 --dtype bfloat16 --seed 1 \
+    --own-text "$work/own-text" --own-rows 3072 --own-batch 128 --length 512 --temperatures 0,0.7 \
+    --offline "$work/targets" --batch 4 --steps 6000 --dtype bfloat16 --seed 1 \
     --output "$work/head" "$@"
