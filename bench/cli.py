@@ -366,7 +366,8 @@ def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
     asked = [path for path, raw in files.items() if is_questions(raw)]
     measured = [Result.load(path) for path in files if path not in (*replayed, *compared, *asked)]
     simulations = [Simulation.load(path) for path in replayed]
-    first = [line for path in asked for line in spec_bench_tables(Questions.load(path), "##")]
+    questions = [Questions.load(path) for path in asked]
+    first = [line for one in questions for line in spec_bench_tables(one, "##", published=one is questions[-1])]
     first += [line for path in compared for line in peers_section(Peers.load(path), "##")]
     write_report(measured, simulations, output, plots, first)
     click.echo(output)

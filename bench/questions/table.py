@@ -42,12 +42,12 @@ def repriced(pairs: Pairs, costs: CostModel) -> float:
     return plain / own
 
 
-def markdown(result: Result, heading: str = "#") -> list[str]:
-    """The tables of a result, under a heading of this level."""
+def markdown(result: Result, heading: str = "#", published: bool = True) -> list[str]:
+    """The tables of a result, under a heading of this level, and those of the published systems."""
     engine = next(iter(result.engines.values()))
     answered = len({answer.question for answer in result.answers})
     lines = [
-        f"{heading} Spec-Bench: {engine['model']}",
+        f"{heading} Spec-Bench: {engine['model']}, {answered} questions, {', '.join(result.engines)}",
         "",
         f"{engine['architecture']} of {engine['num_layers']} layers, exit after layer {engine['exit_layer']}. "
         f"CPU: {result.machine['CPU']}, {result.machine['cores']}; {result.machine['libraries']}.",
@@ -66,7 +66,7 @@ def markdown(result: Result, heading: str = "#") -> list[str]:
     groups = dict.fromkeys((answer.engine, answer.sampling) for answer in result.answers)
     for name, sampling in groups:
         lines += [f"{heading}# {name}, {sampling}", "", *_tables(result, name, sampling)]
-    return [*lines, *_published(heading)]
+    return [*lines, *(_published(heading) if published else [])]
 
 
 def _tables(result: Result, engine: str, sampling: str) -> list[str]:
