@@ -36,9 +36,9 @@ installed tensorrt_rtx && flavours+=(tensorrt-rtx)
 if [[ ${GPU:-yes} == yes ]]; then
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
     ((gpus)) || { echo "There is no NVIDIA GPU here; GPU=no tries the script without one." >&2; exit 2; }
-    backend=tensorrt shape=7b check=--check
+    backend=tensorrt shape=7b check=--check dtype=float16 tokens=200
 else
-    gpus=2 backend=torch shape=tiny check=
+    gpus=1 backend=torch shape=tiny check= dtype=bfloat16 tokens=24
 fi
 
 printf '# First hour on a GPU\n\n%s, commit %s\n' "$(date -u +%F)" "$(git -C "$root" rev-parse --short HEAD)" >"$page"
@@ -47,9 +47,9 @@ step "The tests for GPUs" python -m pytest -q -p no:cacheprovider "$root/tests/t
 for stages in 1 2; do
     ((stages > gpus)) && continue
     plain=$work/plain-$stages
-    step "Export, $stages stages" eesd-export --model "$model" --dtype float16 --stages "$stages" --max-seq-len 1024 -o "$plain"
+    step "Export, $stages stages" eesd-export --model "$model" --dtype "$dtype" --stages "$stages" --max-seq-len 1024 -o "$plain"
     step "torch, $stages stages: drafting changes nothing" \
-        eesd-run --engine-dir "$plain" --backend torch -p "def main(" -n 64 --ignore-eos --compare
+        eesd-run --engine-dir "$plain" --backend torch -p "def main(" -n "$tokens" --ignore-eos --compare
     for flavour in "${flavours[@]}"; do
         plans=$work/$flavour-$stages name="$flavour, $stages stages"
         cp -r "$plain" "$plans"
@@ -57,9 +57,9 @@ for stages in 1 2; do
         [[ $backend == tensorrt ]] && step "$name: layers" eesd-inspect "$plans" --layers
         step "$name: bits" eesd-inspect "$plans" --exact --backend "$backend"
         run=(eesd-run --engine-dir "$plans" --backend "$backend" -p "def main(" --ignore-eos)
-        step "$name: chains change nothing" "${run[@]}" -n 200 --compare
-        step "$name: trees change nothing" "${run[@]}" -n 200 --compare --exact --tree-budget
-        step "$name: sampling changes nothing" "${run[@]}" -n 200 --compare --temperature 0.7
+        step "$name: chains change nothing" "${run[@]}" -n "$tokens" --compare
+        step "$name: trees change nothing" "${run[@]}" -n "$tokens" --compare --exact --tree-budget
+        step "$name: sampling changes nothing" "${run[@]}" -n "$tokens" --compare --temperature 0.7
         command -v compute-sanitizer >/dev/null && step "$name: races" compute-sanitizer --tool racecheck "${run[@]}" -n 8
     done
 done
