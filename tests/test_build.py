@@ -126,7 +126,7 @@ def test_manifest_records_the_plans(built: Path) -> None:
     assert manifest.plans.keys() == {"draft.onnx", "verify.onnx"}
     draft, verify = (manifest.plans[graph.file] for graph in manifest.graphs)
     assert draft.profiles == ((1, 1, 1),)
-    assert verify.profiles == ((1, 8, manifest.max_tree_nodes + 1), (1, 128, 128))
+    assert verify.profiles == ((1, 8, manifest.max_tree_nodes + 1), (1, 256, 256))
     for plan in manifest.plans.values():
         assert plan.size == (built / plan.file).stat().st_size > 10_000
         assert plan.sha256 == sha256_of(built / plan.file)
@@ -174,7 +174,7 @@ def test_plans_record_batch_and_compute_capabilities(copy: Path) -> None:
 def test_profiles_cover_decoding_and_prefill(built: Path) -> None:
     manifest = load_manifest(built)
     decoding, prefill = plans.profile_shapes(manifest, manifest.verify[0], plans.BuildOptions("tensorrt-rtx", 1, 128))
-    slots, nodes = manifest.max_seq_len, manifest.max_tree_nodes + 1
+    slots, nodes = manifest.gpu_slots, manifest.max_tree_nodes + 1
     assert decoding["attn_mask"] == [(1, 1, 1, slots), (1, 1, 8, slots), (1, 1, nodes, slots)]
     assert prefill["input_ids"] == [(1, 1), (1, 128), (1, 128)] and "key_0" not in decoding
     assert decoding["logit_rows"] == [(1,), (8,), (nodes,)] and prefill["logit_rows"] == [(1,), (1,), (2,)]

@@ -140,8 +140,9 @@ def test_a_level_of_a_tree_drafted_node_by_node_is_as_in_one_call(staged: Callab
         draft.forward([17], [4], 4)
         found.append(draft.forward([8, 90, 31, 2], [5, 5, 6, 6], 5, 4, mask))
     expected, actual = found
+    assert actual.topk_ids is not None and expected.topk_ids is not None
     np.testing.assert_allclose(actual.logits, expected.logits, atol=1e-4)
-    assert actual.topk_ids is not None and np.array_equal(actual.topk_ids, expected.topk_ids)
+    assert np.array_equal(actual.topk_ids, expected.topk_ids)
 
 
 @pytest.mark.usefixtures("installed")

@@ -48,10 +48,11 @@ def test_bits_are_those_of_the_float32_directory(
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantized_directory_agrees_with_its_graphs(family_dir: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    """int8 weights of 16-bit engines have one scale for an output, so activations in int8 differ a bit more."""
     options = ("--dtype", "bfloat16", "--quantize", kind, "--no-check")
     directory = export_engine(family_dir("llama3"), tmp_path / "plans", *options)
     manifest = load_manifest(directory)
-    assert min(compare_engines(open_engines(directory, manifest, "ort", 1, True), directory, manifest).values()) > 0.998
+    assert min(compare_engines(open_engines(directory, manifest, "ort", 1, True), directory, manifest).values()) > 0.997
 
 
 def test_draft_and_verify_share_widened_weights(narrow: Path) -> None:
