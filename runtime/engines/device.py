@@ -240,7 +240,7 @@ class ResultMemory:
     def tensors(self, inputs: StepInputs) -> list[Tensor]:
         """The outputs of a call."""
         count, rows = inputs.position_ids.shape[1], len(inputs.logit_rows)
-        if max(rows, count) > self._largest:
+        if count > self._largest:
             return self._allocate(count, rows)
         self._shared = self._shared or [memory.flatten() for memory in self._allocate(self._largest, self._largest)]
         shapes = [info.sized(B=1, n=count, R=rows) for info in self._graph.results]

@@ -136,9 +136,9 @@ def make_engines(
     """
     chunk = prefill_chunk or (manifest.gpu_prefill_chunk if pad else min(PREFILL_CHUNK, manifest.max_seq_len))
     engine = partial(DeviceEngine, manifest, make_kv_cache=make_kv_cache, prefill_chunk=chunk, on_warm_up=on_warm_up)
-    few, rounds = (buckets_for(manifest, chunk, False), buckets_for(manifest, chunk, exact)) if pad else ((), ())
-    few = (1,) if one_by_one else few
-    drafter = engine([draft], is_draft=True, buckets=few, multiple=1) if draft else None
+    rounds = buckets_for(manifest, chunk, exact) if pad else ()
+    levels = (1,) if one_by_one else buckets_for(manifest, chunk, exact=False) if pad else ()
+    drafter = engine([draft], is_draft=True, buckets=levels, multiple=1) if draft else None
     return engine(verify, is_draft=False, buckets=rounds, multiple=multiple), drafter
 
 
