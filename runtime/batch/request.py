@@ -1,0 +1,162 @@
+"""What a service asks the batch for, and what it is told."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.common.checks import check_flag, check_integer, check_number, shown
+from eesd.common.errors import EESDError
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.stats import Stats
+
+MAX_LOGPROBS = 20
+"""Alternatives that a token can be reported with, as in OpenAI's API."""
+
+
+class QueueFullError(EESDError):
+    """The queue is full. ``retry_after`` is the time in seconds after which a place is likely free."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Constraint(Protocol):
+    """Which tokens may follow, for constrained output. One object serves one request, in the thread of the batch."""
+
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
+        """The tokens [V] that may follow these new tokens (the prompt is not among them); None: all may."""
+        ...
+
+    def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """At most ``most`` tokens that must follow, because nothing else is allowed: a draft for nothing. May be empty."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One text to generate.
+
+    Attributes:
+        tokens: The prompt's ids.
+        sampling: How tokens are chosen.
+        max_new_tokens: Most tokens to generate.
+        stop: Strings to stop before; they need a tokenizer.
+        draft: False decodes plainly.
+        ignore_eos: Do not stop at EOS.
+        min_tokens: EOS is not chosen before so many new tokens.
+        logprobs: Report each token's log-probability under the model, and so many alternatives; None: report none.
+        prompt_logprobs: The same for the tokens of the prompt, but the first.
+        seconds: Time until the request is ended, whatever it has by then; None: no limit.
+        constraint: Restricts the tokens.
+
+    Raises:
+        EESDError: A value has another type, or is out of range.
+    """
+
+    tokens: Sequence[int]
+    sampling: Sampling = Sampling()
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    draft: bool = True
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seconds: float | None = None
+    constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sampling, Sampling):
+            raise EESDError(f"sampling is {shown(self.sampling)}; it must be a Sampling.")
+        check_integer("max_new_tokens", self.max_new_tokens, 1, 2**63 - 1)
+        check_flag("draft", self.draft)
+        check_flag("ignore_eos", self.ignore_eos)
+        check_integer("min_tokens", self.min_tokens, 0, 2**63 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.seconds is not None:
+            check_number("seconds", self.seconds, lambda x: 0 < x < 1e9, "a number above 0")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
+            raise EESDError(f"stop is {shown(self.stop)}; it must be a tuple of strings that are not empty.")
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token's log-probability under the model (before temperature and filters), and the most likely tokens in its place,
+    best first. None for the first token of a prompt."""
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """One new token.
+
+    Attributes:
+        token: Its id.
+        text: The text that became certain with it; may be empty.
+        source: Who proposed it: ``exit`` (the exit head), ``text`` (the text itself), or ``verify`` (the verifier).
+        logprob: If asked for.
+    """
+
+    token: int
+    text: str
+    source: str
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one round brought for a request.
+
+    Attributes:
+        tokens: New tokens; may be empty in the last update.
+        rejected: What was drafted behind the accepted tokens, and not accepted.
+        held: Text that was held back for a stop string that did not come; only in the last update.
+        finish_reason: None: more will come. ``stop`` (EOS or a stop string), ``length``, ``cancelled``, ``deadline``, or
+            ``error``.
+        error: What went wrong, in a sentence.
+        stop: The stop string that ended the text.
+        prompt_logprobs: If asked for, for each token of the prompt; only in the first update.
+        cached_tokens: Tokens of the prompt whose keys and values were kept from earlier requests.
+        stats: Counts and seconds so far.
+    """
+
+    tokens: tuple[TokenOutput, ...] = ()
+    rejected: tuple[int, ...] = ()
+    held: str = ""
+    finish_reason: str | None = None
+    error: str | None = None
+    stop: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int = 0
+    stats: Stats = field(default_factory=Stats)
+
+
+OnUpdate = Callable[[Update], None]
+"""Called in the thread of the batch; it must return at once and not raise."""
+
+
+class Generation:
+    """A request that was accepted. ``cancel`` may be called from any thread, and more than once."""
+
+    def __init__(self, request: Request, on_update: OnUpdate) -> None:
+        self.request = request
+        self.on_update = on_update
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """End the request at the next round. Its last update says ``cancelled``, unless it was finished before."""
+        self._cancelled.set()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
