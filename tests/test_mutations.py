@@ -41,7 +41,7 @@ from eesd.runtime.decoding import samplers, sampling, session
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import Coupled, Rejection
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Drafter, Session
+from eesd.runtime.decoding.session import Round, Session
 from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.base import Logits, StepOutputs
 from eesd.runtime.engines.exactness import Exactness
@@ -152,14 +152,13 @@ def test_a_draft_graph_that_forgets_the_draft_vocabulary_is_caught(tmp_path: Pat
         check_draft_ids(forgetful, PROMPT)
 
 
-def trimming(draft: Callable[..., float]) -> Callable[..., float]:
+def trimming(draft: Callable[..., None]) -> Callable[..., None]:
     """Drops the last drafted token for what it is."""
 
-    def trimmed(self: Session, tree: DraftTree, drafter: Drafter) -> float:
-        seconds = draft(self, tree, drafter)
-        if tree.nodes[-1].token in (1, 4):
-            tree.nodes.pop().index = -1
-        return seconds
+    def trimmed(self: Session, current: Round) -> None:
+        draft(self, current)
+        if current.tree.steps and current.tree.nodes[-1].token in (1, 4):
+            current.tree.nodes.pop().index = -1
 
     return trimmed
 
@@ -255,7 +254,7 @@ def test_temperature_after_top_p_is_caught(five_token_harness: Harness, monkeypa
     [
         pytest.param(None, "", "", "", id="none"),
         pytest.param(HostKVCache, "compact", "shard[..., sources, :]", "shard[..., targets, :]", id="stale slot"),
-        pytest.param(Session, "_forward", "root + node.depth", "root + node.index", id="positions"),
+        pytest.param(Session, "_call", "root + node.depth", "root + node.index", id="positions"),
         pytest.param(
             session,
             "tree_mask",
@@ -263,9 +262,7 @@ def test_temperature_after_top_p_is_caught(five_token_harness: Harness, monkeypa
             "seen[node.index, : node.index] = True",
             id="mask",
         ),
-        pytest.param(
-            Session, "step", "self._kv_cache.compact(len(self.tokens)", "self._kv_cache.compact(len(self.tokens) - 1", id="root"
-        ),
+        pytest.param(Session, "commit", "compact(len(self.tokens)", "compact(len(self.tokens) - 1", id="root"),
     ],
 )
 def test_a_mistake_in_the_tree_is_caught(
@@ -292,7 +289,7 @@ def test_a_mistake_in_the_drafts_tree_shows_in_its_logits(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
     """These cost acceptance only, so nothing but a look at the draft's logits can tell."""
-    mutate(monkeypatch, Session, "_forward", old, new)
+    mutate(monkeypatch, Session, "_call", old, new)
     check_same_tokens(harness, PROMPT, GREEDY, make_controller("fixed:k=4"), width=2)
     with caught():
         check_tree_drafts(harness, PROMPT, width=2)
@@ -396,6 +393,6 @@ def test_a_commit_in_pieces_is_caught(harness: Harness, monkeypatch: pytest.Monk
     pieces = (
         "self.tokens = [*self.tokens, *result.tokens]\n    self.stats = stats\n    self.finish_reason = result.finish_reason"
     )
-    mutate(monkeypatch, Session, "step", line, pieces)
+    mutate(monkeypatch, Session, "commit", line, pieces)
     with caught():
         check_interrupted_anywhere(lambda: harness.session(PROMPT, controller=make_controller("fixed:k=2"), new_tokens=8), 1)

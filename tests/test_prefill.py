@@ -18,7 +18,7 @@ from eesd.runtime.cli import main
 from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.base import Binding, StepOutputs
 from eesd.runtime.engines.device import StepInputs
-from eesd.runtime.engines.ort_cpu import OrtBinding
+from eesd.runtime.engines.ort_cpu import BoundCall, OrtEngine
 from eesd.runtime.engines.torch_engine import TorchStageRunner
 
 TOKENS = [token % 97 for token in range(3, 63)]
@@ -78,17 +78,17 @@ def test_a_prefill_leaves_the_cache_and_the_next_logits_of_calls_with_logits(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_chunk_of_a_prompt_has_logits_for_one_token(harness: Harness, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     rows: list[int] = []
-    run_call, prepare = OrtBinding._run, TorchStageRunner.prepare
+    run_call, prepare = OrtEngine.run, TorchStageRunner.prepare
 
-    def count_of_ort(binding: OrtBinding, call: Any) -> None:
-        rows.append(len(call.outputs.logits))
-        run_call(binding, call)
+    def count_of_ort(engine: OrtEngine, call: BoundCall) -> None:
+        rows.append(call.results[0].shape[1])
+        run_call(engine, call)
 
     def count_of_torch(runner: TorchStageRunner, inputs: StepInputs) -> Any:
         rows.append(len(inputs.logit_rows))
         return prepare(runner, inputs)
 
-    monkeypatch.setattr(OrtBinding, "_run", count_of_ort)
+    monkeypatch.setattr(OrtEngine, "run", count_of_ort)
     monkeypatch.setattr(TorchStageRunner, "prepare", count_of_torch)
     verify = open_engines(harness.directory, harness.manifest, backend, 1, draft=False).verify
     kv_cache = verify.new_kv_cache()

@@ -59,7 +59,7 @@ class Request:
     """
 
     tokens: Sequence[int]
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     draft: bool = True

@@ -220,6 +220,14 @@ class DraftTree:
             node.index = index
         return verified
 
+    def cut(self, levels: int) -> list[Node]:
+        """Leave out what lies deeper than ``levels``. Returns the nodes of the verify pass, the root first."""
+        nodes = self.prune()
+        for node in nodes:
+            if node.depth > levels:
+                node.index = -1
+        return [node for node in nodes if node.depth <= levels]
+
     def labels(self, tokens: Sequence[int]) -> list[SiblingLabel]:
         """What a budget learns when the verifier chose ``tokens`` behind the root: a label for each node with candidates."""
         node, labels = self.root, []

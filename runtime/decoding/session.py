@@ -8,7 +8,7 @@ round's passes, so nothing runs twice or alone.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from eesd.runtime.decoding.samplers import AcceptResult, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter, TextIndex
-from eesd.runtime.engines.base import Binding, ChainBinding, KVCache, Logits, StepOutputs
+from eesd.runtime.engines.base import Binding, Call, ChainBinding, KVCache, Logits, StepOutputs
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,15 @@ class RoundResult(NamedTuple):
         tokens: At least one. The first ``num_accepted`` were drafted; the one behind them, if there is one, is the bonus token.
         num_accepted: Draft tokens among them.
         finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None: call ``step`` again.
+        from_text: Of each accepted token, whether the text proposed it, and the exit head did not.
+        rejected: What was drafted behind the accepted tokens, and not accepted: the best path.
     """
 
     tokens: list[int]
     num_accepted: int
     finish_reason: str | None
+    from_text: Sequence[bool] = ()
+    rejected: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,33 @@ class Drafter:
     tree_width: int = 1
     budget: TreeBudget | None = None
     columns: DraftColumns = WHOLE
+
+
+@dataclass(eq=False)
+class Round:
+    """A round before its commit.
+
+    Attributes:
+        tree: What is drafted.
+        proposal: What the text proposes behind the root.
+        drafter: Drafts in this round; None: it may not draft.
+        started: Time at which the round began, in seconds.
+        length: Draft steps, if the controller knows them; None: it is asked after each.
+        drafting: Whether another draft step is wanted.
+        draft_seconds: Time in the draft engine.
+        nodes: What is verified.
+        drafted_at: Time at which the draft was complete.
+    """
+
+    tree: DraftTree
+    proposal: Proposal
+    drafter: Drafter | None
+    started: float
+    length: int | None = None
+    drafting: bool = False
+    draft_seconds: float = 0.0
+    nodes: list[Node] = field(default_factory=list)
+    drafted_at: float = 0.0
 
 
 class Session:
@@ -131,19 +162,37 @@ class Session:
         The last token is the first root, so prefill needs no logits.
         """
         self._check_open()
-        end = self.stats.prompt_tokens - 1
-        if self._prefilled == end:
-            return
-        started = time.perf_counter()
-        while self._prefilled < end:
-            start, stop = self._prefilled, min(self._prefilled + self._limits.prefill_chunk, end)
+        while self._prefilled < self.stats.prompt_tokens - 1:
+            self.prefill_some(self._limits.prefill_chunk)
+
+    def prefill_some(self, most: int) -> bool:
+        """Put at most ``most`` more tokens of the prompt into the cache. Returns whether the prompt is complete."""
+        start, end = self._prefilled, self.stats.prompt_tokens - 1
+        stop = min(start + most, self._limits.prefill_chunk + start, end)
+        if start < stop:
+            started = time.perf_counter()
             self._kv_cache.reserve(stop)
             self._verify.prefill(self.tokens[start:stop], start)
             self._prefilled = stop
-        self.stats.prefill_seconds += time.perf_counter() - started
+            self.stats.prefill_seconds += time.perf_counter() - started
+        return stop == end
 
     def step(self) -> RoundResult:
         """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or closed session."""
+        current = self.begin()
+        self._draft(current)
+        outputs, seconds = _timed(self._verify, self.complete(current))
+        return self.commit(current, outputs, seconds)
+
+    def begin(self) -> Round:
+        """Begin a round: what the text proposes, and whether to draft. A round that was begun before is forgotten.
+
+        Whoever batches sessions runs the engine calls of a round itself: those of :meth:`next_draft` until there is none, each
+        told to :meth:`drafted`, then that of :meth:`complete`, told to :meth:`commit`. :meth:`step` does it for one session.
+
+        Raises:
+            EESDError: The session is finished or closed.
+        """
         self._check_open()
         if self.finish_reason is not None:
             raise EESDError("The session is finished; start a new one.")
@@ -152,12 +201,62 @@ class Session:
         drafter = self._active_drafter()
         self._sampler.begin_round(self.tokens)
         proposal = self._proposal()
-        tree, draft_seconds = self._tree(drafter, proposal)
-        nodes = tree.prune()
-        drafted_at = time.perf_counter()
+        width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
+        tree = DraftTree(self.tokens[-1], self._max_nodes(), width, budget, self._limits.in_place)
+        copied = self._copied(proposal, drafter)
+        tree.follow_text(proposal.tokens[:copied])
+        current = Round(tree, proposal, drafter, started)
+        if drafter is not None and not copied:
+            current.length = drafter.controller.begin_round(width)
+            current.drafting = current.length != 0
+        return current
 
-        outputs, verify_seconds = self._run_verify(nodes)
+    def next_draft(self, current: Round) -> Call | None:
+        """The call of the next draft step; None: the draft is complete."""
+        if not current.drafting:
+            return None
+        if not current.tree.steps:
+            self._kv_cache.reserve(len(self.tokens) + self._max_nodes())
+        return self._call(current.tree.nodes, current.tree.frontier[0].index)
 
+    def drafted(self, current: Round, outputs: StepOutputs, seconds: float) -> None:
+        """Add a level to the draft from the draft engine's outputs, and ask the controller whether to continue."""
+        assert current.drafter is not None
+        tree, controller = current.tree, current.drafter.controller
+        current.draft_seconds += seconds
+        step = self._grow(tree, outputs, controller.needs_entropy)
+        ends = step is None or tree.steps >= self._max_depth() or tree.is_full
+        current.drafting = not ends and step is not None and controller.keep_drafting(step)
+
+    def complete(self, current: Round, levels: int | None = None) -> Call:
+        """End the draft, and choose what is verified.
+
+        Args:
+            current: The round.
+            levels: Verify at most so many levels; None: all. Not for rejection sampling, where what is left out must not
+                depend on what was drafted.
+
+        Returns:
+            The call of the verify engine.
+        """
+        tree, drafter = current.tree, current.drafter
+        current.drafting = False
+        if self._text is not None and drafter is not None and tree.steps and tree.frontier:
+            self._add_text(self._text, tree, current.proposal, drafter.budget is not None)
+        nodes = tree.prune() if levels is None else tree.cut(levels)
+        current.nodes, current.drafted_at = nodes, time.perf_counter()
+        self._kv_cache.reserve(len(self.tokens) - 1 + len(nodes))
+        return self._call(nodes)
+
+    def commit(self, current: Round, outputs: StepOutputs, seconds: float) -> RoundResult:
+        """Accept what the verifier agrees with, and commit it.
+
+        Args:
+            current: The round.
+            outputs: The verifier's, for the call of :meth:`complete`.
+            seconds: Of this call.
+        """
+        tree, nodes, started = current.tree, current.nodes, current.started
         path, bonus = self._sampler.accept(tree.root, outputs)
         if self._limits.in_place:
             path, bonus = cut_displaced(path, bonus)
@@ -165,13 +264,13 @@ class Session:
             self._kv_cache.compact(len(self.tokens), [len(self.tokens) - 1 + node.index for node in path])
 
         chosen = [*(node.token for node in path), bonus]
-        result = self._result(chosen, len(path))
+        result = self._result(chosen, path, nodes)
         outcome = RoundOutcome(
             steps=tree.steps,
-            draft_seconds=drafted_at - started,
+            draft_seconds=current.drafted_at - started,
             depth=max(node.depth for node in nodes if not node.from_text),
             nodes=len(nodes) - 1,
-            verify_seconds=verify_seconds,
+            verify_seconds=seconds,
             accepted=len(path),
             num_expanded=sum(node.expanded for node in path),
         )
@@ -179,9 +278,9 @@ class Session:
         stats = self.stats.with_round(
             outcome,
             len(result.tokens),
-            draft_seconds,
+            current.draft_seconds,
             committed_at - started,
-            drafting=drafter is not None or len(nodes) > 1,
+            drafting=current.drafter is not None or len(nodes) > 1,
             depth=max(node.depth for node in nodes),
             from_text=sum(node.from_text for node in path),
         )
@@ -191,7 +290,7 @@ class Session:
         if self._drafter is not None:
             self._learn(self._drafter, outcome, tree.labels(chosen), started)
         if self._text is not None:
-            self._learn_text(self._text, outcome, proposal, chosen, started)
+            self._learn_text(self._text, outcome, current.proposal, chosen, started)
         self.stats.guard_pauses = self._pauses() - self._pauses_before
         self.stats.host_seconds += time.perf_counter() - committed_at
         if self._observer is not None:
@@ -232,7 +331,8 @@ class Session:
     def peek(self) -> Logits:
         """The verifier's logits [V] behind the last committed token, by a single-token pass. Commits nothing."""
         self.prefill()
-        outputs, _ = self._run_verify([Node(self.tokens[-1], index=0)])
+        self._kv_cache.reserve(len(self.tokens))
+        outputs, _ = _timed(self._verify, self._call([Node(self.tokens[-1], index=0)]))
         row: Logits = outputs.logits[0].copy()
         return row
 
@@ -258,19 +358,6 @@ class Session:
         if drafter is None or self._max_depth() < 1 or (drafter.guard and not drafter.guard.allows()):
             return None
         return drafter
-
-    def _tree(self, drafter: Drafter | None, proposal: Proposal) -> tuple[DraftTree, float]:
-        """What the text or the draft proposes in this round, and the seconds spent in the draft engine."""
-        width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
-        tree = DraftTree(self.tokens[-1], self._max_nodes(), width, budget, self._limits.in_place)
-        copied = self._copied(proposal, drafter)
-        tree.follow_text(proposal.tokens[:copied])
-        if drafter is None or copied:
-            return tree, 0.0
-        seconds = self._draft(tree, drafter)
-        if self._text is not None and tree.steps and tree.frontier:
-            self._add_text(self._text, tree, proposal, budget is not None)
-        return tree, seconds
 
     def _add_text(self, text: TextDrafter, tree: DraftTree, proposal: Proposal, joins: bool) -> None:
         """Add to what was drafted what the text proposes behind the root, if it ``joins``, and behind the best drafted path."""
@@ -306,34 +393,26 @@ class Session:
         """Nodes that this round may verify besides the root."""
         return min(self._limits.max_tree_nodes, self._limits.max_seq_len - len(self.tokens))
 
-    def _draft(self, tree: DraftTree, drafter: Drafter) -> float:
-        """Grow the tree until the controller stops it. Returns the seconds spent in the engine."""
-        controller, binding = drafter.controller, drafter.binding
-        length = controller.begin_round(drafter.tree_width)
-        if length == 0:
-            return 0.0
-        max_depth = self._max_depth()
-        self._kv_cache.reserve(len(self.tokens) + self._max_nodes())
-        top_chain = drafter.tree_width == 1 and self._sampler.proposes_top_tokens
-        if length is not None and top_chain and isinstance(binding, ChainBinding):
-            return self._draft_chain(tree, min(length, max_depth), binding)
-        seconds = 0.0
-        while True:
-            started = time.perf_counter()
-            outputs = self._forward(binding, tree.nodes, tree.frontier[0].index)
-            seconds += time.perf_counter() - started
-            step = self._grow(tree, outputs, controller.needs_entropy)
-            if step is None or tree.steps >= max_depth or tree.is_full or not controller.keep_drafting(step):
-                return seconds
+    def _draft(self, current: Round) -> None:
+        """Draft with the session's own engine until the controller stops it."""
+        if current.drafter is None:
+            return
+        binding, width = current.drafter.binding, current.drafter.tree_width
+        if width == 1 and self._sampler.proposes_top_tokens and current.length and isinstance(binding, ChainBinding):
+            self._draft_chain(current, min(current.length, self._max_depth()), binding)
+        while (call := self.next_draft(current)) is not None:
+            self.drafted(current, *_timed(binding, call))
 
-    def _draft_chain(self, tree: DraftTree, count: int, binding: ChainBinding) -> float:
+    def _draft_chain(self, current: Round, count: int, binding: ChainBinding) -> None:
         """Grow a chain of known length in one call, which does not wait for the host between its steps."""
+        self._kv_cache.reserve(len(self.tokens) + self._max_nodes())
         started = time.perf_counter()
+        tree = current.tree
         outputs = binding.draft_chain(tree.root.token, len(self.tokens) - 1, count)
-        seconds = time.perf_counter() - started
+        current.draft_seconds = time.perf_counter() - started
         for row in range(count):
             tree.grow([self._sampler.propose(tree.frontier[0], outputs, row, tree.branching)])
-        return seconds
+        current.drafting = False
 
     def _grow(self, tree: DraftTree, outputs: StepOutputs, with_entropy: bool) -> DraftStep | None:
         """Add a level to the tree from the draft's outputs for its frontier."""
@@ -345,23 +424,16 @@ class Session:
         assert parent is not None
         return step._replace(entropy=entropy_of(outputs.logits[parent.index - first]))
 
-    def _run_verify(self, nodes: Sequence[Node]) -> tuple[StepOutputs, float]:
-        """The verifier's outputs for these nodes, and the seconds of the pass."""
-        self._kv_cache.reserve(len(self.tokens) - 1 + len(nodes))
-        started = time.perf_counter()
-        outputs = self._forward(self._verify, nodes)
-        return outputs, time.perf_counter() - started
-
-    def _forward(self, binding: Binding, nodes: Sequence[Node], first: int = 0) -> StepOutputs:
-        """Run the nodes from ``first`` on through an engine, each in the slot ``node.index`` behind the root's."""
+    def _call(self, nodes: Sequence[Node], first: int = 0) -> Call:
+        """The engine call for the nodes from ``first`` on, each in the slot ``node.index`` behind the root's."""
         root = len(self.tokens) - 1
         tokens = [node.token for node in nodes[first:]]
         positions = [root + node.depth for node in nodes[first:]]
         if is_chain(nodes):
-            return binding.forward(tokens, positions, root + first)
-        return binding.forward(tokens, positions, root + first, root, tree_mask(nodes, first))
+            return Call(tokens, positions, root + first)
+        return Call(tokens, positions, root + first, root, tree_mask(nodes, first))
 
-    def _result(self, tokens: list[int], accepted: int) -> RoundResult:
+    def _result(self, tokens: list[int], path: Sequence[Node], nodes: Sequence[Node]) -> RoundResult:
         """What the round commits of its tokens: everything up to EOS; and why the sequence ends with them, if it does."""
         limits, reason = self._limits, None
         end = next((i for i, token in enumerate(tokens) if token in limits.eos_token_ids), None)
@@ -371,7 +443,25 @@ class Session:
             self.stats.new_tokens + len(tokens) >= limits.max_new_tokens or len(self.tokens) + len(tokens) >= limits.max_seq_len
         ):
             reason = "length"
-        return RoundResult(tokens, min(accepted, len(tokens)), reason)
+        accepted = path[: len(tokens)]
+        rejected = [] if reason else _rejected(path[-1] if path else nodes[0])
+        return RoundResult(tokens, len(accepted), reason, [node.from_text for node in accepted], rejected)
+
+
+def _timed(binding: Binding, call: Call) -> tuple[StepOutputs, float]:
+    """The outputs of a call, and its seconds."""
+    started = time.perf_counter()
+    outputs = binding.forward(*call)
+    return outputs, time.perf_counter() - started
+
+
+def _rejected(node: Node) -> list[int]:
+    """The first path behind the last accepted node that was verified, and not accepted."""
+    tokens = []
+    while node.children:
+        node = node.children[0]
+        tokens.append(node.token)
+    return tokens
 
 
 def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:

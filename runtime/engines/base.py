@@ -1,7 +1,7 @@
 """What the decoder needs from an engine and from a KV cache, whatever runs them."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,16 @@ class StepOutputs:
     def argmax(self, row: int) -> int:
         """The most likely token of a node; the one with the lowest id among equals."""
         return int(self.logits[row].argmax() if self._argmax_ids is None else self._argmax_ids[row])
+
+
+class Call(NamedTuple):
+    """The arguments of :meth:`Binding.forward`."""
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    slot: int
+    context_len: int = 0
+    tree_mask: NDArray[np.bool_] | None = None
 
 
 class KVCache(Protocol):

@@ -1,8 +1,9 @@
 """ONNX Runtime on the CPU. Caches and all other inputs and outputs are bound once for each node count, and updated in place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
-from eesd.runtime.engines.base import KVCache, StepOutputs
+from eesd.runtime.engines.base import Call, KVCache, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.widened import NARROW, Widened, widen, widened_info
 
@@ -78,6 +79,57 @@ class OrtEngine:
         assert isinstance(kv_cache, HostKVCache)
         return OrtBinding(self, kv_cache)
 
+    def run(self, call: "BoundCall") -> None:
+        """Run a call through all stages."""
+        for (_, session), io_binding in zip(self.stages, call.io_bindings, strict=True):
+            session.run_with_iobinding(io_binding)
+
+    def bind_call(
+        self, layer: Callable[[int], NDArray[Any]], count: int, logit_rows: int, results: "ResultMemory | None" = None
+    ) -> "BoundCall":
+        """Bind every stage to the shared inputs, its layer caches, and the hidden state of the previous stage.
+
+        Args:
+            layer: Keys and values of a layer, [2, B, KV, S, D]: the memory that calls update.
+            count: Nodes of each sequence.
+            logit_rows: Of these, the last so many get logits; with a draft engine all of them do.
+            results: Memory for the last stage's results, which several calls may share; None: the call's own.
+        """
+        batch, slots = layer(self.stages[0][0].caches[0]).shape[1:4:2]
+        ids, positions = np.zeros((batch, count), np.int64), np.zeros((batch, count), np.int64)
+        write_indices = np.zeros(batch, np.int64)
+        mask = np.zeros((batch, 1, count, slots), np.float32)
+        rows = np.arange(count - logit_rows, count)
+        shared: dict[str, NDArray[Any]] = {
+            "position_ids": positions,
+            "write_indices": write_indices,
+            "attn_mask": mask,
+            "logit_rows": rows,
+        }
+        x: NDArray[Any] = ids
+        io_bindings: list[Any] = []
+        buffers: list[NDArray[Any]] = [rows]
+        for number, (graph, session) in enumerate(self.stages, start=1):
+            io_binding = session.io_binding()
+            given = {**shared, graph.inputs[0].name: x}
+            for info in graph.inputs[: -2 * len(graph.caches)]:
+                io_binding.bind_input(info.name, *_buffer(given[info.name]))
+            for index in graph.caches:
+                for kind, cache in zip(("key", "value"), layer(index), strict=True):
+                    io_binding.bind_input(f"{kind}_{index}", *_buffer(cache))
+                    io_binding.bind_output(f"{kind}_{index}_out", *_buffer(cache))
+            sizes = [(info.sized(B=batch, n=count, R=logit_rows), info.dtype) for info in graph.results]
+            if results is not None and number == len(self.stages):
+                outputs = [results.array(i, shape, dtype) for i, (shape, dtype) in enumerate(sizes)]
+            else:
+                outputs = [np.zeros(shape, dtype) for shape, dtype in sizes]
+            for info, output in zip(graph.results, outputs, strict=True):
+                io_binding.bind_output(info.name, *_buffer(output))
+            x = outputs[0]
+            io_bindings.append(io_binding)
+            buffers.append(x)
+        return BoundCall(io_bindings, buffers, ids, positions, write_indices, mask[:, 0], outputs)
+
 
 def load_session(
     directory: Path,
@@ -133,18 +185,32 @@ def load_session(
     return session
 
 
+class ResultMemory:
+    """Memory that the results of several calls share: those of a call are valid until the next one."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, NDArray[np.uint8]] = {}
+
+    def array(self, index: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """An array for the result with this index. A larger one takes other memory; those given out before stay valid."""
+        size = prod(shape) * np.dtype(dtype).itemsize
+        if index not in self._memory or len(self._memory[index]) < size:
+            self._memory[index] = np.zeros(size, np.uint8)
+        return self._memory[index][:size].view(dtype).reshape(shape)
+
+
 @dataclass
-class _BoundCall:
-    """The buffers of a call of n nodes, R of them with logits, and the I/O bindings that point at them.
+class BoundCall:
+    """The buffers of a call of B sequences and n nodes each, R of them with logits, and the I/O bindings that point at them.
 
     Attributes:
         io_bindings: The I/O binding of each stage.
         buffers: The other buffers, because an I/O binding does not keep its buffers alive: hidden states, which the next stage
             reads in place, the logits, and which nodes get them.
-        input_ids, position_ids: [1, n].
-        write_indices: [1].
-        mask: Additive attention mask [n, S].
-        outputs: Views of the last stage's outputs.
+        input_ids, position_ids: [B, n].
+        write_indices: [B].
+        mask: Additive attention mask [B, n, S].
+        results: The last stage's outputs: logits [B, R, V], and of a draft engine the top tokens and log-probabilities.
     """
 
     io_bindings: list[Any]
@@ -153,7 +219,31 @@ class _BoundCall:
     position_ids: NDArray[np.int64]
     write_indices: NDArray[np.int64]
     mask: NDArray[np.float32]
-    outputs: StepOutputs
+    results: list[NDArray[Any]]
+
+    def outputs(self, row: int, count: int | None = None) -> StepOutputs:
+        """Views of a sequence's outputs, of the first ``count`` nodes; None: of all."""
+        return StepOutputs(*(result[row, :count] for result in self.results))
+
+    def set_row(self, row: int, call: Call, slots: NDArray[np.int64]) -> None:
+        """Write the inputs of a sequence. If it has fewer nodes than others, what is behind them only fills the call.
+
+        Args:
+            row: The sequence.
+            call: Its nodes.
+            slots: 0 to S - 1.
+        """
+        tokens, positions, slot, context_len, tree_mask = call
+        count, mask = len(tokens), self.mask[row]
+        self.input_ids[row, :count], self.input_ids[row, count:] = tokens, 0
+        self.position_ids[row, :count], self.position_ids[row, count:] = positions, positions[-1]
+        self.write_indices[row] = slot
+        if tree_mask is None:
+            np.multiply(slots > np.arange(slot, slot + len(mask))[:, None], HIDDEN, out=mask)
+        else:
+            mask.fill(HIDDEN)
+            mask[:, :context_len] = 0
+            mask[:count, context_len : context_len + tree_mask.shape[1]] = np.where(tree_mask, np.float32(0), HIDDEN)
 
 
 class OrtBinding:
@@ -167,7 +257,7 @@ class OrtBinding:
         self._engine = engine
         self._kv_cache = kv_cache
         self._version = kv_cache.version
-        self._calls: dict[int, _BoundCall] = {}
+        self._calls: dict[int, BoundCall] = {}
         self._slots = np.arange(kv_cache.slots)
 
     def forward(
@@ -182,18 +272,18 @@ class OrtBinding:
         count = len(tokens)
         call = self._calls.get(count)
         if call is None:
-            call = self._bind(count, count)
+            call = self._engine.bind_call(self._kv_cache.layer, count, count)
             if count <= self._engine.manifest.max_tree_nodes + 1:
                 self._calls[count] = call
-        self._set_inputs(call, tokens, positions, slot, context_len, tree_mask)
-        self._run(call)
-        return call.outputs
+        call.set_row(0, Call(tokens, positions, slot, context_len, tree_mask), self._slots)
+        self._engine.run(call)
+        return call.outputs(0)
 
     def prefill(self, tokens: Sequence[int], slot: int) -> None:
         self._drop_stale()
-        call = self._bind(len(tokens), 1)
-        self._set_inputs(call, tokens, range(slot, slot + len(tokens)), slot)
-        self._run(call)
+        call = self._engine.bind_call(self._kv_cache.layer, len(tokens), 1)
+        call.set_row(0, Call(tokens, range(slot, slot + len(tokens)), slot), self._slots)
+        self._engine.run(call)
 
     def _drop_stale(self) -> None:
         """Drop the calls that are bound to memory that the KV cache no longer uses."""
@@ -202,70 +292,9 @@ class OrtBinding:
             self._calls.clear()
             self._slots = np.arange(self._kv_cache.slots)
 
-    def _set_inputs(
-        self,
-        call: _BoundCall,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slot: int,
-        context_len: int = 0,
-        tree_mask: NDArray[np.bool_] | None = None,
-    ) -> None:
-        """Write the inputs of a call; see :meth:`~eesd.runtime.engines.base.Binding.forward`."""
-        call.input_ids[0] = tokens
-        call.position_ids[0] = positions
-        call.write_indices[0] = slot
-        if tree_mask is None:
-            np.multiply(self._slots > np.arange(slot, slot + len(tokens))[:, None], HIDDEN, out=call.mask)
-        else:
-            call.mask.fill(HIDDEN)
-            call.mask[:, :context_len] = 0
-            end = context_len + tree_mask.shape[1]
-            call.mask[:, context_len:end] = np.where(tree_mask, np.float32(0), HIDDEN)
-
     def run_again(self, count: int) -> None:
         """Repeat the session calls of the last ``forward`` over ``count`` nodes without the code around them, to time them."""
-        self._run(self._calls[count])
-
-    def _run(self, call: _BoundCall) -> None:
-        for (_, session), io_binding in zip(self._engine.stages, call.io_bindings, strict=True):
-            session.run_with_iobinding(io_binding)
-
-    def _bind(self, count: int, logit_rows: int) -> _BoundCall:
-        """Bind every stage to the shared inputs, its layer caches, and the hidden state of the previous stage.
-
-        The last ``logit_rows`` of the ``count`` nodes get logits; with a draft engine all of them do.
-        """
-        ids, positions = np.zeros((1, count), np.int64), np.zeros((1, count), np.int64)
-        slot = np.zeros(1, np.int64)
-        mask = np.zeros((1, 1, count, self._kv_cache.slots), np.float32)
-        rows = np.arange(count - logit_rows, count)
-        shared: dict[str, NDArray[Any]] = {
-            "position_ids": positions,
-            "write_indices": slot,
-            "attn_mask": mask,
-            "logit_rows": rows,
-        }
-        x: NDArray[Any] = ids
-        io_bindings: list[Any] = []
-        buffers: list[NDArray[Any]] = [rows]
-        for graph, session in self._engine.stages:
-            io_binding = session.io_binding()
-            given = {**shared, graph.inputs[0].name: x}
-            for info in graph.inputs[: -2 * len(graph.caches)]:
-                io_binding.bind_input(info.name, *_buffer(given[info.name]))
-            for index in graph.caches:
-                for kind, cache in zip(("key", "value"), self._kv_cache.layer(index), strict=True):
-                    io_binding.bind_input(f"{kind}_{index}", *_buffer(cache))
-                    io_binding.bind_output(f"{kind}_{index}_out", *_buffer(cache))
-            results = [np.zeros(info.sized(B=1, n=count, R=logit_rows), info.dtype) for info in graph.results]
-            for info, result in zip(graph.results, results, strict=True):
-                io_binding.bind_output(info.name, *_buffer(result))
-            x = results[0]
-            io_bindings.append(io_binding)
-            buffers.append(x)
-        topk = [result[0] for result in results[1:]] or [None, None]
-        return _BoundCall(io_bindings, buffers, ids, positions, slot, mask[0, 0], StepOutputs(x[0], *topk))
+        self._engine.run(self._calls[count])
 
 
 def _buffer(array: NDArray[Any]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from eesd.runtime.compare import LogitRecord
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain
 from eesd.runtime.decoding.samplers import Rejection, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Drafter, Session
+from eesd.runtime.decoding.session import Session
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.engines.base import StepOutputs
@@ -272,11 +272,9 @@ def drafted(
     """The tree that the first round drafts, greedily."""
     parts = workspace or harness.workspace()
     session = harness.session(prompt, controller=controller, width=width, workspace=parts, budget=budget)
-    session.prefill()
-    session._sampler.begin_round(session.tokens)
-    tree = DraftTree(prompt[-1], session._max_nodes(), width, budget)
-    session._draft(tree, Drafter(parts.draft, controller, None, width, budget))
-    return tree
+    current = session.begin()
+    session._draft(current)
+    return current.tree
 
 
 def drafted_logits(
@@ -301,11 +299,11 @@ def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> No
 
 def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
     """Call ``step`` and interrupt it at the line-th line that session.py runs; whether it got so far."""
-    left = line
+    left, files = line, {part.__code__.co_filename for part in (Session.step, Session.commit)}
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
-        if frame.f_code.co_filename != Session.step.__code__.co_filename:
+        if frame.f_code.co_filename not in files:
             return None
         if event == "line":
             left -= 1

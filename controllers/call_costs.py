@@ -1,0 +1,88 @@
+"""What engine calls over several sequences cost, estimated while they run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from eesd.controllers.base import Stateful, number
+
+SLOTS = 1024.0
+"""Slots are counted in this many, so that all features are of one size."""
+FORGETTING = 0.998
+"""Weight of a sample, for each later one."""
+PRIOR_WEIGHT = 1e-3
+"""How firmly the coefficients are held at first."""
+CLIP = 0.3
+"""A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
+CELL_WEIGHT = 3.0
+"""Samples of one size of call that weigh as much as the fit through all sizes."""
+MOST_SAMPLES = 30.0
+"""Weight that a size of call can have."""
+
+
+class CallCosts(Stateful):
+    """Seconds of a call over B rows of n nodes, with S slots each.
+
+    A line through all calls, a + b N + c B S + d N S for N = B n nodes: reading the weights, computing nodes, reading caches,
+    attention. Each size (B, n) has besides a factor of its own, because kernels take rows in blocks.
+    """
+
+    def __init__(self) -> None:
+        self._weights = np.array([1e-2, 1e-3, 0.0, 0.0])
+        self._covariance = np.eye(4) / PRIOR_WEIGHT
+        self._cells: dict[tuple[int, int], tuple[float, float]] = {}
+        """Samples, and the mean of measured over fitted seconds, by (B, n)."""
+        self.samples = 0
+
+    def add(self, rows: int, nodes: int, slots: int, seconds: float) -> None:
+        """Note a call over ``rows`` sequences of ``nodes`` nodes."""
+        x = _features(rows, nodes, slots)
+        fitted = self._fitted(x)
+        if self.samples > 8:
+            seconds = min(max(seconds, fitted * (1 - CLIP)), fitted * (1 + CLIP))
+        self.samples += 1
+        scale = 1 / seconds  # relative errors count, or the largest calls would decide alone
+        x_scaled, target = x * scale, 1.0
+        gain = self._covariance @ x_scaled / (FORGETTING + x_scaled @ self._covariance @ x_scaled)
+        self._weights = self._weights + gain * (target - x_scaled @ self._weights)
+        self._covariance = (self._covariance - np.outer(gain, x_scaled @ self._covariance)) / FORGETTING
+        if np.trace(self._covariance) > 8 / PRIOR_WEIGHT:  # what no call tells apart is not to become unknown again
+            self._covariance *= 8 / PRIOR_WEIGHT / np.trace(self._covariance)
+        count, ratio = self._cells.get((rows, nodes), (0.0, 1.0))
+        count = min(count + 1, MOST_SAMPLES)
+        self._cells[rows, nodes] = count, ratio + (seconds / self._fitted(x) - ratio) / count
+
+    def seconds(self, rows: int, nodes: int, slots: int) -> float:
+        """The expected time of a call."""
+        count, ratio = self._cells.get((rows, nodes), (0.0, 1.0))
+        return self._fitted(_features(rows, nodes, slots)) * (CELL_WEIGHT + count * ratio) / (CELL_WEIGHT + count)
+
+    def _fitted(self, x: Any) -> float:
+        return max(float(x @ np.maximum(self._weights, 0)), 1e-6)
+
+    def state(self) -> dict[str, Any]:
+        cells = [[rows, nodes, *values] for (rows, nodes), values in self._cells.items()]
+        return {"weights": self._weights.tolist(), "samples": self.samples, "cells": cells}
+
+    def restore(self, state: Any) -> None:
+        if not isinstance(state, Mapping) or state.keys() != {"weights", "samples", "cells"}:
+            raise ValueError("call costs must have the entries weights, samples, cells")
+        weights, cells = state["weights"], state["cells"]
+        if not isinstance(weights, list) or len(weights) != 4 or not isinstance(cells, list) or len(cells) > 10_000:
+            raise ValueError("weights must be four numbers, and cells a list")
+        self._weights = np.array([number(weight, "weights") for weight in weights])
+        self.samples = int(number(state["samples"], "samples"))
+        for cell in cells:
+            if not isinstance(cell, list) or len(cell) != 4:
+                raise ValueError("cells must be lists of rows, nodes, a number of samples and a factor")
+            rows, nodes, count, ratio = (number(value, "cells") for value in cell)
+            if min(rows, nodes) < 1 or not 0 <= count <= MOST_SAMPLES or not 0 < ratio < 100:
+                raise ValueError("cells must have sizes of at least 1, and factors above 0")
+            self._cells[int(rows), int(nodes)] = count, ratio
+        self._covariance = np.eye(4) * 0.1
+
+
+def _features(rows: int, nodes: int, slots: int) -> Any:
+    many, length = rows * nodes, slots / SLOTS
+    return np.array([1.0, many, rows * length, many * length])

@@ -1,0 +1,218 @@
+"""How far a batch drafts: what another node of every row is worth, against what it costs the whole batch.
+
+All rows of a batch run in one call, and all take as many nodes as the longest, so the length is the batch's. With few rows a
+node costs little, because reading the weights decides; with many rows each node costs its computation, and drafting fades.
+docs/controllers.md derives the rule.
+"""
+
+from collections.abc import Sequence
+from math import erf, exp, pi, sqrt
+from typing import ClassVar
+
+import numpy as np
+
+from eesd.common.prior import CalibrationPrior
+from eesd.controllers.base import Controller, DraftStep, RoundOutcome, Stateful, number
+from eesd.controllers.calibration import Calibrator, features, sigmoid
+from eesd.controllers.call_costs import CallCosts
+
+HORIZON = 3
+"""Levels that the rule looks ahead."""
+LONGEST = 16
+"""Levels that are counted."""
+FIRST_CHANCE, FIRST_LABELS = 0.5, 4.0
+"""Acceptance that is assumed at first, and the labels that it weighs as much as."""
+MEMORY = 256.0
+"""Labels that make a depth's acceptance."""
+ROW_MEMORY = 16.0
+"""Rounds that make a row's own acceptance of first tokens."""
+SPREAD = 0.6
+"""Share of a first token's variance that the draft's confidence tells."""
+RATE_DISCOUNT, RATE_WEIGHT = 0.98, 5.0
+"""Weight of a round in the rate for each later one; rounds that the first estimate weighs as much as."""
+
+
+class LoadRule(Stateful):
+    """Shared by all rows: costs of calls, acceptance, and the rate in tokens per second by number of rows."""
+
+    learned: ClassVar = ("draft", "verify", "accept", "following", "judged", "accepted", "random")
+
+    def __init__(self, prior: CalibrationPrior | None = None, seed: int = 0) -> None:
+        self.prior = prior or CalibrationPrior()
+        self.draft, self.verify = CallCosts(), CallCosts()
+        self.accept, self.following = Calibrator(self.prior.accept, self.prior), Calibrator(self.prior.following, self.prior)
+        self.judged = [FIRST_LABELS] * LONGEST
+        self.accepted = [FIRST_LABELS * FIRST_CHANCE] * LONGEST
+        self.random = np.random.Generator(np.random.PCG64(seed))
+        self._rates: dict[int, list[float]] = {}
+
+    def check_learned(self) -> None:
+        if not all(0 <= accepted <= judged for accepted, judged in zip(self.accepted, self.judged, strict=True)):
+            raise ValueError("no more can be accepted than was judged")
+
+    def chance(self, depth: int) -> float:
+        """The share of drafted tokens at a depth that were accepted, if all before were."""
+        return self.accepted[depth - 1] / self.judged[depth - 1] if depth <= LONGEST else 0.0
+
+    def rate(self, rows: int, slots: int) -> float:
+        """Tokens per second of all rows together, as lately; at first what plain decoding brings."""
+        tokens, seconds = self._rates.get(rows) or self._first_rate(rows, slots)
+        return tokens / seconds
+
+    def _first_rate(self, rows: int, slots: int) -> list[float]:
+        return [RATE_WEIGHT * rows, RATE_WEIGHT * self.verify.seconds(rows, 1, slots)]
+
+    def add_round(self, rows: int, slots: int, tokens: int, seconds: float) -> None:
+        """Note what a round of this many rows brought, and its seconds."""
+        known = self._rates.get(rows) or self._first_rate(rows, slots)
+        discount = RATE_DISCOUNT ** min(rows, 8)
+        self._rates[rows] = [known[0] * discount + tokens, known[1] * discount + seconds]
+
+    def begins(self, firsts: Sequence[float], rows: int, slots: int, certain: Sequence[float] = ()) -> bool:
+        """Whether a first draft step is worth its time, before it is known how sure the draft is.
+
+        Args:
+            firsts: For each row that would draft, the chance that its first token is accepted.
+            rows: Rows of the verify pass.
+            slots: Of each row.
+            certain: What other rows, which draft from their text, expect of levels 1, 2, ... together.
+        """
+        rate, draft = self.rate(rows, slots), self.draft.seconds(len(firsts), 1, slots)
+        before, ahead = self.verify.seconds(rows, 1, slots), 0.0
+        deviation = sqrt(SPREAD * sum(chance * (1 - chance) for chance in firsts))
+        mean, reach = 0.0, sum(firsts)
+        for level in range(1, HORIZON + 1):
+            mean += reach
+            ahead += certain[level - 1] if level <= len(certain) else 0.0
+            cost = rate * (self.verify.seconds(rows, 1 + level, slots) - before + (level - 1) * draft)
+            if _expected_excess(mean + ahead - cost, deviation * level) - max(ahead - cost, 0.0) >= rate * draft:
+                return True
+            reach *= self.chance(level + 1)
+        return False
+
+    def goes_on(
+        self, reaches: Sequence[tuple[float, float]], depth: int, rows: int, slots: int, certain: Sequence[float]
+    ) -> bool:
+        """Whether some number of further levels brings more tokens than their seconds would bring at the present rate.
+
+        Args:
+            reaches: For each row that would draft on: the chance that all it drafted is accepted, and that the next token is.
+            depth: Levels that are drafted.
+            rows: Rows of the verify pass.
+            slots: Of each row.
+            certain: What rows that draft from their text expect of the levels behind ``depth``, together.
+        """
+        rate, draft = self.rate(rows, slots), self.draft.seconds(len(reaches), 1, slots)
+        before, tokens = self.verify.seconds(rows, 1 + depth, slots), 0.0
+        for ahead in range(1, HORIZON + 1):
+            tokens += sum(reach * following**ahead for reach, following in reaches)
+            tokens += certain[ahead - 1] if ahead <= len(certain) else 0.0
+            if tokens >= rate * (self.verify.seconds(rows, 1 + depth + ahead, slots) - before + ahead * draft):
+                return True
+        return False
+
+    def levels(self, values: Sequence[float], rows: int, slots: int) -> int:
+        """How many levels to verify, of those whose expected tokens, of all rows together, are ``values``."""
+        rate = self.rate(rows, slots)
+        best, most, worth = 0, -rate * self.verify.seconds(rows, 1, slots), 0.0
+        for level, value in enumerate(values, start=1):
+            worth += value
+            net = worth - rate * self.verify.seconds(rows, 1 + level, slots)
+            if net > most:
+                best, most = level, net
+        return best
+
+    def node_cost(self, rows: int, slots: int, steps: bool) -> float:
+        """Tokens that one more node of one row costs the batch if it were alone in it; with its draft step, or without."""
+        many = max(rows, 1)
+        node = (self.verify.seconds(many, 2, slots) - self.verify.seconds(many, 1, slots)) / many
+        step = (self.draft.seconds(many + 1, 1, slots) - self.draft.seconds(many, 1, slots)) if steps else 0.0
+        return self.rate(many, slots) * (node + step)
+
+    def state(self) -> dict[str, object]:
+        rates = [[rows, *values] for rows, values in self._rates.items()]
+        return {**super().state(), "rates": rates}
+
+    def restore(self, state: object) -> None:
+        if not isinstance(state, dict) or not isinstance(state.get("rates"), list) or len(state["rates"]) > 10_000:
+            raise ValueError("it must have the entry rates, a list")
+        super().restore({name: value for name, value in state.items() if name != "rates"})
+        for entry in state["rates"]:
+            if not isinstance(entry, list) or len(entry) != 3:
+                raise ValueError("rates must be lists of rows, tokens and seconds")
+            rows, tokens, seconds = (number(value, "rates") for value in entry)
+            if rows < 1 or min(tokens, seconds) <= 0:
+                raise ValueError("rates must be above 0")
+            self._rates[int(rows)] = [tokens, seconds]
+
+
+class RowController(Controller):
+    """What one row tells the batch: how likely its draft is accepted. Its calibration starts from that of all rows.
+
+    Attributes:
+        reach: The chance that all it has drafted is accepted.
+        following: The chance that the next token is, too.
+        values: For each drafted level, the chance that it and all before it are accepted.
+        first: The chance that the first token of a draft is accepted, from this row's rounds.
+    """
+
+    def __init__(self, rule: LoadRule) -> None:
+        self._rule = rule
+        self.accept, self.follow = Calibrator(rule.prior.accept, rule.prior), Calibrator(rule.prior.following, rule.prior)
+        for own, shared in ((self.accept, rule.accept), (self.follow, rule.following)):
+            shared.begin_request()
+            own.restore(shared.state())
+        self.first = rule.chance(1)
+        self._labels = 0.0
+        self.least = 0.0
+        """A level whose chance is less is not worth this row's draft step."""
+        self.begin_round(1)
+
+    def begin_round(self, width: int) -> int | None:
+        self.reach, self.following, self.values = 1.0, self.first, list[float]()
+        self._scores: list[tuple[float, float]] = []
+        self._draw: tuple[float, float, float, float] | None = None
+        return None
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        if self._draw is None:
+            normal = self._rule.random.standard_normal(4).tolist()
+            self._draw = (*self.accept.draw(normal[:2]), *self.follow.draw(normal[2:]))
+        x = features(step)
+        own, following = self.accept.score(x), self.follow.score(x)
+        self._scores.append((own, following))
+        shift, slope, next_shift, next_slope = self._draw
+        self.reach *= sigmoid(shift + slope * own)
+        self.following = sigmoid(next_shift + next_slope * following)
+        self.values.append(self.reach)
+        return self.reach * self.following >= self.least
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        depth, accepted = outcome.depth, outcome.num_expanded
+        rule = self._rule
+        for level, (own, following) in enumerate(self._scores[: accepted + 1], start=1):
+            if level <= depth:
+                self.accept.learn(own, level <= accepted)
+                rule.accept.learn(own, level <= accepted)
+                if level <= LONGEST:
+                    keep = 1 - 1 / MEMORY
+                    rule.judged[level - 1] = rule.judged[level - 1] * keep + 1
+                    rule.accepted[level - 1] = rule.accepted[level - 1] * keep + (level <= accepted)
+            if level <= accepted and level < depth:
+                self.follow.learn(following, level < accepted)
+                rule.following.learn(following, level < accepted)
+        if not self._scores:
+            return
+        for calibrator in (self.accept, self.follow, rule.accept, rule.following):
+            calibrator.advance()
+        if depth:
+            self._labels = min(self._labels + 1, ROW_MEMORY)
+            self.first += ((accepted > 0) - self.first) / (self._labels + FIRST_LABELS)
+
+
+def _expected_excess(mean: float, deviation: float) -> float:
+    """The expectation of max(x, 0) for a normal x."""
+    if deviation <= 0:
+        return max(mean, 0.0)
+    z = mean / deviation
+    return deviation * exp(-z * z / 2) / sqrt(2 * pi) + mean * (1 + erf(z / sqrt(2))) / 2
