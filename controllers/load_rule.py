@@ -15,6 +15,7 @@ from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome, Stateful, number
 from eesd.controllers.calibration import Calibrator, features, sigmoid
 from eesd.controllers.call_costs import CallCosts
+from eesd.controllers.text_rule import PRIOR as TEXT_PRIOR
 
 HORIZON = 3
 """Levels that the rule looks ahead."""
@@ -35,12 +36,14 @@ RATE_DISCOUNT, RATE_WEIGHT = 0.98, 5.0
 class LoadRule(Stateful):
     """Shared by all rows: costs of calls, acceptance, and the rate in tokens per second by number of rows."""
 
-    learned: ClassVar = ("draft", "verify", "accept", "following", "judged", "accepted", "random")
+    learned: ClassVar = ("draft", "verify", "accept", "following", "text", "judged", "accepted", "random")
 
     def __init__(self, prior: CalibrationPrior | None = None, seed: int = 0) -> None:
         self.prior = prior or CalibrationPrior()
         self.draft, self.verify = CallCosts(), CallCosts()
         self.accept, self.following = Calibrator(self.prior.accept, self.prior), Calibrator(self.prior.following, self.prior)
+        self.text = Calibrator(TEXT_PRIOR.accept, TEXT_PRIOR)
+        """Chances of what texts propose; see :class:`~eesd.controllers.row_text_rule.RowTextRule`."""
         self.judged = [FIRST_LABELS] * LONGEST
         self.accepted = [FIRST_LABELS * FIRST_CHANCE] * LONGEST
         self.random = np.random.Generator(np.random.PCG64(seed))

@@ -246,6 +246,10 @@ class LLM:
         return other
 
     @property
+    def has_tokenizer(self) -> bool:
+        return self._codec is not None
+
+    @property
     def codec(self) -> TextCodec:
         """Tokenizer and chat template. Raises :class:`EESDError` if the model has none."""
         if self._codec is None:
@@ -294,15 +298,7 @@ class LLM:
         tokens = self.encode(prompt)
         workspace = self._idle.pop() if self._idle else self._new_workspace()
         workspace.kv_cache.reset()
-        manifest = self.manifest
-        limits = Limits(
-            () if ignore_eos else manifest.eos_token_ids,
-            max_new_tokens,
-            manifest.max_seq_len,
-            manifest.max_tree_nodes,
-            self.engines.verify.prefill_chunk,
-            self.engines.in_place,
-        )
+        limits = self.limits(max_new_tokens, ignore_eos)
         drafter = None
         if draft and workspace.draft and self.controller and self.speculation:
             width, columns = self.speculation.tree_width, self.draft_columns
@@ -322,7 +318,7 @@ class LLM:
                 drafter,
                 limits,
                 sampling or self.default_sampling,
-                manifest.geometry.vocab_size,
+                self.manifest.geometry.vocab_size,
                 self.observer,
                 text,
             )
@@ -332,6 +328,18 @@ class LLM:
             if session is not None:
                 session.close()
             self._idle.append(workspace)
+
+    def limits(self, max_new_tokens: int, ignore_eos: bool) -> Limits:
+        """Where a request of this model ends, and what its calls may hold."""
+        manifest = self.manifest
+        return Limits(
+            () if ignore_eos else manifest.eos_token_ids,
+            max_new_tokens,
+            manifest.max_seq_len,
+            manifest.max_tree_nodes,
+            self.engines.verify.prefill_chunk,
+            self.engines.in_place,
+        )
 
     def _new_workspace(self) -> _Workspace:
         verify, draft = self.engines.verify, self.engines.draft

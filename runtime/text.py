@@ -156,7 +156,7 @@ class TextStream:
     """Turns tokens into text as they come.
 
     ``push`` returns the text that is certain: whole characters that cannot be the beginning of a stop string. When a stop
-    string is complete, ``stopped`` is set, and the text ends before it.
+    string is complete, it becomes ``stop``, and the text ends before it.
 
     Wherever a text is cut into prompt and tokens, the pieces are what the tokens add to the text that the prompt shows. A
     character that the prompt begins comes with the token that completes it. One that is never completed is not shown.
@@ -168,17 +168,22 @@ class TextStream:
         self._characters = _CharacterStream(codec, prompt)
         self._stop = tuple(stop)
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self.stop is not None
 
     def push(self, token: int) -> str:
         """The text that became certain with this token (often "")."""
         if self.stopped:
             return ""
         text = self._held + self._characters.push(token)
-        found = min((at for at in (text.find(stop) for stop in self._stop) if at >= 0), default=-1)
-        if found >= 0:
-            self.stopped, self._held = True, ""
-            return text[:found]
+        found = min(((at, stop) for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
+        if found is not None:
+            (at, self.stop), self._held = found, ""
+            return text[:at]
         keep = max((self._overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -127,7 +127,7 @@ def test_a_draft_vocabulary_that_breaks_rejection_sampling_is_caught(
     ("owner", "name", "old", "new"),
     [
         pytest.param(samplers._Base, "_proposals", "self._columns.tokens(columns).tolist()", "columns", id="map forgotten"),
-        pytest.param(samplers._Base, "_penalized", "columns.of([*self._tokens, *node.path()])", "{3, 5, 9, 60}", id="penalty"),
+        pytest.param(samplers._Base, "_adjusted", "columns.of([*self._tokens, *node.path()])", "{3, 5, 9, 60}", id="penalty"),
         pytest.param(sampling.GumbelNoise, "best", "columns.tokens(likely)", "likely", id="noise by column"),
         pytest.param(sampling.GumbelNoise, "best", "columns.tokens(found)", "found", id="noise by column, unlikely tokens"),
     ],
@@ -303,7 +303,7 @@ def test_noise_that_forgets_the_depth_is_caught(harness: Harness, monkeypatch: p
 
 
 def test_a_penalty_that_forgets_the_draft_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, samplers._Base, "_penalized", "*node.path()", "")
+    mutate(monkeypatch, samplers._Base, "_adjusted", "*node.path()", "")
     with caught():
         check_same_tokens(harness, PROMPT, Sampling(repetition_penalty=1.5), make_controller("fixed:k=4"), width=1)
 

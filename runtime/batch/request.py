@@ -1,6 +1,7 @@
 """What a service asks the batch for, and what it is told."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -151,11 +152,16 @@ class Generation:
     def __init__(self, request: Request, on_update: OnUpdate) -> None:
         self.request = request
         self.on_update = on_update
+        self._ends_at = None if request.seconds is None else time.monotonic() + request.seconds
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
         """End the request at the next round. Its last update says ``cancelled``, unless it was finished before."""
         self._cancelled.set()
+
+    def is_late(self, now: float) -> bool:
+        """Whether its time is over; ``now`` is ``time.monotonic()``."""
+        return self._ends_at is not None and now >= self._ends_at
 
     @property
     def cancelled(self) -> bool:

@@ -14,11 +14,12 @@ With a draft vocabulary, q has columns for some tokens only, and is zero for the
 noise and penalty are those of their tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import exp, log
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.runtime.decoding.draft_tree import Node, Proposal
@@ -31,6 +32,10 @@ class AcceptResult(NamedTuple):
 
     path: list[Node]
     bonus_token: int
+
+
+Allowed = Callable[[Sequence[int]], NDArray[np.bool_] | None]
+"""Which tokens [V] may follow everything committed and a path of drafted tokens; None: all."""
 
 
 class SpecSampler(Protocol):
@@ -50,11 +55,22 @@ class SpecSampler(Protocol):
         ...
 
 
-def make_sampler(sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE) -> SpecSampler:
-    """The sampler of a request; ``columns`` says which tokens the draft's logits are for."""
+def make_sampler(
+    sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE, allowed: Allowed | None = None
+) -> SpecSampler:
+    """The sampler of a request.
+
+    Args:
+        sampling: Its options.
+        vocab_size: V.
+        columns: Which tokens the draft's logits are for.
+        allowed: Restricts the tokens; None: all may be chosen. At least one must be.
+    """
     if sampling.greedy:
-        return Greedy(sampling, columns)
-    return Coupled(sampling, vocab_size, columns) if sampling.method == "coupled" else Rejection(sampling, columns)
+        return Greedy(sampling, columns, allowed)
+    if sampling.method == "coupled":
+        return Coupled(sampling, vocab_size, columns, allowed)
+    return Rejection(sampling, columns, allowed)
 
 
 def _best(scores: Vector | Logits, count: int) -> list[int]:
@@ -80,23 +96,30 @@ def _margins(scores: Vector, indices: list[int]) -> list[float]:
 class _Base:
     proposes_top_tokens = False
 
-    def __init__(self, sampling: Sampling, columns: DraftColumns = WHOLE) -> None:
+    def __init__(self, sampling: Sampling, columns: DraftColumns = WHOLE, allowed: Allowed | None = None) -> None:
         self._sampling = sampling
         self._columns = columns
+        self._allowed = allowed
         self._tokens: Sequence[int] = ()
 
     def begin_round(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
 
-    def _penalized(self, logits: Logits, node: Node, columns: DraftColumns = WHOLE) -> Logits:
-        """Logits after ``node``, with the repetition penalty for all tokens before and on its path."""
-        if self._sampling.repetition_penalty == 1:
+    def _adjusted(self, logits: Logits, node: Node, columns: DraftColumns = WHOLE) -> Logits:
+        """Logits after ``node``, with the repetition penalty for all tokens before and on its path; -inf for tokens that are
+        not allowed."""
+        if self._sampling.repetition_penalty != 1:
+            logits = penalize(logits, self._sampling.repetition_penalty, columns.of([*self._tokens, *node.path()]))
+        mask = None if self._allowed is None else self._allowed(node.path())
+        if mask is None:
             return logits
-        return penalize(logits, self._sampling.repetition_penalty, columns.of([*self._tokens, *node.path()]))
+        return np.where(mask[columns.tokens(np.arange(len(logits)))], logits, np.float32(-np.inf))
 
-    def _drafted(self, logits: Logits, node: Node) -> Vector:
-        """The draft's log-probabilities after ``node``, a column for each token that it can predict."""
-        return warp(self._penalized(logits, node, self._columns), self._sampling)
+    def _drafted(self, logits: Logits, node: Node) -> Vector | None:
+        """The draft's log-probabilities after ``node``, a column for each token that it can predict. None: it can predict no
+        token that is allowed."""
+        adjusted = self._adjusted(logits, node, self._columns)
+        return None if self._allowed is not None and adjusted.max() == -np.inf else warp(adjusted, self._sampling)
 
     def _proposals(self, columns: list[int], logprobs: Vector, scores: Sequence[float], margins: list[float]) -> list[Proposal]:
         tokens = self._columns.tokens(columns).tolist()
@@ -132,9 +155,9 @@ class _Deterministic(_Base):
 
 
 class Greedy(_Deterministic):
-    def __init__(self, sampling: Sampling, columns: DraftColumns = WHOLE) -> None:
-        super().__init__(sampling, columns)
-        self.proposes_top_tokens = sampling.repetition_penalty == 1
+    def __init__(self, sampling: Sampling, columns: DraftColumns = WHOLE, allowed: Allowed | None = None) -> None:
+        super().__init__(sampling, columns, allowed)
+        self.proposes_top_tokens = sampling.repetition_penalty == 1 and allowed is None
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
         ids, logprobs = outputs.topk_ids, outputs.topk_logprobs
@@ -143,21 +166,28 @@ class Greedy(_Deterministic):
             tokens, top = ids[row].tolist(), logprobs[row].tolist()
             others = [top[1] if len(top) > 1 else log(max(1 - exp(top[0]), 1e-9)), *[top[0]] * (count - 1)]
             return [Proposal(tokens[i], top[i], top[i], top[i] - others[i]) for i in range(count)]
-        return self._top(normalize(self._penalized(outputs.logits[row], node, self._columns).astype(np.float64)), count)
+        adjusted = self._adjusted(outputs.logits[row], node, self._columns)
+        if self._allowed is not None and adjusted.max() == -np.inf:
+            return []
+        return self._top(normalize(adjusted.astype(np.float64)), count)
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
         if self.proposes_top_tokens:
             return outputs.argmax(node.index)
-        return int(self._penalized(outputs.logits[node.index], node).argmax())
+        return int(self._adjusted(outputs.logits[node.index], node).argmax())
 
 
 class Coupled(_Deterministic):
-    def __init__(self, sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE) -> None:
-        super().__init__(sampling, columns)
+    def __init__(
+        self, sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE, allowed: Allowed | None = None
+    ) -> None:
+        super().__init__(sampling, columns, allowed)
         self._noise = GumbelNoise(sampling.seed, vocab_size)
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
         logprobs = self._drafted(outputs.logits[row], node)
+        if logprobs is None:
+            return []
         # One more, for the last margin.
         columns, noisy = self._noise.best(logprobs, self._position(node), count + 1, self._columns)
         best = [index for index in _best(noisy, min(count, len(noisy))) if noisy[index] > -np.inf]
@@ -165,7 +195,7 @@ class Coupled(_Deterministic):
         return self._proposals(columns[best].tolist(), logprobs, scores.tolist(), _margins(noisy, best))
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
-        logprobs = warp(self._penalized(outputs.logits[node.index], node), self._sampling)
+        logprobs = warp(self._adjusted(outputs.logits[node.index], node), self._sampling)
         tokens, noisy = self._noise.best(logprobs, self._position(node), 1)
         return int(tokens[noisy.argmax()])
 
@@ -181,6 +211,8 @@ class Rejection(_Base):
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
         logprobs = self._drafted(outputs.logits[row], node)
+        if logprobs is None:
+            return []
         if count > 1:
             return self._top(logprobs, count)
         self._sampled[node] = q = np.exp(logprobs)
@@ -191,7 +223,7 @@ class Rejection(_Base):
         node = root
         path: list[Node] = []
         while True:
-            p = np.exp(warp(self._penalized(outputs.logits[node.index], node), self._sampling))
+            p = np.exp(warp(self._adjusted(outputs.logits[node.index], node), self._sampling))
             accepted, drafted = None, self._sampled.get(node)
             q = None if drafted is None else self._columns.spread(drafted, len(p))
             for child in node.children:

@@ -21,7 +21,7 @@ from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.controllers.tree_budget import SiblingLabel, TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain, tree_mask
 from eesd.runtime.decoding.guard import Guard
-from eesd.runtime.decoding.samplers import AcceptResult, make_sampler
+from eesd.runtime.decoding.samplers import AcceptResult, Allowed, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter, TextIndex
@@ -130,17 +130,26 @@ class Session:
         vocab_size: int,
         observer: Observer | None = None,
         text: TextDrafter | None = None,
+        allowed: Allowed | None = None,
     ) -> None:
-        if not len(prompt):
-            raise EESDError("The prompt is empty; give at least one token.")
-        if len(prompt) >= limits.max_seq_len:
-            raise EESDError(
-                f"The prompt has {len(prompt)} tokens, the cache {limits.max_seq_len} slots; "
-                "shorten the prompt or export with a larger --max-seq-len."
-            )
-        outside = next((token for token in prompt if not 0 <= token < vocab_size), None)
-        if outside is not None:
-            raise EESDError(f"The prompt has the token id {shown(outside)}; ids go from 0 to {vocab_size - 1}.")
+        """Begin a sequence.
+
+        Args:
+            prompt: Token ids, at least one.
+            kv_cache: Memory of the sequence.
+            verify: The verify engine, bound to it.
+            drafter: How the exit head drafts; None: not at all.
+            limits: Where the sequence ends.
+            sampling: How tokens are chosen.
+            vocab_size: V.
+            observer: Told what each round commits.
+            text: How the text drafts; None: not at all.
+            allowed: Restricts the tokens; see :data:`~eesd.runtime.decoding.samplers.Allowed`.
+
+        Raises:
+            EESDError: The prompt is empty, too long, or has an unknown token.
+        """
+        check_prompt(prompt, limits, vocab_size)
         self.tokens = list(prompt)
         self.stats = Stats(prompt_tokens=len(prompt))
         self.finish_reason: str | None = None
@@ -150,7 +159,7 @@ class Session:
         self._text = text
         self._index = TextIndex()
         self._limits = limits
-        self._sampler = make_sampler(sampling, vocab_size, drafter.columns if drafter else WHOLE)
+        self._sampler = make_sampler(sampling, vocab_size, drafter.columns if drafter else WHOLE, allowed)
         self._observer = observer
         self._prefilled = 0
         self._closed = False
@@ -176,6 +185,25 @@ class Session:
             self._prefilled = stop
             self.stats.prefill_seconds += time.perf_counter() - started
         return stop == end
+
+    def prefill_from(self, slots: int) -> None:
+        """Take it that the cache has the keys and values of the prompt's first tokens, ``slots`` of them."""
+        self._prefilled = max(self._prefilled, min(slots, self.stats.prompt_tokens - 1))
+
+    def prefill_with_logits(self, most: int) -> Logits:
+        """Like :meth:`prefill_some`, and return the logits behind each of these tokens [n, V]."""
+        self._check_open()
+        start = self._prefilled
+        stop = min(start + most, self.stats.prompt_tokens - 1)
+        self._kv_cache.reserve(stop)
+        outputs, seconds = _timed(self._verify, Call(self.tokens[start:stop], range(start, stop), start))
+        self._prefilled = stop
+        self.stats.prefill_seconds += seconds
+        return outputs.logits
+
+    def move_to(self, kv_cache: KVCache) -> None:
+        """Go on with another cache, which has the same keys and values, and whose calls someone else runs."""
+        self._kv_cache = kv_cache
 
     def step(self) -> RoundResult:
         """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or closed session."""
@@ -337,6 +365,11 @@ class Session:
         return row
 
     @property
+    def prefilled(self) -> int:
+        """Tokens of the prompt that are in the cache."""
+        return self._prefilled
+
+    @property
     def kv_cache(self) -> KVCache:
         """The session's cache, to bind other engines to it. Raises :class:`EESDError` on a closed session."""
         self._check_open()
@@ -446,6 +479,20 @@ class Session:
         accepted = path[: len(tokens)]
         rejected = [] if reason else _rejected(path[-1] if path else nodes[0])
         return RoundResult(tokens, len(accepted), reason, [node.from_text for node in accepted], rejected)
+
+
+def check_prompt(prompt: Sequence[int], limits: Limits, vocab_size: int) -> None:
+    """Raise :class:`EESDError` if the prompt is empty, too long, or has an unknown token."""
+    if not len(prompt):
+        raise EESDError("The prompt is empty; give at least one token.")
+    if len(prompt) >= limits.max_seq_len:
+        raise EESDError(
+            f"The prompt has {len(prompt)} tokens, the cache {limits.max_seq_len} slots; "
+            "shorten the prompt or export with a larger --max-seq-len."
+        )
+    outside = next((token for token in prompt if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise EESDError(f"The prompt has the token id {shown(outside)}; ids go from 0 to {vocab_size - 1}.")
 
 
 def _timed(binding: Binding, call: Call) -> tuple[StepOutputs, float]:

@@ -1,0 +1,106 @@
+"""Keys and values of texts that were seen, for requests that begin like them: system prompts, conversations that go on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 32
+"""Tokens that are kept together."""
+
+
+@dataclass(eq=False)
+class _Block:
+    """Keys and values [L+E, 2, KV, BLOCK, D] of tokens behind those of ``parent``."""
+
+    parent: "_Block | None"
+    tokens: tuple[int, ...]
+    values: NDArray[np.float32] | None
+    following: "dict[tuple[int, ...], _Block]" = field(default_factory=dict)
+    used: int = 0
+
+
+class PrefixCache:
+    """A tree of blocks, bounded in bytes; what was not used for longest goes first, ends before beginnings.
+
+    A token's keys and values are the same bits however its text was cut into calls, so a request that takes them from here
+    gets the tokens that it gets alone.
+
+    Attributes:
+        queries: Tokens of all prompts that were looked up.
+        hits: Those of them that were found.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """``capacity`` is in bytes; 0 keeps nothing."""
+        self.queries = 0
+        self.hits = 0
+        self._capacity = capacity
+        self._bytes = 0
+        self._root = _Block(None, (), None)
+        self._clock = count(1)
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of the keys and values that are kept."""
+        return self._bytes
+
+    def find(self, tokens: Sequence[int]) -> list[NDArray[np.float32]]:
+        """The keys and values of the longest beginning of ``tokens`` that is known, in blocks of :data:`BLOCK` tokens."""
+        found, block, now = [], self._root, next(self._clock)
+        self.queries += len(tokens)
+        for key in _keys(tokens):
+            following = block.following.get(key)
+            if following is None:
+                break
+            block, block.used = following, now
+            assert block.values is not None
+            found.append(block.values)
+        self.hits += BLOCK * len(found)
+        return found
+
+    def add(self, tokens: Sequence[int], read: Callable[[int, int], NDArray[np.float32]]) -> None:
+        """Keep the keys and values of a text.
+
+        Args:
+            tokens: Its tokens whose keys and values are known.
+            read: Gives those of the slots from ``start`` to ``stop - 1``, [L+E, 2, KV, n, D]. They are copied.
+        """
+        block, now = self._root, next(self._clock)
+        for number, key in enumerate(_keys(tokens)):
+            following = block.following.get(key)
+            if following is None:
+                values = read(number * BLOCK, (number + 1) * BLOCK)
+                if not self._make_room(values.nbytes, now):
+                    return
+                following = block.following[key] = _Block(block, key, values.copy())
+                self._bytes += values.nbytes
+            following.used = now
+            block = following
+
+    def _make_room(self, size: int, now: int) -> bool:
+        """Drop blocks until ``size`` bytes are free; False if only blocks in use now could go."""
+        while self._bytes + size > self._capacity:
+            ends = [block for block in self._blocks(self._root) if not block.following and block.used < now]
+            if not ends:
+                return False
+            for oldest in sorted(ends, key=lambda block: block.used)[: max(len(ends) // 4, 1)]:
+                assert oldest.parent is not None and oldest.values is not None
+                del oldest.parent.following[oldest.tokens]
+                self._bytes -= oldest.values.nbytes
+        return True
+
+    def _blocks(self, block: _Block) -> list[_Block]:
+        """All blocks behind a block."""
+        found, waiting = [], [*block.following.values()]
+        while waiting:
+            found.append(waiting.pop())
+            waiting += found[-1].following.values()
+        return found
+
+
+def _keys(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """The whole blocks of a text."""
+    return [tuple(tokens[start : start + BLOCK]) for start in range(0, len(tokens) - BLOCK + 1, BLOCK)]

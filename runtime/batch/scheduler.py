@@ -1,0 +1,314 @@
+"""Continuous batching: requests join and leave between rounds; prompts are prefilled in pieces between rounds."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.common.checks import check_integer
+from eesd.common.errors import EESDError
+from eesd.controllers.load_rule import LoadRule
+from eesd.runtime.batch.group import Group
+from eesd.runtime.batch.prefix_cache import PrefixCache
+from eesd.runtime.batch.request import Generation, Update
+from eesd.runtime.batch.row import Row
+from eesd.runtime.decoding.session import RoundResult, check_prompt
+from eesd.runtime.engines.base import Binding
+from eesd.runtime.engines.kv_cache import HostKVCache
+from eesd.runtime.engines.ort_cpu import OrtEngine
+from eesd.runtime.engines.ort_rows import OrtRowsBinding
+from eesd.runtime.engines.rows import HostRows
+from eesd.runtime.llm import LLM
+
+FIRST_GROUP, GROWTH = 512, 4
+"""Slots of the texts in the first group, and how many times more each next group holds."""
+MEASURING_SECONDS = 3.0
+"""Time in which calls are timed at the start."""
+MOST_PREFILLING = 4
+"""Prompts that are prefilled in turn, so that a long one does not keep short ones waiting."""
+
+
+LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Limits of a batch.
+
+    Attributes:
+        max_rows: Requests that run at the same time.
+        max_queue: Requests that wait; more are refused.
+        prefill_tokens: Tokens of prompts between two rounds, while there are rows that decode.
+        kv_memory: Bytes of keys and values that the requests that run may come to need, together.
+        prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. They change how long a
+            request takes to begin, from which one user may learn what another asked: give 0 where that matters.
+
+    Raises:
+        EESDError: A value is out of range.
+    """
+
+    max_rows: int = 16
+    max_queue: int = 256
+    prefill_tokens: int = 128
+    kv_memory: int = 2 << 30
+    prefix_memory: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        check_integer("max_rows", self.max_rows, 1, 1024)
+        check_integer("max_queue", self.max_queue, 0, 1_000_000)
+        check_integer("prefill_tokens", self.prefill_tokens, 1, 65536)
+        check_integer("kv_memory", self.kv_memory, 1, 2**62)
+        check_integer("prefix_memory", self.prefix_memory, 0, 2**62)
+
+
+@dataclass(eq=False)
+class _Workspace:
+    """A cache in which one prompt is prefilled, and the verify engine bound to it."""
+
+    kv_cache: HostKVCache
+    verify: Binding
+
+
+@dataclass(eq=False)
+class _Prefilling:
+    """A request whose prompt is being prefilled."""
+
+    row: Row
+    workspace: _Workspace
+
+
+class Scheduler:
+    """The batch, driven by one thread: :meth:`add` requests, and call :meth:`step` while there is work.
+
+    Attributes:
+        rule: What decides how far to draft, and what it learned.
+        prefixes: Keys and values of earlier texts.
+        waiting: Requests that have not begun.
+        rounds: Rounds so far.
+    """
+
+    def __init__(self, llm: LLM, options: BatchOptions) -> None:
+        """Raises :class:`EESDError` if the backend cannot run several rows."""
+        verify, draft = llm.engines.verify, llm.engines.draft
+        if not isinstance(verify, OrtEngine) or not isinstance(draft, OrtEngine | None):
+            raise EESDError("Batches run with the backend ort on the CPU; load the engines with backend='ort'.")
+        self.rule = LoadRule(llm.manifest.exit_head.calibration)
+        self.prefixes = PrefixCache(options.prefix_memory)
+        self.waiting: deque[Generation] = deque()
+        self.rounds = 0
+        self._llm, self._options, self._engine, self._draft = llm, options, verify, draft
+        self._prefilling: deque[_Prefilling] = deque()
+        self._idle: list[_Workspace] = []
+        self._groups = [self._new_group(most) for most in _group_sizes(llm.manifest.max_seq_len)]
+        self._groups[0].measure(options.max_rows, MEASURING_SECONDS)
+        geometry = llm.manifest.geometry
+        self._slot_bytes = 4 * 2 * llm.manifest.num_caches * geometry.num_kv_heads * geometry.head_dim
+
+    @property
+    def running(self) -> int:
+        """Requests that decode."""
+        return sum(len(group.active) for group in self._groups)
+
+    @property
+    def prefilling(self) -> int:
+        """Requests whose prompt is being prefilled."""
+        return len(self._prefilling)
+
+    @property
+    def drafted(self) -> int:
+        """Levels that the last rounds verified, at most."""
+        return max((group.drafted for group in self._groups if group.active), default=0)
+
+    @property
+    def kv_used(self) -> float:
+        """Share of the memory for keys and values that is promised to requests."""
+        return sum(self._needs(row.generation) for row in self._rows()) / self._options.kv_memory
+
+    def check(self, generation: Generation) -> None:
+        """Raise :class:`EESDError` if a request can never run."""
+        request, manifest = generation.request, self._llm.manifest
+        limits = self._llm.limits(request.max_new_tokens, request.ignore_eos)
+        check_prompt(request.tokens, limits, manifest.geometry.vocab_size)
+        if request.stop:
+            _ = self._llm.codec  # which a model without a tokenizer does not have
+        if self._needs(generation) > self._options.kv_memory:
+            raise EESDError(
+                f"The request may come to need {self._needs(generation) >> 20} MiB of keys and values, and all requests have "
+                f"{self._options.kv_memory >> 20} MiB together; ask for fewer than {request.max_new_tokens} new tokens (the "
+                f"model takes {manifest.max_seq_len} in all), or start with more memory."
+            )
+
+    def add(self, generation: Generation) -> None:
+        """Let a request wait for its turn. It must have passed :meth:`check`."""
+        self.waiting.append(generation)
+
+    def step(self) -> bool:
+        """Let requests begin and end, prefill some tokens, run a round. Returns whether there is more to do."""
+        self._end_some()
+        self._begin_some()
+        self._prefill_some()
+        for group in self._groups:
+            if group.active:
+                self._round(group)
+        self._regroup()
+        return bool(self.waiting or self._prefilling or self.running)
+
+    def end_all(self, reason: str, error: Exception | None = None) -> None:
+        """End every request."""
+        while self.waiting:
+            self.waiting.popleft().on_update(Update(finish_reason=reason, error=_sentence(error) if error else None))
+        for row in self._rows():
+            self._end(row, reason, error)
+
+    def _rows(self) -> list[Row]:
+        """All requests that have begun."""
+        return [*(one.row for one in self._prefilling), *(row for group in self._groups for row in group.active)]
+
+    def _needs(self, generation: Generation) -> int:
+        """Bytes of keys and values that a request may come to need."""
+        request, manifest = generation.request, self._llm.manifest
+        slots = min(len(request.tokens) + request.max_new_tokens, manifest.max_seq_len)
+        return (slots + manifest.max_tree_nodes) * self._slot_bytes
+
+    def _end_some(self) -> None:
+        """End requests that were cancelled or whose time is over."""
+        now = time.monotonic()
+        for generation in [one for one in self.waiting if one.cancelled or one.is_late(now)]:
+            self.waiting.remove(generation)
+            generation.on_update(Update(finish_reason="cancelled" if generation.cancelled else "deadline"))
+        for row in self._rows():
+            if row.generation.cancelled or row.generation.is_late(now):
+                self._end(row, "cancelled" if row.generation.cancelled else "deadline")
+
+    def _begin_some(self) -> None:
+        """Begin requests in their order, while there is a row and memory for them."""
+        while self.waiting and len(self._rows()) < self._options.max_rows and len(self._prefilling) < MOST_PREFILLING:
+            promised = sum(self._needs(row.generation) for row in self._rows())
+            if promised + self._needs(self.waiting[0]) > self._options.kv_memory:
+                return
+            generation = self.waiting.popleft()
+            workspace = self._idle.pop() if self._idle else self._new_workspace()
+            workspace.kv_cache.reset()
+            row = Row(self._llm, self.rule, generation, workspace.kv_cache, workspace.verify)
+            if generation.request.prompt_logprobs is None:
+                self._take_prefix(row, workspace.kv_cache)
+            self._prefilling.append(_Prefilling(row, workspace))
+
+    def _take_prefix(self, row: Row, kv_cache: HostKVCache) -> None:
+        """Copy the keys and values of the prompt's beginning that are known."""
+        tokens = row.request.tokens[:-1]
+        at = 0
+        for values in self.prefixes.find(tokens):
+            length = values.shape[3]
+            kv_cache.reserve(at + length)
+            kv_cache.data[:, :, 0, :, at : at + length] = values
+            at += length
+        row.session.prefill_from(at)
+        row.cached_tokens = at
+
+    def _prefill_some(self) -> None:
+        """Prefill prompts, each a piece in turn. Those that are complete join a group."""
+        left = self._options.prefill_tokens if self.running else self._engine.prefill_chunk
+        while self._prefilling and left > 0:
+            one = self._prefilling.popleft()
+            try:
+                left -= max(one.row.prefill(left), 1)
+            except Exception as error:  # whatever it is, it concerns this request alone
+                self._idle.append(one.workspace)
+                self._end(one.row, "error", error)
+                continue
+            if one.row.prefilled:
+                self._join(one)
+            else:
+                self._prefilling.append(one)
+
+    def _join(self, one: _Prefilling) -> None:
+        """Let a row whose prompt is complete decode."""
+        kv_cache = one.workspace.kv_cache
+        self._keep_prefix(one.row, lambda start, stop: kv_cache.data[:, :, 0, :, start:stop])
+        self._group_for(len(one.row.request.tokens)).join(one.row, kv_cache)
+        self._idle.append(one.workspace)
+
+    def _round(self, group: Group) -> None:
+        """Run a round of a group. If the engine fails, its rows end; the others go on."""
+        self.rounds += 1
+        rows = [*group.active]
+        try:
+            finished = group.round(lambda row, result: self._report(group, row, result))
+        except Exception as error:
+            LOGGER.exception("A round failed; %d requests end.", len(rows))
+            for row in [row for row in rows if row in group.active]:
+                self._end(row, "error", error)
+            return
+        for row in finished:
+            if row.error is not None:
+                LOGGER.error("A request failed.", exc_info=row.error)
+                self._end(row, "error", row.error)
+            else:
+                group.leave(row)
+
+    def _report(self, group: Group, row: Row, result: RoundResult) -> bool:
+        """Tell what a round brought a row. Returns whether the row is finished."""
+        update = row.update(result)
+        ended = update.finish_reason is not None
+        if ended:
+            self._keep_prefix(row, lambda start, stop: group.read(row, start, stop))
+            row.session.close()
+        row.generation.on_update(update)
+        return ended
+
+    def _end(self, row: Row, reason: str, error: Exception | None = None) -> None:
+        """End a request that no round ended."""
+        for one in [one for one in self._prefilling if one.row is row]:
+            self._prefilling.remove(one)
+            self._idle.append(one.workspace)
+        for group in self._groups:
+            if row in group.active:
+                group.leave(row)
+        row.session.close()
+        row.generation.on_update(row.last_update(reason, None if error is None else _sentence(error)))
+
+    def _keep_prefix(self, row: Row, read: Callable[[int, int], NDArray[np.float32]]) -> None:
+        """Keep a row's keys and values for requests that begin like it."""
+        if self._options.prefix_memory:
+            self.prefixes.add(row.session.tokens[:-1], read)
+
+    def _regroup(self) -> None:
+        """Move texts that have become long to their group."""
+        for group in self._groups:
+            for row in [row for row in group.active if group.has_outgrown(row)]:
+                self._group_for(len(row.session.tokens)).take_over(group, row)
+
+    def _new_group(self, most_slots: int | None) -> Group:
+        rows = HostRows(self._llm.manifest)
+        draft = OrtRowsBinding(self._draft, rows) if self._draft else None
+        longest = self._llm.manifest.max_tree_nodes
+        return Group(rows, OrtRowsBinding(self._engine, rows), draft, self.rule, longest, most_slots)
+
+    def _group_for(self, tokens: int) -> Group:
+        """The first group whose rows have room for a text of this length and a round."""
+        longest = self._llm.manifest.max_tree_nodes
+        return next(group for group in self._groups if group.most_slots is None or tokens + longest <= group.most_slots)
+
+    def _new_workspace(self) -> _Workspace:
+        kv_cache = self._engine.new_kv_cache()
+        return _Workspace(kv_cache, self._engine.bind(kv_cache))
+
+
+def _group_sizes(max_seq_len: int) -> list[int | None]:
+    """The most slots of each group; the last one takes the longest texts."""
+    sizes: list[int | None] = []
+    size = FIRST_GROUP
+    while size < max_seq_len:
+        sizes.append(size)
+        size *= GROWTH
+    return [*sizes, None]
+
+
+def _sentence(error: Exception) -> str:
+    """What a user is told about an error; only errors of this project are written for users."""
+    return str(error) if isinstance(error, EESDError) else "The request failed inside the server; its log says why."

@@ -1,0 +1,200 @@
+"""The batch in a thread of its own, for programs with many threads or an event loop."""
+
+import json
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from eesd.common.checks import check_path
+from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
+from eesd.common.json_input import read_json
+from eesd.runtime.batch.request import Generation, OnUpdate, QueueFullError, Request, Update
+from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
+from eesd.runtime.llm import LLM, Completion
+
+STATE_FORMAT = 1
+OPTIONS = BatchOptions()
+USUAL_SECONDS = 1.0
+"""What a queue that is full is told to wait, while nothing is known of how long requests take."""
+
+
+class ClosedError(EESDError):
+    """The service takes no requests any more."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a service does now.
+
+    Attributes:
+        queued, prefilling, running: Requests that wait, whose prompt is being prefilled, and that decode.
+        kv_used: Share of the memory for keys and values that is promised to requests.
+        rounds: Rounds so far.
+        prefix_queries, prefix_hits: Tokens of all prompts, and those whose keys and values were kept from earlier ones.
+        drafted: Levels that the last round verified.
+    """
+
+    queued: int
+    prefilling: int
+    running: int
+    kv_used: float
+    rounds: int
+    prefix_queries: int
+    prefix_hits: int
+    drafted: int
+
+
+class Service:
+    """Runs requests of an :class:`~eesd.runtime.llm.LLM` together, each with the tokens that it gets alone.
+
+    The LLM must not be used otherwise while the service is open.
+
+    Attributes:
+        llm: The model.
+    """
+
+    def __init__(self, llm: LLM, options: BatchOptions = OPTIONS) -> None:
+        """Start. Raises :class:`EESDError` if the backend cannot run several rows."""
+        self.llm = llm
+        self._options = options
+        self._scheduler = Scheduler(llm, options)
+        self._inbox: deque[Generation] = deque()
+        self._changed = threading.Condition()
+        self._closing = self._stopping = False
+        self._taken = 0.0
+        """Seconds that requests took lately."""
+        self._thread = threading.Thread(target=self._run, name="eesd-batch", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, on_update: OnUpdate) -> Generation:
+        """Ask for a text. May be called from any thread.
+
+        Args:
+            request: What is asked for.
+            on_update: Told what each round brought, in the service's thread.
+
+        Raises:
+            EESDError: The request can never run.
+            QueueFullError: Too many requests wait.
+            ClosedError: The service was closed.
+        """
+        generation = Generation(request, on_update)
+        self._scheduler.check(generation)
+        with self._changed:
+            if self._closing or not self._thread.is_alive():
+                raise ClosedError("The service takes no more requests; it is being stopped.")
+            waiting = len(self._inbox) + len(self._scheduler.waiting)
+            free = self._options.max_rows - self._scheduler.running - self._scheduler.prefilling
+            if waiting >= self._options.max_queue + max(free, 0):
+                raise QueueFullError(f"The queue is full: {waiting} requests wait; try again later.", USUAL_SECONDS)
+            self._inbox.append(generation)
+            self._changed.notify_all()
+        return generation
+
+    def generate(self, request: Request) -> Completion:
+        """Ask for a text, and wait for it. Raises :class:`EESDError` also if the request fails later."""
+        updates: list[Update] = []
+        done = threading.Event()
+
+        def on_update(update: Update) -> None:
+            updates.append(update)
+            if update.finish_reason is not None:
+                done.set()
+
+        self.submit(request, on_update)
+        done.wait()
+        last = updates[-1]
+        if last.finish_reason not in ("stop", "length"):
+            raise EESDError(last.error or f"The request ended early: {last.finish_reason}.")
+        outputs = [output for update in updates for output in update.tokens]
+        text = "".join(output.text for output in outputs) + last.held
+        return Completion(text, [output.token for output in outputs], last.finish_reason, last.stats)
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Take no more requests, let those that run go on for so long, then cancel them. May be called more than once."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(drain_seconds)
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def load(self) -> Load:
+        """What the service does now. May be called from any thread."""
+        scheduler = self._scheduler
+        prefixes = scheduler.prefixes
+        return Load(
+            len(self._inbox) + len(scheduler.waiting),
+            scheduler.prefilling,
+            scheduler.running,
+            scheduler.kv_used,
+            scheduler.rounds,
+            prefixes.queries,
+            prefixes.hits,
+            scheduler.drafted,
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether the service's thread runs."""
+        return self._thread.is_alive()
+
+    def controller_state(self) -> dict[str, Any]:
+        """What was learned about drafting, as JSON values: costs, calibration, acceptance by depth."""
+        return self._scheduler.rule.state()
+
+    def save_state(self, path: str | os.PathLike[str]) -> None:
+        """Write what was learned. The file appears whole or not at all."""
+        path = check_path("path", path, "the file to write")
+        state = {"format": STATE_FORMAT, "model": self.llm.manifest.exit_head.base, "state": self.controller_state()}
+        try:
+            with written_whole(path) as temporary:
+                temporary.write_text(json.dumps(state) + "\n")
+        except OSError as error:
+            raise EESDError(f"{path} cannot be written ({error.strerror}); give another file.") from None
+
+    def load_state(self, path: str | os.PathLike[str]) -> None:
+        """Continue with what :meth:`save_state` wrote. Call it before the first request.
+
+        Raises:
+            EESDError: The file is damaged, or was learned with another model.
+        """
+        path = check_path("path", path, "a file that save_state wrote")
+        saved = read_json(path, "give another file")
+        if not isinstance(saved, dict) or saved.keys() != {"format", "model", "state"} or saved["format"] != STATE_FORMAT:
+            raise EESDError(f"{path} is not what a server learned; give another file.")
+        if saved["model"] != self.llm.manifest.exit_head.base:
+            raise EESDError(f"{path} was learned with another model; give another file.")
+        try:
+            self._scheduler.rule.restore(saved["state"])
+        except (ValueError, KeyError) as error:
+            raise EESDError(f"{path} is damaged ({error}); delete it.") from None
+
+    def _run(self) -> None:
+        """The thread: take what was asked for, and run rounds while there is work."""
+        busy = False
+        try:
+            while True:
+                with self._changed:
+                    while not (self._inbox or busy or self._stopping or self._closing):
+                        self._changed.wait()
+                    if self._stopping or (self._closing and not self._inbox and not busy):
+                        break
+                    while self._inbox:
+                        self._scheduler.add(self._inbox.popleft())
+                busy = self._scheduler.step()
+            self._scheduler.end_all("cancelled")
+        except BaseException as error:
+            self._scheduler.end_all("error", error if isinstance(error, Exception) else None)
+            raise
+        finally:
+            with self._changed:
+                self._closing = True
+                left, self._inbox = [*self._inbox], deque()
+            for generation in left:
+                generation.on_update(Update(finish_reason="cancelled"))
