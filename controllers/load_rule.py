@@ -149,6 +149,28 @@ class LoadRule(Stateful):
             self._rates[int(rows)] = [tokens, seconds]
 
 
+class FixedLevels(LoadRule):
+    """Drafts the same number of levels in every round, whatever they cost: for comparison."""
+
+    def __init__(self, levels: int, prior: CalibrationPrior | None = None) -> None:
+        super().__init__(prior)
+        self.fixed = levels
+
+    def begins(self, firsts: Sequence[float], rows: int, slots: int, certain: Sequence[float] = ()) -> bool:
+        return self.fixed > 0
+
+    def goes_on(
+        self, reaches: Sequence[tuple[float, float]], depth: int, rows: int, slots: int, certain: Sequence[float]
+    ) -> bool:
+        return depth < self.fixed
+
+    def levels(self, values: Sequence[float], rows: int, slots: int) -> int:
+        return min(len(values), self.fixed)
+
+    def node_cost(self, rows: int, slots: int, steps: bool) -> float:
+        return 0.0
+
+
 class RowController(Controller):
     """What one row tells the batch: how likely its draft is accepted. Its calibration starts from that of all rows.
 

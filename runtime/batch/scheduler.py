@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from eesd.common.checks import check_integer
 from eesd.common.errors import EESDError
-from eesd.controllers.load_rule import LoadRule
+from eesd.controllers.load_rule import FixedLevels, LoadRule
 from eesd.runtime.batch.group import Group
 from eesd.runtime.batch.prefix_cache import PrefixCache
 from eesd.runtime.batch.request import Generation, Update
@@ -46,6 +46,7 @@ class BatchOptions:
         kv_memory: Bytes of keys and values that the requests that run may come to need, together.
         prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. They change how long a
             request takes to begin, from which one user may learn what another asked: give 0 where that matters.
+        levels: Levels that every round drafts; None: as many as pay, given the load.
 
     Raises:
         EESDError: A value is out of range.
@@ -56,6 +57,7 @@ class BatchOptions:
     prefill_tokens: int = 128
     kv_memory: int = 2 << 30
     prefix_memory: int = 256 << 20
+    levels: int | None = None
 
     def __post_init__(self) -> None:
         check_integer("max_rows", self.max_rows, 1, 1024)
@@ -63,6 +65,8 @@ class BatchOptions:
         check_integer("prefill_tokens", self.prefill_tokens, 1, 65536)
         check_integer("kv_memory", self.kv_memory, 1, 2**62)
         check_integer("prefix_memory", self.prefix_memory, 0, 2**62)
+        if self.levels is not None:
+            check_integer("levels", self.levels, 0, 64)
 
 
 @dataclass(eq=False)
@@ -96,7 +100,8 @@ class Scheduler:
         verify, draft = llm.engines.verify, llm.engines.draft
         if not isinstance(verify, OrtEngine) or not isinstance(draft, OrtEngine | None):
             raise EESDError("Batches run with the backend ort on the CPU; load the engines with backend='ort'.")
-        self.rule = LoadRule(llm.manifest.exit_head.calibration)
+        prior = llm.manifest.exit_head.calibration
+        self.rule = LoadRule(prior) if options.levels is None else FixedLevels(options.levels, prior)
         self.prefixes = PrefixCache(options.prefix_memory)
         self.waiting: deque[Generation] = deque()
         self.rounds = 0

@@ -1,0 +1,417 @@
+"""The batch: every request gets, bit for bit, what it gets alone, whatever runs beside it."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from support.harness import Harness
+
+from eesd.common.errors import EESDError
+from eesd.runtime.batch.prefix_cache import BLOCK, PrefixCache
+from eesd.runtime.batch.request import Generation, QueueFullError, Request, Update
+from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
+from eesd.runtime.batch.service import ClosedError, Service
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines.kv_cache import HostKVCache
+from eesd.runtime.engines.ort_rows import OrtRowsBinding
+from eesd.runtime.engines.rows import HostRows
+from eesd.runtime.llm import LLM, Speculation, load
+
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.9, seed=3),
+    Sampling(temperature=0.8, seed=4, method="rejection", top_p=0.9),
+    Sampling(temperature=1.0, seed=5, top_k=20, repetition_penalty=1.2),
+)
+OPTIONS = BatchOptions(max_rows=5, prefill_tokens=16, prefix_memory=1 << 20)
+
+
+class Record:
+    """Collects what a request is told."""
+
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+        self.logits: list[NDArray[np.float32]] = []
+
+    def __call__(self, update: Update) -> None:
+        assert not self.updates or self.updates[-1].finish_reason is None, "told something behind the end"
+        self.updates.append(update)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [output.token for update in self.updates for output in update.tokens]
+
+    @property
+    def reason(self) -> str | None:
+        return self.updates[-1].finish_reason if self.updates else None
+
+
+@pytest.fixture(scope="module")
+def llm(harness: Harness) -> LLM:
+    return load(harness.directory, "ort", threads=1)
+
+
+def alone(llm: LLM, request: Request) -> list[int]:
+    """The request's tokens without a batch. With rejection sampling they depend on how far is drafted: always two tokens."""
+    rejection = request.sampling.method == "rejection" and request.draft
+    other = llm.with_speculation(Speculation("fixed:k=2", guard=False, drafter="exit") if rejection else None)
+    completion = other.generate(
+        request.tokens,
+        request.sampling,
+        max_new_tokens=request.max_new_tokens,
+        ignore_eos=request.ignore_eos,
+        draft=rejection,
+    )
+    return completion.tokens
+
+
+def requests(count: int, seed: int = 0) -> Iterator[Request]:
+    """Short and long prompts, some of which begin alike, with all samplings."""
+    random = np.random.default_rng(seed)
+    shared = random.integers(0, 97, 80).tolist()
+    for number in range(count):
+        own = random.integers(0, 97, int(random.choice([1, 3, 20, 90]))).tolist()
+        yield Request(
+            tokens=[*shared[: 32 * int(random.integers(0, 3))], *own],
+            sampling=replace(SAMPLINGS[number % 4], seed=number),
+            max_new_tokens=int(random.choice([1, 5, 30, 60])),
+            ignore_eos=bool(random.integers(0, 2)),
+            draft=bool(random.random() < 0.8),
+        )
+
+
+def run(scheduler: Scheduler, given: Sequence[Request], every: int = 0) -> list[Record]:
+    """Run requests, a new one at each ``every``-th step."""
+    records = [Record() for _ in given]
+    waiting = [Generation(request, record) for request, record in zip(given, records, strict=True)]
+    steps = 0
+    while waiting or scheduler.waiting or scheduler.running or scheduler.prefilling:
+        while waiting and steps >= every:
+            scheduler.check(waiting[0])
+            scheduler.add(waiting.pop(0))
+            steps = 0 if every else steps
+        scheduler.step()
+        steps += 1
+    return records
+
+
+@pytest.mark.parametrize("levels", [None, 0, 1, 4])
+@pytest.mark.parametrize("every", [0, 3])
+def test_tokens_are_those_of_a_request_alone(llm: LLM, levels: int | None, every: int) -> None:
+    given = list(requests(24))
+    scheduler = Scheduler(llm, replace(OPTIONS, levels=levels))
+    records = run(scheduler, given, every)
+    for request, record in zip(given, records, strict=True):
+        assert record.tokens == alone(llm, request)
+        assert record.reason in ("stop", "length")
+        drafted = sum(len(update.rejected) for update in record.updates)
+        assert levels != 0 or not drafted or request.sampling.method == "rejection"
+    assert scheduler.running == scheduler.prefilling == 0
+    if levels == 4:
+        assert any(update.stats.accepted_tokens for record in records for update in record.updates)
+
+
+def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
+    """Whatever is drafted, whoever runs beside, however the prompt is cut: the logits are the same bits."""
+    base = Request(tokens=[], max_new_tokens=20, ignore_eos=True, logprobs=5, prompt_logprobs=3)
+    given = [replace(base, tokens=list(range(1, 40 + n))) for n in (0, 7)]
+    found = []
+    for levels, rows, chunk in ((0, 1, 256), (3, 2, 7), (None, 5, 16)):
+        options = BatchOptions(max_rows=rows, prefill_tokens=chunk, prefix_memory=0, levels=levels)
+        updates = [update for record in run(Scheduler(llm, options), given) for update in record.updates]
+        outputs = [output.logprob for update in updates for output in update.tokens]
+        found.append((sorted(outputs, key=repr), [one.prompt_logprobs for one in updates if one.prompt_logprobs]))
+    assert found[0] == found[1] == found[2]
+    first = found[0][0][0]
+    assert first is not None and first.logprob is not None and len(first.top) == 5 and first.logprob <= first.top[0][1]
+
+
+def test_prompt_logprobs_are_the_models(llm: LLM) -> None:
+    prompt = [5, 9, 3, 44, 17, 8]
+    [record] = run(Scheduler(llm, OPTIONS), [Request(tokens=prompt, max_new_tokens=1, prompt_logprobs=2)])
+    reported = record.updates[0].prompt_logprobs
+    assert reported is not None and [one.token for one in reported] == prompt and reported[0].logprob is None
+    for end in range(1, len(prompt)):
+        with llm.session(prompt[:end]) as session:
+            scores = session.peek().astype(np.float64)
+        expected = scores - np.log(np.exp(scores - scores.max()).sum()) - scores.max()
+        assert reported[end].logprob == pytest.approx(expected[prompt[end]], abs=1e-9)
+        assert reported[end].top[0][0] == expected.argmax()
+
+
+def test_random_arrivals_and_cancellations(llm: LLM) -> None:
+    """Requests come and are cancelled at random, with little memory, so that they wait for rows and for memory."""
+    random = np.random.default_rng(1)
+    scheduler = Scheduler(llm, replace(OPTIONS, kv_memory=2_000_000, prefix_memory=300_000))
+    started: list[tuple[Generation, Record]] = []
+    for request in requests(40, seed=2):
+        record = Record()
+        generation = Generation(request, record)
+        scheduler.check(generation)
+        scheduler.add(generation)
+        started.append((generation, record))
+        for _ in range(int(random.integers(0, 4))):
+            scheduler.step()
+        if random.random() < 0.5:
+            started[int(random.integers(0, len(started)))][0].cancel()
+    while scheduler.step():
+        pass
+    finished = [(one.request, record) for one, record in started if record.reason != "cancelled"]
+    assert 10 < len(finished) < 40
+    for generation, record in started:
+        expected = alone(llm, generation.request)
+        assert record.tokens == expected[: len(record.tokens)]
+        assert record.reason == "cancelled" or record.tokens == expected
+    assert scheduler.running == scheduler.prefilling == 0 and scheduler.kv_used == 0
+
+
+def test_long_texts_move_to_a_group_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eesd.runtime.batch.scheduler.FIRST_GROUP", 100)
+    given = [Request(tokens=[7] * n, max_new_tokens=300 - n, ignore_eos=True) for n in (5, 90, 150, 20, 250)]
+    records = run(Scheduler(llm, OPTIONS), given, every=7)
+    for request, record in zip(given, records, strict=True):
+        assert record.tokens == alone(llm, request)
+
+
+def test_known_beginnings_are_not_computed_again(llm: LLM) -> None:
+    scheduler = Scheduler(llm, OPTIONS)
+    prompt = list(range(90))
+    first, again, other = (
+        run(scheduler, [Request(tokens=tokens, max_new_tokens=8, ignore_eos=True)])[0]
+        for tokens in (prompt, prompt, [*prompt[:40], 3, 3])
+    )
+    assert first.tokens == again.tokens
+    assert [record.updates[0].cached_tokens for record in (first, again, other)] == [0, 64, 32]
+    going_on = [*prompt, *first.tokens, 4]
+    [record] = run(scheduler, [Request(tokens=going_on, max_new_tokens=4, ignore_eos=True)])
+    assert record.updates[0].cached_tokens == 96
+    assert record.tokens == llm.generate(going_on, max_new_tokens=4, ignore_eos=True, draft=False).tokens
+
+
+def test_the_prefix_cache_keeps_what_was_used_last() -> None:
+    values = np.ones((2, 2, 1, 8, 4), np.float32)
+    block = values[:, :, :, :1].nbytes * BLOCK
+    cache = PrefixCache(4 * block)
+    texts = [[start] * (2 * BLOCK) for start in range(3)]
+    for text in texts[:2]:
+        cache.add(text, lambda start, stop: np.full((2, 2, 1, stop - start, 4), start, np.float32))
+    assert [found[0, 0, 0, 0, 0] for found in cache.find(texts[0])] == [0, BLOCK]
+    cache.add(texts[2], lambda start, stop: np.ones((2, 2, 1, stop - start, 4), np.float32))
+    assert cache.bytes_used <= 4 * block
+    assert [len(cache.find(text)) for text in texts] == [2, 0, 2]
+    cache.add([9] * (6 * BLOCK), lambda start, stop: np.ones((2, 2, 1, stop - start, 4), np.float32))
+    assert cache.bytes_used <= 4 * block and len(cache.find([9] * (6 * BLOCK))) == 4
+
+
+def test_eos_waits_for_the_least_number_of_tokens(llm: LLM) -> None:
+    stopping = next(
+        request
+        for request in requests(200, seed=5)
+        if request.sampling.greedy and not request.ignore_eos and 1 <= len(alone(llm, replace(request, max_new_tokens=60))) < 40
+    )
+    short = alone(llm, replace(stopping, max_new_tokens=60))
+    least = len(short) + 3
+    for levels in (0, 3):
+        [record] = run(
+            Scheduler(llm, replace(OPTIONS, levels=levels)), [replace(stopping, max_new_tokens=60, min_tokens=least)]
+        )
+        assert len(record.tokens) >= least and record.tokens[: len(short) - 1] == short[:-1]
+        assert not {*llm.manifest.eos_token_ids} & {*record.tokens[: least - 1]}
+
+
+class OnlyEven:
+    """Allows even tokens."""
+
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
+        return np.tile([True, False], 49)[:97]
+
+    def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        return ()
+
+
+class Alternating:
+    """Allows even and odd tokens in turn, and forces a 40 behind each 8."""
+
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
+        if tokens and tokens[-1] == 8:
+            return np.eye(97, dtype=np.bool_)[40]
+        return np.tile([len(tokens) % 2 == 0, len(tokens) % 2 == 1], 49)[:97]
+
+    def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        return (40,)[:most] if tokens and tokens[-1] == 8 else ()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("constraint", [OnlyEven, Alternating])
+def test_a_constraint_holds_and_drafts_change_nothing(llm: LLM, sampling: Sampling, constraint: type) -> None:
+    found = []
+    for levels in (0, 3):
+        given = [
+            Request(
+                tokens=[5, n], sampling=sampling, max_new_tokens=30, ignore_eos=True, constraint=constraint(), draft=levels > 0
+            )
+            for n in range(3)
+        ]
+        found.append([record.tokens for record in run(Scheduler(llm, replace(OPTIONS, levels=levels)), given)])
+        for tokens in found[-1]:
+            for at, token in enumerate(tokens):
+                assert constraint().allowed(tokens[:at])[token]
+    assert found[0] == found[1] or sampling.method == "rejection"
+
+
+class Broken:
+    """Fails after some tokens."""
+
+    def allowed(self, tokens: Sequence[int]) -> None:
+        if len(tokens) > 5:
+            raise RuntimeError("out of order")
+
+    def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        return ()
+
+
+def test_a_request_that_fails_ends_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    given = [*requests(4), Request(tokens=[1], max_new_tokens=20, ignore_eos=True, constraint=Broken())]
+    records = run(Scheduler(llm, OPTIONS), given)
+    assert records[4].reason == "error" and "log says why" in str(records[4].updates[-1].error)
+    assert "out of order" in caplog.text
+    for request, record in zip(given[:4], records[:4], strict=True):
+        assert record.tokens == alone(llm, request)
+
+
+def test_an_engine_that_fails_ends_its_rows_and_no_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler(llm, OPTIONS)
+    forward = OrtRowsBinding.forward
+    monkeypatch.setattr(OrtRowsBinding, "forward", lambda *_: 1 / 0)
+    assert {record.reason for record in run(scheduler, list(requests(3)))} == {"error"}
+    monkeypatch.setattr(OrtRowsBinding, "forward", forward)
+    given = list(requests(4))
+    assert [record.tokens for record in run(scheduler, given)] == [alone(llm, request) for request in given]
+
+
+def half(rows: HostRows, row: int, kv_cache: HostKVCache, used: int) -> None:
+    rows.write(row, 0, kv_cache.data[:, :, 0, :, : used // 2])
+
+
+@pytest.mark.parametrize(("name", "mistake"), [("take", half), ("move", lambda *_: None)])
+def test_a_mistake_with_rows_is_caught(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, mistake: Callable[..., None]
+) -> None:
+    """Keys and values that are not copied whole show in the tokens."""
+    monkeypatch.setattr(HostRows, name, mistake)
+    given = list(requests(12))
+    records = run(Scheduler(llm, OPTIONS), given)
+    assert [record.tokens for record in records] != [alone(llm, request) for request in given]
+
+
+@pytest.fixture
+def service(llm: LLM) -> Iterator[Service]:
+    service = Service(llm, replace(OPTIONS, max_queue=2))
+    yield service
+    service.close()
+
+
+def test_a_service_takes_requests_from_many_threads(llm: LLM, service: Service) -> None:
+    given = [replace(request, max_new_tokens=20) for request in requests(12)]
+    found: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        while number not in found:
+            try:
+                found[number] = service.generate(given[number]).tokens
+            except QueueFullError as error:
+                assert error.retry_after > 0
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(12)] == [alone(llm, request) for request in given]
+    assert service.load().rounds > 0 and service.alive
+
+
+def test_a_full_queue_and_a_closed_service_refuse(service: Service) -> None:
+    endless = Request(tokens=[1], max_new_tokens=370, ignore_eos=True)
+    hold, entered = threading.Event(), threading.Event()
+
+    def on_update(_: Update) -> None:
+        entered.set()
+        hold.wait(20)
+
+    running = [service.submit(endless, on_update)]
+    assert entered.wait(20)  # the thread of the service now waits in on_update
+    running += [service.submit(endless, lambda _: None) for _ in range(OPTIONS.max_rows - 1 + 2)]
+    with pytest.raises(QueueFullError, match="The queue is full: "):
+        service.submit(endless, lambda _: None)
+    for one in running:
+        one.cancel()
+    hold.set()
+    service.close()
+    with pytest.raises(ClosedError, match="no more requests"):
+        service.submit(endless, lambda _: None)
+
+
+def test_deadlines_and_cancelling_end_a_request(service: Service) -> None:
+    late, cancelled = Record(), Record()
+    request = Request(tokens=[1], max_new_tokens=370, ignore_eos=True)
+    service.submit(replace(request, seconds=1e-6), late)
+    service.submit(request, cancelled).cancel()
+    service.close(drain_seconds=20)
+    assert late.reason == "deadline" and cancelled.reason == "cancelled"
+    assert len(cancelled.tokens) < 370
+
+
+def test_closing_drains_or_cancels(llm: LLM) -> None:
+    for drain, reason in ((30.0, "length"), (0.0, "cancelled")):
+        service, record = Service(llm, OPTIONS), Record()
+        service.submit(Request(tokens=[1], max_new_tokens=300, ignore_eos=True), record)
+        service.close(drain)
+        assert record.reason == reason and not service.alive
+
+
+def test_what_was_learned_is_kept(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    service = Service(llm, replace(OPTIONS, levels=2))
+    for request in requests(6):
+        service.generate(request)
+    service.save_state(path)
+    learned = service.controller_state()
+    service.close()
+    assert learned["judged"][0] > 5
+    other = Service(llm, replace(OPTIONS, levels=2))
+    other.load_state(path)
+    assert other.controller_state()["accepted"] == learned["accepted"]
+    other.close()
+    for content in ("[]", '{"format": 1, "model": "other", "state": {}}', path.read_text().replace('"judged"', '"jugded"')):
+        path.write_text(content)
+        third = Service(llm, OPTIONS)
+        with pytest.raises(EESDError, match=r"not what a server learned|another model|is damaged"):
+            third.load_state(path)
+        third.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(tokens=[]), "The prompt is empty"),
+        (Request(tokens=[97]), "token id 97"),
+        (Request(tokens=[1] * 400), "The prompt has 400 tokens"),
+        (Request(tokens=[1], stop=("x",)), "no tokenizer.json"),
+        (Request(tokens=[1], max_new_tokens=380), "more memory"),
+    ],
+)
+def test_requests_that_can_never_run_are_refused(llm: LLM, request_: Request, message: str) -> None:
+    service = Service(llm, BatchOptions(kv_memory=100_000))
+    with pytest.raises(EESDError, match=message):
+        service.submit(request_, lambda _: None)
+    service.close()
+
+
+def test_batches_need_an_engine_that_runs_rows(harness: Harness) -> None:
+    with pytest.raises(EESDError, match="backend='ort'"):
+        Scheduler(load(harness.directory, "torch", threads=1), OPTIONS)
