@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -233,20 +234,19 @@ class OnlyEven:
         return ()
 
 
-class Alternating:
-    """Allows even and odd tokens in turn, and forces a 40 behind each 8."""
+class Pairs:
+    """Behind each even token comes the next one."""
 
-    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
-        if tokens and tokens[-1] == 8:
-            return np.eye(97, dtype=np.bool_)[40]
-        return np.tile([len(tokens) % 2 == 0, len(tokens) % 2 == 1], 49)[:97]
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
+        forced = self.forced(tokens, 1)
+        return np.array([token in forced for token in range(97)]) if forced else None
 
     def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        return (40,)[:most] if tokens and tokens[-1] == 8 else ()
+        return [tokens[-1] + 1][:most] if tokens and tokens[-1] % 2 == 0 and tokens[-1] < 96 else []
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("constraint", [OnlyEven, Alternating])
+@pytest.mark.parametrize("constraint", [OnlyEven, Pairs])
 def test_a_constraint_holds_and_drafts_change_nothing(llm: LLM, sampling: Sampling, constraint: type) -> None:
     found = []
     for levels in (0, 3):
@@ -259,8 +259,17 @@ def test_a_constraint_holds_and_drafts_change_nothing(llm: LLM, sampling: Sampli
         found.append([record.tokens for record in run(Scheduler(llm, replace(OPTIONS, levels=levels)), given)])
         for tokens in found[-1]:
             for at, token in enumerate(tokens):
-                assert constraint().allowed(tokens[:at])[token]
+                assert (mask := constraint().allowed(tokens[:at])) is None or mask[token]
     assert found[0] == found[1] or sampling.method == "rejection"
+
+
+def test_forced_tokens_are_a_draft_for_nothing(llm: LLM) -> None:
+    base = Request(tokens=[], max_new_tokens=40, ignore_eos=True, constraint=Pairs(), sampling=SAMPLINGS[1])
+    records = run(Scheduler(llm, replace(OPTIONS, levels=2)), [replace(base, tokens=[5, n]) for n in range(4)])
+    pairs = [pairwise([output for update in record.updates for output in update.tokens]) for record in records]
+    behind = [(one, later) for both in pairs for one, later in both if one.token % 2 == 0 and one.token < 96]
+    assert behind and all(later.token == one.token + 1 for one, later in behind)
+    assert all(later.source == "text" for one, later in behind if one.source == "verify")
 
 
 class Broken:

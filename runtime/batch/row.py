@@ -59,6 +59,7 @@ class Row:
             None if request.logprobs is None else self._observe,
             text,
             self._restriction(llm),
+            None if request.constraint is None or not request.draft else self._forced,
         )
         self.session.stats.exact = llm.engines.exact
         self._text = TextStream(llm.codec, request.tokens, request.stop) if llm.has_tokenizer or request.stop else None
@@ -98,6 +99,11 @@ class Row:
             return mask if mask.any() else None
 
         return allowed
+
+    def _forced(self, most: int) -> Sequence[int]:
+        """What the constraint says must follow."""
+        assert self.request.constraint is not None
+        return self.request.constraint.forced(self.session.tokens[self.session.stats.prompt_tokens :], most)
 
     def prefill(self, most: int) -> int:
         """Put at most ``most`` tokens of the prompt into the cache; how many it were. 0: the prompt is complete."""

@@ -18,6 +18,7 @@ from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.common.errors import EESDError
 from eesd.common.manifest import PREFILL_CHUNK
 from eesd.controllers import Controller, DraftStep, RoundOutcome
+from eesd.controllers.calibration import CERTAIN
 from eesd.controllers.tree_budget import SiblingLabel, TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain, tree_mask
 from eesd.runtime.decoding.guard import Guard
@@ -42,6 +43,8 @@ class Limits:
     in_place: bool = False
 
 
+Forced = Callable[[int], Sequence[int]]
+"""At most so many tokens that must follow everything committed."""
 Observer = Callable[[Sequence[int], Logits], None]
 """Called after each round with the tokens that it committed and, for each, the verifier's logits behind the token before it
 [tokens, V]. They are valid during the call. Without an observer, logits may stay on the device."""
@@ -131,6 +134,7 @@ class Session:
         observer: Observer | None = None,
         text: TextDrafter | None = None,
         allowed: Allowed | None = None,
+        forced: Forced | None = None,
     ) -> None:
         """Begin a sequence.
 
@@ -145,6 +149,7 @@ class Session:
             observer: Told what each round commits.
             text: How the text drafts; None: not at all.
             allowed: Restricts the tokens; see :data:`~eesd.runtime.decoding.samplers.Allowed`.
+            forced: Knows tokens that must follow, which are a draft for nothing.
 
         Raises:
             EESDError: The prompt is empty, too long, or has an unknown token.
@@ -158,6 +163,7 @@ class Session:
         self._drafter = drafter
         self._text = text
         self._index = TextIndex()
+        self._forced = forced
         self._limits = limits
         self._sampler = make_sampler(sampling, vocab_size, drafter.columns if drafter else WHOLE, allowed)
         self._observer = observer
@@ -405,13 +411,17 @@ class Session:
             tree.follow_text(behind.tokens[: text.rule.count_behind(behind.values, len(tree.nodes) - 1)])
 
     def _proposal(self) -> Proposal:
-        """What the text proposes behind the root. It is judged in every round, also where it is not verified."""
+        """What must follow the root, or what the text proposes: it is judged in every round, also where it is not verified."""
         most = self._max_depth()
+        if self._forced is not None and most > 0 and (tokens := list(self._forced(most))):
+            return Proposal(tokens, [], [CERTAIN] * len(tokens), [CERTAIN] * len(tokens))
         return self._index.propose(self.tokens, most, self._text) if self._text and most > 0 else NOTHING
 
     def _copied(self, proposal: Proposal, drafter: Drafter | None) -> int:
         """How many of the proposed tokens this round verifies without drafting."""
         text = self._text
+        if proposal.tokens and not proposal.steps:
+            return len(proposal.tokens)  # nothing else may follow
         if text is None or not proposal.tokens or (text.guard and not text.guard.allows()):
             return 0
         return text.rule.count(proposal.values, drafter is not None)
