@@ -42,6 +42,12 @@ class Server:
             raise RuntimeError(f"gave {len(tokens)} tokens with {len(seconds)} times instead of {count}")
         return {"tokens": [int(token) for token in tokens], "seconds": seconds}
 
+    def serve(self, prompts: list[list[int]], count: int, concurrency: int) -> dict[str, Any]:
+        """Generate for several prompts, so many at a time. Of each: its tokens, and the seconds until they came."""
+        started = time.perf_counter()
+        found = self.contestant.serve(prompts, count, concurrency)
+        return {"seconds": time.perf_counter() - started, "requests": found}
+
     def logits(self, tokens: list[int], output: str) -> dict[str, Any]:
         """Write the logits behind each token to the file ``output``, float32 [n, V]. Answers whether the peer gives them."""
         found = self.contestant.logits(tokens)
