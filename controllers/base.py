@@ -41,6 +41,7 @@ class RoundOutcome:
         accepted: Draft tokens that were accepted.
         num_expanded: Accepted tokens whose node the draft had expanded. Lower than ``accepted`` when an accepted token was a
             candidate that was never expanded, or the text's.
+        first_right: Whether the first drafted token was right, also where it was not verified; None: nothing was drafted.
     """
 
     steps: int
@@ -50,6 +51,7 @@ class RoundOutcome:
     verify_seconds: float
     accepted: int
     num_expanded: int
+    first_right: bool | None = None
 
 
 class Stateful:

@@ -9,7 +9,7 @@ from eesd.controllers.base import Stateful, number
 
 SLOTS = 1024.0
 """Slots are counted in this many, so that all features are of one size."""
-FORGETTING = 0.998
+FORGETTING = 0.98
 """Weight of a sample, for each later one."""
 PRIOR_WEIGHT = 1e-3
 """How firmly the coefficients are held at first."""
@@ -17,6 +17,8 @@ CLIP = 0.3
 """A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
 CELL_WEIGHT = 3.0
 """Samples of one size of call that weigh as much as the fit through all sizes."""
+STALLS = 4
+"""More samples in a row that are off are no stalls: the machine has become slower, or faster."""
 MOST_SAMPLES = 30.0
 """Weight that a size of call can have."""
 
@@ -34,12 +36,15 @@ class CallCosts(Stateful):
         self._cells: dict[tuple[int, int], tuple[float, float]] = {}
         """Samples, and the mean of measured over fitted seconds, by (B, n)."""
         self.samples = 0
+        self._off = 0
+        """Samples in a row that were off by more than ``CLIP``."""
 
     def add(self, rows: int, nodes: int, slots: int, seconds: float) -> None:
         """Note a call over ``rows`` sequences of ``nodes`` nodes."""
         x = _features(rows, nodes, slots)
         fitted = self._fitted(x)
-        if self.samples > 8:
+        self._off = self._off + 1 if abs(seconds - fitted) > CLIP * fitted else 0
+        if self.samples > 8 and self._off <= STALLS:
             seconds = min(max(seconds, fitted * (1 - CLIP)), fitted * (1 + CLIP))
         self.samples += 1
         scale = 1 / seconds  # relative errors count, or the largest calls would decide alone

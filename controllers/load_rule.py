@@ -25,6 +25,9 @@ FIRST_CHANCE, FIRST_LABELS = 0.5, 4.0
 """Acceptance that is assumed at first, and the labels that it weighs as much as."""
 MEMORY = 256.0
 """Labels that make a depth's acceptance."""
+FADING, FADED = 0.998, 16.0
+"""Share of its labels that a depth keeps over a round in which nothing is drafted: what was learned long ago is in doubt, so a
+draft is tried again now and then. It keeps at least so many, or trying would cost too much."""
 ROW_MEMORY = 16.0
 """Rounds that make a row's own acceptance of first tokens."""
 SPREAD = 0.6
@@ -48,6 +51,14 @@ class LoadRule(Stateful):
         self.accepted = [FIRST_LABELS * FIRST_CHANCE] * LONGEST
         self.random = np.random.Generator(np.random.PCG64(seed))
         self._rates: dict[int, list[float]] = {}
+        self.normals = [0.0] * 4
+        """This round's random numbers, the same for all rows: those of many rows would cancel out, and explore nothing."""
+
+    def begin_round(self) -> None:
+        """Begin a round of all rows: what is known drifts, and random numbers are drawn."""
+        self.accept.advance()
+        self.following.advance()
+        self.normals = self.random.standard_normal(4).tolist()
 
     def check_learned(self) -> None:
         if not all(0 <= accepted <= judged for accepted, judged in zip(self.accepted, self.judged, strict=True)):
@@ -56,6 +67,24 @@ class LoadRule(Stateful):
     def chance(self, depth: int) -> float:
         """The share of drafted tokens at a depth that were accepted, if all before were."""
         return self.accepted[depth - 1] / self.judged[depth - 1] if depth <= LONGEST else 0.0
+
+    def first_chance(self) -> float:
+        """A draw from what is known of the acceptance of first tokens: the less was seen lately, the more it varies."""
+        judged, accepted = self.judged[0], self.accepted[0]
+        return float(self.random.beta(accepted + 0.5, judged - accepted + 0.5))
+
+    def count(self, level: int, accepted: bool) -> None:
+        """Count a drafted token that was judged."""
+        if level <= LONGEST:
+            self.judged[level - 1] = self.judged[level - 1] * (1 - 1 / MEMORY) + 1
+            self.accepted[level - 1] = self.accepted[level - 1] * (1 - 1 / MEMORY) + accepted
+
+    def fade(self) -> None:
+        """Note a round that drafted nothing."""
+        for depth in range(LONGEST):
+            if self.judged[depth] > FADED:
+                self.judged[depth] *= FADING
+                self.accepted[depth] *= FADING
 
     def rate(self, rows: int, slots: int) -> float:
         """Tokens per second of all rows together, as lately; at first what plain decoding brings."""
@@ -82,6 +111,8 @@ class LoadRule(Stateful):
         """
         rate, draft = self.rate(rows, slots), self.draft.seconds(len(firsts), 1, slots)
         before, ahead = self.verify.seconds(rows, 1, slots), 0.0
+        drawn = self.first_chance() / self.chance(1)
+        firsts = [min(chance * drawn, 1.0) for chance in firsts]
         deviation = sqrt(SPREAD * sum(chance * (1 - chance) for chance in firsts))
         mean, reach = 0.0, sum(firsts)
         for level in range(1, HORIZON + 1):
@@ -125,12 +156,11 @@ class LoadRule(Stateful):
                 best, most = level, net
         return best
 
-    def node_cost(self, rows: int, slots: int, steps: bool) -> float:
-        """Tokens that one more node of one row costs the batch if it were alone in it; with its draft step, or without."""
-        many = max(rows, 1)
-        node = (self.verify.seconds(many, 2, slots) - self.verify.seconds(many, 1, slots)) / many
-        step = (self.draft.seconds(many + 1, 1, slots) - self.draft.seconds(many, 1, slots)) if steps else 0.0
-        return self.rate(many, slots) * (node + step)
+    def step_cost(self, rows: int, slots: int) -> float:
+        """Tokens that a row must expect of a level, so that its part of the draft step pays."""
+        if rows == 1:
+            return 0.0
+        return self.rate(rows, slots) * (self.draft.seconds(rows, 1, slots) - self.draft.seconds(1, 1, slots)) / (rows - 1)
 
     def state(self) -> dict[str, object]:
         rates = [[rows, *values] for rows, values in self._rates.items()]
@@ -167,12 +197,41 @@ class FixedLevels(LoadRule):
     def levels(self, values: Sequence[float], rows: int, slots: int) -> int:
         return min(len(values), self.fixed)
 
-    def node_cost(self, rows: int, slots: int, steps: bool) -> float:
+    def step_cost(self, rows: int, slots: int) -> float:
         return 0.0
 
 
+class RowCalibrator:
+    """A calibration that all rows share, with the offset of one row. Labels of the row teach both."""
+
+    def __init__(self, shared: Calibrator, prior: CalibrationPrior) -> None:
+        self.score = shared.score
+        self._shared, self._prior = shared, prior
+        self._offset, self._variance = 0.0, prior.request**2
+
+    def learn(self, z: float, accepted: bool) -> None:
+        """Learn from one label of the row."""
+        shared = self._lent()
+        shared.learn(z, accepted)
+        self._offset, self._variance = shared.mean[2], shared.covariance[5]
+
+    def draw(self, normal: Sequence[float]) -> tuple[float, float]:
+        """See :meth:`~eesd.controllers.calibration.Calibrator.draw`."""
+        return self._lent().draw(normal)
+
+    def advance(self) -> None:
+        """Let the offset drift: one round has passed."""
+        self._variance = min(self._variance + self._prior.wander**2, self._prior.request**2)
+
+    def _lent(self) -> Calibrator:
+        """The shared calibration with this row's offset."""
+        mean, covariance = self._shared.mean, self._shared.covariance
+        mean[2], covariance[2], covariance[4], covariance[5] = self._offset, 0.0, 0.0, self._variance
+        return self._shared
+
+
 class RowController(Controller):
-    """What one row tells the batch: how likely its draft is accepted. Its calibration starts from that of all rows.
+    """What one row tells the batch: how likely its draft is accepted.
 
     Attributes:
         reach: The chance that all it has drafted is accepted.
@@ -183,10 +242,7 @@ class RowController(Controller):
 
     def __init__(self, rule: LoadRule) -> None:
         self._rule = rule
-        self.accept, self.follow = Calibrator(rule.prior.accept, rule.prior), Calibrator(rule.prior.following, rule.prior)
-        for own, shared in ((self.accept, rule.accept), (self.follow, rule.following)):
-            shared.begin_request()
-            own.restore(shared.state())
+        self.accept, self.follow = RowCalibrator(rule.accept, rule.prior), RowCalibrator(rule.following, rule.prior)
         self.first = rule.chance(1)
         self._labels = 0.0
         self.least = 0.0
@@ -201,7 +257,7 @@ class RowController(Controller):
 
     def keep_drafting(self, step: DraftStep) -> bool:
         if self._draw is None:
-            normal = self._rule.random.standard_normal(4).tolist()
+            normal = self._rule.normals
             self._draw = (*self.accept.draw(normal[:2]), *self.follow.draw(normal[2:]))
         x = features(step)
         own, following = self.accept.score(x), self.follow.score(x)
@@ -213,26 +269,20 @@ class RowController(Controller):
         return self.reach * self.following >= self.least
 
     def observe(self, outcome: RoundOutcome) -> None:
-        depth, accepted = outcome.depth, outcome.num_expanded
-        rule = self._rule
-        for level, (own, following) in enumerate(self._scores[: accepted + 1], start=1):
-            if level <= depth:
-                self.accept.learn(own, level <= accepted)
-                rule.accept.learn(own, level <= accepted)
-                if level <= LONGEST:
-                    keep = 1 - 1 / MEMORY
-                    rule.judged[level - 1] = rule.judged[level - 1] * keep + 1
-                    rule.accepted[level - 1] = rule.accepted[level - 1] * keep + (level <= accepted)
+        if not self._scores or outcome.first_right is None:
+            return
+        # The first token is judged by what was committed, also where the batch did not verify it.
+        depth = max(outcome.depth, 1)
+        accepted = outcome.num_expanded if outcome.depth else int(outcome.first_right)
+        for level, (own, following) in enumerate(self._scores[: min(accepted + 1, depth)], start=1):
+            self.accept.learn(own, level <= accepted)
+            self._rule.count(level, level <= accepted)
             if level <= accepted and level < depth:
                 self.follow.learn(following, level < accepted)
-                rule.following.learn(following, level < accepted)
-        if not self._scores:
-            return
-        for calibrator in (self.accept, self.follow, rule.accept, rule.following):
-            calibrator.advance()
-        if depth:
-            self._labels = min(self._labels + 1, ROW_MEMORY)
-            self.first += ((accepted > 0) - self.first) / (self._labels + FIRST_LABELS)
+        self.accept.advance()
+        self.follow.advance()
+        self._labels = min(self._labels + 1, ROW_MEMORY)
+        self.first += ((accepted > 0) - self.first) / (self._labels + FIRST_LABELS)
 
 
 def _expected_excess(mean: float, deviation: float) -> float:

@@ -6,6 +6,8 @@ from eesd.controllers.base import RoundOutcome
 from eesd.controllers.load_rule import LoadRule, RowController
 from eesd.controllers.text_rule import TextRule, TextStep, text_features
 
+LEAST_VALUE = 0.1
+"""Chance of a token of the text, and all before it, below which it is not proposed to the batch."""
 LONGEST_COPY = 16
 """Tokens of the text that one round verifies at most."""
 
@@ -26,7 +28,7 @@ class RowTextRule(TextRule):
         self._rule, self._row, self._heads = rule, row, heads
 
     def count(self, values: Sequence[float], drafts: bool) -> int:
-        worth = [value for value in values[:LONGEST_COPY] if value >= self._row.least]
+        worth = [value for value in values[:LONGEST_COPY] if value >= LEAST_VALUE]
         exit_head = 0.0
         if drafts and self._heads:
             reach = self._row.first

@@ -125,7 +125,8 @@ class Group:
         started = time.perf_counter()
         self._make_room(len(self.active), 1)
         count, slots = len(self.active), self._rows.slots
-        least = self._rule.node_cost(count, slots, steps=True)
+        self._rule.begin_round()
+        least = self._rule.step_cost(count, slots)
         for row in self.active:
             if row.controller is not None:
                 row.controller.least = least
@@ -146,6 +147,8 @@ class Group:
                 finished.append(row)
         ended_at = time.perf_counter()
         self._rule.verify.add(count, nodes, slots, ended_at - called)
+        if not any(current and current.tree.steps for _, current in rounds):
+            self._rule.fade()
         self._rule.add_round(count, slots, tokens, ended_at - started)
         self.drafted = nodes - 1
         return finished

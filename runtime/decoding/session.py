@@ -307,6 +307,7 @@ class Session:
             verify_seconds=seconds,
             accepted=len(path),
             num_expanded=sum(node.expanded for node in path),
+            first_right=tree.root.candidates[0].token == chosen[0] if tree.steps and tree.root.candidates else None,
         )
         committed_at = time.perf_counter()
         stats = self.stats.with_round(
