@@ -18,6 +18,7 @@ from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.kv_cache import HostKVCache
+from eesd.runtime.engines.ort_cpu import BoundCall, OrtEngine
 from eesd.runtime.engines.ort_rows import OrtRowsBinding
 from eesd.runtime.engines.rows import HostRows
 from eesd.runtime.llm import LLM, Speculation, load
@@ -419,6 +420,20 @@ def test_requests_that_can_never_run_are_refused(llm: LLM, request_: Request, me
     with pytest.raises(EESDError, match=message):
         service.submit(request_, lambda _: None)
     service.close()
+
+
+def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_call = OrtEngine.run
+
+    def disturbed(engine: OrtEngine, call: BoundCall) -> None:
+        run_call(engine, call)
+        if len(call.input_ids) > 1:
+            call.results[0][1] = np.nextafter(call.results[0][1], np.float32(np.inf))
+
+    monkeypatch.setattr(OrtEngine, "run", disturbed)
+    with pytest.raises(EESDError, match="max_rows 1"):
+        Scheduler(llm, OPTIONS)
+    Scheduler(llm, replace(OPTIONS, max_rows=1))
 
 
 def test_batches_need_an_engine_that_runs_rows(harness: Harness) -> None:

@@ -16,6 +16,7 @@ from eesd.runtime.batch.group import Group
 from eesd.runtime.batch.prefix_cache import PrefixCache
 from eesd.runtime.batch.request import Generation, Update
 from eesd.runtime.batch.row import Row
+from eesd.runtime.batch.row_exactness import check_rows
 from eesd.runtime.decoding.session import RoundResult, check_prompt
 from eesd.runtime.engines.base import Binding
 from eesd.runtime.engines.kv_cache import HostKVCache
@@ -96,10 +97,11 @@ class Scheduler:
     """
 
     def __init__(self, llm: LLM, options: BatchOptions) -> None:
-        """Raises :class:`EESDError` if the backend cannot run several rows."""
+        """Raises :class:`EESDError` if the backend cannot run several rows, or rows change each other's logits here."""
         verify, draft = llm.engines.verify, llm.engines.draft
         if not isinstance(verify, OrtEngine) or not isinstance(draft, OrtEngine | None):
             raise EESDError("Batches run with the backend ort on the CPU; load the engines with backend='ort'.")
+        check_rows(verify, options.max_rows)
         prior = llm.manifest.exit_head.calibration
         self.rule = LoadRule(prior) if options.levels is None else FixedLevels(options.levels, prior)
         self.prefixes = PrefixCache(options.prefix_memory)
