@@ -312,9 +312,10 @@ def test_a_mistake_with_rows_is_caught(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, mistake: Callable[..., None]
 ) -> None:
     """Keys and values that are not copied whole show in the tokens."""
+    scheduler = Scheduler(llm, OPTIONS)
     monkeypatch.setattr(HostRows, name, mistake)
     given = list(requests(12))
-    records = run(Scheduler(llm, OPTIONS), given)
+    records = run(scheduler, given)
     assert [record.tokens for record in records] != [alone(llm, request) for request in given]
 
 

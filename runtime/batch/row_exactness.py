@@ -13,7 +13,7 @@ from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.ort_rows import OrtRowsBinding
 from eesd.runtime.engines.rows import HostRows
 
-PROMPTS, NODES = (9, 40, 1, 23), (1, 2, 3)
+PROMPTS, NODES = (9, 1, 23), (1, 3)
 """Tokens of the prompts of the rows, and nodes of the calls."""
 
 
