@@ -77,9 +77,7 @@ def _load(service: Service) -> int:
 
 
 @contextmanager
-def served(
-    engine: Path, options: ServeOptions = OPTIONS, batch: BatchOptions = BATCH
-) -> Iterator[Served]:
+def served(engine: Path, options: ServeOptions = OPTIONS, batch: BatchOptions = BATCH) -> Iterator[Served]:
     """Serve an engine directory on a free port."""
     service = Service(eesd.load(engine), batch)
     app = make_app(service, options)
