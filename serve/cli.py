@@ -11,14 +11,16 @@ from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.json_input import read_text
 from eesd.common.terminal import notice
-from eesd.controllers import CONTROLLERS
-from eesd.runtime.batch.service import BatchOptions, Service
+from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.runtime.batch.service import Service
 from eesd.runtime.engines.backends import BACKENDS
 from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, Speculation, load
 
 LOG_FORMATS = ("text", "json")
 KEYS = "EESD_API_KEY"
-LEARNED = "Start with what the controllers learned in FILE, if it exists; save it there every few minutes and at the end."
+LEARNED = (
+    "Start with what the batch learned about drafting in FILE, if it exists; save it there every few minutes and at the end."
+)
 
 
 @cli.command()
@@ -42,10 +44,8 @@ LEARNED = "Start with what the controllers learned in FILE, if it exists; save i
     "--prefix-memory", type=int, default=BatchOptions.prefix_memory, help="Bytes for prefixes that are kept; 0: none."
 )
 @click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, help="What drafts.")
-@click.option("--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4.")
 @click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)
 @click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded.")
-@click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding.")
 @click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help="As in eesd-run.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="As in eesd-run.")
 @click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
@@ -83,7 +83,7 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
 
 
 def _load(engine_dir: Path, options: dict[str, Any]) -> Any:
-    speculation = Speculation(controller=options["controller"], guard=not options["no_guard"], drafter=options["drafter"])
+    speculation = Speculation(drafter=options["drafter"])
     llm = load(
         engine_dir,
         options["backend"],

@@ -113,7 +113,7 @@ class _LoadCollector(Collector):
             "vllm:num_requests_running": ("Requests in the batch.", load.running + load.prefilling),
             "vllm:num_requests_waiting": ("Requests in the queue.", load.queued),
             "vllm:kv_cache_usage_perc": ("Share of the KV memory that is used, from 0 to 1.", load.kv_used),
-            "eesd:drafting": ("Whether the batch drafts at its present load.", load.drafting),
+            "eesd:drafted_levels": ("Levels of drafts that the last round verified, at most.", load.drafted),
         }
         counters = {
             "vllm:prefix_cache_queries": ("Tokens of prompts that were looked up in the prefix cache.", load.prefix_queries),

@@ -77,10 +77,7 @@ class Serving:
     def __post_init__(self) -> None:
         llm = self.service.llm
         self.model_name = self.options.model_name or llm.manifest.model
-        try:
-            self.codec = llm.codec
-        except EESDError:
-            self.codec = None
+        self.codec = llm.codec if llm.has_tokenizer else None
         self.metrics = Metrics(self.service, self.model_name)
 
     @property

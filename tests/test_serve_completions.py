@@ -31,7 +31,7 @@ def alone(server: Served, prompt: Any = PROMPT, sampling: Sampling | None = None
 @pytest.mark.parametrize("draft", [True, False])
 def test_the_tokens_are_those_of_generate(server: Served, sampling: Sampling, stream: bool, draft: bool) -> None:
     more = {"top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": sampling.repetition_penalty}
-    response = server.openai.completions.create(
+    response: Any = server.openai.completions.create(
         model=server.serving.model_name,
         prompt=PROMPT,
         max_tokens=COUNT,

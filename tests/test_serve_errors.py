@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.serving import Held, Served, events, served
 
-from eesd.runtime.batch.service import BatchOptions
+from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.serve import params
 from eesd.serve.options import ServeOptions
 

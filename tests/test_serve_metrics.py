@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from support.serving import Held, Served, served
+from support.serving import Held, Served, eventually, served
 
 from eesd.serve import params
 from eesd.serve.observe import JSONFormatter, TextFormatter
@@ -99,7 +99,7 @@ def test_the_log_has_a_line_for_a_request(server: Served, caplog: pytest.LogCapt
     caplog.handler.setFormatter(JSONFormatter())
     response = server.post("/v1/completions", {"prompt": "abc", **BODY}, headers={"X-Request-Id": "mine-1"})
     assert response.headers["x-request-id"] == "mine-1"
-    server.idle()
+    eventually(lambda: bool(caplog.text))  # the line is written when the answer has been sent
     (line,) = [json.loads(line) for line in caplog.text.splitlines()]
     assert line["request_id"] == "mine-1" and line["level"] == "info" and line["finish_reasons"] == ["length"]
     facts = {name: line[name] for name in ("path", "status", "prompt_tokens", "completion_tokens")}

@@ -47,7 +47,7 @@ class Running:
 
 @contextmanager
 def started(engine: Path, *options: object) -> Iterator[Running]:
-    command = [sys.executable, *os.environ.get("SERVE_TEST_ENTRY", "-m eesd.serve.cli").split(), "--engine-dir", str(engine), "--port", "0", *map(str, options)]
+    command = [sys.executable, "-m", "eesd.serve.cli", "--engine-dir", str(engine), "--port", "0", *map(str, options)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr
     try:
@@ -63,8 +63,8 @@ def started(engine: Path, *options: object) -> Iterator[Running]:
         process.stderr.close()
 
 
-def rest(connection: socket.socket) -> str:
-    found = b""
+def rest(connection: socket.socket, found: bytes = b"") -> str:
+    """The body of a response whose beginning was received."""
     while piece := connection.recv(1 << 16):
         found += piece
     return found.decode().partition("\r\n\r\n")[2]
@@ -74,13 +74,13 @@ def test_sigterm_lets_running_requests_finish(engine: Path) -> None:
     with started(engine) as server:
         assert server.get("/ready") == 200
         with server.begin(LONG) as connection:
-            first = connection.recv(1000).decode().partition("\r\n\r\n")[2]
+            first = connection.recv(1000)
             server.process.send_signal(signal.SIGTERM)
             eventually(lambda: server.get("/ready") == 503)
             assert server.get("/health") == 200
             refused = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a"})
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
-            *chunks, done = events(iter((first + rest(connection)).splitlines()))
+            *chunks, done = events(iter(rest(connection, first).splitlines()))
         assert done == "[DONE]"
         ends = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
         assert ends == ["length"] * 64
@@ -122,8 +122,9 @@ def test_an_idle_server_ends_at_once_and_keeps_what_it_learned(engine: Path, tmp
         (["--port", "70000"], ["--port"]),
     ],
 )
-def test_bad_options_are_one_sentence(engine: Path, options: list[str], words: list[str]) -> None:
-    assert_refused(run(main, "--engine-dir", engine, *options), *words)
+def test_bad_options_are_one_sentence(options: list[str], words: list[str]) -> None:
+    """Before anything is loaded."""
+    assert_refused(run(main, "--engine-dir", "no-engines", *options), *words)
 
 
 def test_a_port_that_is_taken_is_one_sentence(engine: Path, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from openai import OpenAI
 
 import eesd
-from eesd.runtime.batch.service import BatchOptions, Service
+from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.runtime.batch.service import Service
 from eesd.runtime.llm import LLM
 from eesd.serve.app import make_app
 from eesd.serve.options import ServeOptions, Serving
