@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from eesd.runtime.batch.request import TokenOutput
 from eesd.runtime.llm import LLM
 from eesd.serve.answers import Head, finished, serving_of
-from eesd.serve.errors import ERRORS, APIError
+from eesd.serve.errors import ANSWERS, APIError
 from eesd.serve.generations import Generations, Progress
 from eesd.serve.json_route import JSONRoute
 from eesd.serve.logprobs import TokenWriter
@@ -31,7 +31,7 @@ from eesd.serve.streaming import DONE, Events, event, event_stream, json_respons
 router = APIRouter(route_class=JSONRoute)
 
 
-@router.post("/v1/chat/completions", response_model=ChatAnswer, responses=ERRORS)
+@router.post("/v1/chat/completions", response_model=ChatAnswer, responses=ANSWERS)
 async def chat_completions(body: ChatBody, request: Request, serving: Annotated[Serving, Depends(serving_of)]) -> Response:
     """Answer chat messages."""
     check_model(body.model, serving)
@@ -94,7 +94,8 @@ async def _whole(body: ChatBody, head: Head, generations: Generations, writers: 
     async with generations:
         async for index, update in generations:
             generations.progress[index].see(update)
-    choices = [writer.message(index) for index, writer in enumerate(writers)]
+    # In a thread: the log-probabilities of many tokens take long to write.
+    choices = [await run_in_threadpool(writer.message, index) for index, writer in enumerate(writers)]
     usage, metrics = generations.usage(body.choices), generations.metrics()
     return ChatAnswer(**head.fields, choices=choices, usage=usage, metrics=metrics)
 

@@ -29,7 +29,7 @@ LEARNED = (
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: a free one.")
 @click.option("--model-name", default="", help="Name that clients give as model.  [default: the model's]")
 @click.option("--api-key-file", type=cli.PATH, help=f"Keys that clients must send, one a line.  [default: {KEYS}, else none]")
-@click.option("--max-body-bytes", type=int, default=8 << 20, help="Largest body.")
+@click.option("--max-body-bytes", type=int, default=4 << 20, help="Largest body.")
 @click.option("--max-prompt-tokens", type=int, default=0, help="Longest prompt; 0: what the KV cache holds.")
 @click.option("--max-n", type=int, default=64, help="Most texts of one request: prompts times n.")
 @click.option("--request-timeout", type=float, default=600.0, help="Seconds until a request ends with what it has.")
@@ -61,7 +61,7 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
         from eesd.serve.app import make_app
         from eesd.serve.observe import LOGGER, log_to_stderr
         from eesd.serve.options import ServeOptions
-        from eesd.serve.run import address_of, listen, serve
+        from eesd.serve.run import address_of, bind, serve
     except ModuleNotFoundError as error:
         raise EESDError(f"Serving needs {error.name}; pip install 'eesd[serve]'.") from None
     names = [field.name for field in fields(ServeOptions) if field.name in options]
@@ -71,15 +71,14 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     if learned is not None and options["no_draft"]:
         raise EESDError("--controller-state needs drafting; leave --no-draft out.")
     log_to_stderr(options["log_format"])
-    with listen(host, port) as listening:  # before the model is loaded: a port that is taken is known at once
+    with bind(host, port) as bound:  # before the model is loaded: a port that is taken is known at once
         service = Service(_load(engine_dir, options), batch)
         if learned is not None and learned.exists():
             service.load_state(learned)
         app = make_app(service, limits)
-        LOGGER.info("Serving %s on %s", app.state.serving.model_name, address_of(listening))
-        if not limits.api_keys and not listening.getsockname()[0].startswith(("127.", "::1")):
-            LOGGER.warning("Everybody who reaches %s may use it; --api-key-file restricts that.", address_of(listening))
-        serve(app, listening, (lambda: service.save_state(learned)) if learned else (lambda: None))
+        if not limits.api_keys and not bound.getsockname()[0].startswith(("127.", "::1")):
+            LOGGER.warning("Everybody who reaches %s may use it; --api-key-file restricts that.", address_of(bound))
+        serve(app, bound, (lambda: service.save_state(learned)) if learned else (lambda: None))
 
 
 def _load(engine_dir: Path, options: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """``POST /v1/completions``."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
@@ -10,7 +11,7 @@ from fastapi.responses import Response
 from eesd.runtime.batch.request import TokenOutput
 from eesd.runtime.llm import LLM
 from eesd.serve.answers import Head, finished, serving_of
-from eesd.serve.errors import ERRORS, APIError
+from eesd.serve.errors import ANSWERS, APIError
 from eesd.serve.generations import Generations, Progress
 from eesd.serve.json_route import JSONRoute
 from eesd.serve.logprobs import TokenWriter
@@ -22,7 +23,7 @@ from eesd.serve.streaming import DONE, Events, event, event_stream, json_respons
 router = APIRouter(route_class=JSONRoute)
 
 
-@router.post("/v1/completions", response_model=CompletionAnswer, responses=ERRORS)
+@router.post("/v1/completions", response_model=CompletionAnswer, responses=ANSWERS)
 async def completions(body: CompletionBody, request: Request, serving: Annotated[Serving, Depends(serving_of)]) -> Response:
     """Continue one prompt, or several."""
     check_model(body.model, serving)
@@ -85,10 +86,9 @@ async def _whole(body: CompletionBody, head: Head, generations: Generations, wri
     async with generations:
         async for index, update in generations:
             generations.progress[index].see(update)
-    choices = [
-        writer.part(index, "".join(choice.text), choice.outputs)
-        for index, (choice, writer) in enumerate(zip(generations.progress, writers, strict=True))
-    ]
+    parts = enumerate(zip(generations.progress, writers, strict=True))
+    # In a thread: the log-probabilities of many tokens take long to write.
+    choices = [await run_in_threadpool(writer.part, index, "".join(one.text), one.outputs) for index, (one, writer) in parts]
     usage, metrics = generations.usage(body.choices), generations.metrics()
     return CompletionAnswer(**head.fields, choices=choices, usage=usage, metrics=metrics)
 
@@ -99,7 +99,8 @@ async def _chunks(body: CompletionBody, head: Head, generations: Generations, wr
         async for index, update in generations:
             text = generations.progress[index].see(update)
             left -= update.finish_reason is not None
-            choice = writers[index].part(index, text, update.tokens)
+            part = partial(writers[index].part, index, text, update.tokens)
+            choice = await run_in_threadpool(part) if update.prompt_logprobs else part()
             if choice.text or choice.token_ids or (choice.logprobs and choice.logprobs.tokens) or choice.finish_reason:
                 chunk = CompletionAnswer(**head.fields, choices=[choice])
                 if not left and not body.include_usage:

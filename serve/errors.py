@@ -27,6 +27,8 @@ TYPES = {
     503: "service_unavailable_error",
 }
 """The statuses of errors, and the type that each has in its body."""
+LEFT = 499
+"""What the log says about a request whose client left."""
 
 
 class ErrorDetail(BaseModel):
@@ -57,6 +59,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 """What routes declare in the schema."""
 for _declared in ERRORS.values():
     _declared["model"] = ErrorBody
+ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}, **ERRORS}
+"""What routes declare that can stream."""
 
 
 class APIError(Exception):
@@ -89,6 +93,10 @@ class APIError(Exception):
     @property
     def response(self) -> Response:
         return Response(self.body, self.status, self.headers, "application/json")
+
+
+class ClientLeftError(Exception):
+    """Nobody waits for the response any more."""
 
 
 def as_api_error(error: Exception) -> APIError:
@@ -128,5 +136,9 @@ def handle_errors(app: FastAPI) -> None:
     async def answer(_: Request, error: Exception) -> Response:
         return as_api_error(error).response
 
+    async def left(_: Request, error: Exception) -> Response:  # noqa: ARG001 - the handlers' signature
+        return Response(status_code=LEFT)
+
+    app.add_exception_handler(ClientLeftError, left)
     for kind in (APIError, EESDError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

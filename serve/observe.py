@@ -16,7 +16,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eesd.serve.errors import as_api_error
+from eesd.serve.errors import LEFT, as_api_error
 
 LOGGER = logging.getLogger("eesd.serve")
 QUIET = ("/health", "/ready", "/metrics")
@@ -145,7 +145,7 @@ class Observe:
             if status is None:
                 await as_api_error(error).response(scope, receive, sending)
         finally:
-            facts |= {"status": status or 499, "seconds": round(monotonic() - start, 4)}
+            facts |= {"status": status or LEFT, "seconds": round(monotonic() - start, 4)}
             generations = scope.get("state", {}).get("generations")
             facts |= generations.facts() if generations else {}
             LOGGER.info("%s %s %s", facts["method"], facts["path"], facts["status"], extra={"facts": facts})

@@ -30,7 +30,7 @@ class ServeOptions:
 
     model_name: str = ""
     api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 4 << 20
     max_prompt_tokens: int = 0
     max_n: int = 64
     request_timeout: float = 600.0

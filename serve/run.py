@@ -1,8 +1,8 @@
 """The server as a process: one socket, connections that may not idle in mid-request, and a stop that lets requests finish."""
 
 import asyncio
-import resource
 import socket
+import sys
 from collections.abc import Callable
 from time import monotonic
 from types import FrameType
@@ -12,42 +12,54 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+if sys.platform != "win32":
+    import resource
+
 from eesd.common.errors import EESDError
 from eesd.serve.observe import LOGGER
 from eesd.serve.options import Serving
 
 SAVE_SECONDS = 300.0
 """How often what the controllers learned is saved."""
+KEEP_SECONDS = 65
+"""How long a connection is kept for the next request: longer than proxies and clients keep theirs."""
 LAST_SECONDS = 5
 """Time for the last responses to be written, after the requests that took too long were cancelled."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Port 0 takes a free one.
+def bind(host: str, port: int) -> socket.socket:
+    """A socket for an address, which does not listen yet: clients are refused until there is a model. Port 0 takes a free one.
 
     Raises:
         EESDError: The address cannot be used.
     """
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+        return bound
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise EESDError(f"{host} port {port} cannot be listened on ({reason}); give another --host or --port.") from None
 
 
-def address_of(listening: socket.socket) -> str:
-    """The URL of a listening socket."""
-    host, port = listening.getsockname()[:2]
+def address_of(bound: socket.socket) -> str:
+    """The URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: FastAPI, listening: socket.socket, save: Callable[[], None]) -> None:
+def serve(app: FastAPI, bound: socket.socket, save: Callable[[], None]) -> None:
     """Serve until SIGTERM or Ctrl-C, then let running requests finish; a second signal ends them.
 
     Args:
         app: The application. Its service is closed at the end.
-        listening: From :func:`listen`; closed at the end.
+        bound: From :func:`bind`; closed at the end.
         save: Saves what the controllers learned. Called every few minutes and at the end, never twice at once.
     """
     _allow_many_connections()
@@ -66,11 +78,12 @@ def serve(app: FastAPI, listening: socket.socket, save: Callable[[], None]) -> N
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=KEEP_SECONDS,
         timeout_graceful_shutdown=LAST_SECONDS,
     )
     server = _Server(config, serving, save)
     try:
-        server.run(sockets=[listening])
+        server.run(sockets=[bound])
     finally:
         serving.service.close()
         save()
@@ -80,6 +93,8 @@ def serve(app: FastAPI, listening: socket.socket, save: Callable[[], None]) -> N
 
 def _allow_many_connections() -> None:
     """Each connection needs a file descriptor; the usual limit of 1024 is there for old programs that use select."""
+    if sys.platform == "win32":
+        return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65536 if most == resource.RLIM_INFINITY else most
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
@@ -94,6 +109,11 @@ class _Server(uvicorn.Server):
         self._deadline = 0.0
         self._next_save = monotonic() + SAVE_SECONDS
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or ():
+            LOGGER.info("Serving %s on %s", self._serving.model_name, address_of(bound))
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._serving.draining:
             self.should_exit = True
@@ -103,8 +123,11 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         now = monotonic()
         if now >= self._next_save:
-            await asyncio.to_thread(self._save)
             self._next_save = now + SAVE_SECONDS
+            try:
+                await asyncio.to_thread(self._save)
+            except EESDError as error:  # serving goes on; the last save says it again
+                LOGGER.warning("%s", error)
         over = self._serving.draining and (self._serving.active == 0 or now >= self._deadline)
         if over and self._serving.active:
             LOGGER.warning("%d requests did not finish in time; they are cancelled.", self._serving.active)

@@ -9,7 +9,10 @@ from eesd.runtime.batch.request import MAX_LOGPROBS
 INT64 = 2**63 - 1
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, le=INT64)]
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
+# Lists fail fast: an error for each of a million wrong items takes half a minute and gigabytes.
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Many = Field(min_length=1, max_length=1 << 16, fail_fast=True)
+Texts = Annotated[list[str], Many]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -35,7 +38,7 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     seed: TokenId | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=0, lt=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT64, description="0 or -1: off.")] | None = None
@@ -63,7 +66,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Many]
     max_tokens: Annotated[int, Field(ge=0, le=INT64, description="0 needs echo.")] | None = 16
     logprobs: Logprobs | None = None
     echo: bool | None = None
@@ -76,13 +79,13 @@ class Part(Body):
 
 class Message(Body):
     role: str
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
 
 
 class ChatBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Many]
     max_tokens: Annotated[int, Field(ge=1, le=INT64)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64, description="Goes before max_tokens.")] | None = None
     logprobs: bool | None = None
@@ -94,14 +97,14 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Many] | None = None
 
 
 class DetokenizeBody(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class PromptDetails(BaseModel):

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from eesd.serve.errors import as_api_error
+from eesd.serve.errors import ClientLeftError, as_api_error
 from eesd.serve.observe import LOGGER
 
 T = TypeVar("T")
@@ -81,10 +81,6 @@ class _EventStream(Response):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except TimeoutError:
             raise ClientLeftError from None
-
-
-class ClientLeftError(Exception):
-    """Nobody waits for the response any more."""
 
 
 async def unless_left(request: Request, work: Coroutine[None, None, T]) -> T:

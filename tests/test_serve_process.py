@@ -20,7 +20,7 @@ from support.serving import events, eventually
 
 from eesd.serve.cli import main
 
-LONG = {"prompt": ["abc"] * 64, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}
+LONG = {"prompt": ["abc"] * 32, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}
 """Its stream is larger than all buffers between server and client: it cannot end before the client reads it."""
 
 
@@ -36,7 +36,7 @@ class Running:
     def begin(self, body: Any) -> socket.socket:
         """A connection on which a request was sent, with a small buffer."""
         connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         connection.settimeout(60)
         connection.connect(("127.0.0.1", int(self.url.rpartition(":")[2])))
         content = json.dumps(body).encode()
@@ -65,13 +65,14 @@ def started(engine: Path, *options: object) -> Iterator[Running]:
 
 def rest(connection: socket.socket, found: bytes = b"") -> str:
     """The body of a response whose beginning was received."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
     while piece := connection.recv(1 << 16):
         found += piece
     return found.decode().partition("\r\n\r\n")[2]
 
 
 def test_sigterm_lets_running_requests_finish(engine: Path) -> None:
-    with started(engine) as server:
+    with started(engine, "--drain-seconds", 300) as server:
         assert server.get("/ready") == 200
         with server.begin(LONG) as connection:
             first = connection.recv(1000)
@@ -83,7 +84,7 @@ def test_sigterm_lets_running_requests_finish(engine: Path) -> None:
             *chunks, done = events(iter(rest(connection, first).splitlines()))
         assert done == "[DONE]"
         ends = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
-        assert ends == ["length"] * 64
+        assert ends == ["length"] * 32
         assert server.process.wait(30) == 0
 
 

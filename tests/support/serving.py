@@ -1,6 +1,7 @@
 """A real server in this process: the real batch, a real socket, uvicorn in a thread."""
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from eesd.runtime.batch.service import Service
 from eesd.runtime.llm import LLM
 from eesd.serve.app import make_app
 from eesd.serve.options import ServeOptions, Serving
-from eesd.serve.run import address_of, listen, serve
+from eesd.serve.run import address_of, bind, serve
 
 OPTIONS, BATCH = ServeOptions(), BatchOptions()
 
@@ -82,15 +83,21 @@ def served(engine: Path, options: ServeOptions = OPTIONS, batch: BatchOptions = 
     """Serve an engine directory on a free port."""
     service = Service(eesd.load(engine), batch)
     app = make_app(service, options)
-    listening = listen("127.0.0.1", 0)
-    thread = threading.Thread(target=serve, args=(app, listening, lambda: None))
+    bound = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=serve, args=(app, bound, lambda: None))
     thread.start()
     try:
-        yield Served(address_of(listening), app.state.serving, eesd.load(engine))
+        eventually(lambda: _listens(bound.getsockname()))
+        yield Served(address_of(bound), app.state.serving, eesd.load(engine))
     finally:
         app.state.serving.draining = True
         thread.join(30)
         assert not thread.is_alive()
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(address) == 0
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
