@@ -27,7 +27,7 @@ LEARNED = (
 @click.option("--engine-dir", type=cli.PATH, required=True, help="Directory made by eesd-export.")
 @click.option("--host", type=cli.NAME, default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: a free one.")
-@click.option("--model-name", default="", help="Name that clients give as model.  [default: the model's]")
+@click.option("--model-name", default="", show_default=False, help="Name that clients give as model.  [default: the model's]")
 @click.option("--api-key-file", type=cli.PATH, help=f"Keys that clients must send, one a line.  [default: {KEYS}, else none]")
 @click.option("--max-body-bytes", type=int, default=4 << 20, help="Largest body.")
 @click.option("--max-prompt-tokens", type=int, default=0, help="Longest prompt; 0: what the KV cache holds.")

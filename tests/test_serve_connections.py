@@ -1,6 +1,7 @@
 """Connections that go wrong: clients that leave, read slowly, send slowly, send too much, or never say anything."""
 
 import json
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -45,7 +46,10 @@ def works(server: Served) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_who_leaves_is_cancelled(server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool, path: str) -> None:
+def test_who_leaves_is_cancelled(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool, path: str
+) -> None:
+    caplog.set_level(logging.INFO, "eesd.serve")
     held = Held(after=2)
     monkeypatch.setattr(params, "constraint_of", lambda *_: held)
     server.idle()
@@ -60,6 +64,8 @@ def test_who_leaves_is_cancelled(server: Served, monkeypatch: pytest.MonkeyPatch
     server.idle()
     assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
     assert server.metric("vllm:generation_tokens_total") < tokens + 100
+    eventually(lambda: f"POST {path} {200 if stream else 499}" in caplog.text)
+    assert "ERROR" not in caplog.text
     works(server)
 
 

@@ -9,11 +9,13 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from support.serving import Held, Served, events, served
 
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.serve import params
 from eesd.serve.options import ServeOptions
+from eesd.serve.schemas import CompletionBody
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -126,6 +128,15 @@ def test_a_body_that_is_no_request(server: Served, content: bytes, word: str) ->
     with server.http as http:
         response = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
     refused(response, 400, word)
+
+
+@pytest.mark.parametrize("item", ["a", 1.5, [], None])
+@pytest.mark.parametrize("good", [1, "b", [1]])
+def test_a_list_is_refused_at_its_first_wrong_item(good: Any, item: Any) -> None:
+    """A message for each item, and for each form that a prompt may have, would take seconds and gigabytes."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody.model_validate({"prompt": [*[good] * 1000, item] if type(good) is not type(item) else [item, {}] * 1000})
+    assert caught.value.error_count() <= 6
 
 
 def test_only_json_is_read(server: Served) -> None:
