@@ -48,8 +48,12 @@ class TextCodec:
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with the template's)."""
         text = prompt if isinstance(prompt, str) else self.render(prompt)
+        return self.ids(text, special=isinstance(prompt, str))
+
+    def ids(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text, with or without the tokenizer's own special tokens."""
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)).ids)
+            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
         except TypeError:  # the tokenizer raises this for lone surrogates, which stand for bytes that were not UTF-8
             raise EESDError("The prompt is not valid Unicode text; give it as UTF-8.") from None
         except Exception as error:  # and plain Exceptions for text that its vocabulary cannot express

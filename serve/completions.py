@@ -48,7 +48,9 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     found: list[tuple[Sequence[int], str]] = []
     for item in prompts:
-        tokens = llm.encode(item)
+        # A text without the tokenizer's special tokens, or what llm.encode makes of a text or ids.
+        bare = isinstance(item, str) and body.add_special_tokens is False
+        tokens = llm.codec.ids(str(item), special=False) if bare else llm.encode(item)
         text = item if isinstance(item, str) else llm.codec.decode(tokens) if body.echo else ""
         found.append((tokens, text))
     return found

@@ -10,7 +10,7 @@ from eesd.runtime.batch.request import Constraint, Request
 from eesd.runtime.llm import LLM
 from eesd.serve.errors import APIError
 from eesd.serve.options import Serving
-from eesd.serve.schemas import GenerationBody
+from eesd.serve.schemas import Body, GenerationBody
 
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty")
 NEUTRAL: dict[str, Any] = {
@@ -26,6 +26,7 @@ NEUTRAL: dict[str, Any] = {
     "logits_processors": [],
     "include_stop_str_in_output": False,
     "skip_special_tokens": True,
+    "add_special_tokens": False,
     "truncate_prompt_tokens": None,
     "prompt_logprobs": None,
     "add_generation_prompt": True,
@@ -42,18 +43,19 @@ NEUTRAL: dict[str, Any] = {
 """Fields of OpenAI's and vLLM's APIs that are not supported, and the value that changes nothing."""
 
 
-def check_supported(given: Mapping[str, Any], choices: int) -> None:
+def check_supported(body: Body, choices: int = 1) -> None:
     """Refuse what would change the text and is not supported, rather than ignore it.
 
     Args:
-        given: The fields that the client sent.
+        body: What the client sent. Fields that its kind of body has are supported.
         choices: Texts of each prompt.
 
     Raises:
         APIError: A field has a value that is not supported.
     """
+    unknown = body.model_extra or {}
     for name, neutral in (NEUTRAL | {"best_of": choices}).items():
-        value = given.get(name)
+        value = unknown.get(name)
         if value is not None and value != neutral:
             wanted = "leave it out" if neutral is None else f"leave it out or give {neutral!r}"
             raise APIError(400, f"{name} {shown(value)} is not supported; {wanted}.", name, "unsupported_value")
@@ -94,8 +96,8 @@ def requests_of(
     Raises:
         APIError, EESDError: The server cannot do what is asked for.
     """
+    check_supported(body, body.choices)
     given = body.given()
-    check_supported(given, body.choices)
     if len(prompts) * body.choices > serving.options.max_n:
         message = f"The request asks for {len(prompts) * body.choices} texts; ask for at most {serving.options.max_n}."
         raise APIError(400, message, "n")

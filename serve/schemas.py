@@ -13,6 +13,7 @@ TokenId = Annotated[int, Field(ge=0, le=INT64)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Many = Field(min_length=1, max_length=1 << 16, fail_fast=True)
 Texts = Annotated[list[str], Many]
+Special = Annotated[bool | None, Field(description="Of the tokenizer, such as BOS, for prompts that are text; default: true.")]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -70,6 +71,7 @@ class CompletionBody(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0, le=INT64, description="0 needs echo.")] | None = 16
     logprobs: Logprobs | None = None
     echo: bool | None = None
+    add_special_tokens: Special = None
 
 
 class Part(Body):
@@ -98,6 +100,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Many] | None = None
+    add_special_tokens: Special = None
 
 
 class DetokenizeBody(Body):
@@ -245,3 +248,11 @@ class TokenizeAnswer(BaseModel):
 
 class DetokenizeAnswer(BaseModel):
     prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """The special tokens that clients which cut prompts themselves ask for. None: the model has none."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None

@@ -1,4 +1,4 @@
-"""``/v1/models``, ``/tokenize`` and ``/detokenize``."""
+"""``/v1/models``, ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
 
 from time import time
 from typing import Annotated
@@ -10,8 +10,16 @@ from eesd.serve.answers import serving_of
 from eesd.serve.errors import ERRORS, APIError
 from eesd.serve.json_route import JSONRoute
 from eesd.serve.options import Serving
-from eesd.serve.params import check_model
-from eesd.serve.schemas import DetokenizeAnswer, DetokenizeBody, ModelCard, ModelList, TokenizeAnswer, TokenizeBody
+from eesd.serve.params import check_model, check_supported
+from eesd.serve.schemas import (
+    DetokenizeAnswer,
+    DetokenizeBody,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeBody,
+    TokenizerInfo,
+)
 
 router = APIRouter(route_class=JSONRoute, responses=ERRORS)
 STARTED = int(time())
@@ -42,9 +50,28 @@ async def tokenize(body: TokenizeBody, serving: Shared) -> TokenizeAnswer:
     check_model(body.model, serving)
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "Give either prompt or messages.", "prompt", "invalid_value")
-    messages = [message.given() for message in body.messages or ()]
-    tokens = await run_in_threadpool(serving.service.llm.encode, messages if body.prompt is None else body.prompt)
+    check_supported(body)
+    if body.messages is not None and body.add_special_tokens:
+        raise APIError(
+            400, "The chat template adds special tokens itself; leave it out.", "add_special_tokens", "invalid_value"
+        )
+    codec = serving.service.llm.codec
+    if body.prompt is None:
+        tokens = await run_in_threadpool(codec.encode, [message.given() for message in body.messages or ()])
+    else:
+        tokens = await run_in_threadpool(codec.ids, body.prompt, body.add_special_tokens is not False)
     return TokenizeAnswer(count=len(tokens), max_model_len=serving.max_model_len, tokens=tokens)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(serving: Shared) -> TokenizerInfo:
+    """The tokenizer's special tokens."""
+    llm = serving.service.llm
+    bos, (eos, *_) = llm.manifest.bos_token_id, (*llm.manifest.eos_token_ids, None)
+    name = llm.codec.tokenizer.id_to_token
+    return TokenizerInfo(
+        bos_token=None if bos is None else name(bos), eos_token=None if eos is None else name(eos), pad_token=None
+    )
 
 
 @router.post("/detokenize")

@@ -91,6 +91,20 @@ def test_tokenize_shows_what_the_model_sees(server: Served) -> None:
     assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "Hi there"}
 
 
+def test_special_tokens_of_the_tokenizer_can_be_left_out(bundled: Path) -> None:
+    """What lm_eval needs to cut prompts with the server's tokenizer."""
+    with served(bundled) as server, server.http as http:
+        bos, *rest = server.llm.encode("def")
+        assert bos == server.llm.manifest.bos_token_id
+        for special, expected in ((False, rest), (True, [bos, *rest]), (None, [bos, *rest])):
+            body = {"prompt": "def", "add_special_tokens": special}
+            assert server.post("/tokenize", body).json()["tokens"] == expected
+            choice = server.complete(**body, return_token_ids=True, max_tokens=1)["choices"][0]
+            assert choice["prompt_token_ids"] == expected
+        info = http.get("/tokenizer_info").json()
+        assert server.post("/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False}).json()["tokens"] == [0]
+
+
 def test_models(server: Served) -> None:
     client, name = server.openai, server.serving.model_name
     assert [model.id for model in client.models.list().data] == [name] and client.models.retrieve(name).id == name

@@ -79,6 +79,7 @@ def refused(response: Any, status: int, *words: str, param: str | None = None) -
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"use_beam_search": True}, "use_beam_search", "not supported"),
         ({"stop_token_ids": [5]}, "stop_token_ids", "not supported"),
+        ({"add_special_tokens": 5}, "add_special_tokens", "boolean"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
     ],
 )
@@ -103,6 +104,7 @@ def test_a_completion_that_cannot_be_made(server: Served, more: dict[str, Any], 
         ({"max_tokens": 0}, "max_tokens", "greater"),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+        ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
         ({"continue_final_message": True}, "continue_final_message", "not supported"),
     ],
 )
@@ -163,6 +165,8 @@ def test_tokens_that_do_not_exist(server: Served) -> None:
     refused(server.post("/detokenize", {"tokens": [97]}), 400, "97 tokens", param="tokens")
     refused(server.post("/detokenize", {"tokens": [2**70]}), 400, param="tokens")
     refused(server.post("/tokenize", {}), 400, "prompt or messages", param="prompt")
+    body = {"messages": MESSAGES, "continue_final_message": True}
+    refused(server.post("/tokenize", body), 400, "not supported", param="continue_final_message")
 
 
 def test_an_error_in_a_stream_has_a_status(server: Served) -> None:

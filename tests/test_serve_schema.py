@@ -26,7 +26,7 @@ def server(engine: Path) -> Iterator[Served]:
 
 OPERATIONS = [
     *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
-    *(("GET", path) for path in ("/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics")),
+    *(("GET", path) for path in ("/v1/models", "/v1/models/{model}", "/tokenizer_info", "/health", "/ready", "/metrics")),
 ]
 THOROUGH = int(os.environ.get("SCHEMA_CASES", 2000))
 """Requests for each operation in the slow test."""
