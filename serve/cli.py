@@ -44,6 +44,7 @@ LEARNED = (
     "--prefix-memory", type=int, default=BatchOptions.prefix_memory, help="Bytes for prefixes that are kept; 0: none."
 )
 @click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, help="What drafts.")
+@click.option("--levels", type=int, help="Levels that every round drafts.  [default: as many as pay, given the load]")
 @click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)
 @click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded.")
 @click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help="As in eesd-run.")

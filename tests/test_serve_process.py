@@ -117,6 +117,7 @@ def test_an_idle_server_ends_at_once_and_keeps_what_it_learned(engine: Path, tmp
         (["--request-timeout", "nan"], ["request_timeout"]),
         (["--max-body-bytes", "5"], ["max_body_bytes"]),
         (["--max-rows", "0"], ["max_rows"]),
+        (["--levels", "-1"], ["levels"]),
         (["--api-key-file", os.devnull], ["no API key"]),
         (["--host", "256.1.1.1"], ["256.1.1.1", "--host"]),
         (["--no-draft", "--controller-state", "x"], ["--controller-state"]),
