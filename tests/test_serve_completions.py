@@ -1,6 +1,7 @@
 """``/v1/completions``, asked by the client of OpenAI: the tokens are those of ``llm.generate``, whatever the form."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,33 @@ def test_a_stream_has_what_the_whole_answer_has(server: Served, logprobs: int | 
         if logprobs is not None:
             for name, values in choice["logprobs"].items():
                 assert [value for part in parts for value in part["logprobs"][name]] == values
+
+
+def test_requests_at_once_get_what_they_get_alone(server: Served) -> None:
+    """Whole and streamed, greedy and sampled, long and short, and between them clients that leave."""
+
+    def one(number: int) -> None:
+        prompt, most = PROMPT[: 3 + number % 12], 10 + 17 * (number % 5)
+        sampling = Sampling(temperature=0.7 * (number % 3), seed=number)
+        body = {"prompt": prompt, "max_tokens": most, "temperature": sampling.temperature, "seed": number}
+        if number % 4 == 3:
+            with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+                next(stream.iter_lines())
+            return
+        if number % 4:
+            with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+                text = "".join(chunk["choices"][0]["text"] for chunk in events(stream.iter_lines())[:-1])
+        else:
+            text = server.complete(**body)["choices"][0]["text"]
+        found[number] = (text, prompt, sampling, most)
+
+    found: dict[int, tuple[str, str, Sampling, int]] = {}
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(64)))
+    assert len(found) == 48
+    for text, prompt, sampling, most in found.values():
+        assert text == server.llm.generate(prompt, sampling, max_new_tokens=most).text
+    server.idle()
 
 
 def test_usage_comes_last_if_asked_for(server: Served) -> None:
