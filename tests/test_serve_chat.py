@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from support.serving import Served, events, served
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from eesd.runtime.decoding.sampling import Sampling
 
@@ -91,18 +93,22 @@ def test_tokenize_shows_what_the_model_sees(server: Served) -> None:
     assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "Hi there"}
 
 
-def test_special_tokens_of_the_tokenizer_can_be_left_out(bundled: Path) -> None:
+def test_special_tokens_of_the_tokenizer_can_be_left_out(engine_copy: Path) -> None:
     """What lm_eval needs to cut prompts with the server's tokenizer."""
-    with served(bundled) as server, server.http as http:
+    file = str(engine_copy / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(file)
+    with served(engine_copy) as server, server.http as http:
         bos, *rest = server.llm.encode("def")
-        assert bos == server.llm.manifest.bos_token_id
+        assert bos == 1 and len(rest) == 3
         for special, expected in ((False, rest), (True, [bos, *rest]), (None, [bos, *rest])):
             body = {"prompt": "def", "add_special_tokens": special}
             assert server.post("/tokenize", body).json()["tokens"] == expected
             choice = server.complete(**body, return_token_ids=True, max_tokens=1)["choices"][0]
             assert choice["prompt_token_ids"] == expected
-        info = http.get("/tokenizer_info").json()
-        assert server.post("/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False}).json()["tokens"] == [0]
+        assert http.get("/tokenizer_info").json() == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": None}
+        assert server.post("/tokenize", {"prompt": "</s>", "add_special_tokens": False}).json()["tokens"] == [2]
 
 
 def test_models(server: Served) -> None:
