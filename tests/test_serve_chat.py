@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engine_dirs import edit_manifest
 from support.serving import Served, events, served
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -95,10 +96,11 @@ def test_tokenize_shows_what_the_model_sees(server: Served) -> None:
 
 def test_special_tokens_of_the_tokenizer_can_be_left_out(engine_copy: Path) -> None:
     """What lm_eval needs to cut prompts with the server's tokenizer."""
-    file = str(engine_copy / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(file)
+    file = engine_copy / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer.save(file)
+    tokenizer.save(str(file))
+    edit_manifest(engine_copy, "files/tokenizer.json/size", file.stat().st_size)
     with served(engine_copy) as server, server.http as http:
         bos, *rest = server.llm.encode("def")
         assert bos == 1 and len(rest) == 3
