@@ -35,23 +35,23 @@ def event(value: BaseModel) -> bytes:
 async def event_stream(events: Events, send_timeout: float) -> Response:
     """A response that sends events as they come.
 
-    What is raised before the first event is raised here, so that it becomes an error with a status. Later the status has been
-    sent, and an error is the last event: ``data: {"error": ...}`` without ``[DONE]``.
+    What is raised before the first event becomes an error with a status. Later the status has been sent, and an error is the
+    last event: ``data: {"error": ...}`` without ``[DONE]``.
 
     Args:
         events: The events; closed at the end, also when the client leaves.
         send_timeout: Seconds that the client may leave a piece unread.
     """
-    return _EventStream(await anext(events), events, send_timeout)
+    return _EventStream(events, send_timeout)
 
 
 class _EventStream(Response):
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: Events, send_timeout: float) -> None:
+    def __init__(self, events: Events, send_timeout: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._events, self._timeout = first, events, send_timeout
+        self._events, self._timeout = events, send_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -61,8 +61,9 @@ class _EventStream(Response):
             await self._events.aclose()
 
     async def _send(self, send: Send) -> None:
+        first = await anext(self._events)
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await self._piece(send, self._first)
+        await self._piece(send, first)
         try:
             async for piece in self._events:
                 await self._piece(send, piece)

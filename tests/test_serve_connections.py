@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.serving import Held, Served, eventually, served
 
+from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.serve import params
 from eesd.serve.options import ServeOptions
 
@@ -67,6 +68,23 @@ def test_who_leaves_is_cancelled(
     eventually(lambda: f"POST {path} {200 if stream else 499}" in caplog.text)
     assert "ERROR" not in caplog.text
     works(server)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_leaves_the_queue_is_forgotten(engine: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    held = Held()
+    monkeypatch.setattr(params, "constraint_of", lambda *_: held)
+    with served(engine, batch=BatchOptions(max_rows=1)) as server:
+        with raw(server, "/v1/completions", LONG) as running:
+            assert held.reached.wait(30)
+            waiting = raw(server, "/v1/completions", {**LONG, "stream": stream})
+            eventually(lambda: server.metric("vllm:num_requests_waiting") == 1)
+            waiting.close()
+            eventually(lambda: server.serving.active == 1)  # while the batch is held: nothing came for the one that left
+            held.release()
+            assert running.recv(1000).startswith(b"HTTP/1.1 200 ")
+        server.idle()
+        assert server.metric("vllm:generation_tokens_total") == LONG["max_tokens"]
 
 
 def test_who_does_not_read_is_cancelled(server: Served) -> None:
