@@ -29,7 +29,7 @@ class ServeOptions:
     """
 
     model_name: str = ""
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_body_bytes: int = 4 << 20
     max_prompt_tokens: int = 0
     max_n: int = 64

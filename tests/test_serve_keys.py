@@ -70,6 +70,10 @@ def test_the_schema_says_that_there_are_keys(server: Served) -> None:
     assert schema["security"] == [{"bearer": []}]
 
 
+def test_keys_are_not_shown(server: Served) -> None:
+    assert not any(key in repr(server.serving) for key in KEYS)
+
+
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
     file.write_text("one-key-1\n\n two-key-2 \n")
