@@ -48,8 +48,12 @@ class TextCodec:
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with the template's)."""
         text = prompt if isinstance(prompt, str) else self.render(prompt)
+        return self.ids(text, special=isinstance(prompt, str))
+
+    def ids(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text, with or without the tokenizer's own special tokens."""
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)).ids)
+            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
         except TypeError:  # the tokenizer raises this for lone surrogates, which stand for bytes that were not UTF-8
             raise EESDError("The prompt is not valid Unicode text; give it as UTF-8.") from None
         except Exception as error:  # and plain Exceptions for text that its vocabulary cannot express
@@ -110,6 +114,35 @@ def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
+class TokenBytes:
+    """The bytes of text that each token stands for. A token may end anywhere inside a character."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._tokenizer, self._decode = codec.tokenizer, codec.decode
+        self._special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        decoder = self._tokenizer.decoder
+        self._byte_level = decoder is not None and decoder.decode(["\u0120"]) == " "
+        self.has_byte_tokens = decoder is not None and decoder.decode(["<0x41>"]) == "A"
+
+    def name(self, token: int) -> str | None:
+        """The token as the vocabulary writes it; None if it is not text."""
+        return None if token in self._special else self._tokenizer.id_to_token(token)
+
+    def added(self, token: int, before: int | None) -> bytes:
+        """What a token adds to the text behind the token of text before it; nothing if it is no text itself."""
+        name = self.name(token)
+        if not name:
+            return b""
+        if self._byte_level:
+            known = _BYTE_LEVEL.keys() >= set(name)  # added tokens may hold other characters, and stand for themselves
+            return bytes(_BYTE_LEVEL[character] for character in name) if known else name.encode()
+        if self.has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(name)):
+            return bytes.fromhex(byte[1])
+        # One token of context is enough: decoders join words, and drop a space where the text begins.
+        context = [] if before is None else [before]
+        return self._decode([*context, token])[len(self._decode(context)) :].encode()
+
+
 class _CharacterStream:
     """Turns tokens into bytes, and bytes into whole characters.
 
@@ -120,36 +153,19 @@ class _CharacterStream:
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
-        self._tokenizer, self._decode = codec.tokenizer, codec.decode
-        self._special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
-        decoder = self._tokenizer.decoder
-        self._byte_level = decoder is not None and decoder.decode(["\u0120"]) == " "
-        self._byte_tokens = decoder is not None and decoder.decode(["<0x41>"]) == "A"
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE if self._byte_tokens else "replace")
-        self._context: list[int] = []
+        self._bytes = TokenBytes(codec)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE if self._bytes.has_byte_tokens else "replace")
+        self._before: int | None = None
         # At most three bytes wait for the rest of their character, and each token has one at least.
-        tail = list(islice((token for token in reversed(prompt) if self._name(token)), 3))
+        tail = list(islice((token for token in reversed(prompt) if self._bytes.name(token)), 3))
         for token in reversed(tail):
             self.push(token)
 
     def push(self, token: int) -> str:
-        name = self._name(token)
-        return self._utf8.decode(self._bytes(token, name)) if name else ""
-
-    def _name(self, token: int) -> str | None:
-        """The token as the vocabulary writes it; None if it is not text."""
-        return None if token in self._special else self._tokenizer.id_to_token(token)
-
-    def _bytes(self, token: int, name: str) -> bytes:
-        """What the token adds to the text."""
-        if self._byte_level:
-            known = _BYTE_LEVEL.keys() >= set(name)  # added tokens may hold other characters, and stand for themselves
-            return bytes(_BYTE_LEVEL[character] for character in name) if known else name.encode()
-        # One token of context is enough: decoders join words, and drop a space where the text begins.
-        context, self._context = self._context, [token]
-        if self._byte_tokens and (byte := _BYTE_TOKEN.fullmatch(name)):
-            return bytes.fromhex(byte[1])
-        return self._decode([*context, token])[len(self._decode(context)) :].encode()
+        if not self._bytes.name(token):
+            return ""
+        before, self._before = self._before, token
+        return self._utf8.decode(self._bytes.added(token, before))
 
 
 class TextStream:

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "model": {"common"},
     "runtime": {"common", "controllers", "model"},
     "export": {"common", "model", "runtime"},
+    "serve": {"common", "controllers", "model", "runtime"},
     "distill": {"common", "controllers", "model", "runtime"},
     "bench": {"common", "controllers", "model", "runtime", "export"},
 }

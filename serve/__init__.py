@@ -1,0 +1,1 @@
+"""The server: OpenAI's API over many requests at once."""

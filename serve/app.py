@@ -1,0 +1,52 @@
+"""The server as an ASGI application."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+import eesd
+from eesd.runtime.batch.service import Service
+from eesd.serve import chat, completions, probes, tokens
+from eesd.serve.errors import handle_errors
+from eesd.serve.gate import Gate
+from eesd.serve.observe import Observe, tracer_from_environment
+from eesd.serve.options import ServeOptions, Serving
+
+ROUTERS = (completions.router, chat.router, tokens.router, probes.router)
+
+
+def make_app(service: Service, options: ServeOptions) -> FastAPI:
+    """The application over a running service.
+
+    ``app.state.serving`` is the :class:`~eesd.serve.options.Serving` of its routes. The caller closes the service.
+
+    Args:
+        service: The batch.
+        options: Limits and names.
+    """
+    # No pages of documentation: they load scripts from elsewhere.
+    app = FastAPI(title="EESD", version=eesd.__version__, docs_url=None, redoc_url=None)
+    app.state.serving = Serving(service=service, options=options)
+    for router in ROUTERS:
+        app.include_router(router)
+    handle_errors(app)
+    app.state.tracer = tracer_from_environment()
+    app.add_middleware(Gate, serving=app.state.serving)
+    app.add_middleware(Observe, tracer=app.state.tracer)
+    app.openapi = lambda: _schema(app)  # type: ignore[method-assign] # FastAPI's way to change it
+    return app
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    """What the server does: an invalid body is a 400, as with OpenAI, and a key is a bearer token."""
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
+    if app.state.serving.options.api_keys:
+        schema["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"bearer": []}]
+    return schema

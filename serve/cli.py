@@ -1,0 +1,116 @@
+"""``eesd-serve``: OpenAI's API over an engine directory."""
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eesd.common import cli
+from eesd.common.errors import EESDError
+from eesd.common.json_input import read_text
+from eesd.common.terminal import notice
+from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.runtime.batch.service import Service
+from eesd.runtime.engines.backends import BACKENDS
+from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, Speculation, load
+
+LOG_FORMATS = ("text", "json")
+KEYS = "EESD_API_KEY"
+LEARNED = (
+    "Start with what the batch learned about drafting in FILE, if it exists; save it there every few minutes and at the end."
+)
+
+
+@cli.command()
+@click.option("--engine-dir", type=cli.PATH, required=True, help="Directory made by eesd-export.")
+@click.option("--host", type=cli.NAME, default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: a free one.")
+@click.option("--model-name", default="", show_default=False, help="Name that clients give as model.  [default: the model's]")
+@click.option("--api-key-file", type=cli.PATH, help=f"Keys that clients must send, one a line.  [default: {KEYS}, else none]")
+@click.option("--max-body-bytes", type=int, default=4 << 20, help="Largest body.")
+@click.option("--max-prompt-tokens", type=int, default=0, help="Longest prompt; 0: what the KV cache holds.")
+@click.option("--max-n", type=int, default=64, help="Most texts of one request: prompts times n.")
+@click.option("--request-timeout", type=float, default=600.0, help="Seconds until a request ends with what it has.")
+@click.option("--body-timeout", type=float, default=30.0, help="Seconds for a request's head, and for its body, to come.")
+@click.option("--send-timeout", type=float, default=60.0, help="Seconds that a client may leave a stream unread.")
+@click.option("--drain-seconds", type=float, default=30.0, help="Time that running requests get after SIGTERM.")
+@click.option("--max-rows", type=int, default=BatchOptions.max_rows, help="Most requests in the batch.")
+@click.option("--max-queue", type=int, default=BatchOptions.max_queue, help="Most requests that wait; more get a 429.")
+@click.option("--prefill-tokens", type=int, default=BatchOptions.prefill_tokens, help="Prompt tokens between two rounds.")
+@click.option("--kv-memory", type=int, default=BatchOptions.kv_memory, help="Bytes for the KV cache.")
+@click.option(
+    "--prefix-memory", type=int, default=BatchOptions.prefix_memory, help="Bytes for prefixes that are kept; 0: none."
+)
+@click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, help="What drafts.")
+@click.option("--levels", type=int, help="Levels that every round drafts.  [default: as many as pay, given the load]")
+@click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)
+@click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded.")
+@click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help="As in eesd-run.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="As in eesd-run.")
+@click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
+@click.option("--exact/--no-exact", default=None, help="As in eesd-run.")
+@click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")
+@click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Of the log on stderr.")
+def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
+    """Serve OpenAI's API from the engines of a directory.
+
+    One process serves many requests at once. SIGTERM lets running requests finish.
+    """
+    try:
+        from eesd.serve.app import make_app
+        from eesd.serve.observe import LOGGER, log_to_stderr
+        from eesd.serve.options import ServeOptions
+        from eesd.serve.run import address_of, bind, serve
+    except ModuleNotFoundError as error:
+        raise EESDError(f"Serving needs {error.name}; pip install 'eesd[serve]'.") from None
+    names = [field.name for field in fields(ServeOptions) if field.name in options]
+    limits = ServeOptions(api_keys=api_keys(options["api_key_file"]), **{name: options[name] for name in names})
+    batch = BatchOptions(**{field.name: options[field.name] for field in fields(BatchOptions)})
+    learned: Path | None = options["controller_state"]
+    if learned is not None and options["no_draft"]:
+        raise EESDError("--controller-state needs drafting; leave --no-draft out.")
+    log_to_stderr(options["log_format"])
+    with bind(host, port) as bound:  # before the model is loaded: a port that is taken is known at once
+        service = Service(_load(engine_dir, options), batch)
+        if learned is not None and learned.exists():
+            service.load_state(learned)
+        app = make_app(service, limits)
+        if not limits.api_keys and not bound.getsockname()[0].startswith(("127.", "::1")):
+            LOGGER.warning("Everybody who reaches %s may use it; --api-key-file restricts that.", address_of(bound))
+        serve(app, bound, (lambda: service.save_state(learned)) if learned else (lambda: None))
+
+
+def _load(engine_dir: Path, options: dict[str, Any]) -> Any:
+    speculation = Speculation(drafter=options["drafter"])
+    llm = load(
+        engine_dir,
+        options["backend"],
+        speculation=None if options["no_draft"] else speculation,
+        threads=options["threads"],
+        verify_hashes=options["verify"],
+        generation_config=options["generation_config"],
+        exact=options["exact"],
+    )
+    if llm.engines.notice:
+        notice(llm.engines.notice)
+    return llm
+
+
+def api_keys(file: Path | None) -> tuple[str, ...]:
+    """The keys in a file, one a line; without a file those in EESD_API_KEY, with commas between them.
+
+    Raises:
+        EESDError: The file has no key.
+    """
+    if file is None:
+        return tuple(key.strip() for key in os.environ.get(KEYS, "").split(",") if key.strip())
+    keys = tuple(line.strip() for line in read_text(file, "give UTF-8 text").splitlines() if line.strip())
+    if not keys:
+        raise EESDError(f"{file} has no API key; give one a line.")
+    return keys
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""``POST /v1/completions``."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import Response
+
+from eesd.runtime.batch.request import TokenOutput
+from eesd.runtime.llm import LLM
+from eesd.serve.answers import Head, finished, serving_of
+from eesd.serve.errors import ANSWERS, APIError
+from eesd.serve.generations import Generations, Progress
+from eesd.serve.json_route import JSONRoute
+from eesd.serve.logprobs import TokenWriter
+from eesd.serve.options import Serving
+from eesd.serve.params import check_model, requests_of
+from eesd.serve.schemas import CompletionAnswer, CompletionBody, CompletionChoice, CompletionLogprobs
+from eesd.serve.streaming import DONE, Events, event, event_stream, json_response, unless_left
+
+router = APIRouter(route_class=JSONRoute)
+
+
+@router.post("/v1/completions", response_model=CompletionAnswer, responses=ANSWERS)
+async def completions(body: CompletionBody, request: Request, serving: Annotated[Serving, Depends(serving_of)]) -> Response:
+    """Continue one prompt, or several."""
+    check_model(body.model, serving)
+    if body.max_tokens == 0 and not body.echo:
+        raise APIError(400, "max_tokens is 0; give at least 1, or echo.", "max_tokens", "invalid_value")
+    prompts = await run_in_threadpool(_encode, body, serving.service.llm)
+    shown = body.logprobs if body.echo else None
+    requests = requests_of(body, [tokens for tokens, _ in prompts], serving, body.max_tokens, body.logprobs, shown)
+    generations = Generations(serving, requests, keep_tokens=body.max_tokens != 0)
+    request.state.generations = generations
+    echoed = [text if body.echo else "" for _, text in prompts for _ in range(body.choices)]
+    writers = [_Writer(body, serving, choice, text) for choice, text in zip(generations.progress, echoed, strict=True)]
+    head = Head.new("cmpl", "text_completion", serving)
+    if body.stream:
+        return await event_stream(_chunks(body, head, generations, writers), serving.options.send_timeout)
+    return json_response(await unless_left(request, _whole(body, head, generations, writers)))
+
+
+def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
+    """Tokens and text of each prompt. Takes long for a long text, so it runs in a thread."""
+    prompt = body.prompt
+    prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    found: list[tuple[Sequence[int], str]] = []
+    for item in prompts:
+        # A text without the tokenizer's special tokens, or what llm.encode makes of a text or ids.
+        bare = isinstance(item, str) and body.add_special_tokens is False
+        tokens = llm.codec.ids(str(item), special=False) if bare else llm.encode(item)
+        text = item if isinstance(item, str) else llm.codec.decode(tokens) if body.echo else ""
+        found.append((tokens, text))
+    return found
+
+
+class _Writer:
+    """Makes the parts of one choice."""
+
+    def __init__(self, body: CompletionBody, serving: Serving, progress: Progress, echoed: str) -> None:
+        self._body, self._progress, self._echoed = body, progress, echoed
+        prompt = () if body.echo else progress.request.tokens
+        self._tokens = TokenWriter(serving.codec, prompt) if body.logprobs is not None else None
+        self._begun = False
+
+    def part(self, index: int, text: str, outputs: Sequence[TokenOutput]) -> CompletionChoice:
+        """A choice with new text and its tokens; the first one has the echoed prompt, too."""
+        first, self._begun = not self._begun, True
+        progress, logprobs = self._progress, self._logprobs(outputs, first)
+        if first:
+            text = self._echoed + text
+        choice = CompletionChoice(index=index, text=text, logprobs=logprobs, **finished(progress))
+        if self._body.return_token_ids:
+            choice.token_ids = [output.token for output in outputs]
+            choice.prompt_token_ids = list(progress.request.tokens) if first else None
+        return choice
+
+    def _logprobs(self, outputs: Sequence[TokenOutput], first: bool) -> CompletionLogprobs | None:
+        if not self._tokens:
+            return None
+        prompt = self._progress.prompt_logprobs if first and self._body.echo else ()
+        return self._tokens.completion([*prompt, *(output.logprob for output in outputs if output.logprob)])
+
+
+async def _whole(body: CompletionBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> CompletionAnswer:
+    async with generations:
+        async for index, update in generations:
+            generations.progress[index].see(update)
+    parts = enumerate(zip(generations.progress, writers, strict=True))
+    # In a thread: the log-probabilities of many tokens take long to write.
+    choices = [await run_in_threadpool(writer.part, index, "".join(one.text), one.outputs) for index, (one, writer) in parts]
+    usage, metrics = generations.usage(body.choices), generations.metrics()
+    return CompletionAnswer(**head.fields, choices=choices, usage=usage, metrics=metrics)
+
+
+async def _chunks(body: CompletionBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> Events:
+    left = len(writers)
+    async with generations:
+        async for index, update in generations:
+            text = generations.progress[index].see(update)
+            left -= update.finish_reason is not None
+            part = partial(writers[index].part, index, text, update.tokens)
+            choice = await run_in_threadpool(part) if update.prompt_logprobs else part()
+            if choice.text or choice.token_ids or (choice.logprobs and choice.logprobs.tokens) or choice.finish_reason:
+                chunk = CompletionAnswer(**head.fields, choices=[choice])
+                if not left and not body.include_usage:
+                    chunk.metrics = generations.metrics()
+                yield event(chunk)
+    if body.include_usage:
+        usage, metrics = generations.usage(body.choices), generations.metrics()
+        yield event(CompletionAnswer(**head.fields, choices=[], usage=usage, metrics=metrics))
+    yield DONE

@@ -1,0 +1,144 @@
+"""Errors as OpenAI's API reports them: ``{"error": {"message", "type", "param", "code"}}``."""
+
+import json
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from eesd.common.errors import EESDError
+from eesd.runtime.batch.request import QueueFullError
+from eesd.runtime.batch.service import ClosedError
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+"""The statuses of errors, and the type that each has in its body."""
+LEFT = 499
+"""What the log says about a request whose client left."""
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, in a sentence."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "The request cannot be used."},
+    401: {"description": "The API key is missing or wrong."},
+    404: {"description": "There is no such model or path."},
+    408: {"description": "The body came too slowly."},
+    413: {"description": "The body is too large."},
+    429: {"description": "The queue is full; Retry-After says when to try again."},
+    500: {"description": "The server failed."},
+    503: {"description": "The server is stopping, or cannot answer in time."},
+}
+"""What routes declare in the schema."""
+for _declared in ERRORS.values():
+    _declared["model"] = ErrorBody
+ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}, **ERRORS}
+"""What routes declare that can stream."""
+
+
+class APIError(Exception):
+    """An error with a status of HTTP.
+
+    Attributes:
+        status: One of :data:`TYPES`.
+        message: One sentence that says what is wrong and what to do.
+        param: The field of the body that is wrong.
+        code: A word for programs.
+        headers: More headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    @property
+    def body(self) -> bytes:
+        detail = {"message": self.message, "type": TYPES[self.status], "param": self.param, "code": self.code}
+        return json.dumps({"error": detail}).encode()  # ASCII: the message may quote half a surrogate pair
+
+    @property
+    def response(self) -> Response:
+        return Response(self.body, self.status, self.headers, "application/json")
+
+
+class ClientLeftError(Exception):
+    """Nobody waits for the response any more."""
+
+
+def as_api_error(error: Exception) -> APIError:
+    """What a client is told about an exception; for a mistake of ours nothing that it could learn from."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, QueueFullError):
+        seconds = str(max(1, ceil(error.retry_after)))
+        return APIError(429, str(error), code="queue_full", headers={"Retry-After": seconds})
+    if isinstance(error, ClosedError):
+        return APIError(503, "The server is stopping; ask another one.", code="stopping")
+    if isinstance(error, EESDError):
+        return APIError(400, str(error))
+    if isinstance(error, RequestValidationError):
+        return _invalid(error)
+    if isinstance(error, HTTPException):
+        status = error.status_code if error.status_code in TYPES else 400 if error.status_code < 500 else 500
+        return APIError(status, f"{str(error.detail).rstrip('.')}.", headers=error.headers)
+    return APIError(500, "The server failed; its log says why.", code="internal_error")
+
+
+def _invalid(error: RequestValidationError) -> APIError:
+    """The first field that is wrong, and everything that it could have been."""
+    found = error.errors()
+    place = [str(part) for part in found[0]["loc"] if part != "body"]
+    if not place:
+        return APIError(400, "The body is not a JSON object; send one with Content-Type: application/json.")
+    messages = dict.fromkeys(str(item["msg"]).rstrip(".") for item in found if list(map(str, item["loc"]))[1:2] == place[:1])
+    wrong = "; or: ".join(list(messages)[:4])
+    code = "missing" if found[0]["type"] == "missing" else "invalid_value"
+    return APIError(400, f"{place[0]} cannot be used: {wrong[:1].lower()}{wrong[1:]}.", place[0], code)
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Make the app answer every exception in OpenAI's form."""
+
+    async def answer(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response
+
+    async def left(_: Request, error: Exception) -> Response:  # noqa: ARG001 - the handlers' signature
+        return Response(status_code=LEFT)
+
+    app.add_exception_handler(ClientLeftError, left)
+    for kind in (APIError, EESDError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)

@@ -1,0 +1,168 @@
+"""The generations of one HTTP request: from the thread of the batch into the event loop, and cancelled when nobody listens."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from eesd.runtime.batch.request import Generation, Request, TokenLogprob, TokenOutput, Update
+from eesd.runtime.decoding.stats import Stats
+from eesd.serve.errors import APIError
+from eesd.serve.metrics import Meter, num_drafts
+from eesd.serve.options import Serving
+from eesd.serve.schemas import PromptDetails, ResponseMetrics, SpeculativeDecoding, Usage
+
+LIVENESS_SECONDS = 5.0
+"""How often a request that hears nothing looks whether the batch is alive."""
+
+
+@dataclass
+class Progress:
+    """What has come for one choice. ``finish_reason`` is OpenAI's; ``stop_reason`` a stop string, or ``deadline``."""
+
+    request: Request
+    outputs: list[TokenOutput] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    cached_tokens: int = 0
+    stats: Stats = field(default_factory=Stats)
+
+    def see(self, update: Update) -> str:
+        """Take an update in. Returns the text that it brought."""
+        text = "".join(output.text for output in update.tokens) + update.held
+        self.outputs += update.tokens
+        self.text.append(text)
+        self.stats, self.cached_tokens = update.stats, max(self.cached_tokens, update.cached_tokens)
+        self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
+        if update.finish_reason:
+            late = update.finish_reason == "deadline"
+            self.finish_reason = "length" if late else update.finish_reason
+            self.stop_reason = "deadline" if late else update.stop
+        return text
+
+
+class Generations:
+    """Runs requests and yields ``(index, update)`` as they come, in an ``async with`` block that cancels what is left.
+
+    Args:
+        serving: The server.
+        requests: One for each choice.
+        keep_tokens: False: only the prompts are wanted, and the token that each request generates is dropped.
+
+    Raises:
+        EESDError: When the block is entered: a request cannot be used, or the queue is full.
+        APIError: While updates come: a request failed, or ended without a token because the server stopped or was too slow.
+    """
+
+    def __init__(self, serving: Serving, requests: Sequence[Request], keep_tokens: bool = True) -> None:
+        self.progress = [Progress(request) for request in requests]
+        self._serving, self._keep = serving, keep_tokens
+        self._updates: asyncio.Queue[tuple[int, Update, float]] = asyncio.Queue()
+        self._running: list[Generation] = []
+        self._meters: list[Meter] = []
+
+    async def __aenter__(self) -> "Generations":
+        loop = asyncio.get_running_loop()
+
+        def deliver(index: int, update: Update) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the server has stopped without waiting
+                loop.call_soon_threadsafe(self._updates.put_nowait, (index, update, monotonic()))
+
+        try:
+            for index, choice in enumerate(self.progress):
+                self._running.append(self._serving.service.submit(choice.request, partial(deliver, index)))
+                self._meters.append(Meter(self._serving.metrics, monotonic()))
+        except BaseException:
+            self._cancel()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for generation in self._running:
+            generation.cancel()
+        for meter in self._meters:
+            meter.end("cancelled", monotonic())  # counts those that had not ended
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
+        while any(choice.finish_reason is None for choice in self.progress):
+            index, update, time = await self._next()
+            self._meters[index].see(update, time)
+            if update.finish_reason in ("error", "cancelled"):
+                raise self._failure(update)
+            if update.finish_reason == "deadline" and not update.tokens and not self.progress[index].outputs:
+                limit = self._serving.options.request_timeout
+                raise APIError(503, f"No token came within {limit:g} seconds; try again later.", code="timeout")
+            if not self._keep:
+                reason = "length" if update.finish_reason == "stop" else update.finish_reason
+                update = replace(update, tokens=(), held="", finish_reason=reason, stop=None)
+            yield index, update
+
+    async def _next(self) -> tuple[int, Update, float]:
+        while True:
+            with suppress(asyncio.QueueEmpty):
+                return self._updates.get_nowait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LIVENESS_SECONDS):
+                    return await self._updates.get()
+            if not self._serving.service.alive:
+                raise APIError(500, "The batch has stopped; restart the server.", code="internal_error")
+
+    def _failure(self, update: Update) -> APIError:
+        if update.finish_reason == "cancelled":
+            return APIError(503, "The server stopped before the text was complete; ask another one.", code="stopping")
+        message = update.error or "The request failed; the server's log says why."
+        return APIError(500, message, code="internal_error")
+
+    def usage(self, choices: int) -> Usage:
+        """Tokens so far, with so many choices for each prompt."""
+        prompts = self.progress[::choices]
+        prompt = sum(len(choice.request.tokens) for choice in prompts)
+        new = sum(len(choice.outputs) for choice in self.progress)
+        cached = sum(choice.cached_tokens for choice in prompts)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=new,
+            total_tokens=prompt + new,
+            prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        )
+
+    def metrics(self) -> ResponseMetrics:
+        """What drafting did for all choices together."""
+        all_stats = [choice.stats for choice in self.progress]
+        rounds = sum(map(num_drafts, all_stats))
+        drafted = sum(stats.draft_tokens for stats in all_stats)
+        accepted = sum(stats.accepted_tokens for stats in all_stats)
+        depth = max(len(stats.accepted_at_depth) for stats in all_stats)
+        # Of the rounds that verified a draft: those that accepted at least d tokens, from d = 0 on.
+        at_least = [rounds] + [sum(sum(stats.accepted_at_depth[d : d + 1]) for stats in all_stats) for d in range(depth)]
+        speculative = SpeculativeDecoding(
+            mean_acceptance_length=1 + accepted / rounds if rounds else 1.0,
+            draft_acceptance_rate=accepted / drafted if drafted else 0.0,
+            acceptance_histogram=[n - more for n, more in zip(at_least, [*at_least[1:], 0], strict=True)],
+            num_spec_steps=rounds,
+            num_accepted_draft_tokens=accepted,
+            num_draft_tokens=drafted,
+        )
+        return ResponseMetrics(speculative_decoding=speculative)
+
+    def facts(self) -> dict[str, Any]:
+        """What the log and a trace say about the request."""
+        spec = self.metrics().speculative_decoding
+        return {
+            "prompt_tokens": sum(len(choice.request.tokens) for choice in self.progress),
+            "completion_tokens": sum(len(choice.outputs) for choice in self.progress),
+            "finish_reasons": [choice.finish_reason or "none" for choice in self.progress],
+            "draft_tokens": spec.num_draft_tokens,
+            "accepted_tokens": spec.num_accepted_draft_tokens,
+        }

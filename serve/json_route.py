@@ -1,0 +1,31 @@
+"""Routes whose JSON goes through the one door for outside input."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import HTTPException, Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+from eesd.common.errors import EESDError
+from eesd.common.json_input import decode, parse_json
+
+
+class _CheckedRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return parse_json(decode(await self.body(), "The body", "send JSON"), "The body", "send JSON")
+        except EESDError as error:
+            raise HTTPException(400, str(error)) from None
+
+
+class JSONRoute(APIRoute):
+    """Refuses JSON that is nested too deeply, or no UTF-8, in one sentence."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            return await handler(_CheckedRequest(request.scope, request.receive))
+
+        return checked

@@ -1,0 +1,80 @@
+"""Log-probabilities in the two forms of OpenAI's API."""
+
+import codecs
+from collections.abc import Sequence
+
+from eesd.runtime.batch.request import TokenLogprob, TokenOutput
+from eesd.runtime.text import TextCodec, TokenBytes
+from eesd.serve.schemas import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+
+LEAST = -9999.0
+"""Stands for the logarithm of zero, which JSON cannot write."""
+
+
+class TokenWriter:
+    """Writes the tokens of one choice, one after another, as text and as bytes.
+
+    Args:
+        codec: The tokenizer; None: tokens are written as ``token_id:5``.
+        prompt: The tokens before them.
+        offset: Characters of the choice's text before them.
+    """
+
+    def __init__(self, codec: TextCodec | None, prompt: Sequence[int] = (), offset: int = 0) -> None:
+        self._codec = codec
+        self._bytes = TokenBytes(codec) if codec else None
+        self._before = prompt[-1] if prompt else None
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = offset
+
+    def _written(self, token: int) -> bytes:
+        """The bytes of a token; for a special token, and one that the tokenizer does not know, a name."""
+        name = self._codec.tokenizer.id_to_token(token) if self._codec else None
+        if not self._bytes or name is None:
+            return f"token_id:{token}".encode()
+        return self._bytes.added(token, self._before) if self._bytes.name(token) else name.encode()
+
+    def _advance(self, token: int) -> None:
+        if self._bytes and self._bytes.name(token):
+            self._offset += len(self._utf8.decode(self._bytes.added(token, self._before)))
+            self._before = token
+
+    def completion(self, found: Sequence[TokenLogprob]) -> CompletionLogprobs:
+        """The next tokens as ``/v1/completions`` reports them. The token itself is always among the most likely ones."""
+        result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for item in found:
+            text = self._written(item.token).decode(errors="replace")
+            result.tokens.append(text)
+            result.text_offset.append(self._offset)
+            if item.logprob is None:
+                result.token_logprobs.append(None)
+                result.top_logprobs.append(None)
+            else:
+                top: dict[str, float] = {}
+                for token, logprob in (*item.top, (item.token, item.logprob)):  # best first: of equal texts the best stays
+                    top.setdefault(self._written(token).decode(errors="replace"), _finite(logprob))
+                result.token_logprobs.append(_finite(item.logprob))
+                result.top_logprobs.append(top)
+            self._advance(item.token)
+        return result
+
+    def chat(self, outputs: Sequence[TokenOutput]) -> ChatLogprobs:
+        """The next tokens as ``/v1/chat/completions`` reports them."""
+        content = []
+        for output in outputs:
+            found = output.logprob
+            if found is None or found.logprob is None:
+                continue
+            top = [self._top(token, logprob) for token, logprob in found.top]
+            chosen = self._top(found.token, found.logprob)
+            content.append(ChatLogprob(**chosen.model_dump(), top_logprobs=top))
+            self._advance(found.token)
+        return ChatLogprobs(content=content)
+
+    def _top(self, token: int, logprob: float) -> TopLogprob:
+        written = self._written(token)
+        return TopLogprob(token=written.decode(errors="replace"), logprob=_finite(logprob), bytes=list(written))
+
+
+def _finite(logprob: float) -> float:
+    return max(float(logprob), LEAST)

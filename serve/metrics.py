@@ -1,0 +1,130 @@
+"""What Prometheus is told, under the names that vLLM uses, so that its dashboards work."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from eesd.runtime.batch.request import Update
+from eesd.runtime.batch.service import Service
+from eesd.runtime.decoding.stats import Stats
+
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+REASONS = {"cancelled": "abort"}
+"""Finish reasons that vLLM calls otherwise."""
+
+
+class Metrics:
+    """The counters and histograms of one server, in a registry of their own."""
+
+    def __init__(self, service: Service, model: str) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_LoadCollector(service, model))
+        self._model = model
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"vllm:{name}", text, ["model_name", *labels], registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
+            return made.labels(model)
+
+        self.first_token = histogram("time_to_first_token_seconds", "Time until the first token.", FIRST_TOKEN)
+        self.between = histogram("inter_token_latency_seconds", "Time between rounds that bring tokens.", BETWEEN)
+        self.whole = histogram("e2e_request_latency_seconds", "Time of a whole request.", WHOLE)
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model)
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model)
+        self._success = counter("request_success", "Requests that ended, by the reason.", "finished_reason")
+        self.drafts = counter("spec_decode_num_drafts", "Rounds that verified a draft.").labels(model)
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified.").labels(model)
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.").labels(model)
+        self._positions = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their place in the draft.", "position"
+        )
+
+    def ended(self, reason: str) -> None:
+        self._success.labels(self._model, REASONS.get(reason, reason)).inc()
+
+    def drafted(self, before: Stats, now: Stats) -> None:
+        """Count what was drafted between two statistics of one request."""
+        self.drafts.inc(num_drafts(now) - num_drafts(before))
+        self.draft_tokens.inc(now.draft_tokens - before.draft_tokens)
+        self.accepted.inc(now.accepted_tokens - before.accepted_tokens)
+        for position, accepted in enumerate(now.accepted_at_depth):
+            earlier = before.accepted_at_depth[position] if position < len(before.accepted_at_depth) else 0
+            if accepted > earlier:
+                self._positions.labels(self._model, position).inc(accepted - earlier)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class Meter:
+    """Measures one request. Times are seconds of one monotonic clock."""
+
+    def __init__(self, metrics: Metrics, start: float) -> None:
+        self._metrics, self._start = metrics, start
+        self._last: float | None = None
+        self._stats = Stats()
+        self._ended = False
+
+    def see(self, update: Update, now: float) -> None:
+        metrics = self._metrics
+        if update.tokens:
+            if self._last is None:
+                metrics.first_token.observe(now - self._start)
+                metrics.prompt_tokens.inc(update.stats.prompt_tokens)
+            else:
+                metrics.between.observe(now - self._last)
+            self._last = now
+            metrics.generation_tokens.inc(len(update.tokens))
+        metrics.drafted(self._stats, update.stats)
+        self._stats = update.stats
+        if update.finish_reason:
+            self.end(update.finish_reason, now)
+
+    def end(self, reason: str, now: float) -> None:
+        """Count the end of the request, once."""
+        if not self._ended:
+            self._ended = True
+            self._metrics.ended(reason)
+            self._metrics.whole.observe(now - self._start)
+
+
+def num_drafts(stats: Stats) -> int:
+    """Rounds that verified at least one draft token."""
+    return stats.verified_at_depth[0] if stats.verified_at_depth else 0
+
+
+class _LoadCollector(Collector):
+    """How busy the batch is when Prometheus asks."""
+
+    def __init__(self, service: Service, model: str) -> None:
+        self._service, self._model = service, model
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._service.load()
+        gauges = {
+            "vllm:num_requests_running": ("Requests in the batch.", load.running + load.prefilling),
+            "vllm:num_requests_waiting": ("Requests in the queue.", load.queued),
+            "vllm:kv_cache_usage_perc": ("Share of the KV memory that is used, from 0 to 1.", load.kv_used),
+            "eesd:drafted_levels": ("Levels of drafts that the last round verified, at most.", load.drafted),
+        }
+        counters = {
+            "vllm:prefix_cache_queries": ("Tokens of prompts that were looked up in the prefix cache.", load.prefix_queries),
+            "vllm:prefix_cache_hits": ("Those of them that were found.", load.prefix_hits),
+            "eesd:rounds": ("Rounds of the batch.", load.rounds),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model], float(value))
+            yield gauge
+        for name, (text, count) in counters.items():
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model], float(count))
+            yield counter

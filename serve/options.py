@@ -1,0 +1,90 @@
+"""How a server is set up, and what all its routes share."""
+
+from dataclasses import dataclass, field
+
+from eesd.common.checks import check_integer, check_number, shown
+from eesd.common.errors import EESDError
+from eesd.runtime.batch.service import Service
+from eesd.runtime.text import TextCodec
+from eesd.serve.metrics import Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Limits and names of a server.
+
+    Attributes:
+        model_name: The name that clients give as ``model``; "": the name in the engine directory.
+        api_keys: Any one of these must come as a bearer token; empty: no key is needed.
+        max_body_bytes: Largest body.
+        max_prompt_tokens: Longest prompt; 0: what the engines' KV cache holds.
+        max_n: Most texts of one request: prompts times ``n``.
+        request_timeout: Seconds until a request is ended with what it has.
+        body_timeout: Seconds within which a body, or the head of a request, must have come.
+        send_timeout: Seconds that a client may leave a piece of a stream unread.
+        drain_seconds: Time that running requests have to finish when the server stops.
+
+    Raises:
+        EESDError: A value has another type, or is out of range.
+    """
+
+    model_name: str = ""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    max_body_bytes: int = 4 << 20
+    max_prompt_tokens: int = 0
+    max_n: int = 64
+    request_timeout: float = 600.0
+    body_timeout: float = 30.0
+    send_timeout: float = 60.0
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model_name, str) or not self.model_name.isprintable():
+            raise EESDError(f"model_name is {shown(self.model_name)}; give a name that can be printed.")
+        for key in self.api_keys:
+            if not key.isascii() or not key.isprintable() or not key.strip() == key or not 8 <= len(key) <= 1024:
+                raise EESDError("An API key is unusable; give 8 to 1024 printable ASCII characters without blanks around.")
+        check_integer("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
+        check_integer("max_prompt_tokens", self.max_prompt_tokens, 0, 2**63 - 1)
+        check_integer("max_n", self.max_n, 1, 1 << 20)
+        for name in ("request_timeout", "body_timeout", "send_timeout"):
+            check_number(name, getattr(self, name), lambda x: 0 < x < 1e6, "a number of seconds above 0")
+        check_number("drain_seconds", self.drain_seconds, lambda x: 0 <= x < 1e6, "a number of seconds of at least 0")
+
+
+@dataclass(kw_only=True)
+class Serving:
+    """What the routes of one server share.
+
+    Attributes:
+        service: The batch.
+        options: The limits.
+        model_name: The name that clients give as ``model``.
+        codec: Tokenizer and chat template; None if the model has none.
+        metrics: What Prometheus is told.
+        active: Requests that are being answered, probes not counted.
+        draining: Whether the server is stopping: running requests finish, new ones are refused.
+    """
+
+    service: Service
+    options: ServeOptions
+    model_name: str = field(init=False)
+    codec: TextCodec | None = field(init=False)
+    metrics: Metrics = field(init=False)
+    active: int = 0
+    draining: bool = False
+
+    def __post_init__(self) -> None:
+        llm = self.service.llm
+        self.model_name = self.options.model_name or llm.manifest.model
+        self.codec = llm.codec if llm.has_tokenizer else None
+        self.metrics = Metrics(self.service, self.model_name)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest text, prompt included."""
+        return self.service.llm.manifest.max_seq_len
+
+    @property
+    def ready(self) -> bool:
+        return self.service.alive and not self.draining

@@ -1,0 +1,139 @@
+"""From the body of a request to what the batch is asked for."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from eesd.common.checks import shown
+from eesd.runtime.batch.request import Constraint, Request
+from eesd.runtime.llm import LLM
+from eesd.serve.errors import APIError
+from eesd.serve.options import Serving
+from eesd.serve.schemas import Body, GenerationBody
+
+SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty")
+NEUTRAL: dict[str, Any] = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "suffix": "",
+    "use_beam_search": False,
+    "length_penalty": 1,
+    "stop_token_ids": [],
+    "bad_words": [],
+    "allowed_token_ids": [],
+    "logits_processors": [],
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "add_special_tokens": False,
+    "truncate_prompt_tokens": None,
+    "prompt_logprobs": None,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template": None,
+    "chat_template_kwargs": {},
+    "documents": [],
+    "functions": [],
+    "function_call": "none",
+    "reasoning_effort": None,
+    "audio": None,
+    "modalities": ["text"],
+}
+"""Fields of OpenAI's and vLLM's APIs that are not supported, and the value that changes nothing."""
+
+
+def check_supported(body: Body, choices: int = 1) -> None:
+    """Refuse what would change the text and is not supported, rather than ignore it.
+
+    Args:
+        body: What the client sent. Fields that its kind of body has are supported.
+        choices: Texts of each prompt.
+
+    Raises:
+        APIError: A field has a value that is not supported.
+    """
+    unknown = body.model_extra or {}
+    for name, neutral in (NEUTRAL | {"best_of": choices}).items():
+        value = unknown.get(name)
+        if value is not None and value != neutral:
+            wanted = "leave it out" if neutral is None else f"leave it out or give {neutral!r}"
+            raise APIError(400, f"{name} {shown(value)} is not supported; {wanted}.", name, "unsupported_value")
+
+
+def check_model(model: str | None, serving: Serving) -> None:
+    """Raises :class:`APIError` (404) for the name of another model. No name, or "", means the model that there is."""
+    if model and model != serving.model_name:
+        names = f"{shown(model)}; this server has {serving.model_name!r}"
+        raise APIError(404, f"There is no model {names}.", "model", "model_not_found")
+
+
+def check_prompt(tokens: Sequence[int], serving: Serving) -> None:
+    """Raises :class:`APIError` for a prompt that is longer than the server allows."""
+    most = min(serving.options.max_prompt_tokens or serving.max_model_len, serving.max_model_len - 1)
+    if len(tokens) > most:
+        message = f"The prompt has {len(tokens)} tokens; give at most {most}."
+        raise APIError(400, message, code="context_length_exceeded")
+
+
+def requests_of(
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    serving: Serving,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> list[Request]:
+    """The requests for all choices, those of a prompt one after another.
+
+    Args:
+        body: The body.
+        prompts: Token ids of each prompt.
+        serving: The server.
+        max_tokens: Most new tokens of a choice; None: as many as fit.
+        logprobs, prompt_logprobs: Alternatives to report for each token; None: no log-probabilities.
+
+    Raises:
+        APIError, EESDError: The server cannot do what is asked for.
+    """
+    check_supported(body, body.choices)
+    given = body.given()
+    if len(prompts) * body.choices > serving.options.max_n:
+        message = f"The request asks for {len(prompts) * body.choices} texts; ask for at most {serving.options.max_n}."
+        raise APIError(400, message, "n")
+    llm = serving.service.llm
+    chosen = {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
+    if body.top_k is not None:
+        chosen["top_k"] = max(body.top_k, 0)
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    requests = []
+    for tokens in prompts:
+        check_prompt(tokens, serving)
+        room = serving.max_model_len - len(tokens)
+        for choice in range(body.choices):
+            request = Request(
+                tokens=tokens,
+                sampling=replace(llm.default_sampling, **chosen, seed=(seed + choice) % 2**63),
+                max_new_tokens=max(1, room if max_tokens is None else min(max_tokens, room)),
+                stop=body.stops,
+                draft=body.draft is not False,
+                ignore_eos=bool(body.ignore_eos),
+                min_tokens=body.min_tokens or 0,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                seconds=serving.options.request_timeout,
+                constraint=constraint_of(given, llm),
+            )
+            requests.append(request)
+    return requests
+
+
+CONSTRAINTS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+
+
+def constraint_of(body: Mapping[str, Any], llm: LLM) -> Constraint | None:
+    """What restricts the output: nothing in this version."""
+    for name in CONSTRAINTS:
+        if body.get(name) not in (None, {"type": "text"}):
+            raise APIError(400, f"{name} is not supported by {llm.manifest.model}; leave it out.", name, "unsupported_value")
+    return None

@@ -1,0 +1,36 @@
+"""``/health``, ``/ready`` and ``/metrics``: for those who watch the server."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from eesd.serve.answers import serving_of
+from eesd.serve.errors import ERRORS, APIError
+from eesd.serve.options import Serving
+
+router = APIRouter(responses={status: ERRORS[status] for status in (401, 503)})
+Shared = Annotated[Serving, Depends(serving_of)]
+
+
+@router.get("/health", response_class=PlainTextResponse)
+async def health(serving: Shared) -> str:
+    """200 while the batch is alive. Restart the server if it is not."""
+    if not serving.service.alive:
+        raise APIError(503, "The batch has stopped; restart the server.", code="internal_error")
+    return "ok"
+
+
+@router.get("/ready", response_class=PlainTextResponse)
+async def ready(serving: Shared) -> str:
+    """200 while requests are taken. Send them elsewhere while they are not."""
+    if not serving.ready:
+        raise APIError(503, "The server is stopping; ask another one.", code="stopping")
+    return "ok"
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(serving: Shared) -> Response:
+    """Counters, gauges and histograms for Prometheus."""
+    return Response(serving.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})

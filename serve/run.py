@@ -1,0 +1,164 @@
+"""The server as a process: one socket, connections that may not idle in mid-request, and a stop that lets requests finish."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+if sys.platform != "win32":
+    import resource
+
+from eesd.common.errors import EESDError
+from eesd.serve.observe import LOGGER
+from eesd.serve.options import Serving
+
+SAVE_SECONDS = 300.0
+"""How often what the controllers learned is saved."""
+KEEP_SECONDS = 65
+"""How long a connection is kept for the next request: longer than proxies and clients keep theirs."""
+LAST_SECONDS = 5
+"""Time for the last responses to be written, after the requests that took too long were cancelled."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket for an address, which does not listen yet: clients are refused until there is a model. Port 0 takes a free one.
+
+    Raises:
+        EESDError: The address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+        return bound
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise EESDError(f"{host} port {port} cannot be listened on ({reason}); give another --host or --port.") from None
+
+
+def address_of(bound: socket.socket) -> str:
+    """The URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(app: FastAPI, bound: socket.socket, save: Callable[[], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C, then let running requests finish; a second signal ends them.
+
+    Args:
+        app: The application. Its service is closed at the end.
+        bound: From :func:`bind`; closed at the end.
+        save: Saves what the controllers learned. Called every few minutes and at the end, never twice at once.
+    """
+    _allow_many_connections()
+    serving: Serving = app.state.serving
+    head_timeout = serving.options.body_timeout
+
+    class Protocol(_PatientProtocol):
+        seconds = head_timeout
+
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_SECONDS,
+        timeout_graceful_shutdown=LAST_SECONDS,
+    )
+    server = _Server(config, serving, save)
+    try:
+        server.run(sockets=[bound])
+    finally:
+        serving.service.close()
+        save()
+        if app.state.tracer:
+            app.state.tracer.close()
+
+
+def _allow_many_connections() -> None:
+    """Each connection needs a file descriptor; the usual limit of 1024 is there for old programs that use select."""
+    if sys.platform == "win32":
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if most == resource.RLIM_INFINITY else most
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+class _Server(uvicorn.Server):
+    """Stops in two steps: it refuses new requests and says so to probes, then it ends when the running ones have finished."""
+
+    def __init__(self, config: uvicorn.Config, serving: Serving, save: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._serving, self._save = serving, save
+        self._deadline = 0.0
+        self._next_save = monotonic() + SAVE_SECONDS
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or ():
+            LOGGER.info("Serving %s on %s", self._serving.model_name, address_of(bound))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._serving.draining:
+            self.should_exit = True
+        self._deadline = monotonic() + self._serving.options.drain_seconds
+        self._serving.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        now = monotonic()
+        if now >= self._next_save:
+            self._next_save = now + SAVE_SECONDS
+            try:
+                await asyncio.to_thread(self._save)
+            except EESDError as error:  # serving goes on; the last save says it again
+                LOGGER.warning("%s", error)
+        over = self._serving.draining and (self._serving.active == 0 or now >= self._deadline)
+        if over and self._serving.active:
+            LOGGER.warning("%d requests did not finish in time; they are cancelled.", self._serving.active)
+            await asyncio.to_thread(self._serving.service.close)
+        return await super().on_tick(counter) or over
+
+
+class _PatientProtocol(H11Protocol):
+    """Closes a connection that begins a request and does not complete its head, or never begins one."""
+
+    seconds: float
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Run the timer exactly while no request is being answered."""
+        waiting = self.cycle is None or self.cycle.response_complete
+        if waiting and self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self.transport.abort)
+        elif not waiting and self._timer:
+            self._timer.cancel()
+            self._timer = None

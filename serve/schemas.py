@@ -1,0 +1,258 @@
+"""Bodies of requests and responses. Fields that are not known are kept and do no harm; known ones must have their types."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from eesd.runtime.batch.request import MAX_LOGPROBS
+
+INT64 = 2**63 - 1
+Text = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[int, Field(ge=0, le=INT64)]
+# Lists fail fast: an error for each of a million wrong items takes half a minute and gigabytes.
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Many = Field(min_length=1, max_length=1 << 16, fail_fast=True)
+Texts = Annotated[list[str], Many]
+Special = Annotated[bool | None, Field(description="Of the tokenizer, such as BOS, for prompts that are text; default: true.")]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+class Body(BaseModel):
+    """What a client sends."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    def given(self) -> dict[str, Any]:
+        """The fields that the client sent, those that are not known included."""
+        return self.model_dump(exclude_unset=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class GenerationBody(Body):
+    """What both ways to generate have in common. Fields that are left out, or null, take the server's defaults."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    seed: TokenId | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
+    temperature: Annotated[float, Field(ge=0, lt=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT64, description="0 or -1: off.")] | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64)] | None = None
+    ignore_eos: bool | None = None
+    draft: Annotated[bool, Field(description="Extension: false decodes plainly.")] | None = None
+    return_token_ids: Annotated[bool, Field(description="As in vLLM: choices have token_ids.")] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def choices(self) -> int:
+        """Texts of each prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionBody(GenerationBody):
+    """``POST /v1/completions``."""
+
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Many]
+    max_tokens: Annotated[int, Field(ge=0, le=INT64, description="0 needs echo.")] | None = 16
+    logprobs: Logprobs | None = None
+    echo: bool | None = None
+    add_special_tokens: Special = None
+
+
+class Part(Body):
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    role: str
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
+
+
+class ChatBody(GenerationBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Many]
+    max_tokens: Annotated[int, Field(ge=1, le=INT64)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64, description="Goes before max_tokens.")] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS, description="Needs logprobs.")] | None = None
+
+
+class TokenizeBody(Body):
+    """``POST /tokenize``: a text or chat messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Many] | None = None
+    add_special_tokens: Special = None
+
+
+class DetokenizeBody(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class PromptDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens, each prompt counted once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class SpeculativeDecoding(BaseModel):
+    """What drafting did for a response.
+
+    Attributes:
+        mean_acceptance_length: Tokens of a round that verified a draft, on average: the accepted ones and one more.
+        draft_acceptance_rate: Share of the verified draft tokens that were accepted.
+        acceptance_histogram: Rounds with 0, 1, 2, ... accepted tokens, of those that verified a draft.
+        num_spec_steps: Rounds that verified a draft.
+        num_accepted_draft_tokens, num_draft_tokens: Draft tokens accepted, and verified.
+    """
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+
+
+class ResponseMetrics(BaseModel):
+    speculative_decoding: SpeculativeDecoding
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities as ``/v1/completions`` reports them. Offsets are characters of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob]
+
+
+class Choice(BaseModel):
+    """What choices of all kinds have. ``stop_reason`` is the stop string that ended the text, or ``deadline``."""
+
+    index: int
+    finish_reason: str | None
+    stop_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class ChatMessage(BaseModel):
+    role: str
+    content: str | None
+
+
+class ChatChoice(Choice):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class Delta(BaseModel):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Choice):
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+
+
+class Answer(BaseModel):
+    """What responses and chunks of all kinds have. ``created`` is in seconds since 1970."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    usage: Usage | None = None
+    metrics: ResponseMetrics | None = None
+
+
+class CompletionAnswer(Answer):
+    choices: list[CompletionChoice]
+
+
+class ChatAnswer(Answer):
+    choices: list[ChatChoice]
+
+
+class ChatChunk(Answer):
+    choices: list[ChatChunkChoice]
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: str
+    data: list[ModelCard]
+
+
+class TokenizeAnswer(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """The special tokens that clients which cut prompts themselves ask for. None: the model has none."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None

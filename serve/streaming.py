@@ -1,0 +1,109 @@
+"""Server-sent events, and what happens to a request whose client leaves."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from eesd.serve.errors import ClientLeftError, as_api_error
+from eesd.serve.observe import LOGGER
+
+T = TypeVar("T")
+Events = AsyncGenerator[bytes, None]
+DONE = b"data: [DONE]\n\n"
+
+
+def json_bytes(value: BaseModel) -> bytes:
+    """A response as JSON. What was not set is left out."""
+    return value.model_dump_json(exclude_unset=True).encode(errors="replace")
+
+
+def json_response(value: BaseModel) -> Response:
+    return Response(json_bytes(value), media_type="application/json")
+
+
+def event(value: BaseModel) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json_bytes(value) + b"\n\n"
+
+
+async def event_stream(events: Events, send_timeout: float) -> Response:
+    """A response that sends events as they come.
+
+    What is raised before the first event becomes an error with a status. Later the status has been sent, and an error is the
+    last event: ``data: {"error": ...}`` without ``[DONE]``.
+
+    Args:
+        events: The events; closed at the end, also when the client leaves.
+        send_timeout: Seconds that the client may leave a piece unread.
+    """
+    return _EventStream(events, send_timeout)
+
+
+class _EventStream(Response):
+    media_type = "text/event-stream"
+
+    def __init__(self, events: Events, send_timeout: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._timeout = events, send_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientLeftError):
+                await _unless_left(self._send(send), receive)
+        finally:
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        first = await anext(self._events)
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await self._piece(send, first)
+        try:
+            async for piece in self._events:
+                await self._piece(send, piece)
+        except ClientLeftError:
+            raise
+        except Exception as error:  # the status has been sent
+            api_error = as_api_error(error)
+            if api_error.status == 500:
+                LOGGER.error("A stream failed.", exc_info=error)
+            await self._piece(send, b"data: " + api_error.body + b"\n\n")
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _piece(self, send: Send, piece: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._timeout):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except TimeoutError:
+            raise ClientLeftError from None
+
+
+async def unless_left(request: Request, work: Coroutine[None, None, T]) -> T:
+    """Do the work, or cancel it and raise :class:`ClientLeftError` when the client closes the connection."""
+    return await _unless_left(work, request.receive)
+
+
+async def _unless_left(work: Coroutine[None, None, T], receive: Receive) -> T:
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            return doing.result()
+        raise ClientLeftError
+    finally:
+        for task in (doing, leaving):
+            task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await doing
+        with suppress(asyncio.CancelledError, Exception):
+            await leaving

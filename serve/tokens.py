@@ -1,0 +1,85 @@
+"""``/v1/models``, ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
+
+from time import time
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from fastapi.concurrency import run_in_threadpool
+
+from eesd.serve.answers import serving_of
+from eesd.serve.errors import ERRORS, APIError
+from eesd.serve.json_route import JSONRoute
+from eesd.serve.options import Serving
+from eesd.serve.params import check_model, check_supported
+from eesd.serve.schemas import (
+    DetokenizeAnswer,
+    DetokenizeBody,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
+    TokenizeBody,
+    TokenizerInfo,
+)
+
+router = APIRouter(route_class=JSONRoute, responses=ERRORS)
+STARTED = int(time())
+Shared = Annotated[Serving, Depends(serving_of)]
+
+
+def _card(serving: Serving) -> ModelCard:
+    name, most = serving.model_name, serving.max_model_len
+    return ModelCard(id=name, object="model", created=STARTED, owned_by="eesd", max_model_len=most)
+
+
+@router.get("/v1/models")
+async def models(serving: Shared) -> ModelList:
+    """The model that is served."""
+    return ModelList(object="list", data=[_card(serving)])
+
+
+@router.get("/v1/models/{model:path}")
+async def model(model: str, serving: Shared) -> ModelCard:
+    """The model of this name."""
+    check_model(model, serving)
+    return _card(serving)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, serving: Shared) -> TokenizeAnswer:
+    """The tokens of a text, or of chat messages as the model sees them."""
+    check_model(body.model, serving)
+    if (body.prompt is None) == (body.messages is None):
+        raise APIError(400, "Give either prompt or messages.", "prompt", "invalid_value")
+    check_supported(body)
+    if body.messages is not None and body.add_special_tokens:
+        raise APIError(
+            400, "The chat template adds special tokens itself; leave it out.", "add_special_tokens", "invalid_value"
+        )
+    codec = serving.service.llm.codec
+    if body.prompt is None:
+        tokens = await run_in_threadpool(codec.encode, [message.given() for message in body.messages or ()])
+    else:
+        tokens = await run_in_threadpool(codec.ids, body.prompt, body.add_special_tokens is not False)
+    return TokenizeAnswer(count=len(tokens), max_model_len=serving.max_model_len, tokens=tokens)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(serving: Shared) -> TokenizerInfo:
+    """The tokenizer's special tokens."""
+    llm = serving.service.llm
+    bos, (eos, *_) = llm.manifest.bos_token_id, (*llm.manifest.eos_token_ids, None)
+    name = llm.codec.tokenizer.id_to_token
+    return TokenizerInfo(
+        bos_token=None if bos is None else name(bos), eos_token=None if eos is None else name(eos), pad_token=None
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, serving: Shared) -> DetokenizeAnswer:
+    """The text of tokens, without special tokens."""
+    check_model(body.model, serving)
+    llm = serving.service.llm
+    size = llm.manifest.geometry.vocab_size
+    if any(token >= size for token in body.tokens):
+        raise APIError(400, f"A token is too large; the model has {size} tokens.", "tokens", "invalid_value")
+    return DetokenizeAnswer(prompt=await run_in_threadpool(llm.codec.decode, body.tokens))

@@ -1,0 +1,139 @@
+"""A real server in this process: the real batch, a real socket, uvicorn in a thread."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import httpx2
+import numpy as np
+from numpy.typing import NDArray
+from openai import OpenAI
+
+import eesd
+from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.runtime.batch.service import Service
+from eesd.runtime.llm import LLM
+from eesd.serve.app import make_app
+from eesd.serve.options import ServeOptions, Serving
+from eesd.serve.run import address_of, bind, serve
+
+OPTIONS, BATCH = ServeOptions(), BatchOptions()
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server.
+
+    Attributes:
+        url: Where it listens.
+        serving: What its routes share.
+        llm: The same engines, loaded apart: what the server is compared with.
+    """
+
+    url: str
+    serving: Serving
+    llm: LLM
+
+    @property
+    def http(self) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=60, verify=False)  # without certificates, which take long to read
+
+    @property
+    def openai(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx2.Response:
+        with self.http as http:
+            return http.post(path, json=body, **more)
+
+    def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
+        """A completion, which must succeed."""
+        response = self.post("/v1/completions", {"prompt": prompt, **body})
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of /metrics; 0 if there is none yet."""
+        given = {"model_name": self.serving.model_name, **labels}
+        return self.serving.metrics.registry.get_sample_value(name, given) or 0.0
+
+    def idle(self) -> None:
+        """Wait until nothing runs."""
+        eventually(lambda: self.serving.active == 0 and _load(self.serving.service) == 0)
+
+
+def _load(service: Service) -> int:
+    load = service.load()
+    return load.queued + load.prefilling + load.running
+
+
+@contextmanager
+def served(engine: Path, options: ServeOptions = OPTIONS, batch: BatchOptions = BATCH) -> Iterator[Served]:
+    """Serve an engine directory on a free port."""
+    service = Service(eesd.load(engine), batch)
+    app = make_app(service, options)
+    bound = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=serve, args=(app, bound, lambda: None))
+    thread.start()
+    try:
+        eventually(lambda: _listens(bound.getsockname()))
+        yield Served(address_of(bound), app.state.serving, eesd.load(engine))
+    finally:
+        app.state.serving.draining = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(address) == 0
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until something is so, or fail."""
+    end = monotonic() + seconds
+    while not condition():
+        assert monotonic() < end, "it did not happen"
+        sleep(0.01)
+
+
+def events(lines: Iterator[str]) -> list[Any]:
+    """The values of server-sent events; the last is the string ``[DONE]``, if it came."""
+    found = []
+    for line in lines:
+        if line:
+            assert line.startswith("data: "), line
+            data = line.removeprefix("data: ")
+            found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+class Held:
+    """A constraint that allows everything, and holds the batch after some tokens until it is released."""
+
+    def __init__(self, after: int = 1) -> None:
+        self._after, self._released = after, threading.Event()
+        self.reached = threading.Event()
+
+    def release(self) -> None:
+        self._released.set()
+
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
+        if len(tokens) >= self._after:
+            self.reached.set()
+            assert self._released.wait(60)
+        return None
+
+    def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        return ()

@@ -1,0 +1,223 @@
+"""``/v1/completions``, asked by the client of OpenAI: the tokens are those of ``llm.generate``, whatever the form."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.serving import Served, events, served
+
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.llm import LLM, Completion
+
+PROMPT = "def f(x): return x"
+COUNT = 24
+SAMPLED = {"temperature": 0.9, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def server(engine: Path) -> Iterator[Served]:
+    with served(engine) as running:
+        yield running
+
+
+def alone(server: Served, prompt: Any = PROMPT, sampling: Sampling | None = None, **more: Any) -> Completion:
+    return server.llm.generate(prompt, sampling, **{"max_new_tokens": COUNT, **more})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=5), Sampling(1.1, 20, 0.9, 0.01, 1.2, 8)])
+@pytest.mark.parametrize("draft", [True, False])
+def test_the_tokens_are_those_of_generate(server: Served, sampling: Sampling, stream: bool, draft: bool) -> None:
+    more = {"top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": sampling.repetition_penalty}
+    response: Any = server.openai.completions.create(
+        model=server.serving.model_name,
+        prompt=PROMPT,
+        max_tokens=COUNT,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        stream=stream,
+        extra_body={**more, "return_token_ids": True, "draft": draft},
+    )
+    expected = alone(server, sampling=sampling)
+    parts: Sequence[Any] = [part.choices[0] for part in response] if stream else [response.choices[0]]
+    assert "".join(part.text for part in parts) == expected.text
+    assert [token for part in parts for token in part.token_ids or ()] == expected.tokens
+    assert [part.finish_reason for part in parts] == [*[None] * (len(parts) - 1), expected.finish_reason]
+    assert parts[0].prompt_token_ids == server.llm.encode(PROMPT)
+
+
+def test_choices_have_seeds_of_their_own(server: Served) -> None:
+    choices = server.complete(PROMPT, max_tokens=COUNT, n=3, **SAMPLED)["choices"]
+    expected = [alone(server, sampling=Sampling(temperature=0.9, seed=5 + number)) for number in range(3)]
+    assert [choice["text"] for choice in choices] == [one.text for one in expected]
+    assert [choice["index"] for choice in choices] == [0, 1, 2] and len({one.text for one in expected}) == 3
+
+
+def test_without_a_seed_texts_differ(server: Served) -> None:
+    texts = {server.complete(PROMPT, max_tokens=COUNT, temperature=2.0)["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) == 3
+
+
+def test_prompts_of_every_form(server: Served) -> None:
+    texts = [PROMPT, "import os"]
+    ids = [server.llm.encode(text) for text in texts]
+    expected = [alone(server, text).text for text in texts]
+    for prompts, count in ((texts, 2), (ids, 2), (ids[0], 1), (texts[:1], 1)):
+        found = server.complete(prompts, max_tokens=COUNT, temperature=0)
+        assert [choice["text"] for choice in found["choices"]] == expected[:count]
+    found = server.complete(texts, max_tokens=COUNT, n=2, **SAMPLED)
+    sampled = [alone(server, text, Sampling(temperature=0.9, seed=5 + n)).text for text in texts for n in range(2)]
+    assert [choice["text"] for choice in found["choices"]] == sampled
+    new = sum(len(alone(server, text, Sampling(temperature=0.9, seed=5 + n)).tokens) for text in texts for n in range(2))
+    assert found["usage"]["prompt_tokens"] == sum(map(len, ids)) and found["usage"]["completion_tokens"] == new
+
+
+def test_stop_strings_and_eos(server: Served) -> None:
+    text = alone(server, ignore_eos=True).text
+    stop = text[5:7]
+    choice = server.complete(PROMPT, max_tokens=COUNT, temperature=0, ignore_eos=True, stop=["\x01no", stop])["choices"][0]
+    assert choice["text"] == text[: text.index(stop)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    choice = server.complete(PROMPT, max_tokens=300, temperature=0, stop="\x01no")["choices"][0]
+    assert choice["text"] == alone(server, max_new_tokens=300).text
+
+
+def test_what_is_left_out_or_null_takes_the_defaults(server: Served) -> None:
+    expected = alone(server, max_new_tokens=16).text
+    assert server.complete(PROMPT)["choices"][0]["text"] == expected
+    nulls = dict.fromkeys(("stop", "seed", "n", "logprobs", "temperature", "stream", "logit_bias", "suffix", "user"))
+    assert server.complete(PROMPT, **nulls, something_new={"a": [1]}, top_k=-1)["choices"][0]["text"] == expected
+    whole = server.complete(PROMPT, max_tokens=None, ignore_eos=True)
+    assert whole["usage"]["total_tokens"] >= server.serving.max_model_len - 1
+    assert server.complete(PROMPT, max_tokens=10**9, ignore_eos=True)["choices"] == whole["choices"]
+
+
+def test_min_tokens_keeps_a_text_going(server: Served) -> None:
+    found = server.complete(PROMPT, max_tokens=400, min_tokens=400, return_token_ids=True)["choices"][0]
+    assert len(found["token_ids"]) == 400 and found["finish_reason"] == "length"
+
+
+def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    scores = logits.astype(np.float64) - logits.max()
+    found: np.ndarray[Any, Any] = scores - np.log(np.exp(scores).sum())
+    return found
+
+
+def rows(llm: LLM, prompt: Sequence[int], count: int) -> list[np.ndarray[Any, Any]]:
+    """The model's log-probabilities behind a prompt and behind its greedy continuation."""
+    found: list[np.ndarray[Any, Any]] = []
+    llm.observer = lambda _, logits: found.extend(log_softmax(row) for row in np.array(logits))
+    llm.generate(prompt, Sampling(), max_new_tokens=count, ignore_eos=True)
+    llm.observer = None
+    return found[:count]
+
+
+def test_log_probabilities_are_those_of_the_model(server: Served) -> None:
+    choice = server.complete(PROMPT, max_tokens=COUNT, temperature=0, ignore_eos=True, logprobs=3)["choices"][0]
+    expected = alone(server, sampling=Sampling(), ignore_eos=True)
+    found = choice["logprobs"]
+    reference = rows(server.llm, server.llm.encode(PROMPT), COUNT)
+    assert np.allclose(found["token_logprobs"], [row[t] for row, t in zip(reference, expected.tokens, strict=True)], atol=1e-5)
+    for top, row in zip(found["top_logprobs"], reference, strict=True):
+        assert np.allclose(sorted(top.values()), np.sort(row)[-len(top) :], atol=1e-5) and len(top) == 3
+    assert "".join(token for token in found["tokens"] if token not in ("<s>", "</s>", "<unk>")) == choice["text"]
+    places = zip(found["tokens"], found["text_offset"], strict=True)
+    assert all(choice["text"][at:].startswith(token) for token, at in places if len(token) == 1)
+
+
+def test_sampling_does_not_change_log_probabilities(server: Served) -> None:
+    """They are the model's, before temperature and filters: what lm_eval and perplexities need."""
+    body = {"max_tokens": 1, "echo": True, "logprobs": 1}
+    greedy, hot = (server.complete(PROMPT, temperature=t, seed=3, **body)["choices"][0]["logprobs"] for t in (0, 5))
+    assert greedy["token_logprobs"][:-1] == hot["token_logprobs"][:-1]
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_echo_with_log_probabilities_scores_a_prompt(server: Served, most: int) -> None:
+    """What lm_eval asks for: the log-probability of each token of the prompt but the first."""
+    ids = server.llm.encode("<s>" + PROMPT) if most else server.llm.encode(PROMPT)
+    found = server.complete([ids], max_tokens=most, echo=True, logprobs=1, temperature=0)
+    (choice,) = found["choices"]
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == len(ids) + most and found["usage"]["completion_tokens"] == most
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    reference = [rows(server.llm, ids[:length], 1)[0] for length in range(1, len(ids))]
+    wanted = [row[token] for row, token in zip(reference, ids[1:], strict=True)]
+    assert np.allclose(logprobs["token_logprobs"][1 : len(ids)], wanted, atol=1e-5)
+    for row, top, token in zip(reference, logprobs["top_logprobs"][1:], ids[1:], strict=False):
+        assert np.isclose(max(top.values()), row.max(), atol=1e-5)
+        assert (max(top.values()) in [top.get(server.llm.codec.tokenizer.id_to_token(token))]) == (row.argmax() == token)
+    assert choice["text"] == server.llm.codec.decode(ids) + (alone(server, ids, max_new_tokens=1).text if most else "")
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_stream_has_what_the_whole_answer_has(server: Served, logprobs: int | None) -> None:
+    body = {"prompt": [PROMPT, "a"], "max_tokens": COUNT, "echo": True, "logprobs": logprobs, "n": 2, **SAMPLED}
+    whole = server.complete(body.pop("prompt"), **body)
+    with server.http.stream("POST", "/v1/completions", json={**body, "prompt": [PROMPT, "a"], "stream": True}) as stream:
+        *chunks, done = events(stream.iter_lines())
+    assert done == "[DONE]" and chunks[-1]["metrics"] and not any("metrics" in chunk for chunk in chunks[:-1])
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for choice in whole["choices"]:
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
+        if logprobs is not None:
+            for name, values in choice["logprobs"].items():
+                assert [value for part in parts for value in part["logprobs"][name]] == values
+
+
+def test_requests_at_once_get_what_they_get_alone(server: Served) -> None:
+    """Whole and streamed, greedy and sampled, long and short, and between them clients that leave."""
+
+    def one(number: int) -> None:
+        prompt, most = PROMPT[: 3 + number % 12], 10 + 17 * (number % 5)
+        sampling = Sampling(temperature=0.7 * (number % 3), seed=number)
+        body = {"prompt": prompt, "max_tokens": most, "temperature": sampling.temperature, "seed": number}
+        if number % 4 == 3:
+            with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+                next(stream.iter_lines())
+            return
+        if number % 4:
+            with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+                text = "".join(chunk["choices"][0]["text"] for chunk in events(stream.iter_lines())[:-1])
+        else:
+            text = server.complete(**body)["choices"][0]["text"]
+        found[number] = (text, prompt, sampling, most)
+
+    found: dict[int, tuple[str, str, Sampling, int]] = {}
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(64)))
+    assert len(found) == 48
+    for text, prompt, sampling, most in found.values():
+        assert text == server.llm.generate(prompt, sampling, max_new_tokens=most).text
+    server.idle()
+
+
+def test_usage_comes_last_if_asked_for(server: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": COUNT, "stream": True, "stream_options": {"include_usage": True}}
+    with server.http.stream("POST", "/v1/completions", json=body) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        *chunks, usage, done = events(stream.iter_lines())
+    new = len(alone(server).tokens)
+    prompt = len(server.llm.encode(PROMPT))
+    assert done == "[DONE]" and usage["choices"] == [] and not any("usage" in chunk for chunk in chunks)
+    counts = {name: usage["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    assert counts == {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def test_an_answer_says_what_drafting_did(server: Served) -> None:
+    body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, "n": 2}
+    found = server.complete(PROMPT, **body)["metrics"]["speculative_decoding"]
+    steps, accepted, drafted = (found[f"num_{name}"] for name in ("spec_steps", "accepted_draft_tokens", "draft_tokens"))
+    histogram = found["acceptance_histogram"]
+    assert sum(histogram) == steps and sum(number * count for number, count in enumerate(histogram)) == accepted <= drafted
+    if steps:
+        assert found["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+        assert found["draft_acceptance_rate"] == pytest.approx(accepted / drafted)
+    plain = server.complete(PROMPT, draft=False, **body)["metrics"]["speculative_decoding"]
+    assert plain["num_spec_steps"] == plain["num_draft_tokens"] == 0 and plain["mean_acceptance_length"] == 1

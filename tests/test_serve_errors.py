@@ -1,0 +1,210 @@
+"""Bad requests: OpenAI's form of errors, one sentence, and never a status of 500."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from support.serving import Held, Served, events, served
+
+from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.serve import params
+from eesd.serve.options import ServeOptions
+from eesd.serve.schemas import CompletionBody
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server(engine: Path) -> Iterator[Served]:
+    with served(engine, ServeOptions(max_prompt_tokens=100, max_n=8)) as running:
+        yield running
+
+
+def refused(response: Any, status: int, *words: str, param: str | None = None) -> None:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["param"] == param
+    assert "\n" not in error["message"] and error["message"].endswith("."), error
+    for word in words:
+        assert word in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "word"),
+    [
+        ({"prompt": None}, "prompt", "prompt"),
+        ({"prompt": []}, "prompt", "prompt"),
+        ({"prompt": [[]]}, "prompt", "prompt"),
+        ({"prompt": [1.5]}, "prompt", "integer"),
+        ({"prompt": ["a", 1]}, "prompt", "prompt"),
+        ({"prompt": [True]}, "prompt", "prompt"),
+        ({"prompt": [97]}, None, "97"),
+        ({"prompt": [-1]}, "prompt", "greater"),
+        ({"prompt": "a" * 101}, None, "at most 100"),
+        ({"max_tokens": 0}, "max_tokens", "echo"),
+        ({"max_tokens": -1}, "max_tokens", "greater"),
+        ({"max_tokens": "5"}, "max_tokens", "integer"),
+        ({"max_tokens": 2**70}, "max_tokens", "less"),
+        ({"max_tokens": True}, "max_tokens", "integer"),
+        ({"temperature": -0.1}, "temperature", "greater"),
+        ({"temperature": 1e309}, "temperature", "finite"),
+        ({"temperature": "hot"}, "temperature", "number"),
+        ({"top_p": 0}, "top_p", "greater"),
+        ({"top_k": -2}, "top_k", "greater"),
+        ({"min_p": 1}, "min_p", "less"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater"),
+        ({"seed": -1}, "seed", "greater"),
+        ({"n": 0}, "n", "greater"),
+        ({"n": 9}, "n", "at most 8"),
+        ({"prompt": ["a"] * 3, "n": 3}, "n", "at most 8"),
+        ({"stop": ""}, "stop", "least 1"),
+        ({"stop": [""]}, "stop", "least 1"),
+        ({"stop": ["a"] * 17}, "stop", "16"),
+        ({"logprobs": 21}, "logprobs", "20"),
+        ({"logprobs": True}, "logprobs", "integer"),
+        ({"stream": "yes"}, "stream", "boolean"),
+        ({"model": 5}, "model", "string"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
+        ({"frequency_penalty": -1}, "frequency_penalty", "not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"best_of": 3}, "best_of", "not supported"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"use_beam_search": True}, "use_beam_search", "not supported"),
+        ({"stop_token_ids": [5]}, "stop_token_ids", "not supported"),
+        ({"add_special_tokens": 5}, "add_special_tokens", "boolean"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
+    ],
+)
+def test_a_completion_that_cannot_be_made(server: Served, more: dict[str, Any], param: str | None, word: str) -> None:
+    content = json.dumps({"prompt": "a", **more})
+    with server.http as http:
+        response = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    refused(response, 400, word, param=param)
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "word"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "Hi"}, "messages", "list"),
+        ({"messages": [{"content": "a"}]}, "messages", "required"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages", "string"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, None, "text part without text"),
+        ({"messages": [{"role": "user", "content": "a" * 200}]}, None, "at most 100"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"max_tokens": 0}, "max_tokens", "greater"),
+        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+        ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
+        ({"continue_final_message": True}, "continue_final_message", "not supported"),
+    ],
+)
+def test_a_chat_that_cannot_be_answered(server: Served, more: dict[str, Any], param: str | None, word: str) -> None:
+    refused(server.post(CHAT, {"messages": MESSAGES, **more}), 400, word, param=param)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"", "not a JSON object"),
+        (b"{", "not valid JSON"),
+        (b"[]", "not a JSON object"),
+        (b"5", "not a JSON object"),
+        (b"null", "not a JSON object"),
+        (b"\xff", "not UTF-8"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"prompt": "a", "x": ' + b'{"a":' * 100 + b"1" + b"}" * 101, "nested too deeply"),
+        (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", "not valid JSON"),
+    ],
+)
+def test_a_body_that_is_no_request(server: Served, content: bytes, word: str) -> None:
+    with server.http as http:
+        response = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    refused(response, 400, word)
+
+
+@pytest.mark.parametrize("item", ["a", 1.5, [], None])
+@pytest.mark.parametrize("good", [1, "b", [1]])
+def test_a_list_is_refused_at_its_first_wrong_item(good: Any, item: Any) -> None:
+    """A message for each item, and for each form that a prompt may have, would take seconds and gigabytes."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody.model_validate({"prompt": [*[good] * 1000, item] if type(good) is not type(item) else [item, {}] * 1000})
+    assert caught.value.error_count() <= 6
+
+
+def test_only_json_is_read(server: Served) -> None:
+    """A page of another site can make a browser post text, but not JSON."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        with server.http as http:
+            response = http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"Content-Type": kind})
+        refused(response, 400, "application/json")
+        assert "access-control-allow-origin" not in response.headers
+
+
+def test_other_paths_methods_and_models(server: Served) -> None:
+    with server.http as http:
+        refused(http.get("/v1/nothing"), 404, "Not Found")
+        refused(http.get(COMPLETIONS), 405, "Not Allowed")
+        refused(http.get("/docs"), 404)
+        refused(http.get("/v1/models/other"), 404, "'other'", param="model")
+    refused(server.post(COMPLETIONS, {"prompt": "a", "model": "gpt"}), 404, "'gpt'", param="model")
+    with pytest.raises(openai.NotFoundError):
+        server.openai.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "a"}])
+
+
+def test_tokens_that_do_not_exist(server: Served) -> None:
+    refused(server.post("/detokenize", {"tokens": [97]}), 400, "97 tokens", param="tokens")
+    refused(server.post("/detokenize", {"tokens": [2**70]}), 400, param="tokens")
+    refused(server.post("/tokenize", {}), 400, "prompt or messages", param="prompt")
+    body = {"messages": MESSAGES, "continue_final_message": True}
+    refused(server.post("/tokenize", body), 400, "not supported", param="continue_final_message")
+
+
+def test_an_error_in_a_stream_has_a_status(server: Served) -> None:
+    """Nothing has been sent yet, so a stream that cannot begin is not a stream."""
+    refused(server.post(COMPLETIONS, {"prompt": "a" * 200, "stream": True}), 400, "at most 100")
+    refused(server.post(COMPLETIONS, {"prompt": [97], "stream": True}), 400, "97")
+
+
+TEXT = st.text(st.characters(), max_size=40) | st.sampled_from(["\ud800", "\x00", "\u202e\u2066", "\ufeff", "a\u0300" * 20])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(TEXT, TEXT, TEXT)
+def test_hostile_unicode_is_text_or_refused(server: Served, prompt: str, stop: str, other: str) -> None:
+    body = {"prompt": prompt, "stop": [stop], "max_tokens": 4, "echo": True, "logprobs": 1, "user": other, other: other}
+    chat = {"messages": [{"role": other, "content": prompt, other: stop}], "max_tokens": 4, "model": other}
+    for path, value in ((COMPLETIONS, body), (CHAT, chat), ("/tokenize", {"prompt": prompt})):
+        with server.http as http:
+            content = json.dumps(value)
+            response = http.post(path, content=content, headers={"Content-Type": "application/json", "X-Request-Id": "a b"})
+        assert response.status_code in (200, 400, 404), response.text
+        response.json()
+
+
+def test_a_full_queue_is_a_429_with_a_time(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held()
+    monkeypatch.setattr(params, "constraint_of", lambda *_: held)
+    body = {"messages": MESSAGES, "max_tokens": 5, "stream": True, "ignore_eos": True}
+    with served(engine, batch=BatchOptions(max_rows=1, max_queue=1)) as server, server.http as http:
+        with http.stream("POST", CHAT, json=body) as running:
+            assert held.reached.wait(30)
+            with http.stream("POST", CHAT, json=body) as waiting:
+                response = server.post(CHAT, body)
+                refused(response, 429)
+                assert int(response.headers["retry-after"]) >= 1
+                with pytest.raises(openai.RateLimitError):
+                    server.openai.completions.create(model="", prompt="a")
+                held.release()
+                for stream in (running, waiting):
+                    assert events(stream.iter_lines())[-1] == "[DONE]"
+        assert server.post(CHAT, {**body, "stream": False}).status_code == 200

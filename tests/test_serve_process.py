@@ -1,0 +1,143 @@
+"""``eesd-serve`` as a process: start, SIGTERM, what it keeps over a restart, and bad options in one sentence."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from support.command import assert_refused, run
+from support.serving import events, eventually
+
+from eesd.serve.cli import main
+
+LONG = {"prompt": ["abc"] * 32, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}
+"""Its stream is larger than all buffers between server and client: it cannot end before the client reads it."""
+
+
+@dataclass(frozen=True)
+class Running:
+    process: subprocess.Popen[str]
+    url: str
+    log: list[str]
+
+    def get(self, path: str) -> int:
+        return httpx2.get(f"{self.url}{path}", timeout=30).status_code
+
+    def begin(self, body: Any) -> socket.socket:
+        """A connection on which a request was sent, with a small buffer."""
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", int(self.url.rpartition(":")[2])))
+        content = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        return connection
+
+
+@contextmanager
+def started(engine: Path, *options: object) -> Iterator[Running]:
+    command = [sys.executable, "-m", "eesd.serve.cli", "--engine-dir", str(engine), "--port", "0", *map(str, options)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr
+    try:
+        log: list[str] = []
+        while not (found := re.search(r"on (http://[\d.:]+)", log[-1] if log else "")):
+            line = process.stderr.readline()
+            assert line, log
+            log.append(line)
+        yield Running(process, found[1], log)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def rest(connection: socket.socket, found: bytes = b"") -> str:
+    """The body of a response whose beginning was received."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+    while piece := connection.recv(1 << 16):
+        found += piece
+    return found.decode().partition("\r\n\r\n")[2]
+
+
+def test_sigterm_lets_running_requests_finish(engine: Path) -> None:
+    with started(engine, "--drain-seconds", 300) as server:
+        assert server.get("/ready") == 200
+        with server.begin(LONG) as connection:
+            first = connection.recv(1000)
+            server.process.send_signal(signal.SIGTERM)
+            eventually(lambda: server.get("/ready") == 503)
+            assert server.get("/health") == 200
+            refused = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
+            *chunks, done = events(iter(rest(connection, first).splitlines()))
+        assert done == "[DONE]"
+        ends = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+        assert ends == ["length"] * 32
+        assert server.process.wait(30) == 0
+
+
+def test_who_is_not_done_in_time_is_cancelled(engine: Path) -> None:
+    with started(engine, "--drain-seconds", 0.2) as server, server.begin(LONG) as connection:
+        assert connection.recv(100)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        assert "[DONE]" not in rest(connection)
+
+
+def test_an_idle_server_ends_at_once_and_keeps_what_it_learned(engine: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    for _ in range(2):  # the second run begins with what the first one wrote
+        with started(engine, "--controller-state", state, "--log-format", "json") as server:
+            body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True}
+            assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 200
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(30) == 0
+            assert server.process.stderr
+            lines = [json.loads(line) for line in [*server.log, *server.process.stderr]]
+            assert [line["completion_tokens"] for line in lines if "completion_tokens" in line] == [200]
+        assert json.loads(state.read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-n", "0"], ["max_n"]),
+        (["--request-timeout", "nan"], ["request_timeout"]),
+        (["--max-body-bytes", "5"], ["max_body_bytes"]),
+        (["--max-rows", "0"], ["max_rows"]),
+        (["--levels", "-1"], ["levels"]),
+        (["--api-key-file", os.devnull], ["no API key"]),
+        (["--host", "256.1.1.1"], ["256.1.1.1", "--host"]),
+        (["--no-draft", "--controller-state", "x"], ["--controller-state"]),
+        (["--port", "70000"], ["--port"]),
+    ],
+)
+def test_bad_options_are_one_sentence(options: list[str], words: list[str]) -> None:
+    """Before anything is loaded."""
+    assert_refused(run(main, "--engine-dir", "no-engines", *options), *words)
+
+
+def test_a_port_that_is_taken_is_one_sentence(engine: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert_refused(run(main, "--engine-dir", engine, "--port", port), str(port), "give another")
+    assert_refused(run(main, "--engine-dir", tmp_path / "none", "--port", 0), "none")
+
+
+def test_without_its_packages_the_command_says_what_to_install(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("eesd.serve.") and name != "eesd.serve.cli"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert_refused(run(main, "--engine-dir", engine), "fastapi", "pip install 'eesd[serve]'")
