@@ -219,11 +219,17 @@ class Client(threading.Thread):
                 self.tally.add("hung up")
                 return
         equal = tokens == known.tokens
-        self.tally.add("equal" if equal else "WRONG TOKENS", "" if equal else f"{known.body}: {tokens} != {known.tokens}")
+        self.tally.add("equal" if equal else "WRONG TOKENS", "" if equal else _difference(known, tokens))
         with self.tally.lock:
             self.tally.first.append(times[0])
             if len(tokens) > 1:
                 self.tally.between.append((times[-1] - times[0]) / (len(tokens) - 1))
+
+
+def _difference(known: Known, tokens: list[int]) -> str:
+    at = next((i for i, pair in enumerate(zip(tokens, known.tokens, strict=False)) if pair[0] != pair[1]), "the end")
+    options = {name: value for name, value in known.body.items() if name != "prompt"}
+    return f"{len(known.body['prompt'])} tokens, {options}: {len(tokens)} tokens, which differ at {at}"
 
 
 def clients(server: Server, pool: list[Known], tally: Tally, count: int) -> list[Client]:

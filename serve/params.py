@@ -105,6 +105,8 @@ def requests_of(
     chosen = {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
     if body.top_k is not None:
         chosen["top_k"] = max(body.top_k, 0)
+    if body.sampling_method is not None:
+        chosen["method"] = body.sampling_method
     seed = secrets.randbits(63) if body.seed is None else body.seed
     requests = []
     for tokens in prompts:

@@ -1,6 +1,6 @@
 """Bodies of requests and responses. Fields that are not known are kept and do no harm; known ones must have their types."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -47,6 +47,9 @@ class GenerationBody(Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT64)] | None = None
     ignore_eos: bool | None = None
+    sampling_method: (
+        Annotated[Literal["coupled", "rejection"], Field(description="Extension: how drafts are verified.")] | None
+    ) = None
     draft: Annotated[bool, Field(description="Extension: false decodes plainly.")] | None = None
     return_token_ids: Annotated[bool, Field(description="As in vLLM: choices have token_ids.")] | None = None
 

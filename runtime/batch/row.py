@@ -1,5 +1,6 @@
 """One request in the batch: its session, its text, and what is reported of its tokens."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ class Row:
         session: Its sequence.
         controller: What it expects of its draft; None: it decodes plainly, or drafts a fixed length.
         error: What went wrong with this row alone.
+        began: Time at which it got its row, in seconds.
         cached_tokens: Tokens of its prompt whose keys and values were kept from earlier requests.
     """
 
@@ -41,6 +43,7 @@ class Row:
         self.generation, self.request = generation, request
         self.error: Exception | None = None
         self.cached_tokens = 0
+        self.began = time.monotonic()
         self.controller: RowController | None = None
         self.fixed = not request.sampling.greedy and request.sampling.method == "rejection"
         self._logprobs: list[TokenLogprob] = []
@@ -152,7 +155,8 @@ class Row:
     def last_update(self, reason: str, error: str | None = None) -> Update:
         """The end of a request that no round ended."""
         held = self._text.finish() if self._text else ""
-        return Update(held=held, finish_reason=reason, error=error, stats=replace(self.session.stats))
+        stats, cached = replace(self.session.stats), self.cached_tokens
+        return Update(held=held, finish_reason=reason, error=error, cached_tokens=cached, stats=stats)
 
     def _observe(self, tokens: Sequence[int], logits: Logits) -> None:
         assert self.request.logprobs is not None
@@ -166,7 +170,7 @@ def _logprobs(tokens: Sequence[int], logits: Logits, top: int) -> list[TokenLogp
         scores = row.astype(np.float64)
         scores -= scores.max()
         scores -= np.log(np.exp(scores).sum())
-        best = np.argpartition(-scores, top)[:top] if top else np.empty(0, np.int64)
+        best = np.argpartition(-scores, min(top, len(scores) - 1))[:top] if top else np.empty(0, np.int64)
         best = best[np.lexsort((best, -scores[best]))]
         found.append(TokenLogprob(int(token), float(scores[token]), tuple((int(i), float(scores[i])) for i in best)))
     return found

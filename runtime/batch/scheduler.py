@@ -94,6 +94,7 @@ class Scheduler:
         prefixes: Keys and values of earlier texts.
         waiting: Requests that have not begun.
         rounds: Rounds so far.
+        request_seconds: Time that requests took lately, from their place in a row to their end.
     """
 
     def __init__(self, llm: LLM, options: BatchOptions) -> None:
@@ -107,6 +108,7 @@ class Scheduler:
         self.prefixes = PrefixCache(options.prefix_memory)
         self.waiting: deque[Generation] = deque()
         self.rounds = 0
+        self.request_seconds = 1.0
         self._llm, self._options, self._engine, self._draft = llm, options, verify, draft
         self._prefilling: deque[_Prefilling] = deque()
         self._idle: list[_Workspace] = []
@@ -263,6 +265,7 @@ class Scheduler:
         update = row.update(result)
         ended = update.finish_reason is not None
         if ended:
+            self.request_seconds += (time.monotonic() - row.began - self.request_seconds) / 8
             self._keep_prefix(row, lambda start, stop: group.read(row, start, stop))
             row.session.close()
         row.generation.on_update(update)

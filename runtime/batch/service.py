@@ -17,8 +17,6 @@ from eesd.runtime.llm import LLM, Completion
 
 STATE_FORMAT = 1
 OPTIONS = BatchOptions()
-USUAL_SECONDS = 1.0
-"""What a queue that is full is told to wait, while nothing is known of how long requests take."""
 
 
 class ClosedError(EESDError):
@@ -64,8 +62,6 @@ class Service:
         self._inbox: deque[Generation] = deque()
         self._changed = threading.Condition()
         self._closing = self._stopping = False
-        self._taken = 0.0
-        """Seconds that requests took lately."""
         self._thread = threading.Thread(target=self._run, name="eesd-batch", daemon=True)
         self._thread.start()
 
@@ -89,10 +85,14 @@ class Service:
             waiting = len(self._inbox) + len(self._scheduler.waiting)
             free = self._options.max_rows - self._scheduler.running - self._scheduler.prefilling
             if waiting >= self._options.max_queue + max(free, 0):
-                raise QueueFullError(f"The queue is full: {waiting} requests wait; try again later.", USUAL_SECONDS)
+                raise QueueFullError(f"The queue is full: {waiting} requests wait; try again later.", self._until_free(waiting))
             self._inbox.append(generation)
             self._changed.notify_all()
         return generation
+
+    def _until_free(self, waiting: int) -> float:
+        """Seconds until the queue is likely half empty."""
+        return max(1.0, self._scheduler.request_seconds * (waiting / 2) / self._options.max_rows)
 
     def generate(self, request: Request) -> Completion:
         """Ask for a text, and wait for it. Raises :class:`EESDError` also if the request fails later."""
