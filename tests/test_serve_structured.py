@@ -66,6 +66,14 @@ def test_forced_tokens_are_drafted_and_accepted(server: Served) -> None:
     assert completion.stats.rounds < len(completion.tokens) / 2
 
 
+def test_a_constraint_goes_before_min_tokens(server: Served) -> None:
+    """A text that has come to its end is not made longer by tokens that the constraint forbids."""
+    found = server.complete("x", guided_choice=["yes"], min_tokens=10, max_tokens=20)["choices"][0]
+    assert (found["text"], found["finish_reason"]) == ("yes", "stop")
+    found = server.complete("x", guided_regex="[ab]{1,15}", min_tokens=10, max_tokens=20)["choices"][0]
+    assert 10 <= len(found["text"]) <= 15 and set(found["text"]) <= {"a", "b"}
+
+
 def test_the_client_gets_json_that_fits_its_schema(server: Served) -> None:
     for temperature in (0, 1.2):
         found = server.openai.chat.completions.create(
