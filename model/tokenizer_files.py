@@ -48,13 +48,17 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
     config |= {name: str(token) for name, token in tokens.items() if token is not None}
     if getattr(loaded, "split_special_tokens", False):
         config["split_special_tokens"] = True
+    template = loaded.chat_template
+    if isinstance(template, dict) and "tool_use" in template:  # another template for messages with tools
+        used = {name: template[name] for name in ("default", "tool_use") if name in template}
+        config["chat_template"] = [{"name": name, "template": source} for name, source in used.items()]
+        template = None
+    elif isinstance(template, dict):
+        template = template.get("default")
     files = {
         "tokenizer.json": backend.to_str(),
         "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
     }
-    template = loaded.chat_template
-    if isinstance(template, dict):  # several by name
-        template = template.get("default")
     if template is not None:
         files["chat_template.jinja"] = template
     return {name: text.encode() for name, text in files.items()}

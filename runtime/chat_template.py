@@ -21,6 +21,8 @@ from eesd.runtime.template_limits import LimitedEnvironment
 
 Message = Mapping[str, Any]
 """A chat message: ``role``, ``content``, and what else the template uses."""
+Tool = Mapping[str, Any]
+"""A tool as in OpenAI's API: ``type`` (``function``) and ``function`` with ``name``, ``description`` and ``parameters``."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names under which a message may hold its reasoning. Templates read the first or the second."""
 _ITEM_FILTERS = {"first", "join", "last", "list", "map", "reject", "rejectattr", "select", "selectattr"}
@@ -36,15 +38,17 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str:
         """Render messages and the beginning of the answer.
 
         Args:
             messages: At least one message. ``content`` is a text or a list of text parts; if the template does not read parts,
                 it gets their texts, one a line.
+            tools: Functions that the model may call, as in OpenAI's API. A template that does not read them shows nothing of
+                them; see :attr:`reads_tools`.
 
         Raises:
             EESDError: A message is not plain data with a role, the template refuses the messages or is no template, or it takes
@@ -53,19 +57,29 @@ class ChatTemplate:
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise EESDError("There is no chat message; give a list of at least one.")
         conversation = [_checked(message, number) for number, message in enumerate(messages, 1)]
+        plain_tools = None if tools is None else [_plain(tool, f"Tool {number}") for number, tool in enumerate(tools, 1)]
         try:
-            code, reads_parts = self._compiled
-            return self._run(code, conversation if reads_parts else [_without_parts(message) for message in conversation])
+            code, reads_parts, _ = self._compiled
+            seen = conversation if reads_parts else [_without_parts(message) for message in conversation]
+            return self._run(code, seen, plain_tools)
         except EESDError:
             raise
         except Exception as error:  # a template is a program: it may fail in any way
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
             raise EESDError(f"The chat template refuses these messages: {reason}.") from None
 
-    def _run(self, code: CodeType, conversation: list[dict[str, Any]]) -> str:
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template does anything with ``tools``. Raises :class:`EESDError` if it is no template."""
+        try:
+            return self._compiled[2]
+        except TemplateError as error:
+            raise EESDError(f"The chat template cannot be used: {str(error)[:200].rstrip('.')}.") from None
+
+    def _run(self, code: CodeType, conversation: list[dict[str, Any]], tools: list[Any] | None) -> str:
         environment = _environment()
         template = Template.from_code(environment, code, environment.make_globals(None))
-        values = {"messages": conversation, "tools": None, "documents": None, "add_generation_prompt": True}
+        values = {"messages": conversation, "tools": tools, "documents": None, "add_generation_prompt": True}
         pieces, length = [], 0
         for piece in template.generate(**(values | self._special_tokens)):
             pieces.append(piece)
@@ -74,12 +88,13 @@ class ChatTemplate:
         return "".join(pieces)
 
     @cached_property
-    def _compiled(self) -> tuple[CodeType, bool]:
-        """The template as code, which belongs to no environment, and whether it reads the parts of a content."""
+    def _compiled(self) -> tuple[CodeType, bool, bool]:
+        """The template as code, which belongs to no environment, and whether it reads the parts of a content, and tools."""
         environment = _environment()
-        tree = environment.parse_limited(self._source)
+        tree = environment.parse_limited(self.source)
         reads_parts = _reads_parts(tree)
-        return environment.compile_limited(tree), reads_parts
+        reads_tools = any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(nodes.Name))
+        return environment.compile_limited(tree), reads_parts, reads_tools
 
 
 def _checked(message: Any, number: int) -> dict[str, Any]:

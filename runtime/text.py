@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from eesd.common.errors import EESDError
 from eesd.common.json_input import read_json_object, read_text
 from eesd.model.tokenizer_files import SPECIAL_TOKENS
-from eesd.runtime.chat_template import ChatTemplate, Message
+from eesd.runtime.chat_template import ChatTemplate, Message, Tool
 
 HALF = "\ufffd"
 """Bytes that are no character decode to this."""
@@ -25,6 +25,7 @@ class TextCodec:
     Attributes:
         tokenizer: The tokenizer.
         chat_template: The chat template, or None if the model has none.
+        tool_template: The chat template for messages with tools: the one called ``tool_use`` if there is one, else the same.
 
     Raises:
         EESDError: There is no tokenizer, or a file is damaged.
@@ -41,13 +42,14 @@ class TextCodec:
         path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = read_json_object(path, _REMEDY) if path.exists() else {}
         self.tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
-        source = read_text(file, _REMEDY) if file.exists() else _default_template(path, config.get("chat_template"))
+        named = {"default": read_text(file, _REMEDY)} if file.exists() else _templates(path, config.get("chat_template"))
         tokens = {name: _content(path, name, config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
-        self.chat_template = None if source is None else ChatTemplate(source, tokens)
+        self.chat_template = ChatTemplate(named["default"], tokens) if "default" in named else None
+        self.tool_template = ChatTemplate(named["tool_use"], tokens) if "tool_use" in named else self.chat_template
 
-    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+    def encode(self, prompt: str | Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
         """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with the template's)."""
-        text = prompt if isinstance(prompt, str) else self.render(prompt)
+        text = prompt if isinstance(prompt, str) else self.render(prompt, tools)
         return self.ids(text, special=isinstance(prompt, str))
 
     def ids(self, text: str, special: bool) -> list[int]:
@@ -59,18 +61,19 @@ class TextCodec:
         except Exception as error:  # and plain Exceptions for text that its vocabulary cannot express
             raise EESDError(f"The tokenizer cannot encode the prompt ({error}); give token ids.") from None
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str:
         """Chat messages as text, by the model's chat template."""
-        if self.chat_template is None:
+        template = self.chat_template if tools is None else self.tool_template
+        if template is None:
             raise EESDError("This model has no chat template; give a plain prompt.")
-        return self.chat_template.render(messages)
+        return template.render(messages, tools)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-def _default_template(path: Path, template: Any) -> str | None:
-    """The template in a tokenizer's configuration, which has one, or several by name."""
+def _templates(path: Path, template: Any) -> dict[str, str]:
+    """The templates in a tokenizer's configuration by name: of several those that are used; a single one is ``default``."""
     if isinstance(template, list):
         named: dict[str, Any] = {}
         for entry in template:
@@ -78,11 +81,11 @@ def _default_template(path: Path, template: Any) -> str | None:
                 raise EESDError(f"{path} has a chat template without name or template; {_REMEDY}.")
             named[entry["name"]] = entry["template"]
         template = named
-    if isinstance(template, dict):
-        template = template.get("default")
-    if template is not None and not isinstance(template, str):
+    found = template if isinstance(template, dict) else {"default": template}
+    used = {name: found[name] for name in ("default", "tool_use") if found.get(name) is not None}
+    if not all(isinstance(source, str) for source in used.values()):
         raise EESDError(f"{path} has a chat_template that is not text; {_REMEDY}.")
-    return template
+    return used
 
 
 def _content(path: Path, name: str, token: Any) -> str:

@@ -12,6 +12,7 @@ from eesd.serve.errors import handle_errors
 from eesd.serve.gate import Gate
 from eesd.serve.observe import Observe, tracer_from_environment
 from eesd.serve.options import ServeOptions, Serving
+from eesd.serve.playground import mount_page
 
 ROUTERS = (completions.router, chat.router, tokens.router, probes.router)
 
@@ -30,6 +31,7 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
     app.state.serving = Serving(service=service, options=options)
     for router in ROUTERS:
         app.include_router(router)
+    mount_page(app)
     handle_errors(app)
     app.state.tracer = tracer_from_environment()
     app.add_middleware(Gate, serving=app.state.serving)

@@ -7,8 +7,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
-from eesd.runtime.batch.request import TokenOutput
-from eesd.runtime.llm import LLM
+from eesd.runtime.batch.request import TokenOutput, Update
+from eesd.runtime.text import TextCodec
 from eesd.serve.answers import Head, finished, serving_of
 from eesd.serve.errors import ANSWERS, APIError
 from eesd.serve.generations import Generations, Progress
@@ -25,8 +25,11 @@ from eesd.serve.schemas import (
     ChatLogprobs,
     ChatMessage,
     Delta,
+    ToolCall,
 )
 from eesd.serve.streaming import DONE, Events, event, event_stream, json_response, unless_left
+from eesd.serve.tool_calls import ToolDelta, whole_calls
+from eesd.serve.tools import Tools, encode_chat, tools_of
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -37,12 +40,16 @@ async def chat_completions(body: ChatBody, request: Request, serving: Annotated[
     check_model(body.model, serving)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs; set it to true.", "top_logprobs", "invalid_value")
-    tokens = await run_in_threadpool(_encode, body, serving.service.llm)
+    codec = serving.service.llm.codec
+    tools = tools_of(body.given(), codec)
+    tokens = await run_in_threadpool(_encode, body, tools, codec)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    generations = Generations(serving, requests_of(body, [tokens], serving, most, logprobs))
+    # In a thread: a grammar may take long to read.
+    requests = await run_in_threadpool(requests_of, body, [tokens], serving, most, logprobs, tools=tools)
+    generations = Generations(serving, requests)
     request.state.generations = generations
-    writers = [_Writer(body, serving, choice) for choice in generations.progress]
+    writers = [_Writer(body, serving, choice, tools) for choice in generations.progress]
     if body.stream:
         head = Head.new("chatcmpl", "chat.completion.chunk", serving)
         return await event_stream(_chunks(body, head, generations, writers), serving.options.send_timeout)
@@ -50,41 +57,59 @@ async def chat_completions(body: ChatBody, request: Request, serving: Annotated[
     return json_response(await unless_left(request, _whole(body, head, generations, writers)))
 
 
-def _encode(body: ChatBody, llm: LLM) -> list[int]:
+def _encode(body: ChatBody, tools: Tools | None, codec: TextCodec) -> list[int]:
     """The messages as tokens. A template is a program and may take long, so it runs in a thread."""
-    return llm.encode([message.given() for message in body.messages])
+    return encode_chat([message.given() for message in body.messages], tools, codec)
 
 
 class _Writer:
     """Makes the parts of one choice."""
 
-    def __init__(self, body: ChatBody, serving: Serving, progress: Progress) -> None:
+    def __init__(self, body: ChatBody, serving: Serving, progress: Progress, tools: Tools | None) -> None:
         self._body, self._progress = body, progress
+        self._parser = tools.parser(serving.service.llm.codec, streaming=bool(body.stream)) if tools else None
+        self._said: list[ToolDelta] = []
         self._tokens = TokenWriter(serving.codec, progress.request.tokens) if body.logprobs else None
 
     def logprobs(self, outputs: Sequence[TokenOutput]) -> ChatLogprobs | None:
         return self._tokens.chat(outputs) if self._tokens else None
 
+    def see(self, update: Update) -> list[Delta]:
+        """Take an update in. Returns what it adds to the message."""
+        text = self._progress.see(update)
+        if self._parser is None:
+            return [Delta(content=text)] if text else []
+        deltas = self._parser.read(update)
+        self._said += deltas
+        if self._parser.calls and self._progress.finish_reason == "stop":
+            self._progress.finish_reason = "tool_calls"
+        return [Delta(**delta.to_dict()) for delta in deltas]
+
     def message(self, index: int) -> ChatChoice:
         """The whole choice."""
         progress = self._progress
         message = ChatMessage(role="assistant", content="".join(progress.text))
+        if self._parser is not None:
+            message.content = "".join(delta.content for delta in self._said) or None
+            if calls := whole_calls(self._said):
+                message.tool_calls = [ToolCall(**call) for call in calls]
         choice = ChatChoice(index=index, message=message, logprobs=self.logprobs(progress.outputs), **finished(progress))
         if self._body.return_token_ids:
             choice.token_ids = [output.token for output in progress.outputs]
             choice.prompt_token_ids = list(progress.request.tokens)
         return choice
 
-    def deltas(self, index: int, text: str, outputs: Sequence[TokenOutput]) -> list[ChatChunkChoice]:
+    def chunks(self, index: int, update: Update) -> list[ChatChunkChoice]:
         """What an update adds to the choice, and its end."""
-        choices = []
-        if text or (outputs and (self._tokens or self._body.return_token_ids)):
-            choice = ChatChunkChoice(index=index, delta=Delta(content=text), finish_reason=None)
-            if self._tokens:
-                choice.logprobs = self.logprobs(outputs)
-            if self._body.return_token_ids:
-                choice.token_ids = [output.token for output in outputs]
-            choices.append(choice)
+        outputs = update.tokens
+        deltas = self.see(update)
+        if not deltas and outputs and (self._tokens or self._body.return_token_ids):
+            deltas = [Delta(content="")]
+        choices = [ChatChunkChoice(index=index, delta=delta, finish_reason=None) for delta in deltas]
+        if choices and self._tokens:
+            choices[0].logprobs = self.logprobs(outputs)
+        if choices and self._body.return_token_ids:
+            choices[0].token_ids = [output.token for output in outputs]
         if self._progress.finish_reason:
             choices.append(ChatChunkChoice(index=index, delta=Delta(), **finished(self._progress)))
         return choices
@@ -93,7 +118,7 @@ class _Writer:
 async def _whole(body: ChatBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> ChatAnswer:
     async with generations:
         async for index, update in generations:
-            generations.progress[index].see(update)
+            writers[index].see(update)
     # In a thread: the log-probabilities of many tokens take long to write.
     choices = [await run_in_threadpool(writer.message, index) for index, writer in enumerate(writers)]
     usage, metrics = generations.usage(body.choices), generations.metrics()
@@ -107,9 +132,8 @@ async def _chunks(body: ChatBody, head: Head, generations: Generations, writers:
             role = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""), finish_reason=None)
             yield event(ChatChunk(**head.fields, choices=[role]))
         async for index, update in generations:
-            text = generations.progress[index].see(update)
             left -= update.finish_reason is not None
-            for choice in writers[index].deltas(index, text, update.tokens):
+            for choice in writers[index].chunks(index, update):
                 chunk = ChatChunk(**head.fields, choices=[choice])
                 if not left and choice.finish_reason and not body.include_usage:
                     chunk.metrics = generations.metrics()

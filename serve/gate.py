@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eesd.serve.errors import APIError
 from eesd.serve.observe import QUIET
 from eesd.serve.options import Serving
+from eesd.serve.playground import FILES
 
-OPEN = {"/health", "/ready"}
+OPEN = {"/health", "/ready", *FILES}
 """Paths that need no API key."""
 LINGER = 8
 """A body that is too large is read up to so many times the limit, so that the client sees the answer and not a reset."""

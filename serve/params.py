@@ -8,9 +8,11 @@ from typing import Any
 from eesd.common.checks import shown
 from eesd.runtime.batch.request import Constraint, Request
 from eesd.runtime.llm import LLM
+from eesd.serve.constraint import constraint_of
 from eesd.serve.errors import APIError
 from eesd.serve.options import Serving
 from eesd.serve.schemas import Body, GenerationBody
+from eesd.serve.tools import Tools
 
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty")
 NEUTRAL: dict[str, Any] = {
@@ -83,6 +85,7 @@ def requests_of(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    tools: Tools | None = None,
 ) -> list[Request]:
     """The requests for all choices, those of a prompt one after another.
 
@@ -92,6 +95,7 @@ def requests_of(
         serving: The server.
         max_tokens: Most new tokens of a choice; None: as many as fit.
         logprobs, prompt_logprobs: Alternatives to report for each token; None: no log-probabilities.
+        tools: Functions that may or must be called.
 
     Raises:
         APIError, EESDError: The server cannot do what is asked for.
@@ -124,18 +128,15 @@ def requests_of(
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 seconds=serving.options.request_timeout,
-                constraint=constraint_of(given, llm),
+                constraint=_constraint(given, llm, tools),
             )
             requests.append(request)
     return requests
 
 
-CONSTRAINTS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
-
-
-def constraint_of(body: Mapping[str, Any], llm: LLM) -> Constraint | None:
-    """What restricts the output: nothing in this version."""
-    for name in CONSTRAINTS:
-        if body.get(name) not in (None, {"type": "text"}):
-            raise APIError(400, f"{name} is not supported by {llm.manifest.model}; leave it out.", name, "unsupported_value")
-    return None
+def _constraint(body: Mapping[str, Any], llm: LLM, tools: Tools | None) -> Constraint | None:
+    """What restricts the output: the calls that must come, or what the body asks for."""
+    asked, calls = constraint_of(body, llm), tools.constraint(llm) if tools else None
+    if asked is not None and calls is not None:
+        raise APIError(400, "tool_choice asks for a call, and another field constrains the output; give one.", "tool_choice")
+    return calls or asked

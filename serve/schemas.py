@@ -187,9 +187,26 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None
 
 
+class CalledFunction(BaseModel):
+    """``arguments`` is JSON, as the model wrote it."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a function. In a stream the first piece has ``id`` and ``name``, and the others go on with its arguments."""
+
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     role: str
     content: str | None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Choice):
@@ -200,6 +217,7 @@ class ChatChoice(Choice):
 class Delta(BaseModel):
     role: str | None = None
     content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChunkChoice(Choice):

@@ -76,6 +76,59 @@ def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
     assert reference.apply_chat_template(USER, tokenize=False) == TextCodec(directory).render(USER) == "default Hi"
 
 
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": 'Weather in a city — now, "exactly" <b>',
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    },
+    {"type": "function", "function": {"name": "now", "parameters": {}}},
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tools_are_shown_as_transformers_shows_them(tmp_path: Path, name: str) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[name], "eos_token": "</s>"}
+    directory = write_tokenizer(tmp_path, config)
+    reference, codec = AutoTokenizer.from_pretrained(directory), TextCodec(directory)
+    for messages in (CONVERSATIONS["user"], CONVERSATIONS["system"], CONVERSATIONS["tools"]):
+
+        def both(messages: Any = messages) -> tuple[str | None, str | None]:
+            expected = outcome(lambda: str(reference.apply_chat_template(messages, tools=TOOLS, **PROMPT)), Exception)
+            return expected, outcome(lambda: codec.render(messages, TOOLS), EESDError)
+
+        expected, rendered = both()
+        if expected != rendered:  # midnight may have passed between the two
+            expected, rendered = both()
+        assert rendered == expected
+
+
+def test_a_template_tells_whether_it_reads_tools() -> None:
+    reads = {name for name, source in TEMPLATES.items() if _parses(source) and ChatTemplate(source, {}).reads_tools}
+    assert {"qwen25", "llama3_tools_date", "mistral_v3", "granite"} <= reads
+    assert not reads & {"smollm2", "chatml", "llama2", "llama3", "zephyr"}
+
+
+def _parses(source: str) -> bool:
+    return outcome(lambda: str(ChatTemplate(source, {}).reads_tools), EESDError) is not None
+
+
+def test_the_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "{{ tools | length }} tools"}, {"name": "default", "template": "default"}]
+    directory = write_tokenizer(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": named})
+    reference, codec = AutoTokenizer.from_pretrained(directory), TextCodec(directory)
+    for tools, text in ((TOOLS, "2 tools"), (None, "default")):
+        assert codec.render(USER, tools) == reference.apply_chat_template(USER, tools=tools, tokenize=False) == text
+
+
+def test_tools_that_are_no_plain_data_are_refused() -> None:
+    with pytest.raises(EESDError, match="Tool 1 holds bytes"):
+        ChatTemplate("{{ tools }}", {}).render(USER, [{"function": b"x"}])
+
+
 def test_parts_become_lines_for_templates_of_text() -> None:
     assert render("{% for m in messages %}{{ m.content }}{% endfor %}", PARTS) == "one\ntwo"
     assert render(

@@ -167,6 +167,7 @@ def test_files_that_overrule_others(tmp_path: Path) -> None:
     assert_same(AutoTokenizer.from_pretrained(model, local_files_only=True), codec)
     assert len(codec.encode("the quick fox jumps")) > 4
     assert codec.render(MESSAGES).startswith("<s>[user]")
+    assert codec.render(MESSAGES, []) == "tools"
 
 
 def test_the_files_are_the_same_each_time(tmp_path: Path) -> None:

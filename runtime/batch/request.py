@@ -49,7 +49,7 @@ class Request:
         stop: Strings to stop before; they need a tokenizer.
         draft: False decodes plainly.
         ignore_eos: Do not stop at EOS.
-        min_tokens: EOS is not chosen before so many new tokens.
+        min_tokens: EOS is not chosen before so many new tokens, unless the constraint allows nothing else.
         logprobs: Report each token's log-probability under the model, and so many alternatives; None: report none.
         prompt_logprobs: The same for the tokens of the prompt, but the first.
         seconds: Time until the request is ended, whatever it has by then; None: no limit.

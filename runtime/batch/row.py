@@ -97,9 +97,9 @@ class Row:
             mask = None if constraint is None else constraint.allowed(tokens)
             if len(tokens) >= least or not eos:
                 return mask
-            mask = np.ones(size, np.bool_) if mask is None else mask.copy()
-            mask[eos] = False
-            return mask if mask.any() else None
+            longer = np.ones(size, np.bool_) if mask is None else mask.copy()
+            longer[eos] = False
+            return longer if longer.any() else mask  # a constraint that has come to its end goes before min_tokens
 
         return allowed
 

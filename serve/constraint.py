@@ -1,0 +1,274 @@
+"""Constrained output: which tokens may follow, by a grammar that llguidance reads.
+
+A grammar comes from a JSON schema, a regular expression, a list of choices, or a grammar in Lark's or GBNF's form
+(docs/structured-output.md). JSON is written in one line, with at most one space behind ``,`` and ``:``: a model that may write
+blanks for ever sometimes does.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+from numpy.typing import NDArray
+
+from eesd.common.errors import EESDError
+from eesd.common.json_input import parse_json
+from eesd.runtime.llm import LLM
+from eesd.runtime.text import TextCodec, TokenBytes
+
+LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+"""What one grammar may take: a lexer state has 1 to 2 kB. Errors without the parser's own state: they go to clients."""
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+BLOCK = 256
+"""Tokens that are compared at once."""
+
+
+class GrammarConstraint:
+    """A :class:`~eesd.runtime.batch.request.Constraint` by a grammar of llguidance.
+
+    One matcher serves the committed tokens and every drafted path: it is rolled back to what the new tokens share with the
+    last ones. EOS is allowed where the grammar may end. After the end, and after tokens that the grammar does not allow, only
+    EOS is.
+
+    Args:
+        grammar: As llguidance's ``grammar_from`` makes it.
+        vocabulary: The model's tokens.
+        eos: The tokens that end a text.
+
+    Raises:
+        EESDError: The grammar has a mistake, or takes too much.
+    """
+
+    def __init__(self, grammar: str, vocabulary: LLTokenizer, eos: Sequence[int]) -> None:
+        self._matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+        self._size, self._eos = vocabulary.vocab_size, list(eos)
+        self._only_eos = np.zeros(self._size, np.bool_)
+        self._only_eos[self._eos] = True
+        self._tokens: list[int] = []
+        """What the matcher has read."""
+        if self._matcher.is_error():
+            raise EESDError(f"The constraint cannot be used: {_sentence(self._matcher.get_error())}; give another one.")
+
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
+        """The tokens [V] that may follow ``tokens``; at least one.
+
+        Raises:
+            EESDError: The grammar turned out to take too much.
+        """
+        if not self._read(tokens):
+            return self._only_eos.copy()
+        bits = self._matcher.compute_bitmask()  # may find out that nothing can follow
+        if self._matcher.is_error():
+            reason = _sentence(self._matcher.get_error())
+            raise EESDError(f"The constraint takes too much, or nothing fits it ({reason}); give a simpler one.")
+        mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._size, bitorder="little").view(np.bool_)
+        count = np.count_nonzero(mask)
+        if not count or (count == 1 and not self._fits(int(mask.argmax()))):
+            raise EESDError("The model has no tokens for what the constraint asks for; give another one.")
+        return mask
+
+    def _fits(self, token: int) -> bool:
+        """Whether the only token of a mask may follow. (Where nothing may, the mask of llguidance has a token all the same.)"""
+        if token in self._eos:
+            return self._matcher.is_accepting() or self._matcher.stop_reason() == "EndOfSentence"
+        return bool(self._matcher.validate_tokens([token]))
+
+    def forced(self, tokens: Sequence[int], most: int) -> list[int]:
+        """At most ``most`` tokens that spell the text which must follow. Others may spell it, too: the verifier decides."""
+        if not self._read(tokens):
+            return []
+        if self._matcher.is_stopped():
+            return self._eos[:most] if len(self._eos) == 1 and not (tokens and tokens[-1] in self._eos) else []
+        tokens = self._matcher.compute_ff_tokens()[:most]
+        return tokens[: self._matcher.validate_tokens(tokens)]
+
+    def _read(self, tokens: Sequence[int]) -> bool:
+        """Bring the matcher to the state behind ``tokens``; False if the grammar does not allow them."""
+        given = list(tokens)
+        shared = _shared(self._tokens, given)
+        if len(self._tokens) > shared:
+            self._matcher.rollback(len(self._tokens) - shared)
+            del self._tokens[shared:]
+        read = self._matcher.try_consume_tokens(given[shared:])
+        self._tokens += given[shared : shared + read]
+        return len(self._tokens) == len(given)
+
+
+def _shared(first: list[int], second: list[int]) -> int:
+    """Length of the common beginning."""
+    at, end = 0, min(len(first), len(second))
+    while at < end and first[at : at + BLOCK] == second[at : at + BLOCK]:
+        at += BLOCK
+    while at < end and first[at] == second[at]:
+        at += 1
+    return min(at, end)
+
+
+def _sentence(message: str) -> str:
+    """What llguidance says, without the excerpt of the grammar, in one line."""
+    lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
+    text = next((line for line in reversed(lines) if line.startswith("error:")), next(filter(None, lines), "unknown error"))
+    return text.removeprefix("error:").strip()[:200].rstrip(".:")
+
+
+class _Tokens:
+    """The bytes of all tokens, as the text of a stream has them, in the form that llguidance asks for."""
+
+    def __init__(self, codec: TextCodec, size: int, eos: int) -> None:
+        self.eos_token_id, self.bos_token_id = eos, None
+        added = codec.tokenizer.get_added_tokens_decoder()
+        self.special_token_ids = [token for token in sorted(added) if added[token].special and token < size]
+        of = TokenBytes(codec)
+        # Decoders drop a space where a text begins. An answer does not begin one: it follows the prompt.
+        letter = next((token for token in range(size) if of.added(token, None).isalpha()), None)
+        self.tokens = [of.added(token, letter) for token in range(size)]
+        for token in self.special_token_ids:
+            self.tokens[token] = added[token].content.encode()
+        self._encode = codec.tokenizer.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return list(self._encode(text, add_special_tokens=False).ids)
+
+
+_vocabularies: WeakKeyDictionary[TextCodec, LLTokenizer] = WeakKeyDictionary()
+_making = Lock()
+
+
+def vocabulary_of(llm: LLM) -> LLTokenizer:
+    """The model's tokens as llguidance knows them. Made once for a model: it takes a fraction of a second.
+
+    Raises:
+        EESDError: The model has no tokenizer, or one that llguidance cannot use.
+    """
+    codec = llm.codec
+    with _making:
+        if codec not in _vocabularies:
+            size, eos = llm.manifest.geometry.vocab_size, list(llm.manifest.eos_token_ids)
+            if not eos:
+                raise EESDError("This model has no EOS token, so constrained output could not end; leave the constraint out.")
+            try:
+                _vocabularies[codec] = LLTokenizer(TokenizerWrapper(_Tokens(codec, size, eos[0])), size, eos)
+            except Exception as error:  # the library raises plain Exceptions
+                raise EESDError(f"This model's tokenizer allows no constrained output ({_sentence(str(error))}).") from None
+        return _vocabularies[codec]
+
+
+def constraint(kind: str, value: Any, llm: LLM, *, lenient: bool = False) -> GrammarConstraint:
+    """Make a constraint.
+
+    Args:
+        kind: ``json`` (``value`` is a JSON schema, or its text), ``regex``, ``choice`` (a list of texts), or ``grammar``.
+        value: What is allowed.
+        llm: The model.
+        lenient: Ignore keywords of a JSON schema that are not supported, instead of refusing the schema.
+
+    Raises:
+        EESDError: The value has a mistake.
+    """
+    return GrammarConstraint(_grammar(kind, value, lenient), vocabulary_of(llm), llm.manifest.eos_token_ids)
+
+
+def _grammar(kind: str, value: Any, lenient: bool) -> str:
+    if kind == "json":
+        options: Any = {**ONE_LINE, "lenient": lenient}
+        return LLMatcher.grammar_from_json_schema(_schema(value), overrides=options)
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+            raise EESDError("The choices are no list of texts; give at least one text.")
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted(text) for text in value))
+    text = _text(f"The {kind}", value)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    try:
+        return grammar_from("grammar", text)
+    except ValueError as error:
+        raise EESDError(f"The grammar cannot be used: {_sentence(str(error))}; give it in Lark's or GBNF's form.") from None
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(_text("A text of the grammar", text), ensure_ascii=False)
+
+
+def _text(name: str, value: Any) -> str:
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise EESDError(f"{name} is no valid Unicode text; give text.") from None
+    return str(value)
+
+
+def _schema(value: Any) -> str:
+    """A JSON schema as text. It is written and parsed once more, so that what nests too deeply is refused."""
+    remedy = "give a JSON schema"
+    try:
+        text = value if isinstance(value, str) else json.dumps(value)
+        schema = parse_json(_text("The JSON schema", text), "The JSON schema", remedy)
+        if not isinstance(schema, dict | bool):
+            raise EESDError(f"The JSON schema is {type(schema).__name__}; {remedy}, which is an object.")
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise EESDError(f"The JSON schema is no plain JSON, or nested too deeply; {remedy}.") from None
+
+
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's older fields."""
+_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
+"""The entries of vLLM's ``structured_outputs`` that say what is allowed."""
+_IGNORED = ("disable_any_whitespace", "disable_fallback")
+"""Those that change nothing here."""
+
+
+def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None:
+    """The constraint that a request asks for: OpenAI's ``response_format``, or vLLM's ``structured_outputs`` or ``guided_*``.
+
+    Args:
+        body: The request's JSON.
+        llm: The model.
+
+    Returns:
+        None if the request asks for none.
+
+    Raises:
+        EESDError: It asks for one that cannot be used, or for several.
+    """
+    asked = _of_response_format(body.get("response_format"))
+    asked += [(kind, body[name], False) for name, kind in _GUIDED.items() if body.get(name) is not None]
+    asked += [("json", {"type": "object"}, False)] if body.get("guided_json_object") is True else []
+    asked += _of_structured_outputs(body.get("structured_outputs"))
+    if len(asked) > 1:
+        raise EESDError("The request has several constraints of its output; give one.")
+    return constraint(asked[0][0], asked[0][1], llm, lenient=asked[0][2]) if asked else None
+
+
+def _of_response_format(given: Any) -> list[tuple[str, Any, bool]]:
+    if given is None:
+        return []
+    if not isinstance(given, Mapping) or given.get("type") not in ("text", "json_object", "json_schema"):
+        raise EESDError('response_format is unknown; give {"type": "json_schema", ...}, or the type json_object or text.')
+    if given["type"] == "text":
+        return []
+    if given["type"] == "json_object":
+        return [("json", {"type": "object"}, False)]
+    inner = given.get("json_schema")
+    if not isinstance(inner, Mapping) or inner.get("schema") is None:
+        raise EESDError('response_format has no schema; give {"type": "json_schema", "json_schema": {"schema": {...}}}.')
+    return [("json", inner["schema"], inner.get("strict") is False)]
+
+
+def _of_structured_outputs(given: Any) -> list[tuple[str, Any, bool]]:
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        raise EESDError(f"structured_outputs is no object; give one with {', '.join(_OUTPUTS[:4])} or {_OUTPUTS[4]}.")
+    present = {
+        name: value for name, value in given.items() if value is not None and value is not False and name not in _IGNORED
+    }
+    for name in present:
+        if name not in _OUTPUTS:
+            raise EESDError(f"structured_outputs has {name!r}, which is not supported; give one of {', '.join(_OUTPUTS)}.")
+    return [("json", {"type": "object"}, False) if n == "json_object" else (n, value, False) for n, value in present.items()]

@@ -1,0 +1,278 @@
+"""Calls of functions in a model's answer, as they come: the three formats that most models write.
+
+    hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>       Hermes, Qwen, and models that are told to
+    llama    {"name": "f", "parameters": {...}}                             Llama 3, the whole answer
+    mistral  [TOOL_CALLS][{"name": "f", "arguments": {...}}]                Mistral; newer: [TOOL_CALLS]f{...}
+
+What is no call of a known function stays content, every letter of it. Blanks around calls are dropped.
+"""
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from eesd.runtime.batch.request import Update
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How calls are written: what stands before and behind them, and under which name an object has the arguments."""
+
+    name: str
+    begin: str
+    end: str
+    arguments: str
+
+    def call_id(self) -> str:
+        """A new id. Mistral's templates want nine letters or digits."""
+        letters = string.ascii_letters + string.digits
+        return "".join(secrets.choice(letters) for _ in range(9)) if self is MISTRAL else f"call_{secrets.token_hex(12)}"
+
+
+HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
+LLAMA = ToolFormat("llama", "", "", "parameters")
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments")
+BLANKS = " \t\r\n"
+BETWEEN = {HERMES: BLANKS, LLAMA: BLANKS + ";", MISTRAL: BLANKS + "[,]"}
+"""What is skipped before a call."""
+
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_NAMED = re.compile(r"([\w.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)", re.ASCII)
+_NAMED_SO_FAR = re.compile(r"[\w.-]{1,64}\s*(\[(A(R(G(S\]?)?)?)?)?)?\s*", re.ASCII)
+_OUTSIDE = frozenset(" \t\r\n{}[],:0123456789+-.eEtrufalsn")
+"""What JSON has outside of strings."""
+
+
+@dataclass(frozen=True)
+class ToolDelta:
+    """What a piece of text added to the answer: content, the beginning of a call (``id`` and ``name``), or its arguments."""
+
+    content: str = ""
+    index: int = 0
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the ``delta`` of a chunk of OpenAI's API."""
+        if self.content:
+            return {"content": self.content}
+        begins = {"id": self.id, "type": "function"} if self.id else {}
+        function = ({"name": self.name} if self.id else {}) | {"arguments": self.arguments}
+        return {"tool_calls": [{"index": self.index, **begins, "function": function}]}
+
+
+def whole_calls(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:
+    """The calls of an answer, as the ``tool_calls`` of a message."""
+    calls: list[dict[str, Any]] = [
+        {"id": d.id, "type": "function", "function": {"name": d.name, "arguments": ""}} for d in deltas if d.id
+    ]
+    for delta in deltas:
+        if delta.arguments:
+            calls[delta.index]["function"]["arguments"] += delta.arguments
+    return calls
+
+
+class _Object:
+    """Finds the end of a JSON object whose text comes in pieces.
+
+    Attributes:
+        at: How far it has read.
+        end: Behind the object's last bracket; None: not there yet.
+        broken: Whether this is no JSON.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.at, self.end, self.broken = start, -1, False
+        self._depth, self._in_string, self._escaped = 0, False, False
+
+    def read(self, text: str) -> None:
+        """Go on in ``text``, which has grown."""
+        while self.at < len(text) and self.end < 0 and not self.broken:
+            letter = text[self.at]
+            if self._in_string:
+                self._in_string = self._escaped or letter != '"'
+                self._escaped = letter == "\\" and not self._escaped
+            elif letter == '"':
+                self._in_string = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                self.end = -1 if self._depth else self.at + 1
+            elif letter not in _OUTSIDE:
+                self.broken = True
+                return
+            self.at += 1
+
+
+class ToolParser:
+    """Reads an answer, piece by piece.
+
+    Args:
+        format: How the model writes calls.
+        names: The functions that there are.
+        streaming: Tell a call as soon as its name is known and its arguments begin, and these as they come. They may then turn
+            out to be cut off, or no JSON. False: tell whole calls only; what is none is content.
+        most: Calls to tell; more stay content.
+        marks: What special tokens stand for, which have no text of their own.
+
+    Attributes:
+        calls: How many calls were told.
+    """
+
+    def __init__(
+        self,
+        format: ToolFormat,
+        names: Collection[str],
+        *,
+        streaming: bool,
+        most: int = 128,
+        marks: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self._format, self._names, self._streaming, self._most = format, frozenset(names), streaming, most
+        self._marks = marks
+        self.calls = 0
+        self._text = ""
+        """What is not told yet."""
+        self._raw = ""
+        """What was skipped before a call, and is content if there is none."""
+        self._state = self._content if format.begin else self._before
+        self._object = _Object(0)
+        self._arguments: _Object | None = None
+        """The arguments of a call whose beginning is told, and how far they are told."""
+        self._told = 0
+
+    def read(self, update: Update) -> list[ToolDelta]:
+        """What is certain with an update of the answer; all of it with the last one."""
+        text = "".join(self._marks.get(output.token, "") + output.text for output in update.tokens) + update.held
+        return self.push(text) + (self.finish() if update.finish_reason else [])
+
+    def push(self, text: str) -> list[ToolDelta]:
+        """What is certain with more text."""
+        self._text += text
+        deltas: list[ToolDelta] = []
+        while True:
+            state, size = self._state, len(self._text)
+            deltas += state()
+            if self._state == state and len(self._text) == size:
+                return deltas
+
+    def finish(self) -> list[ToolDelta]:
+        """What is left at the end of the answer."""
+        rest = self._raw + self._text
+        self._raw = self._text = ""
+        told = self._arguments is not None or self._state == self._after
+        return [] if told or not (rest.strip(BETWEEN[self._format]) if self.calls else rest) else [ToolDelta(rest)]
+
+    def _content(self) -> Iterator[ToolDelta]:
+        """Tell content, but neither what may begin a call, nor blanks that may stand before one."""
+        begin = self._format.begin
+        at = self._text.find(begin) if begin and self.calls < self._most else -1
+        sure = at if at >= 0 else len(self._text) - _overlap(self._text, begin)
+        content = self._text[:sure].rstrip(BLANKS)
+        if at >= 0:
+            after = at + len(begin)
+            self._raw, self._text, self._state = self._text[len(content) : after], self._text[after:], self._before
+        else:
+            self._text = self._text[len(content) :]
+        return iter([ToolDelta(content)] if content else [])
+
+    def _before(self) -> Iterator[ToolDelta]:
+        """Skip what stands before a call. Mistral's newer models write their mark before each."""
+        rest = self._text.lstrip(BETWEEN[self._format])
+        if self._format is MISTRAL:
+            marked = self._text.lstrip(BLANKS + ",]")
+            if marked and self._format.begin.startswith(marked):
+                return
+            rest = marked.removeprefix(self._format.begin) if marked.startswith(self._format.begin) else rest
+        self._raw += self._text[: len(self._text) - len(rest)]
+        self._text = rest
+        named = _NAMED.match(rest) if self._format is MISTRAL else None
+        if rest.startswith("{") or named:
+            self._object, self._state = _Object(named.end() if named else 0), self._call
+        elif rest and not (self._format is MISTRAL and _NAMED_SO_FAR.fullmatch(rest)):
+            yield from self._no_call(0)
+
+    def _call(self) -> Iterator[ToolDelta]:
+        """Tell a call."""
+        self._object.read(self._text)
+        whole = self._object.end >= 0
+        if self._object.broken and self._arguments is None:
+            yield from self._no_call(self._object.at)
+            return
+        if self._arguments is None and (head := self._head(whole)):
+            name, start = head
+            self._arguments, self._told = _Object(start), start
+            yield ToolDelta(index=self.calls, id=self._format.call_id(), name=name)
+        if self._arguments is not None:
+            self._arguments.read(self._text)
+            if more := self._text[self._told : self._arguments.at]:
+                yield ToolDelta(index=self.calls, arguments=more)
+            self._told = self._arguments.at
+        elif whole and (call := _other_form(self._text[: self._object.end], self._names)):
+            yield ToolDelta(index=self.calls, id=self._format.call_id(), name=call[0])
+            yield ToolDelta(index=self.calls, arguments=call[1])
+        elif whole:
+            yield from self._no_call(self._object.end)
+            return
+        if whole or self._object.broken:
+            self._end_call(self._object.end if whole else self._object.at)
+
+    def _head(self, whole: bool) -> tuple[str, int] | None:
+        """Name of the function, and where its arguments begin: if it is known, and unless streaming, if the call is JSON."""
+        if not (whole or self._streaming):
+            return None
+        match = _HEAD.match(self._text) or (_NAMED.match(self._text) if self._format is MISTRAL else None)
+        if match is None:
+            return None
+        name = _parsed(match[1]) if match[1].startswith('"') else match[1]
+        start = match.end() if match.re is _NAMED else 0
+        good = self._streaming or isinstance(_parsed(self._text[start : self._object.end]), dict)
+        return (name, match.end()) if good and name in self._names else None
+
+    def _end_call(self, end: int) -> None:
+        self._text, self._raw, self._arguments = self._text[end:], "", None
+        self.calls += 1
+        self._state = self._after if self._format.end else self._before if self.calls < self._most else self._content
+
+    def _after(self) -> Iterator[ToolDelta]:
+        """Skip the end of a call."""
+        rest, end = self._text.lstrip(BLANKS), self._format.end
+        if rest.startswith(end):
+            self._text, self._state = rest[len(end) :], self._content
+        elif not end.startswith(rest):
+            self._state = self._content
+        return iter(())
+
+    def _no_call(self, end: int) -> Iterator[ToolDelta]:
+        """What was skipped, and the text up to ``end``, are content."""
+        content = self._raw + self._text[:end]
+        self._text, self._raw, self._state = self._text[end:], "", self._content
+        yield from [ToolDelta(content)] if content else []
+
+
+def _overlap(text: str, begin: str) -> int:
+    """Length of the longest end of ``text`` that begins ``begin``, which is not in it."""
+    return next((n for n in range(min(len(text), len(begin)), 0, -1) if text.endswith(begin[:n])), 0)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _other_form(text: str, names: Collection[str]) -> tuple[str, str] | None:
+    """Name and arguments of a call whose entries come in another order, or with others; None if it is no call."""
+    call = _parsed(text)
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call["name"] not in names:
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return (call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None

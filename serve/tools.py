@@ -1,0 +1,254 @@
+"""Function calling: the tools of a chat request in the prompt, and the grammar of calls that must come.
+
+Tools go to the chat template if it reads them. Other models are told about them in plain words, in the system message, and
+asked for calls in the hermes format. :mod:`eesd.serve.tool_calls` reads the answer.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eesd.common.checks import check_flag, shown
+from eesd.common.errors import EESDError
+from eesd.runtime.chat_template import Message
+from eesd.runtime.llm import LLM
+from eesd.runtime.text import TextCodec
+from eesd.serve.constraint import ONE_LINE, GrammarConstraint, constraint, quoted
+from eesd.serve.tool_calls import HERMES, LLAMA, MISTRAL, ToolFormat, ToolParser
+
+MAX_TOOLS = 128
+MAX_CALLS = 16
+"""Calls of one answer whose number is not given; else a model that has to call could do so for ever."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TOLD = """You can call these functions, given with JSON schemas of their parameters:
+{tools}
+
+To call a function, answer with its name and arguments as JSON between two tags:
+<tool_call>
+{{"name": "NAME", "arguments": {{...}}}}
+</tool_call>
+Results come between <tool_response> tags."""
+"""What a model is told whose template does not read tools."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions of a request.
+
+    Attributes:
+        tools: As the client gave them.
+        choice: ``auto`` (the model decides), ``required`` (it must call), or the name of the function that it must call.
+        parallel: Whether it may call several at once.
+        format: How the model writes calls.
+    """
+
+    tools: tuple[Mapping[str, Any], ...]
+    choice: str
+    parallel: bool
+    format: ToolFormat
+
+    @property
+    def functions(self) -> dict[str, Mapping[str, Any]]:
+        """By name."""
+        return {tool["function"]["name"]: tool["function"] for tool in self.tools}
+
+    @property
+    def most(self) -> int:
+        """Calls of an answer. Llama 3 writes one."""
+        return MAX_CALLS if self.parallel and self.choice in ("auto", "required") and self.format is not LLAMA else 1
+
+    def parser(self, codec: TextCodec, *, streaming: bool) -> ToolParser:
+        """What reads an answer; one for each."""
+        most = 128 if self.parallel else 1
+        marks = {token: text for text in (self.format.begin, self.format.end) if (token := _special(text, codec)) is not None}
+        return ToolParser(self.format, self.functions.keys(), streaming=streaming, most=most, marks=marks)
+
+    def constraint(self, llm: LLM) -> GrammarConstraint | None:
+        """The grammar of the calls that must come; None if none must.
+
+        Raises:
+            EESDError: The parameters of a function are no JSON schema that can be used.
+        """
+        return None if self.choice == "auto" else constraint("grammar", self._grammar(llm.codec), llm)
+
+    def _grammar(self, codec: TextCodec) -> str:
+        names = [name for name in self.functions if self.choice in ("required", name)]
+        rules = [f"call_{index}: {self._call_rule(name)}" for index, name in enumerate(names)]
+        call = "(" + " | ".join(f"call_{index}" for index in range(len(names))) + ")"
+        begin, end = (_literal(text, codec) for text in (self.format.begin, self.format.end))
+        one = f'{begin} "\\n" {call} "\\n" {end}' if self.format is HERMES else call
+        next_one = {HERMES: '"\\n"', MISTRAL: '", "'}.get(self.format, "") + f" {one}"
+        several = one if self.most == 1 else f"{one} ({next_one}){{0,{self.most - 1}}}"
+        start = f'{begin} "[" {several} "]"' if self.format is MISTRAL else several
+        return "\n".join([f"start: {start}", *rules])
+
+    def _call_rule(self, name: str) -> str:
+        function = self.functions[name]
+        schema = dict(function.get("parameters") or {})
+        options = {**ONE_LINE, "lenient": function.get("strict") is not True}
+        schema = {"type": "object", "additionalProperties": False, **schema, "x-guidance": options}
+        head = quoted(f'{{"name": {json.dumps(name)}, "{self.format.arguments}": ')
+        return f'{head} %json {json.dumps(schema)} "}}"'
+
+
+def _special(text: str, codec: TextCodec) -> int | None:
+    """The special token that is written so, if the model has one: no text spells it, and it is not part of the answer's."""
+    token = codec.tokenizer.token_to_id(text)
+    added = codec.tokenizer.get_added_tokens_decoder()
+    return token if token in added and added[token].special else None
+
+
+def _literal(text: str, codec: TextCodec) -> str:
+    """A text in a grammar."""
+    token = _special(text, codec)
+    return quoted(text) if token is None else f"<[{token}]>"
+
+
+def tools_of(body: Mapping[str, Any], codec: TextCodec) -> Tools | None:
+    """The tools of a chat request: ``tools``, ``tool_choice`` and ``parallel_tool_calls``.
+
+    Args:
+        body: The request's JSON.
+        codec: Tokenizer and chat template of the model.
+
+    Returns:
+        None if there are none, or ``tool_choice`` is ``none``: the model is then not told of them.
+
+    Raises:
+        EESDError: A value cannot be used.
+    """
+    given, choice = body.get("tools"), body.get("tool_choice")
+    if not isinstance(given, list | tuple | None):
+        raise EESDError(f"tools is {shown(given)}; give a list of functions.")
+    if not given:
+        if choice not in (None, "none", "auto"):
+            raise EESDError("tool_choice asks for a call, but there are no tools; give tools.")
+        return None
+    if len(given) > MAX_TOOLS:
+        raise EESDError(f"There are {len(given)} tools; give at most {MAX_TOOLS}.")
+    for number, tool in enumerate(given, 1):
+        _check_tool(tool, f"Tool {number}")
+    names = [tool["function"]["name"] for tool in given]
+    if len(set(names)) < len(names):
+        raise EESDError("Two tools have the same name; give each its own.")
+    chosen = _choice(choice, names)
+    parallel = body.get("parallel_tool_calls")
+    parallel = True if parallel is None else check_flag("parallel_tool_calls", parallel)
+    return None if chosen == "none" else Tools(tuple(given), chosen, parallel, _format_of(codec))
+
+
+def _check_tool(tool: Any, name: str) -> None:
+    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type", "function") == "function" else None
+    if not isinstance(function, Mapping):
+        raise EESDError(f'{name} is no function; give {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}.')
+    if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
+        raise EESDError(f"{name} has the name {shown(function.get('name'))}; give 1 to 64 letters, digits, _, . or -.")
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise EESDError(f"{name} has parameters that are {type(parameters).__name__}; give a JSON schema.")
+    if (parameters or {}).get("type", "object") != "object":
+        raise EESDError(f"{name} has parameters of type {shown((parameters or {})['type'])}; give the schema of an object.")
+
+
+def _choice(given: Any, names: Sequence[str]) -> str:
+    if given in (None, "none", "auto", "required"):
+        return given or "auto"
+    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
+    if not isinstance(function, Mapping) or "name" not in function:
+        raise EESDError(f"tool_choice is {shown(given)}; give none, auto, required, or a function with its name.")
+    if function["name"] not in names:
+        raise EESDError(f"tool_choice names {shown(function['name'])}, which is not among the tools; add it, or give another.")
+    return str(function["name"])
+
+
+def _format_of(codec: TextCodec) -> ToolFormat:
+    """How the model writes calls, by what its template does with them."""
+    template = codec.tool_template
+    if template is None or not template.reads_tools or HERMES.begin in template.source:
+        return HERMES
+    if MISTRAL.begin in template.source:
+        return MISTRAL
+    return LLAMA if '"parameters": ' in template.source else HERMES
+
+
+def encode_chat(messages: Sequence[Message], tools: Tools | None, codec: TextCodec) -> list[int]:
+    """Token ids of chat messages, calls and results among them, and of the tools.
+
+    Raises:
+        EESDError: A message cannot be used, or the template refuses the messages.
+    """
+    parsed = [_with_arguments(message) if isinstance(message, Mapping) else message for message in messages]
+    template = codec.tool_template if tools else codec.chat_template
+    if template is None or template.reads_tools:
+        return codec.encode(parsed, tools.tools if tools else None)
+    return codec.encode(_told(_in_words(parsed), tools))
+
+
+def _with_arguments(message: Message) -> Message:
+    """A message whose calls have their arguments as JSON, as templates expect them, and not as text."""
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message
+    good = isinstance(calls, Sequence) and all(
+        isinstance(call, Mapping)
+        and isinstance(call.get("function"), Mapping)
+        and isinstance(call["function"].get("name"), str)
+        for call in calls
+    )
+    if not good:
+        raise EESDError("A message has tool_calls that are no list of calls; give each as the server sent it.")
+    if not calls:
+        return {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**message, "tool_calls": [{**call, "function": _parsed(call["function"])} for call in calls]}
+
+
+def _parsed(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = function.get("arguments")
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        value = None
+    return {**function, "arguments": value} if isinstance(value, dict) else function
+
+
+def _in_words(messages: Sequence[Message]) -> list[Message]:
+    """Calls and results as text, for a template that knows only contents. Results in a row become one message of the user."""
+    told: list[Message] = []
+    after_result = False
+    for message in messages:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role == "tool":
+            text = f"<tool_response>\n{_plain_text(message)}\n</tool_response>"
+            if after_result:
+                text = f"{told.pop()['content']}\n{text}"
+            told.append({"role": "user", "content": text})
+        elif role is not None and message.get("tool_calls"):
+            calls = [_written(call["function"]) for call in message["tool_calls"]]
+            told.append({"role": role, "content": "\n".join(filter(None, [_plain_text(message), *calls]))})
+        else:
+            told.append(message)
+        after_result = role == "tool"
+    return told
+
+
+def _written(function: Mapping[str, Any]) -> str:
+    call = json.dumps({name: function.get(name) for name in ("name", "arguments")}, ensure_ascii=False)
+    return f"{HERMES.begin}\n{call}\n{HERMES.end}"
+
+
+def _plain_text(message: Message) -> str:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "\n".join(str(part["text"]) for part in parts if isinstance(part, Mapping) and part.get("text") is not None)
+
+
+def _told(messages: list[Message], tools: Tools | None) -> list[Message]:
+    """The messages, with the tools in words in the system message."""
+    if tools is None:
+        return messages
+    text = TOLD.format(tools="\n".join(json.dumps(function, ensure_ascii=False) for function in tools.functions.values()))
+    if messages and isinstance(messages[0], Mapping) and messages[0].get("role") == "system":
+        return [{**messages[0], "content": f"{_plain_text(messages[0])}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

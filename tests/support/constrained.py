@@ -1,0 +1,87 @@
+"""A model whose tokens can write JSON, calls of functions and several lines, and random texts that a constraint allows."""
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from eesd.runtime.batch.request import Constraint
+from eesd.runtime.llm import LLM
+from support.engine_dirs import edit_manifest
+
+NAMES = st.text("abc", min_size=1, max_size=3)
+LEAVES = st.one_of(
+    st.builds(
+        lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more}, st.integers(-30, 30), st.integers(0, 40)
+    ),
+    st.builds(
+        lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more}, st.integers(0, 3), st.integers(0, 3)
+    ),
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"const": 'a"b\\'}, {"type": "string", "pattern": "^[ab]{1,3}$"}]),
+    st.lists(st.sampled_from(["x", 1, None, True, 2.5]), min_size=1, max_size=3).map(lambda values: {"enum": values}),
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.builds(lambda item, most: {"type": "array", "items": item, "maxItems": most}, inner, st.integers(0, 3)),
+        st.lists(inner, min_size=1, max_size=2).map(lambda schemas: {"anyOf": schemas}),
+        st.builds(
+            lambda properties, required: {
+                "type": "object",
+                "properties": properties,
+                "required": [name for name in properties if name in required],
+                "additionalProperties": False,
+            },
+            st.dictionaries(NAMES, inner, max_size=3),
+            st.sets(NAMES),
+        ),
+    ),
+    max_leaves=5,
+)
+"""Small JSON schemas."""
+
+
+SHORT_TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}{{ call.function.arguments.city }}{% endfor %}"
+    "{% endfor %}<assistant>"
+)
+"""Each letter is a token of the test model, so what it is told of tools must be short."""
+
+
+def with_new_lines(engine: Path, directory: Path, template: str | None = None) -> Path:
+    """A copy of the text model's engines with a token for the end of a line, in place of that for a backtick."""
+    shutil.copytree(engine, directory)
+    file = directory / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["\n"] = vocabulary.pop("`")
+    file.write_text(json.dumps(tokenizer))
+    edit_manifest(directory, "files/tokenizer.json/size", file.stat().st_size)
+    if template is not None:
+        file = directory / "chat_template.jinja"
+        file.write_text(template)
+        edit_manifest(directory, "files/chat_template.jinja/size", file.stat().st_size)
+    return directory
+
+
+def random_text(constraint: Constraint, llm: LLM, seed: int, most: int = 2000) -> str:
+    """A text of random allowed tokens, until EOS is drawn."""
+    (eos,), draw, tokens = llm.manifest.eos_token_ids, random.Random(seed), list[int]()
+    while len(tokens) < most:
+        token = draw.choice(allowed(constraint, tokens))
+        if token == eos:
+            return llm.codec.decode(tokens)
+        tokens.append(token)
+    raise AssertionError(f"no end in {most} tokens: {llm.codec.decode(tokens)}")
+
+
+def allowed(constraint: Constraint, tokens: Sequence[int]) -> list[int]:
+    """The tokens that a constraint allows."""
+    mask = constraint.allowed(tokens)
+    assert mask is not None and mask.dtype == np.bool_
+    return [int(token) for token in np.flatnonzero(mask)]

@@ -1,0 +1,231 @@
+"""What a constraint allows is what its schema, expression or grammar says: nothing else, and EOS where it may end."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from llguidance import LLTokenizer
+from support.constrained import SCHEMAS, allowed, random_text, with_new_lines
+from tokenizers import Tokenizer, decoders, models
+
+from eesd.common.errors import EESDError
+from eesd.runtime.llm import LLM, load
+from eesd.runtime.text import TextCodec
+from eesd.serve.constraint import _Tokens, constraint, constraint_of
+
+WORD = {"type": "string", "maxLength": 4}
+
+
+@pytest.fixture(scope="module")
+def llm(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return load(with_new_lines(engine, tmp_path_factory.mktemp("lines") / "plans"), "ort", speculation=None, threads=1)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(schema=SCHEMAS, seed=st.integers(0, 1000))
+def test_every_text_fits_its_schema(llm: LLM, schema: dict[str, Any], seed: int) -> None:
+    text = random_text(constraint("json", schema, llm), llm, seed)
+    Draft202012Validator(schema).validate(json.loads(text))
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("pattern", ["[ab]{2,4}", "(ab|a)b?", "a*b{0,2}"])
+def test_eos_is_allowed_exactly_where_the_text_may_end(llm: LLM, pattern: str) -> None:
+    (eos,) = llm.manifest.eos_token_ids
+    made = constraint("regex", pattern, llm)
+    texts = [""]
+    while texts:
+        text = texts.pop()
+        tokens = llm.encode(text)
+        found = allowed(made, tokens)
+        assert (eos in found) == bool(re.fullmatch(pattern, text)), text
+        after = {llm.codec.decode([token]) for token in found if token != eos}
+        assert all(re.fullmatch("[ab]", letter) for letter in after)
+        assert allowed(made, [*tokens, eos]) == [eos]
+        if len(text) < 6:
+            texts += [text + letter for letter in sorted(after)]
+
+
+def test_paths_may_come_in_any_order(llm: LLM) -> None:
+    """One object serves the committed tokens and all drafted paths: each answer is that of a new object."""
+    schema = {"type": "object", "properties": {"a": WORD, "b": {"type": "integer"}}, "required": ["a"]}
+    made, draw, committed = constraint("json", schema, llm), random.Random(0), list[int]()
+    for _ in range(40):
+        for _ in range(draw.randrange(4)):  # paths that are not committed, some of which are not allowed
+            path = [*committed, *draw.choices(range(97), k=draw.randrange(4))]
+            assert allowed(made, path) == allowed(constraint("json", schema, llm), path)
+        path = list(committed)
+        for _ in range(draw.randrange(6)):
+            path.append(draw.choice(allowed(made, path)))
+            assert list(made.forced(path, 9)) == list(constraint("json", schema, llm).forced(path, 9))
+        committed.append(draw.choice(allowed(made, committed)))
+        if committed[-1] in llm.manifest.eos_token_ids:
+            committed = []
+
+
+def test_tokens_that_are_not_allowed_are_followed_by_eos_alone(llm: LLM) -> None:
+    made = constraint("regex", "ab", llm)
+    assert allowed(made, llm.encode("x")) == list(llm.manifest.eos_token_ids)
+    assert made.forced(llm.encode("x"), 4) == []
+    assert allowed(made, llm.encode("a")) == llm.encode("b")
+
+
+def test_forced_tokens_are_what_must_follow(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"name": {"const": "Bo"}}, "required": ["name"], "additionalProperties": False}
+    made, tokens = constraint("json", schema, llm), list[int]()
+    eos = llm.manifest.eos_token_ids[0]
+    while eos not in tokens:
+        forced = made.forced(tokens, 3)
+        assert len(forced) <= 3
+        for token in forced:
+            assert allowed(made, tokens) == [token]
+            tokens.append(token)
+        if not forced:
+            tokens.append(allowed(made, tokens)[0])
+    assert json.loads(llm.codec.decode(tokens)) == {"name": "Bo"}
+    assert made.forced(tokens, 3) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "fits"),
+    [
+        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}}, "1".__eq__),
+        ({"guided_json": {"enum": ["a", "b"]}}, ['"a"', '"b"'].__contains__),
+        ({"guided_json": '{"const": "a"}'}, '"a"'.__eq__),
+        ({"guided_regex": "a[bc]d", "guided_json": None}, ["abd", "acd"].__contains__),
+        ({"guided_choice": ["yes", "y e\ns", '"', "\\n", "/x/"]}, ["yes", "y e\ns", '"', "\\n", "/x/"].__contains__),
+        ({"guided_grammar": 'start: "a" (b | "c")\nb: "bb"'}, ["abb", "ac"].__contains__),
+        ({"guided_grammar": 'root ::= "a" b\nb ::= "b" | "c"'}, ["ab", "ac"].__contains__),
+        ({"structured_outputs": {"choice": ["x"]}}, "x".__eq__),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, lambda text: isinstance(json.loads(text), dict)),
+    ],
+    ids=str,
+)
+def test_constraints_of_requests(llm: LLM, body: dict[str, Any], fits: Callable[[str], bool]) -> None:
+    most = 4000  # objects without a schema may become long
+    for seed in range(5):
+        made = constraint_of(body, llm)
+        assert made is not None
+        assert fits(random_text(made, llm, seed, most))
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"response_format": None}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}]
+)
+def test_requests_without_constraint(llm: LLM, body: dict[str, Any]) -> None:
+    assert constraint_of(body, llm) is None
+
+
+def test_a_schema_that_is_not_strict_may_have_unknown_keywords(llm: LLM) -> None:
+    schema = {"type": "array", "items": {"const": 1}, "maxItems": 2, "uniqueItems": True}
+
+    def body(**more: bool) -> dict[str, Any]:
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}}
+
+    assert constraint_of(body(strict=False), llm) is not None
+    for more in ({}, {"strict": True}):
+        with pytest.raises(EESDError, match="uniqueItems"):
+            constraint_of(body(**more), llm)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"items": nested(depth - 1)} if depth else {}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"guided_regex": "("}, "unclosed group"),
+        ({"guided_regex": "(?=a)b"}, "look-around"),
+        ({"guided_regex": 5}, "no valid Unicode"),
+        ({"guided_regex": "\ud800"}, "no valid Unicode"),
+        ({"guided_regex": "(" * 50_000}, "unclosed group|nest"),
+        ({"guided_json": "{"}, "not valid JSON"),
+        ({"guided_json": []}, "give a JSON schema"),
+        ({"guided_json": {"type": "text"}}, "Invalid type"),
+        ({"guided_json": {"not": {}}}, "not"),
+        ({"guided_json": {"enum": []}}, "Unsatisfiable"),
+        ({"guided_json": {"minimum": float("nan")}}, "no plain JSON"),
+        ({"guided_json": {"$ref": "http://localhost/schema"}}, "does not fetch"),
+        ({"guided_json": nested(80)}, "nested too deeply"),
+        ({"guided_json": nested(900)}, "nested too deeply"),
+        ({"guided_choice": []}, "at least one text"),
+        ({"guided_choice": [1]}, "list of texts"),
+        ({"guided_grammar": "start: other"}, "unknown name"),
+        ({"guided_grammar": "root ::= ("}, "Lark's or GBNF's"),
+        ({"guided_grammar": "root ::= " + "(" * 50_000}, "Lark's or GBNF's"),
+        ({"guided_grammar": "start: " + "(" * 50_000}, "nested"),
+        ({"guided_choice": ["a"], "guided_regex": "b"}, "several constraints"),
+        ({"structured_outputs": {"json": {}, "regex": "b"}}, "several constraints"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structural_tag"),
+        ({"structured_outputs": {"whitespace_pattern": "x"}}, "whitespace_pattern"),
+        ({"structured_outputs": 5}, "no object"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "no schema"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_constraints_that_cannot_be_used_are_refused(llm: LLM, body: dict[str, Any], words: str) -> None:
+    with pytest.raises(EESDError, match=words) as refused:
+        constraint_of(body, llm)
+    assert str(refused.value).endswith(".") and "\n" not in str(refused.value) and len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(("kind", "value"), [("choice", ["aé"]), ("choice", ["é"]), ("grammar", "start: a\na: b\nb: a")])
+def test_what_no_token_can_write_is_an_error_and_no_short_text(llm: LLM, kind: str, value: Any) -> None:
+    with pytest.raises(EESDError, match=r"no tokens|nothing fits"):
+        random_text(constraint(kind, value, llm), llm, 0)
+
+
+def test_a_long_text_is_read_once(llm: LLM) -> None:
+    """Each question goes on where the last one ended, so the time of a text does not grow with its square."""
+    made, tokens, reads = constraint("regex", "(ab)*", llm), list[int](), list[int]()
+    matcher = made._matcher
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(matcher, name)
+
+        def try_consume_tokens(self, tokens: list[int]) -> int:
+            reads.append(len(tokens))
+            return matcher.try_consume_tokens(tokens)
+
+    made._matcher = Counting()  # type: ignore[assignment]
+    for index in range(1500):
+        made.allowed(tokens)
+        made.allowed([*tokens, *llm.encode("ab"[index % 2])])
+        tokens += llm.encode("ab"[index % 2])
+    assert sum(reads) <= 2 * 1500
+
+
+SENTENCEPIECE = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "names"),
+    [
+        (SENTENCEPIECE, ["▁", "▁the", "a", "é", "<0xC3>", "<0xA9>", "▁▁"]),
+        (decoders.ByteLevel(), ["Ġ", "Ġthe", "a", "Ã©", "Ã", "Ċ"]),
+    ],
+    ids=["sentencepiece", "byte level"],
+)
+def test_the_bytes_of_tokens_are_those_that_llguidance_reads_itself(tmp_path: Path, decoder: Any, names: list[str]) -> None:
+    tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(["<s>", "</s>", *names])}, []))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    expected = LLTokenizer(tokenizer.to_str(), eos_token=1)
+    found = _Tokens(TextCodec(tmp_path), tokenizer.get_vocab_size(), 1)
+    assert found.special_token_ids == [0, 1]
+    assert found.tokens[2:] == [expected.decode_bytes([token]) for token in range(2, tokenizer.get_vocab_size())]

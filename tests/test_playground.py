@@ -1,0 +1,276 @@
+"""The playground in a browser: what it shows is what the batch did, and a mistake never looks like success."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from support.serving import Served, events, served
+
+from eesd.serve.options import ServeOptions
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+KEY = "a-key-of-this-test"
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="There is no Chromium; install the package chromium.")
+
+
+@pytest.fixture(scope="module")
+def server(engine: Path) -> Iterator[Served]:
+    with served(engine) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:  # makes a new profile for each browser
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Browser, server: Served) -> Iterator[Page]:
+    with browser.new_context(viewport={"width": 1200, "height": 900}) as context:
+        opened = context.new_page()
+        complaints: list[str] = []
+        opened.on("pageerror", lambda error: complaints.append(str(error)))
+        opened.goto(server.url)
+        expect(opened.locator("#model")).to_contain_text("up to 512 tokens")
+        yield opened
+        assert not complaints
+
+
+def ask(page: Page, text: str, tokens: int = 40, **checked: bool) -> None:
+    """Fill the form and start, without waiting for the end."""
+    page.locator("input[value=completion]").check()
+    page.locator("#prompt").fill(text)
+    page.locator("#max-tokens").fill(str(tokens))
+    for name, on in checked.items():
+        page.locator(f"#{name}").set_checked(on)
+    page.locator("#go").click()
+
+
+def generated(page: Page) -> str:
+    return "".join(page.locator("#output .tokens").last.locator("span").all_text_contents())
+
+
+def stream(server: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = server.post("/playground/generate", body)
+    assert response.status_code == 200, response.text
+    return events(iter(response.text.splitlines()))
+
+
+def test_the_events_are_what_the_batch_did(server: Served) -> None:
+    expected = server.llm.generate("ab ab ab ab", max_new_tokens=40)
+    for draft in (True, False):
+        found = stream(server, {"prompt": "ab ab ab ab", "max_tokens": 40, "temperature": 0, "draft": draft})
+        tokens = [token for event in found for token in event["tokens"]]
+        assert [token["id"] for token in tokens] == expected.tokens
+        assert "".join(token["text"] for token in tokens) + found[-1]["held"] == expected.text
+        stats, sources = found[-1]["stats"], [token["source"] for token in tokens]
+        assert stats["new_tokens"] == len(tokens) and found[-1]["finish_reason"] == expected.finish_reason
+        assert len(sources) - sources.count("verify") == stats["accepted_tokens"]
+        assert sum(len(event["rejected"]) for event in found) <= stats["draft_tokens"] - stats["accepted_tokens"]
+        assert draft or set(sources) == {"verify"}
+        assert all(event["finish_reason"] is None for event in found[:-1])
+    assert set(found[-1]["learned"]) == {"accept", "following", "text", "judged", "accepted"}
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, {"prompt": "a", "n": 2}, {"prompt": 5}]
+)
+def test_what_cannot_be_asked_is_refused(server: Served, body: dict[str, Any]) -> None:
+    response = server.post("/playground/generate", body)
+    assert response.status_code == 400 and response.json()["error"]["message"].endswith(".")
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: Served) -> None:
+    with server.http as http:
+        for path in ("/", "/playground/app.js", "/playground/style.css"):
+            response = http.get(path)
+            assert response.status_code == 200
+            assert "default-src 'none'" in response.headers["content-security-policy"]
+            assert "unsafe" not in response.headers["content-security-policy"]
+            assert "//" not in response.text.replace("// ", "").replace("http://www.w3.org/2000/svg", "")
+
+
+@needs_browser
+def test_tokens_show_who_wrote_them(page: Page, server: Served) -> None:
+    ask(page, "ab ab ab ab")
+    expect(page.locator("#status")).to_contain_text("40 tokens in")
+    assert generated(page) == server.llm.generate("ab ab ab ab", max_new_tokens=40).text
+    kinds = set(page.locator("#output .tokens span").evaluate_all("spans => spans.map(span => span.className)"))
+    assert "verify" in kinds and kinds <= {"exit", "text", "verify"}
+    expect(page.locator("#speed .value").first).to_contain_text("a round")
+    expect(page.locator("#acceptance .note")).to_contain_text("draft tokens were accepted")
+    expect(page.locator("#belief svg")).to_be_visible()
+
+
+@needs_browser
+def test_rejected_drafts_are_shown_to_pointer_and_keyboard(page: Page) -> None:
+    page.route("**/playground/generate", lambda route: route.fulfill(body=REJECTING, content_type="text/event-stream"))
+    ask(page, "a")
+    expect(page.locator("#status")).to_contain_text("tokens in")
+    tip, marks = page.locator("#tip"), page.locator("#output .mark")
+    expect(marks).to_have_count(2)
+    marks.first.hover()
+    expect(tip).to_have_text("Rejected ␣bad⏎Verifier ␣good")
+    page.mouse.move(0, 0)
+    expect(tip).to_be_hidden()
+    page.locator("#output").focus()
+    page.keyboard.press("Tab")
+    expect(marks.first).to_be_focused()
+    page.keyboard.press("ArrowRight")
+    expect(marks.nth(1)).to_be_focused()
+    expect(tip).to_contain_text("worse")
+    assert "Rejected: worse" in str(marks.nth(1).get_attribute("aria-label"))
+
+
+def made_event(tokens: list[tuple[str, str]], rejected: list[str], reason: str | None = None) -> str:
+    stats = {"new_tokens": 2, "tokens_per_second": 9.0, "tokens_per_round": 1.0, "decode_seconds": 0.2}
+    listed = [{"id": 1, "text": text, "source": source} for text, source in tokens]
+    event = {"tokens": listed, "rejected": rejected, "held": "", "finish_reason": reason, "stats": stats, "learned": None}
+    return f"data: {json.dumps(event)}\n\n"
+
+
+REJECTING = made_event([(" good", "verify")], [" bad\n"]) + made_event([("x", "exit"), ("y", "verify")], ["worse"], "length")
+
+
+@needs_browser
+def test_both_ways_are_compared(page: Page) -> None:
+    ask(page, "ab ab ab", compare=True)
+    expect(page.locator("#speed .note")).to_contain_text("All 40 tokens are equal")
+    expect(page.locator("#output h3")).to_have_text(["With drafting", "Plain decoding"])
+    first, second = (page.locator("#output .tokens").nth(at).text_content() for at in (0, 1))
+    assert first == second
+    assert set(page.locator("#output .tokens").nth(1).locator("span").evaluate_all("a => a.map(s => s.className)")) == {
+        "verify"
+    }
+    expect(page.locator("#alert")).to_be_hidden()
+
+
+@needs_browser
+def test_the_switch_turns_drafting_off(page: Page) -> None:
+    ask(page, "ab ab ab", draft=False)
+    expect(page.locator("#status")).to_contain_text("40 tokens in")
+    assert page.locator("#output span.exit, #output span.text").count() == 0
+    expect(page.locator("#acceptance .note")).to_contain_text("Nothing has been drafted")
+    page.locator("#draft").check()
+    page.locator("#go").click()  # the same prompt, so both are measured
+    expect(page.locator("#speed .note")).to_contain_text("All 40 tokens are equal")
+
+
+@needs_browser
+def test_a_chat_goes_on(page: Page) -> None:
+    asked: list[Any] = []
+    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    for text in ("Hi", "More"):
+        page.locator("input[value=chat]").check()
+        page.locator("#max-tokens").fill("8")
+        page.locator("#prompt").fill(text)
+        page.keyboard.press("Control+Enter")
+        expect(page.locator("#prompt")).to_have_value("")  # emptied when the answer is complete
+        expect(page.locator("#status")).to_contain_text("tokens in")
+    first, second = (request["messages"] for request in asked)
+    assert [message["role"] for message in second] == ["user", "assistant", "user"] and second[0] == first[0]
+    page.locator("#clear").click()
+    expect(page.locator("#output")).to_be_empty()
+
+
+@needs_browser
+def test_stopping_ends_the_request(page: Page, server: Served) -> None:
+    ask(page, "ab ab", tokens=400)
+    expect(page.locator("#output .tokens span").first).to_be_attached()
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_contain_text("tokens")  # stopped, or already complete
+    expect(page.locator("#go")).to_be_enabled()
+    server.idle()
+
+
+def failing(body: str, status: int = 200) -> Any:
+    kind = "application/json" if status != 200 else "text/event-stream"
+    return lambda route: route.fulfill(status=status, body=body, content_type=kind)
+
+
+def lost(route: Route) -> None:
+    route.abort()
+
+
+BEGUN = made_event([("x", "verify")], [])
+ERROR = json.dumps({"error": {"message": "The batch failed."}})
+DIFFERENT = made_event([("x", "exit"), ("z", "verify")], [], "length")
+FAILURES = {
+    "a stream that stops": (failing(BEGUN), "before the text was complete"),
+    "an error in the stream": (failing(f"{BEGUN}data: {ERROR}\n\n"), "The batch failed."),
+    "an error": (failing(ERROR, 500), "The batch failed."),
+    "another server's error": (failing("<h1>Bad gateway</h1>", 502), "status 502"),
+    "no server": (lost, "cannot be reached"),
+    "a late text": (failing(made_event([("x", "verify")], [], "deadline")), "not complete"),
+}
+
+
+@needs_browser
+@pytest.mark.parametrize(("answer", "words"), FAILURES.values(), ids=FAILURES)
+def test_a_failure_is_shown_in_words(page: Page, answer: Any, words: str) -> None:
+    page.route("**/playground/generate", answer)
+    ask(page, "a")
+    expect(page.locator("#alert")).to_contain_text(words)
+    expect(page.locator("#alert")).to_be_visible()
+    expect(page.locator("#go")).to_be_enabled()
+    expect(page.locator("#status")).not_to_contain_text("asked for")
+
+
+@needs_browser
+def test_tokens_that_differ_are_a_failure(page: Page) -> None:
+    answers = iter([REJECTING, DIFFERENT.replace('"id": 1', '"id": 2')])
+    page.route("**/playground/generate", lambda route: route.fulfill(body=next(answers), content_type="text/event-stream"))
+    ask(page, "a", compare=True)
+    expect(page.locator("#alert")).to_contain_text("differ at token 1")
+    expect(page.locator("#speed .note")).to_have_text("The tokens differ.")
+
+
+@needs_browser
+def test_an_empty_prompt_and_bad_values_are_explained(page: Page) -> None:
+    ask(page, "   ")
+    expect(page.locator("#alert")).to_contain_text("The prompt is empty")
+    ask(page, "a" * 600)
+    expect(page.locator("#alert")).to_contain_text("give at most 511")
+
+
+@needs_browser
+def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, engine: Path) -> None:
+    with served(engine, ServeOptions(api_keys=(KEY,))) as running, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(running.url)
+        expect(page.locator("#alert")).to_contain_text("API key is missing")
+        page.locator("#key").fill(KEY)
+        page.locator("#key").press("Tab")
+        expect(page.locator("#alert")).to_be_hidden()
+        ask(page, "ab", tokens=4)
+        expect(page.locator("#status")).to_contain_text("4 tokens in")
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone(browser: Browser, server: Served, scheme: Any) -> None:
+    with browser.new_context(viewport={"width": 320, "height": 640}, color_scheme=scheme, has_touch=True) as context:
+        page = context.new_page()
+        page.goto(server.url)
+        ask(page, "ab ab ab " + "x" * 60, compare=True)
+        expect(page.locator("#speed .note")).to_contain_text("All 40 tokens are equal")
+        assert page.locator("html").evaluate("page => page.scrollWidth") <= 320
+        for button in ("#go", "#stop", "#clear"):
+            box = page.locator(button).bounding_box()
+            assert box and box["height"] >= 40

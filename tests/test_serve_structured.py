@@ -1,0 +1,159 @@
+"""Constrained output and function calling over the real batch and the real server: drafting changes no token of them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from openai import BadRequestError
+from support.constrained import SCHEMAS, SHORT_TEMPLATE, with_new_lines
+from support.serving import Served, served
+
+from eesd.runtime.batch.request import Request
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.serve.constraint import constraint
+
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}, "required": ["city"]},
+}
+TOOLS: Any = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+USER: Any = [{"role": "user", "content": "Who?"}]
+
+
+@pytest.fixture(scope="module")
+def server(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(with_new_lines(engine, tmp_path_factory.mktemp("lines") / "plans", SHORT_TEMPLATE)) as running:
+        yield running
+
+
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(temperature=1.5, top_p=0.9, seed=6)]
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(schema=SCHEMAS, sampling=st.sampled_from(SAMPLINGS))
+def test_drafting_changes_no_token_of_a_constrained_text(server: Served, schema: dict[str, Any], sampling: Sampling) -> None:
+    llm, service = server.serving.service.llm, server.serving.service
+    tokens = llm.encode("Say: ")
+
+    def text(draft: bool) -> list[int]:
+        made = constraint("json", schema, llm)
+        request = Request(tokens=tokens, sampling=sampling, max_new_tokens=400, draft=draft, constraint=made)
+        completion = service.generate(request)
+        assert completion.finish_reason == "stop"
+        Draft202012Validator(schema).validate(json.loads(completion.text))
+        return completion.tokens
+
+    assert text(draft=True) == text(draft=False)
+
+
+def test_forced_tokens_are_drafted_and_accepted(server: Served) -> None:
+    """What must follow costs no draft step, and nearly no round."""
+    llm, service = server.serving.service.llm, server.serving.service
+    made = constraint("choice", ["a sentence that can only go on in one way"], llm)
+    completion = service.generate(Request(tokens=llm.encode("x"), max_new_tokens=100, constraint=made))
+    assert completion.text == "a sentence that can only go on in one way"
+    assert completion.stats.rounds < len(completion.tokens) / 2
+
+
+def test_a_constraint_goes_before_min_tokens(server: Served) -> None:
+    """A text that has come to its end is not made longer by tokens that the constraint forbids."""
+    found = server.complete("x", guided_choice=["yes"], min_tokens=10, max_tokens=20)["choices"][0]
+    assert (found["text"], found["finish_reason"]) == ("yes", "stop")
+    found = server.complete("x", guided_regex="[ab]{1,15}", min_tokens=10, max_tokens=20)["choices"][0]
+    assert 10 <= len(found["text"]) <= 15 and set(found["text"]) <= {"a", "b"}
+
+
+def test_the_client_gets_json_that_fits_its_schema(server: Served) -> None:
+    for temperature in (0, 1.2):
+        found = server.openai.chat.completions.create(
+            model="",
+            messages=USER,
+            temperature=temperature,
+            seed=3,
+            response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}},
+        )
+        choice = found.choices[0]
+        assert choice.finish_reason == "stop" and choice.message.content
+        Draft202012Validator(SCHEMA).validate(json.loads(choice.message.content))
+
+
+def test_completions_can_be_constrained(server: Served) -> None:
+    found = server.complete("Yes or no? ", guided_choice=["yes", "no"], n=3, temperature=2.0, max_tokens=20)
+    assert {choice["text"] for choice in found["choices"]} <= {"yes", "no"}
+    found = server.complete("A number: ", structured_outputs={"regex": "[0-9]{3}"}, max_tokens=20)
+    assert found["choices"][0]["text"].isdigit() and found["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_reaches_the_client(server: Served, choice: Any, stream: bool) -> None:
+    """Streamed or not, the same call; its arguments fit; and it can be answered."""
+    create = server.openai.chat.completions.create
+    options: dict[str, Any] = {
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": 1.0,
+        "seed": 4,
+    }
+    if stream:
+        name, arguments, content, reason = "", "", "", None
+        for chunk in create(model="", messages=USER, stream=True, **options):
+            delta = chunk.choices[0].delta
+            content += delta.content or ""
+            for call in delta.tool_calls or []:
+                assert call.index == 0 and call.function
+                name += call.function.name or ""
+                arguments += call.function.arguments or ""
+            reason = chunk.choices[0].finish_reason or reason
+    else:
+        found = create(model="", messages=USER, **options).choices[0]
+        assert found.message.tool_calls and len(found.message.tool_calls) == 1
+        call_made: Any = found.message.tool_calls[0]
+        name, arguments, content, reason = (
+            call_made.function.name,
+            call_made.function.arguments,
+            found.message.content or "",
+            found.finish_reason,
+        )
+        answer: Any = {"role": "tool", "tool_call_id": call_made.id, "content": "20"}
+        assert create(model="", messages=[*USER, found.message, answer], max_tokens=4, tools=TOOLS).choices
+    assert reason == "tool_calls" and not content
+    assert name in ("weather", "now")
+    Draft202012Validator(WEATHER["parameters"] if name == "weather" else {"const": {}}).validate(json.loads(arguments))
+
+
+def test_a_model_that_need_not_call_answers_in_words(server: Served) -> None:
+    found = server.openai.chat.completions.create(model="", messages=USER, tools=TOOLS, max_tokens=8).choices[0]
+    assert found.message.content and not found.message.tool_calls and found.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"extra_body": {"guided_regex": "("}}, "unclosed group"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "give one"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "Tool 1"),
+    ],
+)
+def test_what_cannot_be_done_is_a_clear_400(server: Served, body: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequestError, match=words):
+        server.openai.chat.completions.create(model="", messages=USER, max_tokens=4, **body)
+
+
+def test_a_text_that_no_token_can_write_is_an_error(server: Served) -> None:
+    response = server.post("/v1/completions", {"prompt": "a", "guided_choice": ["é"]})
+    assert response.status_code >= 400 and "no tokens" in response.text
