@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "controllers": {"common"},
     "model": {"common"},
     "runtime": {"common", "controllers", "model"},
+    "serve": {"common", "controllers", "model", "runtime"},
     "export": {"common", "model", "runtime"},
     "serve": {"common", "controllers", "model", "runtime"},
     "distill": {"common", "controllers", "model", "runtime"},
