@@ -16,7 +16,6 @@ MAY_IMPORT = {
     "controllers": {"common"},
     "model": {"common"},
     "runtime": {"common", "controllers", "model"},
-    "serve": {"common", "controllers", "model", "runtime"},
     "export": {"common", "model", "runtime"},
     "serve": {"common", "controllers", "model", "runtime"},
     "distill": {"common", "controllers", "model", "runtime"},

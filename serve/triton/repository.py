@@ -10,7 +10,7 @@ from eesd.common.checks import check_path, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
 from eesd.common.manifest_reader import load_manifest
-from eesd.runtime.batch.service import BatchOptions
+from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.engines.backends import BACKENDS
 from eesd.runtime.llm import Speculation
 from eesd.serve.triton.settings import BATCH, DRAFTING, SETTINGS_FILE, Settings

@@ -7,7 +7,7 @@ from typing import Any
 from eesd.common.checks import check_integer, check_path
 from eesd.common.errors import EESDError
 from eesd.common.json_input import read_json_object
-from eesd.runtime.batch.service import BatchOptions
+from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.llm import Speculation
 
 SETTINGS_FILE = "eesd.json"
