@@ -66,6 +66,8 @@ class RemoteService:
         manifest = self.llm.manifest
         limits = Limits(manifest.eos_token_ids, request.max_new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
         check_prompt(request.tokens, limits, manifest.geometry.vocab_size)
+        if request.constraint is not None:
+            raise EESDError("Output that a grammar restricts cannot be had from replicas; leave the restriction out.")
         if len(self._open) >= self._most:
             raise QueueFullError(f"{self._most} requests are waiting or running; try again later.", 1.0)
         generation = RemoteGeneration(request, on_update)
