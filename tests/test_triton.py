@@ -16,9 +16,10 @@ from support.command import assert_refused, run, succeed
 from support.triton_server import TritonServer, triton_server
 
 from eesd.common.errors import EESDError
+from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, load
-from eesd.serve.triton.__main__ import main
+from eesd.serve.cli import main
 from eesd.serve.triton.repository import write_triton_repository
 from eesd.serve.triton.settings import SETTINGS_FILE, Settings, read_settings
 
@@ -28,13 +29,18 @@ LONG = 900
 
 
 def test_the_command_writes_a_model_that_reads_back(engine: Path, tmp_path: Path) -> None:
-    result = succeed(main, engine, tmp_path / "models", "--name", "one", "--backend", "ort", "--threads", 1)
+    result = succeed(
+        main, "--engine-dir", engine, "--triton-repo", tmp_path / "models", "--model-name", "one",
+        "--backend", "ort", "--threads", 1, "--max-rows", 3, "--no-draft",
+    )  # fmt: skip
     model = tmp_path / "models" / "one"
     assert str(tmp_path / "models") in result.stdout
     assert sorted(str(path.relative_to(model)) for path in model.rglob("*")) == [
         "1", "1/eesd.json", "1/model.py", "config.pbtxt",
     ]  # fmt: skip
-    assert read_settings(model / "1") == Settings(engine_dir=str(engine), backend="ort", threads=1)
+    assert read_settings(model / "1") == Settings(
+        engine_dir=str(engine), backend="ort", threads=1, speculation=None, batch=BatchOptions(max_rows=3)
+    )
     config = (model / "config.pbtxt").read_text()
     for line in ('name: "one"', "decoupled: true", 'name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] optional: true'):
         assert line in config
@@ -51,8 +57,8 @@ def test_other_models_of_a_repository_stay(engine: Path, tmp_path: Path) -> None
     ("engine_dir", "options", "words"),
     [
         ("missing", (), ("missing",)),
-        ("plans", ("--name", "../up"), ("no name of a model",)),
-        ("plans", ("--name", "taken"), ("taken exists", "--name")),
+        ("plans", ("--model-name", "../up"), ("no name of a model",)),
+        ("plans", ("--model-name", "taken"), ("taken exists", "--model-name")),
         ("plans", ("--threads", "0"), ("threads is 0",)),
     ],
 )
@@ -60,7 +66,9 @@ def test_what_cannot_be_written_is_refused(
     engine_copy: Path, tmp_path: Path, engine_dir: str, options: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     (tmp_path / "models" / "taken").mkdir(parents=True)
-    assert_refused(run(main, engine_copy.with_name(engine_dir), tmp_path / "models", *options), *words)
+    assert_refused(
+        run(main, "--engine-dir", engine_copy.with_name(engine_dir), "--triton-repo", tmp_path / "models", *options), *words
+    )
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["taken"]
 
 

@@ -37,6 +37,8 @@ class TritonPythonModel:
                 settings.backend,
                 speculation=settings.speculation,
                 threads=settings.threads,
+                generation_config=settings.generation_config,
+                exact=settings.exact,
             )
             self._service = Service(llm, settings.batch)
         except EESDError as error:

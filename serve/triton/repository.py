@@ -50,6 +50,8 @@ def write_triton_repository(
     threads: int | None = None,
     speculation: Speculation | None = DRAFTING,
     batch: BatchOptions = BATCH,
+    generation_config: str = "auto",
+    exact: bool | None = None,
 ) -> Path:
     """Write the model ``name`` into a model repository, which may have other models and need not exist.
 
@@ -59,7 +61,7 @@ def write_triton_repository(
         engine_dir: A directory that ``eesd-export`` wrote.
         output: The repository.
         name: The model's name, and its directory in the repository.
-        backend, threads, speculation: As for :func:`eesd.load`.
+        backend, threads, speculation, generation_config, exact: As for :func:`eesd.load`.
         batch: Limits of the batch.
 
     Returns:
@@ -76,8 +78,16 @@ def write_triton_repository(
         raise EESDError(f"backend is {shown(backend)}; it must be one of {', '.join(BACKENDS)}.")
     load_manifest(engines)
     if directory.exists():
-        raise EESDError(f"{directory} exists; delete it, or give another --name.")
-    settings = Settings(engine_dir=str(engines), backend=backend, threads=threads, speculation=speculation, batch=batch)
+        raise EESDError(f"{directory} exists; delete it, or give another name (--model-name).")
+    settings = Settings(
+        engine_dir=str(engines),
+        backend=backend,
+        threads=threads,
+        speculation=speculation,
+        batch=batch,
+        generation_config=generation_config,
+        exact=exact,
+    )
     with directory_written_whole(directory) as new:
         (new / "1").mkdir()
         (new / "config.pbtxt").write_text(_config(name))
