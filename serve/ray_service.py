@@ -4,7 +4,8 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from time import monotonic
 from typing import Any, cast
@@ -14,12 +15,15 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.batch.request import Generation, OnUpdate, QueueFullError, Request, Update
 from eesd.runtime.batch.service import Load
 from eesd.runtime.decoding.session import Limits, check_prompt
+from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.llm import LLM, models_sampling
 
 LOGGER = logging.getLogger(__name__)
-ATTEMPTS = 3
-"""Replicas that a request is given to, one after the other, if they die."""
+ATTEMPTS = 5
+"""Times that a request is given to a replica, if replicas die."""
+PAUSE_SECONDS = 0.2
+"""Before the second time; then twice as long, and so on: it takes a moment until a dead replica is no choice any more."""
 
 Stream = Callable[[Request], AsyncGenerator[Update, None]]
 """Runs a request in some replica. Closing the generator cancels it."""
@@ -108,8 +112,9 @@ class RemoteService:
 
     async def _attempts(self, generation: RemoteGeneration) -> Update:
         """The last update of the request; those before it are passed on."""
-        request, start, sent = generation.request, monotonic(), 0
-        for _ in range(ATTEMPTS):
+        request, start, sent, stats = generation.request, monotonic(), 0, Stats()
+        for attempt in range(ATTEMPTS):
+            await asyncio.sleep(PAUSE_SECONDS * attempt)
             with suppress(*self._lost):
                 seconds = None if request.seconds is None else max(request.seconds - (monotonic() - start), 0.001)
                 known, again = sent, sent > 0
@@ -117,11 +122,25 @@ class RemoteService:
                     async for update in updates:
                         tokens, known = update.tokens[known:], max(known - len(update.tokens), 0)
                         sent += len(tokens)
-                        update = replace(update, tokens=tokens, prompt_logprobs=None if again else update.prompt_logprobs)
+                        stats = _at_least(stats, update.stats)
+                        prompt = None if again else update.prompt_logprobs
+                        update = replace(update, tokens=tokens, prompt_logprobs=prompt, stats=stats)
                         if update.finish_reason:
                             return update
                         if tokens:
                             generation.on_update(update)
             if sent and not (request.sampling.greedy or request.sampling.method == "coupled"):
                 return Update(finish_reason="error", error="The replica stopped, and this text cannot be repeated; ask again.")
-        return Update(finish_reason="error", error=f"{ATTEMPTS} replicas stopped while they ran the request; ask again.")
+        return Update(finish_reason="error", error=f"Replicas stopped {ATTEMPTS} times while they ran the request; ask again.")
+
+
+def _at_least(before: Stats, now: Stats) -> Stats:
+    """The later of two statistics, with no count less than before: those of a request that began again start at nothing."""
+    values: dict[str, Any] = {}
+    for name in (field.name for field in fields(Stats)):
+        old, new = getattr(before, name), getattr(now, name)
+        if isinstance(new, list):
+            values[name] = [max(pair) for pair in zip_longest(old, new, fillvalue=0)]
+        else:
+            values[name] = new if new is None or old is None else max(old, new)
+    return Stats(**values)

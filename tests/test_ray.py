@@ -63,7 +63,9 @@ def stream(cluster: RayCluster, body: dict[str, Any], first: Barrier | None = No
             if line.strip() == b"data: [DONE]":
                 ended = True
                 continue
-            choice = json.loads(line[6:])["choices"][0]
+            event = json.loads(line[6:])
+            assert "choices" in event, (event, len(text))
+            choice = event["choices"][0]
             text, reason = text + choice["text"], choice["finish_reason"] or reason
             if first:
                 first.wait(SECONDS)

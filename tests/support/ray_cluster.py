@@ -42,7 +42,7 @@ def ray_cluster(python: Path, import_path: str, arguments: dict[str, Any]) -> It
     """Start Ray and an application, wait until ``/ready`` answers, and end all of it."""
     # Not pytest's directory: paths of Unix sockets must be short.
     scratch = Path(tempfile.mkdtemp(prefix="eesd-ray-", dir="/tmp"))
-    ray, client, http = _free_ports(3)
+    ray, client, agent, http = _free_ports(4)
     config = {
         "http_options": {"host": "127.0.0.1", "port": http},
         "applications": [{"name": "default", "route_prefix": "/", "import_path": import_path, "args": arguments}],
@@ -50,6 +50,7 @@ def ray_cluster(python: Path, import_path: str, arguments: dict[str, Any]) -> It
     (scratch / "serve.yaml").write_text(json.dumps(config))  # JSON is YAML
     start = f"--head --block --num-cpus=2 --object-store-memory={80 << 20} --include-dashboard=false --disable-usage-stats"
     start += f" --node-ip-address=127.0.0.1 --port={ray} --ray-client-server-port={client} --temp-dir={scratch / 'ray'}"
+    start += f" --dashboard-agent-listen-port={agent}"
     programs = [["ray", "start", *start.split()], ["serve", "run", f"--address=127.0.0.1:{ray}", str(scratch / "serve.yaml")]]
     log = scratch / "log.txt"
     running: list[subprocess.Popen[bytes]] = []
