@@ -6,7 +6,7 @@ SMOLLM2 := build/SmolLM2-135M-Instruct.Q4_1.gguf
 # Two processes, a processor each; the tests of a file stay together because they share engines.
 PARALLEL := -n 2 --dist loadfile
 
-.PHONY: run run-smollm2 run-pycode test pytest test-fast test-slow lint bench clean
+.PHONY: run run-smollm2 run-pycode test pytest test-fast test-slow triton-venv ray-venv containers-venv lint bench clean
 
 # A model that people know, where it can be fetched (93 MB); else the model of the repository.
 run: $(VENV)/installed
@@ -40,6 +40,10 @@ test-fast: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# What the tests of Triton, Ray and the container files run, beside this project's packages. The tests make it if it is missing.
+triton-venv ray-venv containers-venv: $(VENV)/installed
+	$(BIN)/python tests/support/environments.py $(@:-venv=)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

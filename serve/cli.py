@@ -15,12 +15,14 @@ from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.engines.backends import BACKENDS
 from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, Speculation, load
+from eesd.serve.triton.repository import write_triton_repository
 
 LOG_FORMATS = ("text", "json")
 KEYS = "EESD_API_KEY"
 LEARNED = (
     "Start with what the batch learned about drafting in FILE, if it exists; save it there every few minutes and at the end."
 )
+TRITON = "Write a model for Triton Inference Server into this repository instead of serving."
 
 
 @cli.command()
@@ -53,11 +55,16 @@ LEARNED = (
 @click.option("--exact/--no-exact", default=None, help="As in eesd-run.")
 @click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")
 @click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Of the log on stderr.")
+@click.option("--triton-repo", type=cli.PATH, metavar="DIR", help=TRITON)
 def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     """Serve OpenAI's API from the engines of a directory.
 
     One process serves many requests at once. SIGTERM lets running requests finish.
     """
+    batch = BatchOptions(**{field.name: options[field.name] for field in fields(BatchOptions)})
+    if options["triton_repo"] is not None:
+        _write_triton_repository(engine_dir, batch, options)
+        return
     try:
         from eesd.serve.app import make_app
         from eesd.serve.observe import LOGGER, log_to_stderr
@@ -67,7 +74,6 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
         raise EESDError(f"Serving needs {error.name}; pip install 'eesd[serve]'.") from None
     names = [field.name for field in fields(ServeOptions) if field.name in options]
     limits = ServeOptions(api_keys=api_keys(options["api_key_file"]), **{name: options[name] for name in names})
-    batch = BatchOptions(**{field.name: options[field.name] for field in fields(BatchOptions)})
     learned: Path | None = options["controller_state"]
     if learned is not None and options["no_draft"]:
         raise EESDError("--controller-state needs drafting; leave --no-draft out.")
@@ -80,6 +86,21 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
         if not limits.api_keys and not bound.getsockname()[0].startswith(("127.", "::1")):
             LOGGER.warning("Everybody who reaches %s may use it; --api-key-file restricts that.", address_of(bound))
         serve(app, bound, (lambda: service.save_state(learned)) if learned else (lambda: None))
+
+
+def _write_triton_repository(engine_dir: Path, batch: BatchOptions, options: dict[str, Any]) -> None:
+    directory = write_triton_repository(
+        engine_dir,
+        options["triton_repo"],
+        name=options["model_name"] or "eesd",
+        backend=options["backend"],
+        threads=options["threads"],
+        speculation=None if options["no_draft"] else Speculation(drafter=options["drafter"]),
+        batch=batch,
+        generation_config=options["generation_config"],
+        exact=options["exact"],
+    )
+    click.echo(f"{directory} is written; start Triton with --model-repository={directory.parent}")
 
 
 def _load(engine_dir: Path, options: dict[str, Any]) -> Any:

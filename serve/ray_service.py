@@ -1,0 +1,146 @@
+"""The batch of a server whose engines run elsewhere: in the replicas of a Ray Serve deployment."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from dataclasses import fields, replace
+from itertools import zip_longest
+from pathlib import Path
+from time import monotonic
+from typing import Any, cast
+
+from eesd.common.errors import EESDError
+from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.batch.request import Generation, OnUpdate, QueueFullError, Request, Update
+from eesd.runtime.batch.service import Load
+from eesd.runtime.decoding.session import Limits, check_prompt
+from eesd.runtime.decoding.stats import Stats
+from eesd.runtime.engines.backends import Engines
+from eesd.runtime.llm import LLM, models_sampling
+
+LOGGER = logging.getLogger(__name__)
+ATTEMPTS = 5
+"""Times that a request is given to a replica, if replicas die."""
+PAUSE_SECONDS = 0.2
+"""Before the second time; then twice as long, and so on: it takes a moment until a dead replica is no choice any more."""
+
+Stream = Callable[[Request], AsyncGenerator[Update, None]]
+"""Runs a request in some replica. Closing the generator cancels it."""
+
+
+class RemoteGeneration(Generation):
+    """A request that a replica runs. ``cancel`` also tells the replica."""
+
+    task: "asyncio.Task[None]"
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.task.get_loop().call_soon_threadsafe(self.task.cancel)
+
+
+class RemoteService:
+    """What the routes of the server need of a :class:`~eesd.runtime.batch.service.Service`, over replicas.
+
+    A replica that dies in the middle of a text is no loss: the same request gives the same tokens, so another replica runs it
+    again, and the client gets those that it does not have yet. Only sampling by ``rejection`` cannot be repeated; such a
+    request then ends with an error, unless it had no token.
+
+    Args:
+        engine_dir: The engine directory, for tokenizer, chat template and limits; no engine is loaded.
+        stream: Runs a request in a replica.
+        lost: The exceptions by which a stream says that its replica is gone.
+        max_requests: Most requests at once. More get :class:`~eesd.runtime.batch.request.QueueFullError`.
+    """
+
+    def __init__(self, engine_dir: Path, stream: Stream, lost: tuple[type[Exception], ...], max_requests: int) -> None:
+        manifest = load_manifest(engine_dir)
+        self.llm = LLM(engine_dir, manifest, cast(Engines, None), None, models_sampling(engine_dir))
+        self._stream, self._lost, self._most = stream, lost, max_requests
+        self._open: set[RemoteGeneration] = set()
+        self.alive = True
+
+    def submit(self, request: Request, on_update: OnUpdate) -> Generation:
+        """Run a request in a replica; in the thread of the event loop alone.
+
+        Raises:
+            EESDError: The request can never run.
+            QueueFullError: There are too many requests.
+        """
+        manifest = self.llm.manifest
+        limits = Limits(manifest.eos_token_ids, request.max_new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
+        check_prompt(request.tokens, limits, manifest.geometry.vocab_size)
+        if request.constraint is not None:
+            raise EESDError("Output that a grammar restricts cannot be had from replicas; leave the restriction out.")
+        if len(self._open) >= self._most:
+            raise QueueFullError(f"{self._most} requests are waiting or running; try again later.", 1.0)
+        generation = RemoteGeneration(request, on_update)
+        generation.task = asyncio.get_running_loop().create_task(self._run(generation))
+        self._open.add(generation)
+        generation.task.add_done_callback(lambda _: self._open.discard(generation))
+        return generation
+
+    def load(self) -> Load:
+        """What this process knows: the replicas have the rest."""
+        return Load(0, 0, len(self._open), 0.0, 0, 0, 0, 0)
+
+    def controller_state(self) -> dict[str, Any]:
+        """Nothing: each replica learns for itself."""
+        return {}
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Cancel what runs. Ray has drained the replica before."""
+        self.alive = False
+        for generation in list(self._open):
+            generation.cancel()
+
+    async def _run(self, generation: RemoteGeneration) -> None:
+        """Give the request to replicas until one ends it, and pass on each token once."""
+        end = Update(finish_reason="cancelled")
+        try:
+            end = await self._attempts(generation)
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:  # whatever it is, the client must hear it
+            cause = getattr(error, "cause", error)  # Ray wraps what a replica raised
+            reason = (
+                str(cause) if isinstance(cause, EESDError) else f"The replica failed ({type(cause).__name__}); see its log."
+            )
+            end = Update(finish_reason="error", error=reason)
+            LOGGER.warning("A request failed in a replica.", exc_info=error)
+        generation.on_update(end)
+
+    async def _attempts(self, generation: RemoteGeneration) -> Update:
+        """The last update of the request; those before it are passed on."""
+        request, start, sent, stats = generation.request, monotonic(), 0, Stats()
+        for attempt in range(ATTEMPTS):
+            await asyncio.sleep(PAUSE_SECONDS * attempt)
+            with suppress(*self._lost):
+                seconds = None if request.seconds is None else max(request.seconds - (monotonic() - start), 0.001)
+                known, again = sent, sent > 0
+                async with aclosing(self._stream(replace(request, seconds=seconds))) as updates:
+                    async for update in updates:
+                        tokens, known = update.tokens[known:], max(known - len(update.tokens), 0)
+                        sent += len(tokens)
+                        stats = _at_least(stats, update.stats)
+                        prompt = None if again else update.prompt_logprobs
+                        update = replace(update, tokens=tokens, prompt_logprobs=prompt, stats=stats)
+                        if update.finish_reason:
+                            return update
+                        if tokens:
+                            generation.on_update(update)
+            if sent and not (request.sampling.greedy or request.sampling.method == "coupled"):
+                return Update(finish_reason="error", error="The replica stopped, and this text cannot be repeated; ask again.")
+        return Update(finish_reason="error", error=f"Replicas stopped {ATTEMPTS} times while they ran the request; ask again.")
+
+
+def _at_least(before: Stats, now: Stats) -> Stats:
+    """The later of two statistics, with no count less than before: those of a request that began again start at nothing."""
+    values: dict[str, Any] = {}
+    for name in (field.name for field in fields(Stats)):
+        old, new = getattr(before, name), getattr(now, name)
+        if isinstance(new, list):
+            values[name] = [max(pair) for pair in zip_longest(old, new, fillvalue=0)]
+        else:
+            values[name] = new if new is None or old is None else max(old, new)
+    return Stats(**values)

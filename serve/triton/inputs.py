@@ -1,0 +1,93 @@
+"""From the tensors of a Triton request to what the batch is asked for."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from eesd.common.errors import EESDError
+from eesd.runtime.batch.request import Request
+from eesd.runtime.llm import LLM
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a client asks for.
+
+    Attributes:
+        request: For the batch.
+        stream: Whether each round's tokens come in a response of their own.
+        prefix: Text that goes before the first response.
+    """
+
+    request: Request
+    stream: bool
+    prefix: str
+
+
+def read_request(triton_request: Any, llm: LLM) -> Asked:
+    """Read the inputs of a Triton request. What is not given is the model's default.
+
+    Raises:
+        EESDError: An input cannot be used.
+    """
+    given = {tensor.name(): tensor for tensor in triton_request.inputs()}
+    text = _text("text_input", _value(given, "text_input"))
+    if (text is None) == ("input_ids" not in given):
+        raise EESDError("A request has a text_input or input_ids; give one of the two.")
+    tokens = _tokens(given["input_ids"]) if text is None else llm.encode(text)
+    options: dict[str, Any] = {
+        field: _value(given, name)
+        for field, name in (("max_new_tokens", "max_tokens"), ("min_tokens", "min_tokens"), ("ignore_eos", "ignore_eos"))
+        if name in given
+    }
+    if triton_request.timeout() > 0:  # microseconds
+        options["seconds"] = triton_request.timeout() / 1e6
+    words = _texts("stop_words", given["stop_words"].as_numpy()) if "stop_words" in given else []
+    request = Request(
+        tokens=tokens,
+        sampling=replace(llm.default_sampling, **_sampling(given)),
+        stop=tuple(word for word in words if word),  # clients that have no stop word send an empty one
+        **options,
+    )
+    shows_input = _value(given, "exclude_input_in_output") is False
+    prefix = (llm.codec.decode(tokens) if text is None else text) if shows_input else ""
+    return Asked(request, _value(given, "stream") is True, prefix)
+
+
+def _tokens(tensor: Any) -> list[int]:
+    """Token ids, read by DLPack from the memory that the server wrote, without a copy on the way."""
+    return [int(token) for token in np.from_dlpack(tensor).reshape(-1)]
+
+
+def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+    chosen = {name: _value(given, name) for name in SAMPLING if name in given}
+    if chosen.get("top_k", 0) < 0:  # what some clients send for all tokens
+        chosen["top_k"] = 0
+    seeds = [_value(given, name) for name in ("seed", "random_seed") if name in given]
+    if len(set(seeds)) > 1:
+        raise EESDError("seed and random_seed differ; give one of the two.")
+    return chosen | ({"seed": seeds[0]} if seeds else {})
+
+
+def _value(given: dict[str, Any], name: str) -> Any:
+    """The value of an input with one element; None if it is not given."""
+    if name not in given:
+        return None
+    value = given[name].as_numpy().reshape(-1)[0]
+    if isinstance(value, np.floating):
+        return float(str(value))  # 0.95 in float32 is the 0.95 that the client wrote, not 0.949999988
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _text(name: str, value: bytes | None) -> str | None:
+    try:
+        return None if value is None else value.decode()
+    except UnicodeDecodeError:
+        raise EESDError(f"{name} is not UTF-8 text; give UTF-8.") from None
+
+
+def _texts(name: str, values: Any) -> list[str]:
+    return [_text(name, value) or "" for value in values.reshape(-1)]

@@ -1,0 +1,77 @@
+"""The model that Triton's Python backend loads. Imported by Triton's Python alone."""
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from eesd.common.errors import EESDError
+from eesd.runtime.batch.request import QueueFullError
+from eesd.runtime.batch.service import ClosedError, Service
+from eesd.runtime.llm import load
+from eesd.serve.triton.inputs import read_request
+from eesd.serve.triton.metrics import Metrics
+from eesd.serve.triton.replies import FINAL, Replies, failure
+from eesd.serve.triton.settings import read_settings
+
+ORPHAN_SECONDS = 1.0
+"""How often the stub looks whether its server is there."""
+
+
+class TritonPythonModel:
+    """Takes requests as they come, answers them from another thread, and so never makes Triton wait."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the engines. What is wrong becomes Triton's reason for not loading the model."""
+        Thread(target=_end_with, args=(os.getppid(),), name="eesd-triton-orphan", daemon=True).start()
+        directory = Path(args["model_repository"], args["model_version"])
+        try:
+            settings = read_settings(directory)
+            llm = load(
+                directory / settings.engine_dir,
+                settings.backend,
+                speculation=settings.speculation,
+                threads=settings.threads,
+                generation_config=settings.generation_config,
+                exact=settings.exact,
+            )
+            self._service = Service(llm, settings.batch)
+        except EESDError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self._metrics = Metrics(args["model_name"], args["model_version"])
+        self._replies = Replies(self._service, self._metrics)
+        if llm.engines.notice:
+            pb_utils.Logger.log_warn(llm.engines.notice)
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._replies.start(sender, read_request(request, self._service.llm))
+            except EESDError as error:
+                busy = isinstance(error, QueueFullError | ClosedError)
+                code = pb_utils.TritonError.UNAVAILABLE if busy else pb_utils.TritonError.INVALID_ARG
+                sender.send(failure(str(error), code), flags=FINAL)
+
+    def finalize(self) -> None:
+        """End all threads. Triton has waited for running requests."""
+        self._service.close()
+        self._replies.close()
+
+
+def _end_with(server: int) -> None:
+    """End this process when the server is gone: a stub outlives a server that was killed, with the model and its memory.
+
+    The shared memory of both is the stub's second argument, and nobody else removes it.
+    """
+    while os.getppid() == server:
+        time.sleep(ORPHAN_SECONDS)
+    with suppress(OSError, IndexError):
+        name = Path("/proc/self/cmdline").read_bytes().split(b"\0")[2].decode()
+        (Path("/dev/shm") / Path(name).name).unlink()
+    os._exit(1)

@@ -1,0 +1,151 @@
+"""The thread that answers Triton's clients. Imported by Triton's Python alone."""
+
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from eesd.runtime.batch.request import Generation, Update
+from eesd.runtime.batch.service import Service
+from eesd.serve.triton.inputs import Asked
+from eesd.serve.triton.metrics import Metrics
+
+POLL_SECONDS = 0.05
+"""How often it is asked whether clients still want an answer. Asking takes a message to the server for each request."""
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+@dataclass(eq=False)
+class Reply:
+    """A request that is being answered.
+
+    Attributes:
+        sender: Triton's response sender.
+        asked: What the client asked for.
+        generation: What the batch makes of it; None for a moment at first.
+        start: When the request came.
+        text, tokens: What was not sent yet.
+        started: Whether there was a token.
+    """
+
+    sender: Any
+    asked: Asked
+    start: float
+    generation: Generation | None = None
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    started: bool = False
+
+    def __post_init__(self) -> None:
+        self.text = self.asked.prefix
+
+
+class Replies:
+    """Sends what the batch generates, and cancels what no client waits for, in a thread of its own.
+
+    Messages to the server take longer than the batch should wait for, and the batch must not be called from two places.
+    """
+
+    def __init__(self, service: Service, metrics: Metrics) -> None:
+        self._service, self._metrics = service, metrics
+        self._updates: SimpleQueue[tuple[Reply, Update] | None] = SimpleQueue()
+        self._open: set[Reply] = set()
+        self._lock = Lock()
+        self._thread = Thread(target=self._run, name="eesd-triton-replies", daemon=True)
+        self._thread.start()
+
+    def start(self, sender: Any, asked: Asked) -> None:
+        """Give a request to the batch, and answer it.
+
+        Raises:
+            EESDError: The batch refuses it. Nothing was sent.
+        """
+        reply = Reply(sender, asked, monotonic())
+        with self._lock:
+            self._open.add(reply)
+        try:
+            reply.generation = self._service.submit(asked.request, lambda update: self._updates.put((reply, update)))
+        except BaseException:
+            self._forget(reply)
+            raise
+
+    def close(self) -> None:
+        """End the thread when all that came before is sent."""
+        self._updates.put(None)
+        self._thread.join()
+
+    def _forget(self, reply: Reply) -> None:
+        with self._lock:
+            self._open.discard(reply)
+
+    def _run(self) -> None:
+        polled = monotonic()
+        while True:
+            item: tuple[Reply, Update] | Empty | None
+            try:
+                item = self._updates.get(timeout=POLL_SECONDS)
+            except Empty as nothing:
+                item = nothing
+            if item is None:
+                return
+            if isinstance(item, tuple):
+                self._see(*item)
+            if monotonic() - polled >= POLL_SECONDS:
+                self._poll()
+                polled = monotonic()
+
+    def _poll(self) -> None:
+        """Cancel what no client waits for any more."""
+        with self._lock:
+            waiting = [reply for reply in self._open if reply.generation and not reply.generation.cancelled]
+        for reply in waiting:
+            if reply.generation and reply.sender.is_cancelled():
+                reply.generation.cancel()
+        self._metrics.load(self._service)
+
+    def _see(self, reply: Reply, update: Update) -> None:
+        """Take in what a round brought, and send it if it is wanted now."""
+        if update.tokens and not reply.started:
+            reply.started = True
+            self._metrics.first_token(monotonic() - reply.start)
+        reply.text += "".join(output.text for output in update.tokens) + update.held
+        reply.tokens += [output.token for output in update.tokens]
+        if update.finish_reason is None and not (reply.asked.stream and update.tokens):
+            return
+        try:
+            reply.sender.send(_response(reply, update), flags=FINAL if update.finish_reason else 0)
+        except Exception as error:  # whatever is wrong with one client, the others get their answers
+            pb_utils.Logger.log_error(f"A response could not be sent: {error}")
+            if reply.generation:
+                reply.generation.cancel()
+        reply.text, reply.tokens = "", []
+        if update.finish_reason:
+            self._forget(reply)
+            self._metrics.ended(update.finish_reason, update.stats)
+
+
+def _response(reply: Reply, update: Update) -> Any:
+    """What was not sent yet, or why there is nothing."""
+    if update.finish_reason == "error":
+        return failure(update.error or "The request failed; the server's log says why.", pb_utils.TritonError.INTERNAL)
+    if update.finish_reason == "cancelled":
+        if reply.generation and reply.generation.cancelled:
+            return failure("The request was cancelled.", pb_utils.TritonError.CANCELLED)
+        return failure("The model is being unloaded; send the request again.", pb_utils.TritonError.UNAVAILABLE)
+    # Plain tensors: the server copies outputs into shared memory in any case, and given a DLPack capsule of numpy's its stub
+    # never returns (it renames the capsule to a name that numpy does not know).
+    outputs = [
+        pb_utils.Tensor("text_output", np.array([reply.text.encode()], dtype=np.object_)),
+        pb_utils.Tensor("output_ids", np.array(reply.tokens, dtype=np.int32)),
+        pb_utils.Tensor("finish_reason", np.array([(update.finish_reason or "").encode()], dtype=np.object_)),
+    ]
+    return pb_utils.InferenceResponse(outputs)
+
+
+def failure(message: str, code: int) -> Any:
+    """A response that says in a sentence what is wrong."""
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))

@@ -1,0 +1,119 @@
+"""Writes a model repository for Triton Inference Server."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import eesd
+from eesd.common.checks import check_path, shown
+from eesd.common.errors import EESDError
+from eesd.common.files import directory_written_whole
+from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.runtime.engines.backends import BACKENDS
+from eesd.runtime.llm import Speculation
+from eesd.serve.triton.settings import BATCH, DRAFTING, SETTINGS_FILE, Settings
+
+# The names are those of NVIDIA's frontends, tensorrtllm_backend and vllm_backend.
+INPUTS = (
+    ("text_input", "STRING", 1),
+    ("input_ids", "INT32", -1),
+    ("stream", "BOOL", 1),
+    ("max_tokens", "INT32", 1),
+    ("min_tokens", "INT32", 1),
+    ("stop_words", "STRING", -1),
+    ("temperature", "FP32", 1),
+    ("top_k", "INT32", 1),
+    ("top_p", "FP32", 1),
+    ("min_p", "FP32", 1),
+    ("repetition_penalty", "FP32", 1),
+    ("random_seed", "UINT64", 1),
+    ("seed", "UINT64", 1),
+    ("ignore_eos", "BOOL", 1),
+    ("exclude_input_in_output", "BOOL", 1),
+)
+OUTPUTS = (("text_output", "STRING", 1), ("output_ids", "INT32", -1), ("finish_reason", "STRING", 1))
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+_MODEL = '''"""The model that Triton loads. Its code is part of the package eesd, which Triton's Python must have."""
+
+from eesd.serve.triton.model import TritonPythonModel as TritonPythonModel
+'''
+
+
+def write_triton_repository(
+    engine_dir: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    name: str = "eesd",
+    backend: str = "auto",
+    threads: int | None = None,
+    speculation: Speculation | None = DRAFTING,
+    batch: BatchOptions = BATCH,
+    generation_config: str = "auto",
+    exact: bool | None = None,
+) -> Path:
+    """Write the model ``name`` into a model repository, which may have other models and need not exist.
+
+    The engine directory is not copied: Triton reads it where it is. ``1/eesd.json`` holds the settings and may be edited.
+
+    Args:
+        engine_dir: A directory that ``eesd-export`` wrote.
+        output: The repository.
+        name: The model's name, and its directory in the repository.
+        backend, threads, speculation, generation_config, exact: As for :func:`eesd.load`.
+        batch: Limits of the batch.
+
+    Returns:
+        The model's directory.
+
+    Raises:
+        EESDError: The engine directory or an argument cannot be used, or the model exists.
+    """
+    engines = check_path("engine_dir", engine_dir, "the output directory of eesd-export").absolute()
+    directory = check_path("output", output, "a directory for the repository") / name
+    if not _NAME.fullmatch(name):
+        raise EESDError(f"The name {shown(name)} is no name of a model; use letters, digits, _, . and -.")
+    if backend not in BACKENDS:
+        raise EESDError(f"backend is {shown(backend)}; it must be one of {', '.join(BACKENDS)}.")
+    load_manifest(engines)
+    if directory.exists():
+        raise EESDError(f"{directory} exists; delete it, or give another name (--model-name).")
+    settings = Settings(
+        engine_dir=str(engines),
+        backend=backend,
+        threads=threads,
+        speculation=speculation,
+        batch=batch,
+        generation_config=generation_config,
+        exact=exact,
+    )
+    with directory_written_whole(directory) as new:
+        (new / "1").mkdir()
+        (new / "config.pbtxt").write_text(_config(name))
+        (new / "1" / "model.py").write_text(_MODEL)
+        (new / "1" / SETTINGS_FILE).write_text(json.dumps(settings.to_dict(), indent=2) + "\n")
+    return directory
+
+
+def _config(name: str) -> str:
+    """The configuration. Triton batches nothing, because the service in the model does; one instance takes all requests."""
+    inputs = ",\n".join(f"  {{ {_tensor(*tensor)} optional: true }}" for tensor in INPUTS)
+    outputs = ",\n".join(f"  {{ {_tensor(*tensor)} }}" for tensor in OUTPUTS)
+    return f"""# Written by EESD {eesd.__version__}
+name: "{name}"
+backend: "python"
+max_batch_size: 0
+model_transaction_policy {{ decoupled: true }}
+instance_group [ {{ count: 1 kind: KIND_MODEL }} ]
+input [
+{inputs}
+]
+output [
+{outputs}
+]
+"""
+
+
+def _tensor(name: str, kind: str, size: int) -> str:
+    return f'name: "{name}" data_type: TYPE_{kind} dims: [ {size} ]'

@@ -1,0 +1,60 @@
+"""Environments for what cannot be installed beside this project: ``python tests/support/environments.py NAME`` makes one.
+
+Each is a virtual environment ``build/environments/NAME`` with the packages of ``tests/environments/NAME.txt``. It runs the
+code of this checkout, by a ``.pth`` file: Triton's stub does not read ``PYTHONPATH``.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from filelock import FileLock
+
+ROOT = Path(__file__).parents[2]
+
+
+class Unavailable(Exception):
+    """An environment cannot be made here. The message says why."""
+
+
+def make(name: str) -> Path:
+    """The Python of an environment, which is made if need be, and again if its list of packages has changed.
+
+    Raises:
+        Unavailable: Its packages cannot be installed.
+    """
+    packages = ROOT / "tests" / "environments" / f"{name}.txt"
+    directory = ROOT / "build" / "environments" / name
+    python, done = directory / "bin" / "python", directory / "packages.txt"
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{directory}.lock"):
+        if done.exists() and done.read_text() == packages.read_text():
+            return python
+        shutil.rmtree(directory, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--only-binary", ":all:", "-r", str(packages)]
+        result = subprocess.run(install, capture_output=True, text=True)
+        if result.returncode:
+            reason = result.stderr.strip().splitlines()[-1:] or ["pip failed"]
+            raise Unavailable(f"the packages of {packages.relative_to(ROOT)} cannot be installed: {reason[0]}")
+        (site_packages(python) / "eesd.pth").write_text(f"{ROOT / 'src'}\n")
+        shutil.copy(packages, done)
+        return python
+
+
+def site_packages(python: Path) -> Path:
+    """Where an environment has its packages."""
+    return next((python.parents[1] / "lib").glob("python3.*/site-packages"))
+
+
+def variables(python: Path, **more: str) -> dict[str, str]:
+    """Environment variables with which a process, and Python inside it, uses an environment and nothing of this one."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    return kept | {"PATH": os.pathsep.join([str(python.parent), kept.get("PATH", os.defpath)]), **more}
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:]:
+        print(make(wanted))

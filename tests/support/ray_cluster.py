@@ -1,0 +1,115 @@
+"""A Ray cluster of one node on the loopback interface, with an application of Ray Serve."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from support.environments import variables
+
+START_SECONDS = 120.0
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+"""With the first, Ray's servers listen on 127.0.0.1 and not on all interfaces."""
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """An application that is ready. ``url`` is that of Serve."""
+
+    url: str
+    session: int
+    logs: Path
+
+    def replicas(self, deployment: str) -> list[int]:
+        """Processes that run replicas of a deployment."""
+        name = f"ServeReplica:default:{deployment}"
+        return sorted(pid for pid, command in _processes(self.session) if name in command)
+
+
+@contextmanager
+def ray_cluster(python: Path, import_path: str, arguments: dict[str, Any]) -> Iterator[RayCluster]:
+    """Start Ray and an application, wait until ``/ready`` answers, and end all of it."""
+    # Not pytest's directory: paths of Unix sockets must be short.
+    scratch = Path(tempfile.mkdtemp(prefix="eesd-ray-", dir="/tmp"))
+    ray, client, agent, http = _free_ports(4)
+    config = {
+        "http_options": {"host": "127.0.0.1", "port": http},
+        "applications": [{"name": "default", "route_prefix": "/", "import_path": import_path, "args": arguments}],
+    }
+    (scratch / "serve.yaml").write_text(json.dumps(config))  # JSON is YAML
+    start = f"--head --block --num-cpus=2 --object-store-memory={80 << 20} --include-dashboard=false --disable-usage-stats"
+    start += f" --node-ip-address=127.0.0.1 --port={ray} --ray-client-server-port={client} --temp-dir={scratch / 'ray'}"
+    start += f" --dashboard-agent-listen-port={agent}"
+    programs = [["ray", "start", *start.split()], ["serve", "run", f"--address=127.0.0.1:{ray}", str(scratch / "serve.yaml")]]
+    log = scratch / "log.txt"
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        with log.open("wb") as file:
+            for number, (name, *options) in enumerate(programs):
+                if number:
+                    _wait(running[0], log, f"127.0.0.1:{ray}")
+                command = [str(python.parent / name), *options]
+                process = subprocess.Popen(
+                    command, env=variables(python, **LOOPBACK), stdout=file, stderr=file, start_new_session=True
+                )
+                running.append(process)
+        url = f"http://127.0.0.1:{http}"
+        _wait(running[1], log, url)
+        yield RayCluster(url, running[0].pid, scratch / "ray")
+    finally:
+        for process in reversed(running):
+            _end(process)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _wait(process: "subprocess.Popen[bytes]", log: Path, what: str) -> None:
+    """Wait until a port is open, or a URL's ``/ready`` answers."""
+    end = time.monotonic() + START_SECONDS
+    while True:
+        with suppress(OSError, URLError):
+            if what.startswith("http"):
+                urlopen(f"{what}/ready", timeout=5).close()
+            else:
+                host, port = what.split(":")
+                socket.create_connection((host, int(port)), timeout=5).close()
+            return
+        assert process.poll() is None and time.monotonic() < end, log.read_text()
+        time.sleep(0.2)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a program and all that it started, which is in its session."""
+    for pid, _ in _processes(process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _processes(session: int) -> list[tuple[int, str]]:
+    """Process ids and command lines of a session, without zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            state, _, _, leader = path.read_text().rpartition(")")[2].split()[:4]
+            if int(leader) == session and state != "Z":
+                found.append((int(path.parent.name), (path.parent / "cmdline").read_bytes().decode(errors="replace")))
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

@@ -1,0 +1,133 @@
+"""A real ``tritonserver`` on this machine's processors, from the package nvidia-pytriton."""
+
+import os
+import signal
+import socket
+import subprocess
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from support.environments import site_packages, variables
+
+START_SECONDS = 60.0
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class TritonServer:
+    """A server that runs. ``grpc``, ``http`` and ``metrics`` are addresses of the form HOST:PORT."""
+
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    prefix: str
+    http: str
+    grpc: str
+    metrics: str
+
+    def get(self, path: str, address: str = "") -> str:
+        """The body of an HTTP answer. Raises URLError for all statuses but 2xx."""
+        return self.post(path, None, address)
+
+    def post(self, path: str, body: bytes | None, address: str = "") -> str:
+        with urlopen(Request(f"http://{address or self.http}{path}", data=body), timeout=30) as response:
+            return str(response.read().decode())
+
+    def ready(self, path: str = "/v2/health/ready") -> bool:
+        with suppress(URLError, ConnectionError):
+            self.get(path)
+            return True
+        return False
+
+    def stubs(self) -> list[int]:
+        """Processes of the Python backend that run."""
+        return [pid for pid, name in _group(self.process.pid) if name.startswith("triton_python_b")]
+
+    def shared_memory(self) -> list[Path]:
+        return sorted(SHARED_MEMORY.glob(f"{self.prefix}*"))
+
+
+@contextmanager
+def triton_server(python: Path, repository: Path, scratch: Path) -> Iterator[TritonServer]:
+    """Start a server, wait until it is ready, and leave nothing of it behind: no stub, no shared memory."""
+    packages = site_packages(python)
+    found, version = packages / "pytriton" / "tritonserver", packages.parent.name.removeprefix("python")
+    # The backend looks for its stub and its helper beside itself, and for its libraries beside its real file: links, no copies.
+    backend = scratch / "backends" / "python"
+    backend.mkdir(parents=True)
+    parts = [*(found / "backends/python").glob("*.*"), found / "python_backend_stubs" / version / "triton_python_backend_stub"]
+    for part in parts:
+        (backend / part.name).symlink_to(part)
+    http, grpc, metrics = _free_ports(3)
+    prefix = f"eesd_test_{os.getpid()}_{http}_"
+    command = [
+        str(found / "bin/tritonserver"),
+        f"--model-repository={repository}",
+        f"--backend-directory={backend.parent}",
+        f"--backend-config=python,shm-region-prefix-name={prefix}",
+        "--allow-gpu-metrics=false",
+        "--model-control-mode=explicit",
+        "--load-model=*",
+        "--exit-timeout-secs=5",
+        *(f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")),
+        *(f"--{name}-port={port}" for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics))),
+    ]
+    library = str(sysconfig.get_config_var("LIBDIR"))  # the stub is linked with libpython
+    log = scratch / "triton.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=variables(python, LD_LIBRARY_PATH=library), stdout=file, stderr=file, start_new_session=True
+        )
+    addresses = [f"127.0.0.1:{port}" for port in (http, grpc, metrics)]
+    server = TritonServer(process, log, prefix, *addresses)
+    try:
+        _wait(server)
+        yield server
+    finally:
+        _stop(server)
+
+
+def _wait(server: TritonServer) -> None:
+    end = time.monotonic() + START_SECONDS
+    while not server.ready():
+        assert server.process.poll() is None and time.monotonic() < end, server.log.read_text()
+        time.sleep(0.1)
+
+
+def _stop(server: TritonServer) -> None:
+    server.process.terminate()
+    try:
+        server.process.wait(30)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+        server.process.wait()
+    for pid, _ in _group(server.process.pid):  # stubs that outlived it
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for path in server.shared_memory():
+        path.unlink(missing_ok=True)
+
+
+def _group(group: int) -> list[tuple[int, str]]:
+    """Process ids and names of a process group, without zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+            state, _, leader = rest.split()[:3]
+            if int(leader) == group and state != "Z":
+                found.append((int(path.parent.name), name))
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

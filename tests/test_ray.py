@@ -1,0 +1,146 @@
+"""The server on a real Ray cluster of one node with two replicas, one of which is killed."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from support import environments
+from support.bundled import prompts
+from support.ray_cluster import RayCluster, ray_cluster
+
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.llm import LLM, load
+
+pytestmark = pytest.mark.slow
+
+SECONDS = 90
+"""A request that takes longer hangs."""
+
+
+@pytest.fixture(scope="module")
+def cluster(bundled: Path) -> Iterator[RayCluster]:
+    try:
+        python = environments.make("ray")
+    except environments.Unavailable as reason:
+        pytest.skip(f"no Ray here: {reason}")
+    arguments = {"engine_dir": str(bundled), "min_replicas": 2, "max_replicas": 2, "max_rows": 8, "model_name": "pycode"}
+    with ray_cluster(python, "eesd.serve.ray_app:app", arguments) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def llm(bundled: Path) -> LLM:
+    return load(bundled, threads=1)
+
+
+def post(cluster: RayCluster, body: dict[str, Any]) -> Any:
+    request = Request(f"{cluster.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return urlopen(request, timeout=SECONDS)
+
+
+def complete(cluster: RayCluster, body: dict[str, Any]) -> dict[str, Any]:
+    with post(cluster, body) as response:
+        answer: dict[str, Any] = json.load(response)
+        return answer
+
+
+def stream(cluster: RayCluster, body: dict[str, Any], first: Barrier | None = None) -> tuple[str, str | None]:
+    """The text of a stream and its finish reason. ``first`` is waited for after the first event."""
+    text, reason, ended = "", None, False
+    with post(cluster, body | {"stream": True}) as response:
+        for line in response:
+            if not line.startswith(b"data: "):
+                continue
+            if line.strip() == b"data: [DONE]":
+                ended = True
+                continue
+            event = json.loads(line[6:])
+            assert "choices" in event, (event, len(text))
+            choice = event["choices"][0]
+            text, reason = text + choice["text"], choice["finish_reason"] or reason
+            if first:
+                first.wait(SECONDS)
+                first = None
+    assert ended
+    return text, reason
+
+
+def test_requests_at_once_have_the_tokens_of_generate(cluster: RayCluster, llm: LLM) -> None:
+    def check(number: int) -> None:
+        prompt, sampling = prompts()[number], Sampling(temperature=0.8, top_p=0.9, seed=number) if number % 2 else Sampling()
+        wanted = llm_texts[number]
+        body = {
+            "prompt": prompt,
+            "max_tokens": 32,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": number,
+        }
+        answer = complete(cluster, body)
+        assert answer["choices"][0]["text"] == wanted and answer["model"] == "pycode"
+        assert stream(cluster, body)[0] == wanted
+
+    llm_texts = [
+        llm.generate(
+            prompt, Sampling(temperature=0.8, top_p=0.9, seed=number) if number % 2 else Sampling(), max_new_tokens=32
+        ).text
+        for number, prompt in enumerate(prompts()[:8])
+    ]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(check, range(8)))
+
+
+def test_prompts_that_begin_alike_go_to_the_same_replica(cluster: RayCluster) -> None:
+    for number in range(8):
+        beginning = f"# {number} " + "".join(prompts()[number : number + 3])
+        complete(cluster, {"prompt": beginning, "max_tokens": 1, "temperature": 0})
+        usage = complete(cluster, {"prompt": beginning + "\nimport", "max_tokens": 1, "temperature": 0})["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0, number
+
+
+def test_a_bad_request_is_refused(cluster: RayCluster) -> None:
+    for body in ({"prompt": "x", "temperature": -1}, {"prompt": [1 << 30], "max_tokens": 1}, {"prompt": [1] * 5000}):
+        with pytest.raises(HTTPError) as refused:
+            complete(cluster, body)
+        assert refused.value.code == 400 and json.load(refused.value)["error"]["message"]
+
+
+def test_a_replica_that_is_killed_under_load_costs_no_text(cluster: RayCluster, llm: LLM) -> None:
+    count, length = 8, 300
+    texts = [f"# {number}\n{prompt}" for number, prompt in enumerate(prompts()[:count])]
+    samplings = [Sampling(temperature=0.8, seed=number) if number % 2 else Sampling() for number in range(count)]
+    wanted = [
+        llm.generate(text, sampling, max_new_tokens=length, ignore_eos=True)
+        for text, sampling in zip(texts, samplings, strict=True)
+    ]
+    before = cluster.replicas("engine")
+    assert len(before) == 2
+    all_run = Barrier(count + 1)
+
+    def ask(number: int) -> tuple[str, str | None]:
+        sampling = samplings[number]
+        body = {"prompt": texts[number], "max_tokens": length, "ignore_eos": True}
+        return stream(cluster, body | {"temperature": sampling.temperature, "seed": sampling.seed}, all_run)
+
+    with ThreadPoolExecutor(count) as threads:
+        found = [threads.submit(ask, number) for number in range(count)]
+        all_run.wait(SECONDS)
+        os.kill(before[0], signal.SIGKILL)
+        for one, completion in zip(found, wanted, strict=True):
+            assert one.result(SECONDS) == (completion.text, completion.finish_reason)
+    end = time.monotonic() + SECONDS
+    while len(after := cluster.replicas("engine")) < 2 or after == before:
+        assert time.monotonic() < end, "the replica was not replaced"
+        time.sleep(0.2)
+    assert before[0] not in after and before[1] in after
+    text = complete(cluster, {"prompt": texts[0], "max_tokens": 8, "temperature": 0})["choices"][0]["text"]
+    assert text and wanted[0].text.startswith(text)

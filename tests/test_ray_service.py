@@ -1,0 +1,169 @@
+"""Requests that run in replicas that die: each token comes once, and nothing hangs. Real batches, without Ray."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bundled import prompts
+
+from eesd.common.errors import EESDError
+from eesd.runtime.batch.request import QueueFullError, Request, Update
+from eesd.runtime.batch.service import Service
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.llm import LLM, load
+from eesd.serve.ray_service import ATTEMPTS, RemoteService, Stream
+
+SAMPLINGS = [Sampling(), Sampling(temperature=0.8, seed=5)]
+
+
+class Died(Exception):
+    """A replica is gone."""
+
+
+@pytest.fixture(scope="module")
+def service(bundled: Path) -> Iterator[Service]:
+    service = Service(load(bundled, threads=1))
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def llm(bundled: Path) -> LLM:
+    return load(bundled, threads=1)
+
+
+def replicas(service: Service, deaths: list[int]) -> Stream:
+    """Replicas of which each dies after so many updates of a request; those behind the list live."""
+    left: dict[tuple[int, ...], Iterator[int]] = {}
+
+    async def stream(request: Request) -> AsyncGenerator[Update, None]:
+        loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
+        generation = service.submit(request, lambda update: _put(loop, updates, update))
+        count, last = 0, next(left.setdefault(tuple(request.tokens), iter(deaths)), -1)
+        try:
+            while count != last:
+                yield (update := await updates.get())
+                count += 1
+                if update.finish_reason:
+                    return
+            raise Died
+        finally:
+            generation.cancel()
+
+    return stream
+
+
+def _put(loop: asyncio.AbstractEventLoop, updates: "asyncio.Queue[Update]", update: Update) -> None:
+    with suppress(RuntimeError):  # the test has ended
+        loop.call_soon_threadsafe(updates.put_nowait, update)
+
+
+def run(
+    remote: Callable[[], RemoteService], *requests: Request, then: Callable[[int, Any], None] = lambda *_: None
+) -> list[list[Update]]:
+    """The updates of requests that run at once. ``then`` gets the number and the generation of each that has one."""
+
+    async def main() -> list[list[Update]]:
+        service = remote()
+        found: list[list[Update]] = [[] for _ in requests]
+        ended = [asyncio.Event() for _ in requests]
+        generations: list[Any] = []
+
+        def see(number: int, update: Update) -> None:
+            found[number].append(update)
+            then(number, generations[number])
+            if update.finish_reason:
+                ended[number].set()
+
+        for number, request in enumerate(requests):
+            generations.append(service.submit(request, lambda update, number=number: see(number, update)))  # type: ignore[misc]
+        async with asyncio.timeout(60):
+            for event in ended:
+                await event.wait()
+        return found
+
+    return asyncio.run(main())
+
+
+def tokens(updates: list[Update]) -> list[int]:
+    return [output.token for update in updates for output in update.tokens]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("deaths", [[], [0], [1], [5, 3]])
+def test_a_replica_that_dies_costs_no_token_and_repeats_none(
+    bundled: Path, service: Service, llm: LLM, sampling: Sampling, deaths: list[int]
+) -> None:
+    texts = prompts()[:4]
+    wanted = [llm.generate(text, sampling, max_new_tokens=40) for text in texts]
+    requests = [Request(tokens=llm.encode(text), sampling=sampling, max_new_tokens=40, logprobs=0) for text in texts]
+    found = run(lambda: RemoteService(bundled, replicas(service, deaths), (Died,), 8), *requests)
+    for updates, completion in zip(found, wanted, strict=True):
+        assert tokens(updates) == completion.tokens
+        assert "".join(output.text for update in updates for output in update.tokens) + updates[-1].held == completion.text
+        assert [update.finish_reason for update in updates] == [None] * (len(updates) - 1) + [completion.finish_reason]
+        assert updates[-1].stats.new_tokens == len(completion.tokens)
+        for before, now in pairwise(update.stats for update in updates):  # metrics count what was added
+            assert before.draft_tokens <= now.draft_tokens and before.accepted_tokens <= now.accepted_tokens
+
+
+def test_what_cannot_be_repeated_ends_in_one_sentence(bundled: Path, service: Service, llm: LLM) -> None:
+    request = Request(
+        tokens=llm.encode("import os\n"), sampling=Sampling(temperature=1.0, method="rejection"), max_new_tokens=60
+    )
+    (updates,) = run(lambda: RemoteService(bundled, replicas(service, [2]), (Died,), 8), request)
+    assert tokens(updates) and updates[-1].finish_reason == "error" and "cannot be repeated" in str(updates[-1].error)
+    (updates,) = run(lambda: RemoteService(bundled, replicas(service, [0]), (Died,), 8), request)
+    assert updates[-1].finish_reason in ("stop", "length")  # nothing was sent yet
+
+
+def test_a_request_that_kills_every_replica_is_given_up(bundled: Path, service: Service, llm: LLM) -> None:
+    request = Request(tokens=llm.encode("import os\n"), max_new_tokens=60)
+    (updates,) = run(lambda: RemoteService(bundled, replicas(service, [1] * ATTEMPTS), (Died,), 8), request)
+    assert updates[-1].finish_reason == "error" and f"{ATTEMPTS} times" in str(updates[-1].error)
+
+
+def test_what_a_replica_refuses_or_breaks_on_is_told(bundled: Path, llm: LLM) -> None:
+    async def refuse(request: Request) -> AsyncGenerator[Update, None]:
+        if request.max_new_tokens == 1:
+            raise EESDError("This cannot be.")
+        raise KeyError("internal detail")
+        yield
+
+    asked = [Request(tokens=llm.encode("x"), max_new_tokens=count) for count in (1, 2)]
+    (refused,), (broken,) = run(lambda: RemoteService(bundled, refuse, (Died,), 8), *asked)
+    assert (refused.finish_reason, refused.error) == ("error", "This cannot be.")
+    assert broken.finish_reason == "error" and "internal detail" not in str(broken.error)
+
+
+def test_cancelling_reaches_the_replica(bundled: Path, service: Service, llm: LLM) -> None:
+    request = Request(tokens=llm.encode("import os\n"), max_new_tokens=900, ignore_eos=True)
+    (updates,) = run(
+        lambda: RemoteService(bundled, replicas(service, []), (Died,), 8),
+        request,
+        then=lambda _, generation: generation.cancel(),
+    )
+    assert updates[-1].finish_reason == "cancelled" and len(tokens(updates)) < 900
+    service.generate(Request(tokens=llm.encode("x"), max_new_tokens=1))  # a round later
+    assert service.load().running == 0
+
+
+def test_bad_requests_and_too_many_are_refused_at_once(bundled: Path, service: Service, llm: LLM) -> None:
+    async def main() -> None:
+        remote = RemoteService(bundled, replicas(service, []), (Died,), 1)
+        for prompt, words in (([], "empty"), ([1 << 30], "token id"), ([1] * 5000, "5000 tokens")):
+            with pytest.raises(EESDError, match=words):
+                remote.submit(Request(tokens=prompt), lambda _: None)
+        first = Request(tokens=llm.encode("x"), max_new_tokens=900, ignore_eos=True)
+        remote.submit(first, lambda _: None)
+        with pytest.raises(QueueFullError, match="try again"):
+            remote.submit(first, lambda _: None)
+        assert remote.load().running == 1
+        remote.close()
+        assert not remote.alive
+
+    asyncio.run(main())
