@@ -73,14 +73,14 @@ class Group:
         """Time calls over dummy rows, so that the rule knows what they cost. Takes about this many seconds."""
         count, started = 1, time.perf_counter()
         while count <= most_rows and time.perf_counter() - started < seconds:
-            self._make_room(count, MEASURED_SLOTS)
+            self._make_room(MEASURED_SLOTS)
             for nodes in (1, 2, 4, 8):
                 if nodes <= 1 + self._longest:
                     self._measure(self._verify, self._rule.verify, count, nodes)
             if self._draft is not None:
                 self._measure(self._draft, self._rule.draft, count, 1)
             count *= 2
-        self._make_room(1, 1)
+        self._make_room(1)
 
     def _measure(self, binding: RowsBinding, costs: CallCosts, count: int, nodes: int) -> None:
         calls = [Call([0] * nodes, range(nodes), 0)] * count
@@ -93,7 +93,7 @@ class Group:
     def join(self, row: Row, kv_cache: HostKVCache) -> None:
         """Take a row whose prompt is in a cache of its own."""
         used = row.session.prefilled
-        self._make_room(len(self.active) + 1, used + 1 + self._longest)
+        self._make_room(used + 1 + self._longest)
         self._rows.take(len(self.active), kv_cache, used)
         row.session.move_to(ROW_CACHE)
         self.active.append(row)
@@ -101,7 +101,7 @@ class Group:
     def take_over(self, other: "Group", row: Row) -> None:
         """Take a row from another group."""
         used, at = _used(row), other.active.index(row)
-        self._make_room(len(self.active) + 1, used + 1 + self._longest)
+        self._make_room(used + 1 + self._longest)
         self._rows.write(len(self.active), 0, other._rows.read(at, 0, used))
         other.leave(row)
         self.active.append(row)
@@ -123,7 +123,7 @@ class Group:
     def round(self, report: Report) -> list[Row]:
         """Run a round of all rows. Returns those that are finished, or failed alone; they still hold their place."""
         started = time.perf_counter()
-        self._make_room(len(self.active), 1)
+        self._make_room(1)
         count, slots = len(self.active), self._rows.slots
         self._rule.begin_round()
         least = self._rule.step_cost(count, slots)
@@ -196,10 +196,10 @@ class Group:
             current.drafting = current.drafting and row.error is None
         self._rule.draft.add(len(calls), 1, slots, time.perf_counter() - started)
 
-    def _make_room(self, rows: int, slots: int) -> None:
-        """Have room for so many rows, for a text that needs so many slots, and for a round of the rows that there are."""
+    def _make_room(self, slots: int) -> None:
+        """Have room for a text that needs so many slots, and for a round of the rows that there are."""
         used = [_used(row) for row in self.active]
-        self._rows.resize(rows, max(slots, max(used, default=0) + 1 + self._longest), used)
+        self._rows.resize(max(slots, max(used, default=0) + 1 + self._longest), used)
 
 
 def _alone(row: Row, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:

@@ -31,8 +31,8 @@ def check_rows(engine: OrtEngine, rows: int) -> None:
     random = np.random.default_rng(0)
     vocab, limit = engine.manifest.geometry.vocab_size, engine.manifest.max_seq_len
     texts = [random.integers(0, vocab, min(length, limit - max(NODES)) + max(NODES)).tolist() for length in lengths]
-    together = HostRows(engine.manifest)
-    together.resize(len(texts), max(map(len, texts)), [])
+    together = HostRows(engine.manifest, len(texts))
+    together.resize(max(map(len, texts)), [])
     alone: list[HostKVCache] = []
     for row, text in enumerate(texts):
         alone.append(engine.new_kv_cache())

@@ -294,7 +294,7 @@ class Scheduler:
                 self._group_for(len(row.session.tokens)).take_over(group, row)
 
     def _new_group(self, most_slots: int | None) -> Group:
-        rows = HostRows(self._llm.manifest)
+        rows = HostRows(self._llm.manifest, self._options.max_rows)
         draft = OrtRowsBinding(self._draft, rows) if self._draft else None
         longest = self._llm.manifest.max_tree_nodes
         return Group(rows, OrtRowsBinding(self._engine, rows), draft, self.rule, longest, most_slots)

@@ -33,38 +33,31 @@ class HostRows:
         version: Number of changes of the memory. Whoever binds it must bind it again when the version changed.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, rows: int) -> None:
+        """``rows`` is the most that will be in use. Memory that is not touched is not taken."""
         geometry = manifest.geometry
         self.version = 0
         self._outer, self._inner = (manifest.num_caches, 2), (geometry.num_kv_heads, geometry.head_dim)
-        self.data = self._zeros(1, STEP)
-
-    @property
-    def rows(self) -> int:
-        """Rows that are allocated."""
-        return int(self.data.shape[2])
+        self._most = rows
+        self.data = self._zeros(STEP)
 
     @property
     def slots(self) -> int:
         """S now."""
         return int(self.data.shape[4])
 
-    def resize(self, rows: int, slots: int, used: Sequence[int]) -> None:
-        """Have at least this many rows and slots, and not many more.
+    def resize(self, slots: int, used: Sequence[int]) -> None:
+        """Have at least this many slots, and not many more.
 
         Args:
-            rows: Rows that will be in use.
             slots: Slots that a row needs.
-            used: Slots of each row in use now, which are kept.
+            used: Slots of each row in use, which are kept.
         """
-        wanted = self.rows
-        while wanted < rows:
-            wanted *= 2
         step = STEP if slots <= 8 * STEP else slots // 8 // STEP * STEP  # the longer, the rarer
         length = -(-slots // step) * step
-        if wanted == self.rows and self.slots // 2 <= length <= self.slots:
+        if self.slots // 2 <= length <= self.slots:
             return
-        old, self.data = self.data, self._zeros(wanted, length)
+        old, self.data = self.data, self._zeros(length)
         for row, count in enumerate(used):
             self.data[:, :, row, :, :count] = old[:, :, row, :, :count]
         self.version += 1
@@ -85,6 +78,6 @@ class HostRows:
         """Keys and values of a row, [L+E, 2, KV, n, D]: the memory itself."""
         return self.data[:, :, row, :, start:stop]
 
-    def _zeros(self, rows: int, slots: int) -> NDArray[np.float32]:
+    def _zeros(self, slots: int) -> NDArray[np.float32]:
         kv_heads, head_dim = self._inner
-        return np.zeros((*self._outer, rows, kv_heads, slots, head_dim), np.float32)
+        return np.zeros((*self._outer, self._most, kv_heads, slots, head_dim), np.float32)
