@@ -202,7 +202,13 @@ class Scheduler:
             generation = self.waiting.popleft()
             workspace = self._idle.pop() if self._idle else self._new_workspace()
             workspace.kv_cache.reset()
-            row = Row(self._llm, self.rule, generation, workspace.kv_cache, workspace.verify)
+            try:
+                row = Row(self._llm, self.rule, generation, workspace.kv_cache, workspace.verify)
+            except Exception as error:  # whatever it is, it concerns this request alone
+                LOGGER.exception("A request could not begin.")
+                self._idle.append(workspace)
+                generation.on_update(Update(finish_reason="error", error=_sentence(error)))
+                continue
             if generation.request.prompt_logprobs is None:
                 self._take_prefix(row, workspace.kv_cache)
             self._prefilling.append(_Prefilling(row, workspace))

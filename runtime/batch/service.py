@@ -62,6 +62,8 @@ class Service:
         self._inbox: deque[Generation] = deque()
         self._changed = threading.Condition()
         self._closing = self._stopping = False
+        self._kv_used = 0.0
+        """As it was behind the last step: other threads must not look at the rows."""
         self._thread = threading.Thread(target=self._run, name="eesd-batch", daemon=True)
         self._thread.start()
 
@@ -132,7 +134,7 @@ class Service:
             len(self._inbox) + len(scheduler.waiting),
             scheduler.prefilling,
             scheduler.running,
-            scheduler.kv_used,
+            self._kv_used,
             scheduler.rounds,
             prefixes.queries,
             prefixes.hits,
@@ -188,6 +190,7 @@ class Service:
                     while self._inbox:
                         self._scheduler.add(self._inbox.popleft())
                 busy = self._scheduler.step()
+                self._kv_used = self._scheduler.kv_used
             self._scheduler.end_all("cancelled")
         except BaseException as error:
             self._scheduler.end_all("error", error if isinstance(error, Exception) else None)
