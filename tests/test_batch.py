@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support import tiny_models
+from support.command import export_engine
 from support.harness import Harness
 
 from eesd.common.errors import EESDError
@@ -115,6 +117,28 @@ def test_tokens_are_those_of_a_request_alone(llm: LLM, levels: int | None, every
     assert scheduler.running == scheduler.prefilling == 0
     if levels == 4:
         assert any(update.stats.accepted_tokens for record in records for update in record.updates)
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8"])
+def test_tokens_of_quantized_engines_are_those_of_a_request_alone(tmp_path: Path, quantize: str) -> None:
+    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
+    directory = export_engine(model, tmp_path / "plans", "--quantize", quantize, "--max-seq-len", 384)
+    llm = load(directory, "ort", threads=1)
+    given = list(requests(12))
+    for levels in (0, 3):
+        records = run(Scheduler(llm, replace(OPTIONS, levels=levels)), given, every=3)
+        assert [record.tokens for record in records] == [alone(llm, request) for request in given]
+
+
+def test_texts_of_earlier_requests_are_drafted_where_that_is_asked_for(llm: LLM) -> None:
+    found = []
+    for past in (0, 1000):
+        other = llm.with_speculation(Speculation(drafter="text", past_tokens=past))
+        scheduler = Scheduler(other, replace(OPTIONS, levels=3, prefix_memory=0))
+        request = Request(tokens=[5, 9, 3, 44], sampling=SAMPLINGS[1], max_new_tokens=60, ignore_eos=True)
+        found.append([run(scheduler, [request])[0].updates[-1].stats for _ in range(2)])
+    assert found[1][1].rounds < found[0][1].rounds == found[0][0].rounds
+    assert found[1][1].accepted_text_tokens > found[0][1].accepted_text_tokens
 
 
 def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
