@@ -107,7 +107,7 @@ def test_forced_tokens_are_what_must_follow(llm: LLM) -> None:
         ({"structured_outputs": {"choice": ["x"]}}, "x".__eq__),
         ({"structured_outputs": {"json_object": True, "regex": None}}, lambda text: isinstance(json.loads(text), dict)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_constraints_of_requests(llm: LLM, body: dict[str, Any], fits: Callable[[str], bool]) -> None:
     most = 4000  # objects without a schema may become long
