@@ -205,8 +205,10 @@ class Client(threading.Thread):
         """Read a stream, and compare it."""
         tokens: list[int] = []
         times: list[float] = []
+        complete = False
         for number, line in enumerate(line for line in response if line.startswith(b"data: ")):
             if line.startswith(b"data: [DONE]"):
+                complete = True
                 break
             event = json.loads(line[6:])
             if "error" in event:
@@ -218,6 +220,9 @@ class Client(threading.Thread):
             if number == hang_up:
                 self.tally.add("hung up")
                 return
+        if not complete and tokens == known.tokens[: len(tokens)]:
+            self.tally.add("connection refused or broken")
+            return
         equal = tokens == known.tokens
         self.tally.add("equal" if equal else "WRONG TOKENS", "" if equal else _difference(known, tokens))
         with self.tally.lock:
