@@ -75,17 +75,7 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
             raise EESDError(f"{name} needs drafting; leave --no-draft out.")
     names = ("drafter", "controller", "tree_width", "seed", "tree_budget")
     speculation = Speculation(guard=not options["no_guard"], **{name: options[name] for name in names})
-    llm = load(
-        engine_dir,
-        options["backend"],
-        speculation=None if options["no_draft"] else speculation,
-        threads=options["threads"],
-        verify_hashes=options["verify"],
-        generation_config=options["generation_config"],
-        exact=options["exact"],
-    )
-    if llm.engines.notice:
-        notice(llm.engines.notice)
+    llm = load_as_asked(engine_dir, options, speculation)
     sampling = replace(llm.default_sampling, **chosen)
     if learned is not None and learned.exists():
         load_controller_state(llm, learned)
@@ -114,6 +104,22 @@ def _show_generation_config(engine_dir: Path, sampling: Sampling, chosen: dict[s
     parts += [f"not applied: {', '.join(config.not_applied)}"] if config.not_applied else []
     if parts:
         click.echo(f"{GENERATION_CONFIG_FILE}: {', '.join(parts)} (--generation-config none switches it off)", err=True)
+
+
+def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Speculation) -> LLM:
+    """Load an engine directory with the options that commands have in common, and show what the user should know of it."""
+    llm = load(
+        engine_dir,
+        options["backend"],
+        speculation=None if options["no_draft"] else speculation,
+        threads=options["threads"],
+        verify_hashes=options["verify"],
+        generation_config=options["generation_config"],
+        exact=options["exact"],
+    )
+    if llm.engines.notice:
+        notice(llm.engines.notice)
+    return llm
 
 
 def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:

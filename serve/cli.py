@@ -10,11 +10,11 @@ import click
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.json_input import read_text
-from eesd.common.terminal import notice
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
+from eesd.runtime.cli import load_as_asked
 from eesd.runtime.engines.backends import BACKENDS
-from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, Speculation, load
+from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, Speculation
 from eesd.serve.triton.repository import write_triton_repository
 
 LOG_FORMATS = ("text", "json")
@@ -79,7 +79,7 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
         raise EESDError("--controller-state needs drafting; leave --no-draft out.")
     log_to_stderr(options["log_format"])
     with bind(host, port) as bound:  # before the model is loaded: a port that is taken is known at once
-        service = Service(_load(engine_dir, options), batch)
+        service = Service(load_as_asked(engine_dir, options, Speculation(drafter=options["drafter"])), batch)
         if learned is not None and learned.exists():
             service.load_state(learned)
         app = make_app(service, limits)
@@ -101,22 +101,6 @@ def _write_triton_repository(engine_dir: Path, batch: BatchOptions, options: dic
         exact=options["exact"],
     )
     click.echo(f"{directory} is written; start Triton with --model-repository={directory.parent}")
-
-
-def _load(engine_dir: Path, options: dict[str, Any]) -> Any:
-    speculation = Speculation(drafter=options["drafter"])
-    llm = load(
-        engine_dir,
-        options["backend"],
-        speculation=None if options["no_draft"] else speculation,
-        threads=options["threads"],
-        verify_hashes=options["verify"],
-        generation_config=options["generation_config"],
-        exact=options["exact"],
-    )
-    if llm.engines.notice:
-        notice(llm.engines.notice)
-    return llm
 
 
 def api_keys(file: Path | None) -> tuple[str, ...]:

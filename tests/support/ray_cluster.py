@@ -17,6 +17,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from support.environments import variables
+from support.ports import free_ports
 
 START_SECONDS = 120.0
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -42,7 +43,7 @@ def ray_cluster(python: Path, import_path: str, arguments: dict[str, Any]) -> It
     """Start Ray and an application, wait until ``/ready`` answers, and end all of it."""
     # Not pytest's directory: paths of Unix sockets must be short.
     scratch = Path(tempfile.mkdtemp(prefix="eesd-ray-", dir="/tmp"))
-    ray, client, agent, http = _free_ports(4)
+    ray, client, agent, http = free_ports(4)
     config = {
         "http_options": {"host": "127.0.0.1", "port": http},
         "applications": [{"name": "default", "route_prefix": "/", "import_path": import_path, "args": arguments}],
@@ -105,11 +106,3 @@ def _processes(session: int) -> list[tuple[int, str]]:
             if int(leader) == session and state != "Z":
                 found.append((int(path.parent.name), (path.parent / "cmdline").read_bytes().decode(errors="replace")))
     return found
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

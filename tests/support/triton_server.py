@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sysconfig
 import time
@@ -14,6 +13,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from support.environments import site_packages, variables
+from support.ports import free_ports
 
 START_SECONDS = 60.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -63,7 +63,7 @@ def triton_server(python: Path, repository: Path, scratch: Path) -> Iterator[Tri
     parts = [*(found / "backends/python").glob("*.*"), found / "python_backend_stubs" / version / "triton_python_backend_stub"]
     for part in parts:
         (backend / part.name).symlink_to(part)
-    http, grpc, metrics = _free_ports(3)
+    http, grpc, metrics = free_ports(3)
     prefix = f"eesd_test_{os.getpid()}_{http}_"
     command = [
         str(found / "bin/tritonserver"),
@@ -123,11 +123,3 @@ def _group(group: int) -> list[tuple[int, str]]:
             if int(leader) == group and state != "Z":
                 found.append((int(path.parent.name), name))
     return found
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
