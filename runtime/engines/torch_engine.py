@@ -14,7 +14,8 @@ from eesd.runtime.engines.torch_weights import load_modules
 
 ROWS = 4
 """On the CPU, torch's float32 products add in another order where the number of rows is no multiple of this. Calls of verify
-are padded, so that a token's logits are the same bits in every call."""
+are padded, so that a token's logits are the same bits in every call. Processors with AMX need more than that: there
+``eesd-inspect --exact`` says that they differ (:mod:`eesd.runtime.engines.exactness`)."""
 
 
 class TorchStageRunner:
