@@ -20,7 +20,7 @@ from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.ort_cpu import BoundCall, OrtEngine
+from eesd.runtime.engines.ort_cpu import BoundCall, OrtBinding, OrtEngine
 from eesd.runtime.engines.ort_rows import OrtRowsBinding
 from eesd.runtime.engines.rows import HostRows
 from eesd.runtime.llm import LLM, Speculation, load
@@ -154,6 +154,21 @@ def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
     assert found[0] == found[1] == found[2]
     first = found[0][0][0]
     assert first is not None and first.logprob is not None and len(first.top) == 5 and first.logprob <= first.top[0][1]
+
+
+def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small piece reads all weights for few tokens."""
+    sizes, prefill = [], OrtBinding.prefill
+
+    def note(binding: OrtBinding, tokens: Sequence[int], slot: int) -> None:
+        sizes.append(len(tokens))
+        prefill(binding, tokens, slot)
+
+    scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=256, prefix_memory=0))
+    monkeypatch.setattr(OrtBinding, "prefill", note)
+    given = [Request(tokens=[5] * (1 + length), max_new_tokens=2) for length in (300, 200, 60, 50)]
+    run(scheduler, given)
+    assert sorted(sizes) == [50, 60, 150, 150, 200]
 
 
 def test_prompt_logprobs_are_the_models(llm: LLM) -> None:

@@ -123,8 +123,13 @@ class Row:
         return self.session.prefilled - before
 
     @property
+    def unfilled(self) -> int:
+        """Tokens of the prompt that are still to be put into the cache."""
+        return self.session.stats.prompt_tokens - 1 - self.session.prefilled
+
+    @property
     def prefilled(self) -> bool:
-        return self.session.prefilled == self.session.stats.prompt_tokens - 1
+        return not self.unfilled
 
     def update(self, result: RoundResult) -> Update:
         """What to report of a round. A stop string ends the request."""

@@ -31,6 +31,8 @@ MEASURING_SECONDS = 3.0
 """Time in which calls are timed at the start."""
 MOST_PREFILLING = 4
 """Prompts that are prefilled in turn, so that a long one does not keep short ones waiting."""
+SMALL_PIECE = 128
+"""A prompt waits for its turn rather than for a piece smaller than this, which would cost more for each token."""
 
 
 LOGGER = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class BatchOptions:
 
     max_rows: int = 16
     max_queue: int = 256
-    prefill_tokens: int = 128
+    prefill_tokens: int = 256
     kv_memory: int = 2 << 30
     prefix_memory: int = 256 << 20
     levels: int | None = None
@@ -227,11 +229,15 @@ class Scheduler:
 
     def _prefill_some(self) -> None:
         """Prefill prompts, each a piece in turn. Those that are complete join a group."""
-        left = self._options.prefill_tokens if self.running else self._engine.prefill_chunk
+        left = most = self._options.prefill_tokens if self.running else self._engine.prefill_chunk
         while self._prefilling and left > 0:
+            row = self._prefilling[0].row
+            piece = _piece(row.unfilled, left)
+            if left < most and piece < min(row.unfilled, SMALL_PIECE):
+                return
             one = self._prefilling.popleft()
             try:
-                left -= max(one.row.prefill(left), 1)
+                left -= max(row.prefill(piece), 1)
             except Exception as error:  # whatever it is, it concerns this request alone
                 self._idle.append(one.workspace)
                 self._end(one.row, "error", error)
@@ -313,6 +319,12 @@ class Scheduler:
     def _new_workspace(self) -> _Workspace:
         kv_cache = self._engine.new_kv_cache()
         return _Workspace(kv_cache, self._engine.bind(kv_cache))
+
+
+def _piece(tokens: int, most: int) -> int:
+    """Tokens of the next piece, if as few pieces as possible are alike."""
+    pieces = max(-(-tokens // most), 1)
+    return -(-tokens // pieces)
 
 
 def _group_sizes(max_seq_len: int) -> list[int | None]:

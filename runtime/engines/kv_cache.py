@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import Manifest
+from eesd.runtime.engines.host_memory import HostMemory
 
 STEP = 128
 """Capacity grows by at least 12.5 %, rounded up to a multiple of this many slots."""
@@ -40,12 +41,12 @@ class GrowingKVCache:
         layers = layers or [range(manifest.num_caches)]
         self._rows = {layer: (shard, row) for shard, group in enumerate(layers) for row, layer in enumerate(group)}
         self._shapes = [(len(group), 2, 1, manifest.geometry.num_kv_heads) for group in layers]
-        self.shards = self._all_zeros(self._first)
+        self.shards = self._allocate(self._first)
 
     def _zeros(self, shard: int, shape: tuple[int, ...]) -> Any:
         raise NotImplementedError
 
-    def _all_zeros(self, slots: int) -> list[Any]:
+    def _allocate(self, slots: int) -> list[Any]:
         return [self._zeros(shard, (*shape, slots + self._spare, self._head_dim)) for shard, shape in enumerate(self._shapes)]
 
     @property
@@ -66,17 +67,19 @@ class GrowingKVCache:
         if slots > self.limit:
             raise EESDError(f"{slots} tokens do not fit the cache of {self.limit} slots; export with a larger --max-seq-len.")
         wanted = max(slots, capacity + capacity // 8)
-        larger = self._all_zeros(min(-(-wanted // STEP) * STEP, self.limit))
-        for new, old in zip(larger, self.shards, strict=True):
-            new[..., : self.slots, :] = old
-        self.shards = larger
-        self.version += 1
+        self._resize(min(-(-wanted // STEP) * STEP, self.limit), self.slots)
 
     def reset(self) -> None:
         """Begin another sequence at the first size, so that a short text does not pay for a long one before it."""
         if self.slots > self._first + self._spare:
-            self.shards = self._all_zeros(self._first)
-            self.version += 1
+            self._resize(self._first, 0)
+
+    def _resize(self, slots: int, used: int) -> None:
+        """Have ``slots`` for tokens; the first ``used`` are kept."""
+        old, self.shards = self.shards, self._allocate(slots)
+        for new, before in zip(self.shards, old, strict=True):
+            new[..., :used, :] = before[..., :used, :]
+        self.version += 1
 
     def compact(self, start: int, sources: list[int]) -> None:
         """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``, ``start + 1``, ..."""
@@ -90,17 +93,23 @@ class HostKVCache(GrowingKVCache):
     shards: list[NDArray[np.float32]]
 
     def __init__(self, manifest: Manifest, slots: int = STEP) -> None:
+        self._memory = HostMemory(manifest, 1, min(slots, manifest.max_seq_len))
         super().__init__(manifest, slots)
 
     @property
     def data(self) -> NDArray[np.float32]:
         """All layers, [L+E, 2, B, KV, S, D]."""
-        return self.shards[0]
+        return self._memory.data
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values of one layer, each [B, KV, S, D]: a copy."""
         keys, values = self.layer(index).copy()
         return keys, values
 
-    def _zeros(self, shard: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        return np.zeros(shape, dtype=np.float32)
+    def _allocate(self, slots: int) -> list[Any]:
+        return [self._memory.data]
+
+    def _resize(self, slots: int, used: int) -> None:
+        self._memory.resize(slots, 1, used)
+        self.shards = [self._memory.data]
+        self.version += 1

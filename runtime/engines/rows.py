@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Call, StepOutputs
+from eesd.runtime.engines.host_memory import HostMemory
 from eesd.runtime.engines.kv_cache import STEP, HostKVCache
 
 
@@ -29,22 +30,23 @@ class HostRows:
     The rows in use are the first ones. All have the same S, for which attention pays, so S follows the longest text.
 
     Attributes:
-        data: The memory.
         version: Number of changes of the memory. Whoever binds it must bind it again when the version changed.
     """
 
     def __init__(self, manifest: Manifest, rows: int) -> None:
         """``rows`` is the most that will be in use. Memory that is not touched is not taken."""
-        geometry = manifest.geometry
         self.version = 0
-        self._outer, self._inner = (manifest.num_caches, 2), (geometry.num_kv_heads, geometry.head_dim)
-        self._most = rows
-        self.data = self._zeros(STEP)
+        self._memory = HostMemory(manifest, rows, STEP)
+
+    @property
+    def data(self) -> NDArray[np.float32]:
+        """The memory. It moves when the version changes."""
+        return self._memory.data
 
     @property
     def slots(self) -> int:
         """S now."""
-        return int(self.data.shape[4])
+        return self._memory.slots
 
     def resize(self, slots: int, used: Sequence[int]) -> None:
         """Have at least this many slots, and not many more.
@@ -55,11 +57,9 @@ class HostRows:
         """
         step = STEP if slots <= 8 * STEP else slots // 8 // STEP * STEP  # the longer, the rarer
         length = -(-slots // step) * step
-        if self.slots // 2 <= length <= self.slots:
+        if length <= self.slots <= length + length // 2:
             return
-        old, self.data = self.data, self._zeros(length)
-        for row, count in enumerate(used):
-            self.data[:, :, row, :, :count] = old[:, :, row, :, :count]
+        self._memory.resize(length, len(used), max(used, default=0))
         self.version += 1
 
     def move(self, source: int, target: int, used: int) -> None:
@@ -77,7 +77,3 @@ class HostRows:
     def read(self, row: int, start: int, stop: int) -> NDArray[np.float32]:
         """Keys and values of a row, [L+E, 2, KV, n, D]: the memory itself."""
         return self.data[:, :, row, :, start:stop]
-
-    def _zeros(self, slots: int) -> NDArray[np.float32]:
-        kv_heads, head_dim = self._inner
-        return np.zeros((*self._outer, self._most, kv_heads, slots, head_dim), np.float32)
