@@ -135,8 +135,9 @@ def operations_of_node(manifest: Manifest, graph: GraphInfo) -> int:
 
 def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
     """The weights that a pass reads whole."""
-    weights = manifest.weights_of(graph)
-    if not (manifest.geometry.tied_embeddings and graph in (manifest.draft, manifest.verify[-1])):
+    weights, tied = manifest.weights_of(graph), manifest.geometry.tied_embeddings
+    is_head = graph == manifest.verify[-1] or (graph == manifest.draft and not manifest.exit_head.own_lm_head)
+    if not (tied and is_head):
         weights.pop(EMBEDDINGS, None)
     return [weight for name, weight in weights.items() if name not in ROTARY_TABLES]
 

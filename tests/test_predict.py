@@ -1,19 +1,20 @@
 """``eesd-inspect --predict``: the formula against hand calculations, and the tables of docs/predict.md."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.command import assert_refused, export_engine, run, succeed
+from support.engine_dirs import trained_head
 from support.shaped_manifests import shaped_manifest
 from support.synthetic import LLAMA_70B
 
 from eesd.common.manifest import Manifest
 from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import BLOCK, UNQUANTIZED, Quantization, Quantizations
+from eesd.common.weights import BLOCK, ROTARY_TABLES, UNQUANTIZED, Quantization, Quantizations
 from eesd.export import inspect, predict
 from eesd.export.inspect import main
 from eesd.export.predict import GPUS, Hardware, Prediction, bytes_of_pass, call_seconds, operations_of_node
@@ -30,6 +31,20 @@ TABLES = {
     "70B, float16, two stages": ({}, UNQUANTIZED, 2),
     "70B, int4": ({}, INT4, 1),
 }
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
+    family_dir: Callable[[str], Path], tmp_path: Path, own: bool
+) -> None:
+    """Tied embeddings are the LM head of verify, and of a draft without one of its own."""
+    model = family_dir("llama-tied")
+    head = trained_head(model, tmp_path / "head", 1, own)
+    manifest = load_manifest(export_engine(model, tmp_path / "plans", "--exit-head", head, "--no-check"))
+    geometry, weights = manifest.geometry, manifest.weights_of(manifest.draft)
+    stored = sum(weight.nbytes for name, weight in weights.items() if name not in ROTARY_TABLES)
+    table = geometry.vocab_size * geometry.hidden_size * 4
+    assert bytes_of_pass(manifest, manifest.draft, 0) == stored - own * table
 
 
 @pytest.fixture(scope="module")
