@@ -85,7 +85,8 @@ def main(
         for one in who:
             process = stack.enter_context(started(one.python, WORKERS / one.worker, options["threads"], timeout))
             process.ask("load", path=one.path, options={**options, "mode": one.mode, "levels": levels})
-            process.ask("serve", prompts=ids[:2], count=max_new_tokens, concurrency=2)
+            # Memory that a process touches first costs time: each has touched what it needs before anything is measured.
+            process.ask("serve", prompts=ids, count=min(8, max_new_tokens), concurrency=max(counts))
             processes[one.name] = process
         for _ in range(rounds):
             for count in counts:
