@@ -127,10 +127,10 @@ def capture_at_once(patch: pytest.MonkeyPatch, _: Machine) -> None:
 def change_an_address_later(patch: pytest.MonkeyPatch, _: Machine) -> None:
     original = ForwardStep.run
 
-    def run(self: Any) -> None:
+    def run(self: Any, *args: Any) -> Any:
         for context in self._stages[0].stage._make_context.args[0]._contexts:
             context.set_tensor_address("position_ids", context._addresses["position_ids"])
-        original(self)
+        return original(self, *args)
 
     patch.setattr(ForwardStep, "run", run)
 

@@ -37,6 +37,8 @@ TORCH_FREE = {"common", "controllers", "runtime"}
 TORCH_FILES = {
     "device.py",
     "device_engine.py",
+    "device_noise.py",
+    "device_sampler.py",
     "ort_gpu.py",
     "torch_engine.py",
     "torch_weights.py",

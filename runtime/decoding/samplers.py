@@ -10,13 +10,16 @@ the tree and says which path is accepted and which token comes after it, the bon
   else it draws from the normalised positive part of p - q. A tree proposes the most likely tokens of q and accepts child x with
   probability p(x); else it removes x from p, renormalises, and tries the next sibling.
 
+Where logits are on a device, the first two choose there, the same tokens (:mod:`~eesd.runtime.decoding.device_sampler`).
+Rejection sampling and constraints choose on the host.
+
 With a draft vocabulary, q has columns for some tokens only, and is zero for the others. Proposals are chosen among columns;
 noise and penalty are those of their tokens.
 """
 
 from collections.abc import Callable, Sequence
 from math import exp, log
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +27,10 @@ from numpy.typing import NDArray
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.runtime.decoding.draft_tree import Node, Proposal
 from eesd.runtime.decoding.sampling import GumbelNoise, Sampling, Vector, normalize, penalize, philox, warp
-from eesd.runtime.engines.base import Logits, StepOutputs
+from eesd.runtime.engines.base import Choose, Logits, StepOutputs
+
+if TYPE_CHECKING:
+    from eesd.runtime.decoding.device_sampler import DeviceSampler
 
 
 class AcceptResult(NamedTuple):
@@ -44,6 +50,11 @@ class SpecSampler(Protocol):
 
     def begin_round(self, tokens: Sequence[int]) -> None:
         """Begin a round; ``tokens`` is everything committed, the root last."""
+        ...
+
+    def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
+        """What chooses on a device, behind each of these nodes, ``count`` proposals or, for 0, the verifier's token. None: this
+        sampler chooses from logits on the host, or from what the engine returns anyway."""
         ...
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
@@ -105,6 +116,9 @@ class _Base:
     def begin_round(self, tokens: Sequence[int]) -> None:
         self._tokens = tokens
 
+    def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
+        return None
+
     def _adjusted(self, logits: Logits, node: Node, columns: DraftColumns = WHOLE) -> Logits:
         """Logits after ``node``, with the repetition penalty for all tokens before and on its path; -inf for tokens that are
         not allowed."""
@@ -138,11 +152,34 @@ class _Base:
 class _Deterministic(_Base):
     """Walks the tree along the verifier's own tokens, which do not depend on what was drafted."""
 
+    _vocab_size = 0
+    """V, for noise."""
+    _device: "DeviceSampler | None" = None
+
+    def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
+        if self.proposes_top_tokens or self._allowed is not None:
+            return None
+        if self._device is None:
+            from eesd.runtime.decoding.device_sampler import DeviceSampler
+
+            self._device = DeviceSampler(self._sampling, self._vocab_size, self._columns)
+        return self._device.chooser(self._tokens, [node.path() for node in nodes], count)
+
+    def _chosen(self, found: Vector, count: int) -> list[Proposal]:
+        """The proposals that a device chose: its columns, log-probabilities and noisy scores, [3, at most count + 1]."""
+        columns, logprobs, noisy = found[:, found[2] > -np.inf]
+        tokens = self._columns.tokens(columns.astype(np.int64)).tolist()
+        others = [noisy[1] if len(noisy) > 1 else -np.inf, *[noisy[0]] * (len(noisy) - 1)]
+        scores = noisy if self._sampling.greedy else noisy - noisy[0]
+        rows = zip(tokens, logprobs.tolist(), scores.tolist(), (noisy - others).tolist(), strict=True)
+        return [Proposal(*row) for row in rows][:count]
+
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
         node = root
         path: list[Node] = []
         while True:
-            token = self._target(node, outputs)
+            chosen, certain = (0, 0) if outputs.chosen is None else outputs.chosen[node.index]
+            token = int(chosen) if certain else self._target(node, outputs)
             child = next((child for child in node.children if child.token == token), None)
             if child is None:
                 return AcceptResult(path, token)
@@ -166,6 +203,8 @@ class Greedy(_Deterministic):
             tokens, top = ids[row].tolist(), logprobs[row].tolist()
             others = [top[1] if len(top) > 1 else log(max(1 - exp(top[0]), 1e-9)), *[top[0]] * (count - 1)]
             return [Proposal(tokens[i], top[i], top[i], top[i] - others[i]) for i in range(count)]
+        if outputs.chosen is not None:
+            return self._chosen(outputs.chosen[row], count)
         adjusted = self._adjusted(outputs.logits[row], node, self._columns)
         if self._allowed is not None and adjusted.max() == -np.inf:
             return []
@@ -182,9 +221,12 @@ class Coupled(_Deterministic):
         self, sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE, allowed: Allowed | None = None
     ) -> None:
         super().__init__(sampling, columns, allowed)
+        self._vocab_size = vocab_size
         self._noise = GumbelNoise(sampling.seed, vocab_size)
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
+        if outputs.chosen is not None:
+            return self._chosen(outputs.chosen[row], count)
         logprobs = self._drafted(outputs.logits[row], node)
         if logprobs is None:
             return []

@@ -26,7 +26,7 @@ from eesd.runtime.decoding.samplers import AcceptResult, Allowed, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter, TextIndex
-from eesd.runtime.engines.base import Binding, Call, ChainBinding, KVCache, Logits, StepOutputs
+from eesd.runtime.engines.base import Binding, Call, ChainBinding, Choose, ChoosingBinding, KVCache, Logits, StepOutputs
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,8 @@ class Session:
         """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or closed session."""
         current = self.begin()
         self._draft(current)
-        outputs, seconds = _timed(self._verify, self.complete(current))
+        call = self.complete(current)
+        outputs, seconds = _timed(self._verify, call, self._chooser(self._verify, current.nodes, 0))
         return self.commit(current, outputs, seconds)
 
     def begin(self) -> Round:
@@ -445,7 +446,13 @@ class Session:
         if width == 1 and self._sampler.proposes_top_tokens and current.length and isinstance(binding, ChainBinding):
             self._draft_chain(current, min(current.length, self._max_depth()), binding)
         while (call := self.next_draft(current)) is not None:
-            self.drafted(current, *_timed(binding, call))
+            choose = self._chooser(binding, current.tree.frontier, current.tree.branching)
+            self.drafted(current, *_timed(binding, call, choose))
+
+    def _chooser(self, binding: Binding, nodes: Sequence[Node], count: int) -> Choose | None:
+        """What chooses on the binding's device; see :meth:`~eesd.runtime.decoding.samplers.SpecSampler.chooser`."""
+        chooses = isinstance(binding, ChoosingBinding) and binding.chooses
+        return self._sampler.chooser(nodes, count) if chooses else None
 
     def _draft_chain(self, current: Round, count: int, binding: ChainBinding) -> None:
         """Grow a chain of known length in one call, which does not wait for the host between its steps."""
@@ -506,10 +513,13 @@ def check_prompt(prompt: Sequence[int], limits: Limits, vocab_size: int) -> None
         raise EESDError(f"The prompt has the token id {shown(outside)}; ids go from 0 to {vocab_size - 1}.")
 
 
-def _timed(binding: Binding, call: Call) -> tuple[StepOutputs, float]:
-    """The outputs of a call, and its seconds."""
+def _timed(binding: Binding, call: Call, choose: Choose | None = None) -> tuple[StepOutputs, float]:
+    """The outputs of a call, and its seconds. ``choose`` is for a :class:`ChoosingBinding`."""
     started = time.perf_counter()
-    outputs = binding.forward(*call)
+    if choose is not None and isinstance(binding, ChoosingBinding):
+        outputs = binding.forward_and_choose(call, choose)
+    else:
+        outputs = binding.forward(*call)
     return outputs, time.perf_counter() - started
 
 

@@ -1,12 +1,15 @@
 """What the decoder needs from an engine and from a KV cache, whatever runs them."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 Logits = NDArray[np.float32]
+Choose = Callable[[Any], Any]
+"""Work for a device behind a call: from its logits [n, V], a tensor on the device, to what the host needs of them, a tensor
+[n, ...] of float64 there, or None for nothing."""
 
 
 class StepOutputs:
@@ -14,6 +17,7 @@ class StepOutputs:
 
     Attributes:
         topk_ids, topk_logprobs: From a draft engine, the K most likely tokens of each node, [n, K].
+        chosen: What a :data:`Choose` made of the logits, [n, ...]; None: nothing.
     """
 
     def __init__(
@@ -22,6 +26,7 @@ class StepOutputs:
         topk_ids: NDArray[np.int64] | None = None,
         topk_logprobs: NDArray[np.float32] | None = None,
         argmax_ids: NDArray[np.int64] | None = None,
+        chosen: NDArray[np.float64] | None = None,
     ) -> None:
         """``logits`` [n, V] float32, or a function that fetches them when they are first used: a greedy round does not use
         them. A verify engine on a device gives ``argmax_ids`` [n], which are fewer bytes to fetch than logits."""
@@ -29,6 +34,7 @@ class StepOutputs:
         self.topk_ids = topk_ids
         self.topk_logprobs = topk_logprobs
         self._argmax_ids = argmax_ids
+        self.chosen = chosen
 
     @property
     def logits(self) -> Logits:
@@ -113,6 +119,20 @@ class ChainBinding(Protocol):
         Returns:
             A row for each step, without logits.
         """
+        ...
+
+
+@runtime_checkable
+class ChoosingBinding(Protocol):
+    """A binding whose logits are on a device, where work behind a call can choose tokens. The host still waits once."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether that is worth it. If not, the host shall choose."""
+        ...
+
+    def forward_and_choose(self, call: Call, choose: Choose) -> StepOutputs:
+        """:meth:`Binding.forward`, with :attr:`StepOutputs.chosen`."""
         ...
 
 

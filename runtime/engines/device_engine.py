@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eesd.common.manifest import MASKED, PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.model.decoder import KV
-from eesd.runtime.engines.base import KVCache, StepOutputs
+from eesd.runtime.engines.base import Call, Choose, KVCache, StepOutputs
 from eesd.runtime.engines.device import ALIGNMENT, DeviceKVCache, DeviceStream, StageRunner, StepInputs
 
 LOGGER = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class DeviceEngine:
         prefill_chunk: Tokens of the prompt that one call takes at most.
         on_warm_up: Called with each graph after a new binding has warmed up.
         cuda_graphs: Whether bindings that are made from now on use CUDA graphs. It has no effect on the CPU.
+        chooses: Whether sessions let the device choose tokens, instead of copying logits. Default: on a GPU.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class DeviceEngine:
         self.prefill_chunk = prefill_chunk
         self.on_warm_up = on_warm_up
         self.cuda_graphs = True
+        self.chooses = stages[-1].stream.on_gpu
         self._make_kv_cache = make_kv_cache
 
     def new_kv_cache(self) -> DeviceKVCache:
@@ -178,28 +180,38 @@ class DeviceBinding:
         context_len: int = 0,
         tree_mask: NDArray[np.bool_] | None = None,
     ) -> StepOutputs:
-        if self._engine.buckets == (1,) and len(tokens) > 1:
-            return self._one_by_one(tokens, positions, slot, context_len, tree_mask)
-        return self._run(tokens, positions, slot, context_len, tree_mask)
+        return self._forward(Call(tokens, positions, slot, context_len, tree_mask), None)
 
-    def _one_by_one(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slot: int,
-        context_len: int,
-        tree_mask: NDArray[np.bool_] | None,
-    ) -> StepOutputs:
+    @property
+    def chooses(self) -> bool:
+        return self._engine.chooses
+
+    @torch.inference_mode()
+    def forward_and_choose(self, call: Call, choose: Choose) -> StepOutputs:
+        """See :class:`~eesd.runtime.engines.base.ChoosingBinding`."""
+        return self._forward(call, choose)
+
+    def _forward(self, call: Call, choose: Choose | None) -> StepOutputs:
+        one_by_one = self._engine.buckets == (1,) and len(call.tokens) > 1
+        return self._one_by_one(call, choose) if one_by_one else self._run(call, choose)
+
+    def _one_by_one(self, call: Call, choose: Choose | None) -> StepOutputs:
         """Run a call of the draft as a call for each node. Its row of the mask says whether a node sees those before it."""
-        logits, ids, logprobs = [], [], []
-        for row, (token, position) in enumerate(zip(tokens, positions, strict=True)):
-            mask = None if tree_mask is None else tree_mask[row : row + 1]
-            outputs = self._run([token], [position], slot + row, context_len, mask)
+        kept: list[Tensor] = []
+
+        def keep(row: Tensor) -> Any:
+            kept.append(row.clone())  # the next call overwrites it
+            return choose(torch.cat(kept)) if choose and len(kept) == len(call.tokens) else None
+
+        ids, logprobs = [], []
+        for row, (token, position) in enumerate(zip(call.tokens, call.positions, strict=True)):
+            mask = None if call.tree_mask is None else call.tree_mask[row : row + 1]
+            outputs = self._run(Call([token], [position], call.slot + row, call.context_len, mask), keep)
             assert outputs.topk_ids is not None and outputs.topk_logprobs is not None
-            logits.append(outputs.logits.copy())  # the next call overwrites them
             ids.append(outputs.topk_ids)
             logprobs.append(outputs.topk_logprobs.copy())
-        return StepOutputs(np.concatenate(logits), np.concatenate(ids), np.concatenate(logprobs))
+        fetch_all = partial(fetch, lambda: torch.cat(kept), self._engine.stages[-1].stream)
+        return StepOutputs(fetch_all, np.concatenate(ids), np.concatenate(logprobs), chosen=outputs.chosen)
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], slot: int) -> None:
@@ -207,7 +219,7 @@ class DeviceBinding:
             count = min(len(tokens), self._most(slot))
             # A call that fits a round is captured already, with logits for all of its nodes.
             only_caches = self._engine.padded(count) > self._engine.manifest.max_tree_nodes + 1
-            self._run(tokens[:count], range(slot, slot + count), slot, only_caches=only_caches)
+            self._run(Call(tokens[:count], range(slot, slot + count), slot), only_caches=only_caches)
             tokens, slot = tokens[count:], slot + count
 
     def _most(self, slot: int) -> int:
@@ -215,23 +227,14 @@ class DeviceBinding:
         buckets = self._engine.buckets
         return max(bucket for bucket in buckets if slot + bucket <= self._kv_cache.slots) if buckets else self._kv_cache.slots
 
-    def _run(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slot: int,
-        context_len: int = 0,
-        tree_mask: NDArray[np.bool_] | None = None,
-        only_caches: bool = False,
-    ) -> StepOutputs:
+    def _run(self, call: Call, choose: Choose | None = None, only_caches: bool = False) -> StepOutputs:
         """Run a call. With ``only_caches`` it has logits for one node, because they are not used."""
         self._drop_stale()
-        count = len(tokens)
+        count = len(call.tokens)
         with self._streams():
             step = self._step(self._engine.padded(count), only_caches)
-            step.set_inputs(tokens, positions, slot, context_len, tree_mask)
-            step.run()
-            return step.outputs(count)
+            step.set_inputs(call)
+            return step.run(count, choose)
 
     @torch.inference_mode()
     def draft_chain(self, token: int, slot: int, count: int) -> StepOutputs:
@@ -497,15 +500,9 @@ class ForwardStep:
             for body, step in zip(bodies, self._stages, strict=True)
         ]
 
-    def set_inputs(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slot: int,
-        context_len: int,
-        tree_mask: NDArray[np.bool_] | None,
-    ) -> None:
-        """Write the inputs of up to n nodes; see :meth:`~eesd.runtime.engines.base.Binding.forward`."""
+    def set_inputs(self, call: Call) -> None:
+        """Write the inputs of up to n nodes."""
+        tokens, positions, slot, context_len, tree_mask = call
         inputs, given = self._inputs, len(tokens)
         inputs.tokens[:given], inputs.tokens[given:] = tokens, 0
         inputs.positions[:given] = positions
@@ -516,8 +513,8 @@ class ForwardStep:
         if tree_mask is not None:
             inputs.tree_mask[:given, : tree_mask.shape[1]] = tree_mask
 
-    def run(self) -> None:
-        """Run all stages, and wait for the results."""
+    def run(self, count: int, choose: Choose | None) -> StepOutputs:
+        """Run all stages and ``choose`` behind them, and wait for the results of the first ``count`` nodes."""
         previous: _StageStep | None = None
         for step, graph in zip(self._stages, self._graphs, strict=True):
             with step.stage.stream.activate():
@@ -527,15 +524,15 @@ class ForwardStep:
                     graph.capture()
                 graph()
             previous = step
-        self._stages[-1].stage.stream.synchronize()
-
-    def outputs(self, count: int) -> StepOutputs:
-        """The results of the first ``count`` nodes."""
-        logits, stream = self._stages[-1].results[0], self._stages[-1].stage.stream
-        results = self._host_results[:, :count].numpy()
+        stream, logits = self._stages[-1].stage.stream, self._stages[-1].results[0][0, :count]
+        with stream.activate():
+            chosen = None if choose is None else _to_host(choose(logits), stream)
+        stream.synchronize()
+        results, values = self._host_results[:, :count].numpy(), None if chosen is None else chosen.numpy()
+        fetch_logits = partial(fetch, lambda: logits, stream)
         if self._is_draft:
-            return StepOutputs(lambda: fetch(logits[0, :count], stream), results[0].astype(np.int64), results[1])
-        return StepOutputs(lambda: fetch(logits[0, :count], stream), argmax_ids=results[0, :, 0].astype(np.int64))
+            return StepOutputs(fetch_logits, results[0].astype(np.int64), results[1], chosen=values)
+        return StepOutputs(fetch_logits, argmax_ids=results[0, :, 0].astype(np.int64), chosen=values)
 
 
 class _LoopStep:
@@ -604,12 +601,18 @@ def pack_results(results: Sequence[Tensor]) -> Tensor:
     return torch.cat((results[1].float(), results[2]))
 
 
-def fetch(tensor: Tensor, stream: DeviceStream) -> NDArray[np.float32]:
-    """Copy a float32 tensor to the host, in the stream that makes it; on the CPU the array is a view."""
+def _to_host(tensor: Tensor | None, stream: DeviceStream) -> Tensor | None:
+    """Begin to copy a tensor to the host, in the current stream; on the CPU it is there."""
+    if tensor is None or not stream.on_gpu:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def fetch(make: Callable[[], Tensor], stream: DeviceStream) -> NDArray[np.float32]:
+    """Make a float32 tensor in a stream, and copy it to the host; on the CPU the array shares its memory."""
     with stream.activate():
-        if stream.on_gpu:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            tensor = host.copy_(tensor, non_blocking=True)
-            stream.synchronize()
+        tensor = _to_host(make(), stream)
+    stream.synchronize()
+    assert tensor is not None
     array: NDArray[np.float32] = tensor.numpy()
     return array

@@ -106,9 +106,10 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with torch.inference_mode(args[0].is_inference()):  # torch requires that a view is of its tensor's kind
                 return tree_map(lambda view: DeviceTensor(view, index, args[0].block), views)
         shapes = func(*tree_map(_meta, inner), **(options | {"device": "meta"} if "device" in options else options))
-        result = self.empty(shapes, index)
+        result = tree_map(lambda shape: self.empty(shape, index), shapes)
         if "empty" not in func.name():
-            self.machine.enqueue(stream, lambda out=result.memory: out.copy_(func(*inner, **options)))  # type: ignore[misc]
+            outs = [out.memory for out in tree_flatten(result)[0]]
+            self.machine.enqueue(stream, lambda: _fill(outs, func(*inner, **options)))
         return result
 
     def empty(self, like: Tensor, index: int) -> DeviceTensor:
@@ -156,6 +157,11 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _wait(self, stream: Stream, non_blocking: bool) -> None:
         if not non_blocking:
             stream.synchronize()
+
+
+def _fill(outs: list[Tensor], results: Any) -> None:
+    for out, result in zip(outs, tree_flatten(results)[0], strict=True):
+        out.copy_(result)
 
 
 def _is_host(one: Any) -> bool:

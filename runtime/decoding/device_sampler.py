@@ -1,0 +1,184 @@
+"""Choosing tokens where the logits are: what :mod:`~eesd.runtime.decoding.samplers` chooses, by kernels on a device.
+
+Only numbers of the candidates go to the host. The host's samplers are the definition, and the tokens are theirs:
+
+* The penalty (float32), the shift by the maximum, the temperature and the k-th largest score are single IEEE operations,
+  comparisons and moves, so both sides have the same bits.
+* The uniform numbers have the same bits (:mod:`~eesd.runtime.decoding.device_noise`).
+* Logarithms, exponentials and sums differ in the last bits of a float64: by less than 1e-12 for a token that can win. So where
+  :data:`NEAR` or less decides (between the best two noisy scores, at the edge of a filter), or something is not finite, the
+  choice is marked as uncertain, and the host makes it from the logits.
+"""
+
+from collections.abc import Callable, Sequence
+from math import inf, log
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eesd.common.draft_vocab import WHOLE, DraftColumns
+from eesd.runtime.decoding.device_noise import DeviceNoise
+from eesd.runtime.decoding.sampling import Sampling
+
+NEAR = 1e-9
+"""Far above what rounding changes. A token's choice is that close once in about a billion tokens."""
+
+
+class DeviceSampler:
+    """Chooses the tokens of one request, greedily or coupled."""
+
+    def __init__(self, sampling: Sampling, vocab_size: int, columns: DraftColumns) -> None:
+        """See :func:`~eesd.runtime.decoding.samplers.make_sampler`."""
+        self._sampling, self._vocab_size, self._columns = sampling, vocab_size, columns
+        self._noise: dict[torch.device, DeviceNoise] = {}
+        self._seen: dict[tuple[torch.device, bool], _Seen] = {}
+        self._ids: dict[torch.device, Tensor] = {}
+
+    def chooser(self, tokens: Sequence[int], paths: Sequence[list[int]], count: int) -> Callable[[Tensor], Tensor]:
+        """What to run on logits.
+
+        Args:
+            tokens: Everything committed.
+            paths: For each row of logits, the drafted tokens behind it.
+            count: Proposals for each row, from the draft's logits. 0: the verifier's token.
+
+        Returns:
+            A function from logits [n, V] float32 to float64: for the draft [n, 3, count + 1] (columns, best first, their
+            log-probabilities, and these with noise), else [n, 2] (token, and 1 if it is certainly the host's).
+        """
+
+        def choose(logits: Tensor) -> Tensor:
+            logits = self._penalized(logits, tokens, paths, drafts=count > 0)
+            if self._sampling.greedy:
+                return _likeliest(logits, count)
+            noise = self._noise_for(logits, tokens, paths)
+            return _noisiest(*_filtered(self._scores(logits), self._sampling), noise, count)
+
+        return choose
+
+    def _penalized(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool) -> Tensor:
+        penalty = self._sampling.repetition_penalty
+        if penalty == 1:
+            return logits
+        place = logits.device, drafts
+        if place not in self._seen:
+            self._seen[place] = _Seen(self._columns if drafts else WHOLE, logits.shape[-1], logits.device)
+        seen = self._seen[place].mask(tokens, paths)
+        factor = _scalar(penalty, logits)
+        return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        scores = logits.double()
+        scores -= scores.amax(-1, keepdim=True)
+        return scores / _scalar(self._sampling.temperature, scores)
+
+    def _noise_for(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]]) -> Tensor:
+        """The noise of each column of each row."""
+        device, size = logits.device, logits.shape[-1]
+        if device not in self._noise:
+            self._noise[device] = DeviceNoise(self._sampling.seed, self._vocab_size, device)
+        rows = self._noise[device].rows([len(tokens) + len(path) for path in paths], first=len(tokens))
+        if size == self._vocab_size:
+            return rows
+        if device not in self._ids:
+            self._ids[device] = _to_device(self._columns.tokens(range(size)), device)
+        return rows.index_select(1, self._ids[device])
+
+
+class _Seen:
+    """Which tokens a request has seen, as a mask over the columns of one engine's logits."""
+
+    def __init__(self, columns: DraftColumns, size: int, device: torch.device) -> None:
+        self._columns, self._size = columns, size
+        self._committed = torch.zeros(size + 1, dtype=torch.bool, device=device)
+        """The last column stands for none: it fills short paths."""
+        self._marked = 0
+
+    def mask(self, tokens: Sequence[int], paths: Sequence[list[int]]) -> Tensor:
+        """[n, V]: the tokens committed, and those of each row's path."""
+        device = self._committed.device
+        if self._marked < len(tokens):
+            self._committed.index_fill_(0, _to_device(self._columns.of(tokens[self._marked :]), device), True)
+            self._marked = len(tokens)
+        columns = [[*self._columns.of(path)] if path else [] for path in paths]
+        width = max(map(len, columns))
+        table = [[*row, *[self._size] * (width - len(row))] for row in columns]
+        seen = self._committed.repeat(len(paths), 1)
+        if width:
+            seen.scatter_(1, _to_device(table, device), True)
+        return seen[:, : self._size]
+
+
+def _scalar(value: float, like: Tensor) -> Tensor:
+    """A number as a tensor: by a plain number, a GPU multiplies with the reciprocal, which rounds otherwise."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+def _to_device(values: object, device: torch.device) -> Tensor:
+    """Integers, copied without waiting."""
+    data = np.asarray(values, np.int64)
+    return torch.tensor(data, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _likeliest(logits: Tensor, count: int) -> Tensor:
+    """What :meth:`DeviceSampler.chooser` says, without noise."""
+    if count:
+        logprobs = logits.double().log_softmax(-1)
+        return _candidates(logprobs, logprobs, count)
+    best = logits.argmax(-1).double()
+    return torch.stack((best, torch.ones_like(best)), -1)
+
+
+def _noisiest(scores: Tensor, sure: Tensor | None, clear: Tensor | None, noise: Tensor, count: int) -> Tensor:
+    """What :meth:`DeviceSampler.chooser` says, from what :func:`_filtered` returns."""
+    if count:
+        logprobs = scores.log_softmax(-1)
+        return _candidates(logprobs, logprobs + noise, count)
+    best, tokens = (scores + noise).topk(min(2, scores.shape[-1]))
+    certain = best[:, 0] - best[:, -1] > NEAR
+    if sure is not None:
+        certain &= sure.gather(-1, tokens[:, :1])[:, 0]
+    if clear is not None:
+        certain &= clear
+    return torch.stack((tokens[:, 0].double(), certain.double()), -1)
+
+
+def _candidates(logprobs: Tensor, noisy: Tensor, count: int) -> Tensor:
+    """The best columns, one more than ``count``, for the last margin."""
+    best, columns = noisy.topk(min(count + 1, noisy.shape[-1]))
+    return torch.stack((columns.double(), logprobs.gather(-1, columns), best), -2)
+
+
+def _filtered(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Apply top-k, top-p and min-p.
+
+    Args:
+        scores: [n, V] float64, the largest of each row 0.
+        sampling: The options.
+
+    Returns:
+        The scores, -inf where a filter removes a token for certain; which tokens are kept for certain [n, V], None: all that
+        are left; and for which rows these two are certain [n], None: for all.
+    """
+    sure = clear = None
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[:, -1:], -inf)
+    if sampling.top_p < 1:
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        chances = ordered.softmax(-1)
+        before = chances.cumsum(-1) - chances
+        kept, left = before < sampling.top_p - NEAR, before < sampling.top_p + NEAR
+        kept[:, 0].fill_(True)
+        # Of nearly equal scores, the host may round two to the same and then take the lower id first.
+        apart = ordered[:, :-1] - ordered[:, 1:]
+        edge = (kept[:, :-1] ^ kept[:, 1:]) | (left[:, :-1] ^ left[:, 1:])
+        clear = ~(edge & (apart > 0) & (apart < NEAR)).any(-1)
+        none = torch.zeros_like(kept)
+        sure = none.scatter(-1, order, kept)
+        scores = scores.masked_fill(~none.scatter(-1, order, left), -inf)
+    if sampling.min_p > 0:
+        above = scores >= log(sampling.min_p) + NEAR
+        sure = above if sure is None else sure & above
+        scores = scores.masked_fill(scores < log(sampling.min_p) - NEAR, -inf)
+    return scores, sure, clear
