@@ -17,7 +17,7 @@ if WORKER and hasattr(os, "sched_setaffinity"):
 
 import pytest  # noqa: E402
 from filelock import FileLock  # noqa: E402
-from support import distilling, tiny_models  # noqa: E402
+from support import distilling, late_gpus, tiny_models  # noqa: E402
 from support.bundled import EXAMPLE  # noqa: E402
 from support.command import add_tokenizer, export_engine, succeed  # noqa: E402
 from support.harness import Harness  # noqa: E402
@@ -48,6 +48,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
         return path
 
     return directory
+
+
+@pytest.fixture(scope="session")
+def planned(shared: Shared) -> late_gpus.Planned:
+    """The engine directory of a setting of an LLM on GPUs that exist only in tests."""
+    return partial(late_gpus.directory, shared)
 
 
 LONG = ("quantize", "stages", "build", "rejection", "memory", "linked", "mutations", "bundled", "torch_engine", "parity")

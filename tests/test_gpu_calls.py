@@ -1,33 +1,30 @@
 """The engine for GPUs keeps the rules of TensorRT and CUDA (support/call_rules.py) in the calls that it makes."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import fake_tensorrt, late_gpus
 from support.call_rules import Figures, figures, violations
 from support.fake_cuda import Machine, install
-from support.late_gpus import PROMPTS, SETTINGS, Setting, Shared, late_llm
+from support.late_gpus import PROMPTS, SETTINGS, Planned, Setting, late_llm
+from support.mutants import mutate
 
 from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.session import Session
 from eesd.runtime.embed import Host, embed
 from eesd.runtime.engines import device_engine
-from eesd.runtime.engines.device_engine import CapturedGraph, ForwardStep
+from eesd.runtime.engines.device import DeviceKVCache
+from eesd.runtime.engines.device_engine import CapturedGraph, DraftLoop, ForwardStep
 from eesd.runtime.engines.trt_engine import TrtStageRunner
 from eesd.runtime.llm import LLM, Speculation
 
-Planned = Callable[[Setting], Path]
 CHAIN, STAGED = SETTINGS["chain"], SETTINGS["chain in 3 stages on 3 GPUs"]
-
-
-@pytest.fixture(scope="module")
-def planned(shared: Shared) -> Planned:
-    """The engine directory of a setting."""
-    return partial(late_gpus.directory, shared)
 
 
 def generate(llm: LLM) -> None:
@@ -45,15 +42,23 @@ def test_calls_keep_the_rules(planned: Planned, name: str) -> None:
         assert ("execute", True) in names if setting.cuda_graphs else ("execute", False) in names
 
 
-def round_figures(directory: Path, setting: Setting) -> list[Figures]:
+def round_figures(directory: Path, setting: Setting, sampling: Sampling | None = None, on_device: bool = True) -> list[Figures]:
     """The figures of rounds, the first ones left out, which prepare calls."""
     found = []
-    with late_llm(directory, setting, seed=1) as (machine, llm), llm.session(PROMPTS[1], max_new_tokens=40) as session:
-        for number in range(8):
-            machine.log.clear()
-            session.step()
-            if number > 2:
-                found.append(figures(machine.log))
+    with late_llm(directory, setting, seed=1) as (machine, llm):
+        llm.engines.verify.chooses = llm.engines.draft.chooses = on_device  # type: ignore[attr-defined, union-attr]
+        with llm.session(PROMPTS[1], sampling, max_new_tokens=40, ignore_eos=True) as session:
+            found += _figures_of_rounds(machine, session)
+    return found
+
+
+def _figures_of_rounds(machine: Machine, session: Session) -> list[Figures]:
+    found = []
+    for number in range(8):
+        machine.log.clear()
+        session.step()
+        if number > 2:
+            found.append(figures(machine.log))
     return found
 
 
@@ -70,9 +75,29 @@ def test_a_round_without_cuda_graphs_waits_as_often(planned: Planned) -> None:
     assert set(round_figures(planned(CHAIN), setting)) == {Figures(waits=2, replays=0, executes=4 + 1)}
 
 
-def test_an_embedded_llm_keeps_the_rules_on_any_gpu(planned: Planned) -> None:
-    """The service's GPU is not the first one, its memory holds garbage, and no device is current when EESD is called."""
-    directory = planned(CHAIN)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(repetition_penalty=1.3), Sampling(temperature=0.9, top_p=0.9, seed=4)], ids=["penalty", "coupled"]
+)
+@pytest.mark.parametrize(("on_device", "waits"), [(True, 4 + 1), (False, 2 * (4 + 1))])
+def test_a_sampled_round_waits_once_for_each_call(planned: Planned, sampling: Sampling, on_device: bool, waits: int) -> None:
+    """Where the host chooses, it waits for the logits of each call, too."""
+    setting = Setting(1, 1, Speculation("fixed:k=4", guard=False, drafter="exit"))
+    found = round_figures(planned(CHAIN), setting, sampling, on_device)
+    assert set(found) == {Figures(waits=waits, replays=4 + 1, executes=0)}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.3), Sampling(temperature=0.9, seed=4)])
+def test_logits_of_a_tree_stay_on_the_device(planned: Planned, monkeypatch: pytest.MonkeyPatch, sampling: Sampling) -> None:
+    """Also where a level is drafted in a call for each node, and each overwrites the logits of the one before it."""
+    tree = SETTINGS["tree"]
+    monkeypatch.setattr(device_engine, "fetch", lambda *_: pytest.fail("logits were copied to the host"))
+    with late_llm(planned(tree), tree, seed=1) as (_, llm):
+        llm.generate(PROMPTS[1], sampling, max_new_tokens=12, ignore_eos=True)
+
+
+@contextmanager
+def embedded(directory: Path) -> Iterator[tuple[Machine, LLM]]:
+    """An LLM in a service. Its GPU is not the first one, its memory holds garbage, and no device is current."""
     manifest = load_manifest(directory)
     geometry = manifest.geometry
     shape = (len(manifest.verify[0].caches), 2, 1, geometry.num_kv_heads, manifest.gpu_slots, geometry.head_dim)
@@ -93,9 +118,54 @@ def test_an_embedded_llm_keeps_the_rules_on_any_gpu(planned: Planned) -> None:
             stream=stream,  # type: ignore[arg-type]
             kv_cache=[memory],
         )
-        llm = embed(directory, host, Speculation("fixed:k=4", guard=False))
-        assert late_gpus.wrong(directory, machine, llm, range(6)) == []
+        yield machine, embed(directory, host, Speculation("fixed:k=4", guard=False))
+
+
+def test_an_embedded_llm_keeps_the_rules_on_any_gpu(planned: Planned) -> None:
+    with embedded(planned(CHAIN)) as (machine, llm):
+        assert late_gpus.wrong(planned(CHAIN), machine, llm, range(6)) == []
         assert violations(machine) == []
+
+
+def tokens_while_other_streams_are_late(directory: Path) -> list[int]:
+    """What an embedded LLM generates if other streams than its own do nothing before the second round. A capture would wait for
+    them all."""
+    with embedded(directory) as (machine, llm):
+        llm.engines.verify.cuda_graphs = llm.engines.draft.cuda_graphs = False  # type: ignore[attr-defined, union-attr]
+        machine.eagerness, machine.loyalty = 0, 1
+        with llm.session(PROMPTS[1], max_new_tokens=late_gpus.TOKENS, ignore_eos=True) as session:
+            session.step()
+            machine.eagerness, machine.loyalty = 0.8, 0
+            while session.finish_reason is None:
+                session.step()
+        return session.tokens[len(PROMPTS[1]) :]
+
+
+def test_lent_memory_is_zeroed_in_the_streams_of_its_cache(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = planned(CHAIN)
+    expected = late_gpus.expected(directory)[1, 0]
+    assert tokens_while_other_streams_are_late(directory) == expected
+    mutate(monkeypatch, DeviceKVCache, "_checked", "stream.activate(), ", "")
+    assert tokens_while_other_streams_are_late(directory) != expected, "nothing notices the mistake"
+
+
+def binding_a_draft_changes_the_cache(directory: Path) -> bool:
+    """Whether caches that verify has filled are others when the draft has been bound, and its calls captured."""
+    with late_llm(directory, CHAIN, seed=1) as (_, llm):
+        verify, draft = llm.engines.verify, llm.engines.draft
+        assert draft is not None
+        kv_cache = verify.new_kv_cache()
+        verify.bind(kv_cache).prefill(PROMPTS[1], 0)
+        before = [kv_cache.read(index) for index in range(llm.manifest.num_caches)]
+        draft.bind(kv_cache)
+        return not all(np.array_equal(kv_cache.read(index), values) for index, values in enumerate(before))
+
+
+def test_binding_a_draft_leaves_the_cache_as_it_is(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not binding_a_draft_changes_the_cache(planned(CHAIN))
+    again = "step.device_inputs.copy_(step.host_inputs, non_blocking=True)  # capture() ran a step"
+    mutate(monkeypatch, DraftLoop, "run", again, "pass")
+    assert binding_a_draft_changes_the_cache(planned(CHAIN)), "nothing notices the mistake"
 
 
 Mutation = Callable[[pytest.MonkeyPatch, Machine], object]

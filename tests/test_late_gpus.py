@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,14 @@ import pytest
 import torch
 from support import late_gpus
 from support.fake_cuda import Machine
-from support.late_gpus import PROMPTS, SETTINGS, Setting, Shared, late_llm, wrong
+from support.late_gpus import PROMPTS, SETTINGS, Planned, Setting, late_llm, wrong
 
 import eesd
 from eesd.runtime.engines import device_engine
 from eesd.runtime.engines.device import DeviceKVCache, DeviceStream
 from eesd.runtime.engines.device_engine import ForwardStep
 
-Planned = Callable[[Setting], Path]
 Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
-
-
-@pytest.fixture(scope="module")
-def planned(shared: Shared) -> Planned:
-    """The engine directory of a setting."""
-    return partial(late_gpus.directory, shared)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

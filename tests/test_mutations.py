@@ -4,8 +4,6 @@ Most mutants are the runtime's own source with one expression replaced. When suc
 asks to be rewritten too, rather than testing nothing.
 """
 
-import inspect
-import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -29,6 +27,7 @@ from support.lossless_checks import (
     check_sampler,
     check_tree_drafts,
 )
+from support.mutants import mutate
 
 from eesd.common.draft_vocab import DraftColumns
 from eesd.common.manifest_reader import load_manifest
@@ -55,20 +54,6 @@ REPEATING = [3, 1, 4, 1, 0, 3, 1, 4, 2, 3, 1]
 GREEDY = Sampling()
 COUPLED = Sampling(temperature=1.0, seed=2)
 REJECTION = Sampling(temperature=1.0, method="rejection")
-
-
-def mutant(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """The function with ``old`` replaced by ``new`` in its source."""
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, f"{function.__qualname__} no longer holds {old!r} once: rewrite the mutation"
-    namespace: dict[str, Any] = dict(function.__globals__)
-    exec(source.replace(old, new), namespace)
-    made: Callable[..., Any] = namespace[function.__name__]
-    return made
-
-
-def mutate(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str) -> None:
-    monkeypatch.setattr(owner, name, mutant(getattr(owner, name), old, new))
 
 
 def caught() -> AbstractContextManager[Any]:

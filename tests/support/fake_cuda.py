@@ -18,7 +18,7 @@ import gc
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import memset
 from dataclasses import dataclass, field
@@ -167,6 +167,7 @@ class Machine:
         current: The current stream of each device.
         log: All calls, in their order.
         eagerness: Chance that a call of the host finds a queue a step further; 0: work is done when the host waits for it.
+        loyalty: Chance that a stream which the host waits for goes on before others, if it can.
     """
 
     def __init__(self, devices: int = 1, seed: int = 0, size: int = 32 << 20) -> None:
@@ -178,6 +179,7 @@ class Machine:
         self.capturing: tuple[Stream, Any] | None = None
         self.memory, self.pinned = Arena(size), Arena(size // 4)
         self.joins = True
+        self.loyalty = 0.0
         self.reseed(seed)
 
     def reseed(self, seed: int) -> None:
@@ -224,9 +226,10 @@ class Machine:
         while self.random.random() < self.eagerness and self.step():
             pass
 
-    def step(self) -> bool:
-        """Do the next piece of work of some stream. Returns whether there was any."""
-        found = [stream for stream in self.streams.values() if stream.queue and stream.queue[0].ready()]
+    def step(self, streams: Sequence[Stream] | None = None) -> bool:
+        """Do the next piece of work of one of the streams, or of any. Returns whether there was some."""
+        streams = [*self.streams.values()] if streams is None else streams
+        found = [stream for stream in streams if stream.queue and stream.queue[0].ready()]
         if not found:
             return False
         with torch.inference_mode():
@@ -236,7 +239,8 @@ class Machine:
     def finish(self, stream: Stream) -> None:
         """Work until a stream has nothing left."""
         while stream.queue:
-            assert self.step(), "streams wait for each other"
+            loyal = self.random.random() < self.loyalty and stream.queue[0].ready()
+            assert self.step([stream] if loyal else None), "streams wait for each other"
 
     def join(self, stream: Stream, other: Stream) -> None:
         """``stream`` goes on when ``other`` has done what it has been given so far."""

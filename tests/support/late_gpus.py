@@ -44,6 +44,8 @@ SETTINGS = {
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 """The fixture ``shared``."""
+Planned = Callable[[Setting], Path]
+"""The fixture ``planned``."""
 
 
 def directory(shared: Shared, setting: Setting) -> Path:

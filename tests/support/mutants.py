@@ -1,0 +1,22 @@
+"""Mistakes made on purpose: the runtime's own source with one expression replaced."""
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def mutant(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """The function with ``old`` replaced by ``new`` in its source."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{function.__qualname__} no longer holds {old!r} once: rewrite the mutation"
+    namespace: dict[str, Any] = dict(function.__globals__)
+    exec(source.replace(old, new), namespace)
+    made: Callable[..., Any] = namespace[function.__name__]
+    return made
+
+
+def mutate(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str) -> None:
+    monkeypatch.setattr(owner, name, mutant(getattr(owner, name), old, new))
