@@ -75,6 +75,13 @@ def test_a_round_without_cuda_graphs_waits_as_often(planned: Planned) -> None:
     assert set(round_figures(planned(CHAIN), setting)) == {Figures(waits=2, replays=0, executes=4 + 1)}
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=4)], ids=["greedy", "coupled"])
+def test_the_default_controller_waits_once_for_each_call(planned: Planned, sampling: Sampling) -> None:
+    """It decides on the host after each draft step."""
+    found = round_figures(planned(CHAIN), Setting(1, 1, Speculation(guard=False, drafter="exit")), sampling)
+    assert all(one.waits == one.replays for one in found) and max(one.waits for one in found) > 1
+
+
 @pytest.mark.parametrize(
     "sampling", [Sampling(repetition_penalty=1.3), Sampling(temperature=0.9, top_p=0.9, seed=4)], ids=["penalty", "coupled"]
 )
