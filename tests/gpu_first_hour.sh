@@ -36,16 +36,16 @@ installed tensorrt_rtx && flavours+=(tensorrt-rtx)
 if [[ ${GPU:-yes} == yes ]]; then
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
     ((gpus)) || { echo "There is no NVIDIA GPU here; GPU=no tries the script without one." >&2; exit 2; }
-    backend=tensorrt shape=7b check=--check dtype=float16 tokens=200
+    backend=tensorrt shape=7b check=--check dtype=float16 tokens=200 sampling=(--device cuda)
 else
-    gpus=1 backend=torch shape=tiny check= dtype=bfloat16 tokens=24
+    gpus=1 backend=torch shape=tiny check= dtype=bfloat16 tokens=24 sampling=(--device cpu --vocab 1000 --passes 2)
     # torch's products for AMX add in another order in longer calls, so that the step on bits would fail, rightly.
     export ONEDNN_MAX_CPU_ISA=AVX512_CORE
 fi
 
 printf '# First hour on a GPU\n\n%s, commit %s\n' "$(date -u +%F)" "$(git -C "$root" rev-parse --short HEAD)" >"$page"
 step "The machine" eesd-doctor
-step "The tests for GPUs" python -m pytest -q -p no:cacheprovider "$root/tests/test_gpu.py"
+step "The tests for GPUs" python -m pytest -q -p no:cacheprovider "$root/tests/test_gpu.py" "$root/tests/test_device_sampler.py"
 for stages in 1 2; do
     ((stages > gpus)) && continue
     plain=$work/plain-$stages
@@ -66,6 +66,8 @@ for stages in 1 2; do
     done
 done
 step "Passes against the memory's bandwidth" python -m eesd.bench.shapes --shape "$shape" --backend "$backend"
+
+step "Sampling: the tokens of the host, and the time" python -m eesd.bench.device_sampling "${sampling[@]}"
 
 printf '\n## Failed\n\n%s\n' "$( ((${#failed[@]})) && printf '* %s\n' "${failed[@]}" || echo nothing)" >>"$page"
 echo "${#failed[@]} steps failed; $page has the details." >&2

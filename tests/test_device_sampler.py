@@ -1,4 +1,7 @@
-"""Tokens that a device chooses are those that the host's samplers choose. torch on the CPU stands for the device."""
+"""Tokens that a device chooses are those that the host's samplers choose.
+
+Where torch sees a GPU, choices from given logits are made there; elsewhere, and for generations, the CPU stands for the device.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +32,7 @@ from eesd.runtime.engines.base import StepOutputs
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import LLM, Speculation
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COMMITTED = [3, 1, 4, 1, 5, 6, 2]
 OPTIONS = st.builds(
     Sampling,
@@ -76,7 +79,7 @@ def on_device(sampler: Any, nodes: list[Node], logits: NDArray[np.float32], coun
     """What the sampler's work for a device makes of the logits."""
     choose = sampler.chooser(nodes, count)
     with torch.inference_mode():
-        chosen: NDArray[np.float64] = choose(torch.from_numpy(logits)).numpy()
+        chosen: NDArray[np.float64] = choose(torch.from_numpy(logits).to(DEVICE)).cpu().numpy()
     return chosen
 
 
@@ -103,17 +106,17 @@ def check_targets(sampling: Sampling, logits: NDArray[np.float32]) -> int:
     size=st.integers(1, 50),
 )
 def test_random_bits_are_those_of_the_host(seed: int, first: int, size: int) -> None:
-    bits = device_noise.random_bits(seed, first, 3, size, CPU)
-    for row, position in zip(bits.numpy(), range(first, first + 3), strict=True):
+    bits = device_noise.random_bits(seed, first, 3, size, DEVICE)
+    for row, position in zip(bits.cpu().numpy(), range(first, first + 3), strict=True):
         raw = np.random.Philox(key=[seed, 0], counter=[0, 0, position, 0]).random_raw(size)
         assert np.array_equal(row, (raw >> np.uint64(12)).astype(np.int64))
 
 
 def test_noise_is_that_of_the_host_at_every_position() -> None:
     """Positions are asked for in an order that crosses blocks, as rounds do."""
-    device, host = device_noise.DeviceNoise(11, 1000, CPU), GumbelNoise(11, 1000)
+    device, host = device_noise.DeviceNoise(11, 1000, DEVICE), GumbelNoise(11, 1000)
     for positions in ([14], [15], [16, 17], [14, 15, 16, 17, 17], [40], [33, 16]):
-        rows = device.rows(positions, first=min(positions)).numpy()
+        rows = device.rows(positions, first=min(positions)).cpu().numpy()
         for row, position in zip(rows, positions, strict=True):
             np.testing.assert_allclose(row, host.at(position), rtol=1e-12, atol=1e-13)
 
