@@ -19,10 +19,10 @@ from eesd.runtime.batch.request import Generation, QueueFullError, Request, Upda
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.engines.kv_cache import HostKVCache
+from eesd.runtime.engines.base import KVCache
 from eesd.runtime.engines.ort_cpu import BoundCall, OrtBinding, OrtEngine
 from eesd.runtime.engines.ort_rows import OrtRowsBinding
-from eesd.runtime.engines.rows import HostRows
+from eesd.runtime.engines.rows import GrowingRows
 from eesd.runtime.llm import LLM, Speculation, load
 
 SAMPLINGS = (
@@ -342,8 +342,11 @@ def test_an_engine_that_fails_ends_its_rows_and_no_others(llm: LLM, monkeypatch:
     assert [record.tokens for record in run(scheduler, given)] == [alone(llm, request) for request in given]
 
 
-def half(rows: HostRows, row: int, kv_cache: HostKVCache, used: int) -> None:
-    rows.write(row, 0, kv_cache.data[:, :, 0, :, : used // 2])
+take = GrowingRows.take
+
+
+def half(rows: GrowingRows, row: int, kv_cache: KVCache, used: int) -> None:
+    take(rows, row, kv_cache, used // 2)
 
 
 @pytest.mark.parametrize(("name", "mistake"), [("take", half), ("move", lambda *_: None)])
@@ -352,7 +355,7 @@ def test_a_mistake_with_rows_is_caught(
 ) -> None:
     """Keys and values that are not copied whole show in the tokens."""
     scheduler = Scheduler(llm, OPTIONS)
-    monkeypatch.setattr(HostRows, name, mistake)
+    monkeypatch.setattr(GrowingRows, name, mistake)
     given = list(requests(12))
     records = run(scheduler, given)
     assert [record.tokens for record in records] != [alone(llm, request) for request in given]
@@ -474,8 +477,3 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
     with pytest.raises(EESDError, match="max_rows 1"):
         Scheduler(llm, OPTIONS)
     Scheduler(llm, replace(OPTIONS, max_rows=1))
-
-
-def test_batches_need_an_engine_that_runs_rows(harness: Harness) -> None:
-    with pytest.raises(EESDError, match="backend='ort'"):
-        Scheduler(load(harness.directory, "torch", threads=1), OPTIONS)

@@ -21,6 +21,7 @@ from eesd.runtime.engines.device import (
     tensors_by_name,
 )
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
+from eesd.runtime.engines.device_rows import DeviceRows
 
 
 class TrtStageRunner:
@@ -165,6 +166,7 @@ def open_tensorrt(
         stages,
         drafter,
         _kv_cache_maker(manifest, streams, kv_memory),
+        partial(DeviceRows, manifest, streams),
         pad=True,
         one_by_one=True,
         prefill_chunk=source.prefill_chunk,
