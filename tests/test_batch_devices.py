@@ -7,8 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import tiny_models
+from support import fake_tensorrt, tiny_models
+from support.call_rules import violations
+from support.fake_cuda import Machine
 from support.harness import Harness
+from support.late_gpus import Setting, Shared, late_llm
 from test_batch import OPTIONS, Record, alone, requests, run
 
 from eesd.common.errors import EESDError
@@ -18,8 +21,9 @@ from eesd.runtime.engines.base import Call, RowsEngine
 from eesd.runtime.engines.device import DeviceKVCache, device_streams
 from eesd.runtime.engines.device_rows import DeviceRows
 from eesd.runtime.engines.exactness import Exactness
+from eesd.runtime.engines.rows import GrowingRows
 from eesd.runtime.engines.torch_engine import TorchStageRunner
-from eesd.runtime.llm import LLM, load
+from eesd.runtime.llm import LLM, Speculation, load
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +180,76 @@ def test_a_16_bit_batch_is_exact_or_refused(tmp_path: Path) -> None:
     exactness.check(llm.engines.verify)
     if not exactness.chains.differing:  # elsewhere the tokens depend on how a prompt is cut, also without a batch
         assert [record.tokens for record in records] == [alone(llm, request) for request in given]
+
+
+@pytest.fixture(scope="module")
+def planned(shared: Shared) -> Path:
+    """An engine directory with plans that take three rows."""
+
+    def fill(path: Path) -> None:
+        model = tiny_models.build(path / "model", 97, layers=4, damping=0.3, seed=0)
+        tiny_models.export_tiny(model, path / "plans", slots=96)
+        fake_tensorrt.write_plans(path / "plans", batch=3)
+
+    return shared("late-rows", fill) / "plans"
+
+
+def few(count: int) -> list[Request]:
+    """Requests whose tokens do not depend on how far is drafted."""
+    given = [request for request in requests(40) if request.sampling.method != "rejection" and len(request.tokens) < 60]
+    return [replace(request, max_new_tokens=min(request.max_new_tokens, 12)) for request in given[:count]]
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_rows_on_a_gpu_whose_work_is_late(planned: Path, cuda_graphs: bool) -> None:
+    """With plans, every call has all rows and one node count, is captured once, and keeps the rules of CUDA and TensorRT."""
+    given, plain = few(6), load(planned, "ort", threads=1)
+    setting = Setting(1, 1, Speculation(), cuda_graphs=cuda_graphs)
+    with late_llm(planned, setting, seed=0) as (machine, llm):
+        scheduler = Scheduler(llm, replace(OPTIONS, max_rows=3, levels=3))
+        for seed in range(3):
+            machine.reseed(seed)
+            records = run(scheduler, given, every=2)
+            assert [record.tokens for record in records] == [alone(plain, request) for request in given]
+        assert any(update.cached_tokens for record in records for update in record.updates)
+        assert violations(machine) == []
+        rounds = [call for call in machine.log if call.name == "replay"]
+        assert bool(rounds) == cuda_graphs
+
+
+def clear_nothing(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    patch.setattr(DeviceRows, "_copy", GrowingRows._copy)
+    patch.setattr(DeviceRows, "_zeros", lambda self, _, shape: torch.empty(shape, device=self._streams[0].device))
+
+
+def copy_rows_in_another_stream(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    patch.setattr(DeviceRows, "_active_shards", lambda self: iter(self.shards))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+@pytest.mark.parametrize("mutate", [clear_nothing, copy_rows_in_another_stream])
+def test_a_mistake_on_a_gpu_is_noticed(planned: Path, mutate: Callable[[pytest.MonkeyPatch, Machine], None]) -> None:
+    given, plain = few(6), load(planned, "ort", threads=1)
+    with late_llm(planned, Setting(1, 1, Speculation()), seed=0) as (machine, llm), pytest.MonkeyPatch.context() as patch:
+        mutate(patch, machine)
+        try:
+            scheduler = Scheduler(llm, replace(OPTIONS, max_rows=3, levels=3))
+        except EESDError as error:
+            assert "max_rows 1" in str(error)  # the check of rows notices it
+            return
+        found = []
+        for seed in range(10):
+            machine.reseed(seed)
+            found += [record.tokens for record in run(scheduler, given, every=2)]
+        assert found != 10 * [alone(plain, request) for request in given]
+
+
+def test_what_plans_and_memory_do_not_hold_is_refused(planned: Path) -> None:
+    with late_llm(planned, Setting(1, 1, Speculation()), seed=0) as (_, llm):
+        with pytest.raises(EESDError, match=r"take 3 rows in a call, and the batch may have 5; .* --batch 5"):
+            Scheduler(llm, OPTIONS)
+        with pytest.raises(EESDError, match=r"3 rows of \d+ slots take 1 MiB of the GPU's memory"):
+            Scheduler(llm, replace(OPTIONS, max_rows=3, kv_memory=1000))
+        llm.engines.verify.buckets = (1, 2, 4, 9)  # type: ignore[attr-defined]
+        with pytest.raises(EESDError, match="--exact"):
+            Scheduler(llm, replace(OPTIONS, max_rows=3))

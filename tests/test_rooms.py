@@ -37,6 +37,7 @@ TORCH_FREE = {"common", "controllers", "runtime"}
 TORCH_FILES = {
     "device.py",
     "device_engine.py",
+    "device_rows.py",
     "ort_gpu.py",
     "torch_engine.py",
     "torch_weights.py",

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED, PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.model.decoder import KV
 from eesd.runtime.engines.base import Call, KVCache, Rows, RowsBinding, StepOutputs
@@ -98,6 +99,11 @@ class DeviceEngine:
         return binding
 
     def new_rows(self, most: int) -> Rows:
+        if self.buckets and self.buckets[0] <= self.manifest.max_tree_nodes and not self.is_draft:
+            raise EESDError(
+                "Requests of a batch could change each other's tokens where rounds have several node counts; start with --exact, "
+                "or export with a smaller --max-tree-nodes."
+            )
         return self._make_rows(most)
 
     def bind_rows(self, rows: Rows) -> RowsBinding:

@@ -94,6 +94,8 @@ class DeviceRowsBinding:
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         if rows.fixed:  # no round shall wait for what the first call prepares
             self.forward(0, [Call([0], [0], 0)])
+            for stage in engine.stages:
+                engine.on_warm_up(stage.graph)
 
     @torch.inference_mode()
     def forward(self, first: int, calls: Sequence[Call]) -> list[StepOutputs]:
