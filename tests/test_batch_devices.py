@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from support import fake_tensorrt, tiny_models
+from support.batches import OPTIONS, Record, alone, requests, run
 from support.call_rules import violations
 from support.fake_cuda import Machine
 from support.harness import Harness
 from support.late_gpus import Setting, Shared, late_llm
-from test_batch import OPTIONS, Record, alone, requests, run
 
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.request import Generation, Request

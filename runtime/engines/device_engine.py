@@ -101,8 +101,8 @@ class DeviceEngine:
     def new_rows(self, most: int) -> Rows:
         if self.buckets and self.buckets[0] <= self.manifest.max_tree_nodes and not self.is_draft:
             raise EESDError(
-                "Requests of a batch could change each other's tokens where rounds have several node counts; start with --exact, "
-                "or export with a smaller --max-tree-nodes."
+                "Where rounds have several node counts, requests of a batch could change each other's tokens; start with --exact, "
+                "or run one request at a time with eesd-run."
             )
         return self._make_rows(most)
 
