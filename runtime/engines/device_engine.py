@@ -101,7 +101,7 @@ class DeviceEngine:
     def new_rows(self, most: int) -> Rows:
         if self.buckets and self.buckets[0] <= self.manifest.max_tree_nodes and not self.is_draft:
             raise EESDError(
-                "Where rounds have several node counts, requests of a batch could change each other's tokens; start with --exact, "
+                "Where rounds have several node counts, requests of a batch could change each other; start with --exact, "
                 "or run one request at a time with eesd-run."
             )
         return self._make_rows(most)
