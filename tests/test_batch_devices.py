@@ -17,6 +17,7 @@ from support.late_gpus import Setting, Shared, late_llm
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.request import Generation, Request
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
+from eesd.runtime.batch.service import Service
 from eesd.runtime.engines.base import Call, RowsEngine
 from eesd.runtime.engines.device import DeviceKVCache, device_streams
 from eesd.runtime.engines.device_rows import DeviceRows
@@ -94,6 +95,14 @@ def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
         outputs = [output.logprob for update in updates for output in update.tokens]
         found.append((sorted(outputs, key=repr), [one.prompt_logprobs for one in updates if one.prompt_logprobs]))
     assert found[0] == found[1] == found[2]
+
+
+def test_a_service_runs_rows_in_its_thread(llm: LLM) -> None:
+    given, service = list(requests(4, seed=7)), Service(llm, OPTIONS)
+    try:
+        assert [service.generate(request).tokens for request in given] == [alone(llm, request) for request in given]
+    finally:
+        service.close()
 
 
 def test_long_texts_move_and_known_beginnings_are_copied(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
