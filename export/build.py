@@ -26,7 +26,7 @@ from eesd.runtime.engines.backends import open_engines
 @click.argument("directory", type=PATH)
 @click.option("--target", type=click.Choice(tuple(FLAVOURS)), help="Flavour to build.  [default: the installed one]")
 @click.option("--precision", help="Fail unless the engines have this element type, such as float16.")
-@click.option("--batch", type=click.IntRange(1, 64), default=1, help="Largest number of sequences of a call.")
+@click.option("--batch", type=click.IntRange(1, 64), default=1, help="Most rows of a batch: sequences that decode in one call.")
 @click.option(
     "--prefill-chunk", type=click.IntRange(1, 2**31 - 1), help="Largest number of prompt tokens of a call.  [default: 512]"
 )

@@ -76,7 +76,7 @@ class DeviceMemory:
         shared_weights: Weights that both use; they are part of both numbers.
         kv_cache: The caches of the stage when they are full.
         round_buffers: Mask, activations and logits of a verify pass over a full round.
-        prefill_buffers: Mask and activations of a prefill call, and the logits of one token.
+        prefill_buffers: Mask and activations of a prefill call of one sequence, and the logits of one token.
         build_host_memory: Estimate of the host memory for building the plan of the device's largest graph.
     """
 
@@ -127,7 +127,7 @@ def estimate_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
                 shared_weights=sum(verify[name].nbytes for name in verify.keys() & draft.keys()),
                 kv_cache=batch * manifest.max_seq_len * slot_bytes(manifest, len(stage.caches)),
                 round_buffers=_buffers(manifest, batch * nodes, batch * nodes if first or last else 0, columns),
-                prefill_buffers=_buffers(manifest, batch * manifest.gpu_prefill_chunk, batch if last else 0, columns),
+                prefill_buffers=_buffers(manifest, manifest.gpu_prefill_chunk, 1 if last else 0, columns),
                 build_host_memory=build_memory(max(draft_weights, verify_weights)),
             )
         )

@@ -44,7 +44,7 @@ class BuildOptions:
 
     Attributes:
         flavour: ``tensorrt`` or ``tensorrt-rtx``.
-        max_batch: Largest number of sequences of a call.
+        max_batch: Largest number of sequences of a call that decodes.
         prefill_chunk: Largest number of prompt tokens of a call.
         compute_capabilities: TensorRT-RTX only: GPUs to build for, such as ``8.9``. Empty: every supported GPU.
     """
@@ -277,12 +277,12 @@ def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) 
     """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
 
     In decoding every node gets logits. In prefill one does; two are allowed, because TensorRT-RTX writes the int8 weights of a
-    product for exactly one row out as 16-bit ones.
+    product for exactly one row out as 16-bit ones. Several sequences decode together, and each is prefilled alone.
     """
     batch, slots = options.max_batch, manifest.gpu_slots
     counts_of, profiles = profile_nodes(manifest, graph, options), []
-    for counts, rows in zip(counts_of, (counts_of[0], (1, 1, 2)), strict=False):
-        sizes = [{"B": b, "n": n, "S": slots, "R": r} for b, n, r in zip((1, batch, batch), counts, rows, strict=True)]
+    for counts, rows, most in zip(counts_of, (counts_of[0], (1, 1, 2)), (batch, 1), strict=False):
+        sizes = [{"B": b, "n": n, "S": slots, "R": r} for b, n, r in zip((1, most, most), counts, rows, strict=True)]
         profiles.append(
             {
                 tensor.name: [tensor.sized(**size) for size in sizes]

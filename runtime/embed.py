@@ -111,6 +111,11 @@ class _HostEngines:
         """Tokens of the prompt that every engine of verify takes in one call."""
         return int(min(engine.get_tensor_profile_shape("position_ids", 1)[2][1] for engine in self._host.verify))
 
+    @property
+    def max_batch(self) -> int:
+        """Sequences that every engine takes in one call that decodes."""
+        return int(min(engine.get_tensor_profile_shape("position_ids", 0)[2][0] for engine in self._engines.values()))
+
     def load(self, graph: GraphInfo) -> Any:
         engine = self._engines[graph.file]
         if not matches_graph(engine, graph):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support import tiny_models
+from support.batches import OPTIONS, SAMPLINGS, Record, alone, requests, run
 from support.command import export_engine
 from support.harness import Harness
 
@@ -19,88 +20,16 @@ from eesd.runtime.batch.request import Generation, QueueFullError, Request, Upda
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.engines.kv_cache import HostKVCache
+from eesd.runtime.engines.base import KVCache
 from eesd.runtime.engines.ort_cpu import BoundCall, OrtBinding, OrtEngine
 from eesd.runtime.engines.ort_rows import OrtRowsBinding
-from eesd.runtime.engines.rows import HostRows
+from eesd.runtime.engines.rows import GrowingRows
 from eesd.runtime.llm import LLM, Speculation, load
-
-SAMPLINGS = (
-    Sampling(),
-    Sampling(temperature=0.9, seed=3),
-    Sampling(temperature=0.8, seed=4, method="rejection", top_p=0.9),
-    Sampling(temperature=1.0, seed=5, top_k=20, repetition_penalty=1.2),
-)
-OPTIONS = BatchOptions(max_rows=5, prefill_tokens=16, prefix_memory=1 << 20)
-
-
-class Record:
-    """Collects what a request is told."""
-
-    def __init__(self) -> None:
-        self.updates: list[Update] = []
-        self.logits: list[NDArray[np.float32]] = []
-
-    def __call__(self, update: Update) -> None:
-        assert not self.updates or self.updates[-1].finish_reason is None, "told something behind the end"
-        self.updates.append(update)
-
-    @property
-    def tokens(self) -> list[int]:
-        return [output.token for update in self.updates for output in update.tokens]
-
-    @property
-    def reason(self) -> str | None:
-        return self.updates[-1].finish_reason if self.updates else None
 
 
 @pytest.fixture(scope="module")
 def llm(harness: Harness) -> LLM:
     return load(harness.directory, "ort", threads=1)
-
-
-def alone(llm: LLM, request: Request) -> list[int]:
-    """The request's tokens without a batch. With rejection sampling they depend on how far is drafted: always two tokens."""
-    rejection = request.sampling.method == "rejection" and request.draft
-    other = llm.with_speculation(Speculation("fixed:k=2", guard=False, drafter="exit") if rejection else None)
-    completion = other.generate(
-        request.tokens,
-        request.sampling,
-        max_new_tokens=request.max_new_tokens,
-        ignore_eos=request.ignore_eos,
-        draft=rejection,
-    )
-    return completion.tokens
-
-
-def requests(count: int, seed: int = 0) -> Iterator[Request]:
-    """Short and long prompts, some of which begin alike, with all samplings."""
-    random = np.random.default_rng(seed)
-    shared = random.integers(0, 97, 80).tolist()
-    for number in range(count):
-        own = random.integers(0, 97, int(random.choice([1, 3, 20, 90]))).tolist()
-        yield Request(
-            tokens=[*shared[: 32 * int(random.integers(0, 3))], *own],
-            sampling=replace(SAMPLINGS[number % 4], seed=number),
-            max_new_tokens=int(random.choice([1, 5, 30, 60])),
-            ignore_eos=bool(random.integers(0, 2)),
-            draft=bool(random.random() < 0.8),
-        )
-
-
-def run(scheduler: Scheduler, given: Sequence[Request], every: int = 0) -> list[Record]:
-    """Run requests, a new one at each ``every``-th step."""
-    records = [Record() for _ in given]
-    waiting = [Generation(request, record) for request, record in zip(given, records, strict=True)]
-    steps = 0
-    while waiting or scheduler.waiting or scheduler.running or scheduler.prefilling:
-        while waiting and steps >= every:
-            scheduler.check(waiting[0])
-            scheduler.add(waiting.pop(0))
-            steps = 0 if every else steps
-        scheduler.step()
-        steps += 1
-    return records
 
 
 @pytest.mark.parametrize("levels", [None, 0, 1, 4])
@@ -342,8 +271,11 @@ def test_an_engine_that_fails_ends_its_rows_and_no_others(llm: LLM, monkeypatch:
     assert [record.tokens for record in run(scheduler, given)] == [alone(llm, request) for request in given]
 
 
-def half(rows: HostRows, row: int, kv_cache: HostKVCache, used: int) -> None:
-    rows.write(row, 0, kv_cache.data[:, :, 0, :, : used // 2])
+take = GrowingRows.take
+
+
+def half(rows: GrowingRows, row: int, kv_cache: KVCache, used: int) -> None:
+    take(rows, row, kv_cache, used // 2)
 
 
 @pytest.mark.parametrize(("name", "mistake"), [("take", half), ("move", lambda *_: None)])
@@ -352,7 +284,7 @@ def test_a_mistake_with_rows_is_caught(
 ) -> None:
     """Keys and values that are not copied whole show in the tokens."""
     scheduler = Scheduler(llm, OPTIONS)
-    monkeypatch.setattr(HostRows, name, mistake)
+    monkeypatch.setattr(GrowingRows, name, mistake)
     given = list(requests(12))
     records = run(scheduler, given)
     assert [record.tokens for record in records] != [alone(llm, request) for request in given]
@@ -474,8 +406,3 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
     with pytest.raises(EESDError, match="max_rows 1"):
         Scheduler(llm, OPTIONS)
     Scheduler(llm, replace(OPTIONS, max_rows=1))
-
-
-def test_batches_need_an_engine_that_runs_rows(harness: Harness) -> None:
-    with pytest.raises(EESDError, match="backend='ort'"):
-        Scheduler(load(harness.directory, "torch", threads=1), OPTIONS)

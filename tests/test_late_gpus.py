@@ -117,9 +117,9 @@ def move_inputs_after_the_capture(patch: pytest.MonkeyPatch, _: Machine) -> None
 
     def set_inputs(self: Any, *args: Any) -> None:
         if self._graphs[0]._graph is not None:
-            count, width = self._inputs.tree_mask.shape
-            buffer = torch.zeros(device_engine._buffer_size(count, width), dtype=torch.int64, pin_memory=True)
-            self._inputs = device_engine._input_views(buffer.numpy(), count, width)
+            sizes = self._inputs.tree_mask.shape
+            buffer = torch.zeros(device_engine._buffer_size(*sizes), dtype=torch.int64, pin_memory=True)
+            self._inputs = device_engine._input_views(buffer.numpy(), *sizes)
         original(self, *args)
 
     patch.setattr(ForwardStep, "set_inputs", set_inputs)

@@ -87,6 +87,12 @@ def test_buffers_hold_mask_hidden_state_and_logits(staged: Path) -> None:
     assert first["total"] == weights + first["kv_cache"] + max(first["round_buffers"], first["prefill_buffers"])
 
 
+def test_rows_take_caches_and_rounds_and_are_prefilled_alone(staged: Path) -> None:
+    for one, three in zip(estimated(staged)["devices"], estimated(staged, "--batch", 3)["devices"], strict=True):
+        assert three["round_buffers"] == 3 * one["round_buffers"] and three["kv_cache"] == 3 * one["kv_cache"]
+        assert three["prefill_buffers"] == one["prefill_buffers"] and three["verify_weights"] == one["verify_weights"]
+
+
 def test_estimate_for_another_length_is_that_of_an_export_with_it(staged: Path, text_model: Path, tmp_path: Path) -> None:
     longer = export_engine(text_model, tmp_path / "plans", "--stages", 2, "--max-seq-len", 500)
     assert estimated(staged, "--max-seq-len", 500) == estimated(longer) != estimated(staged)

@@ -39,6 +39,7 @@ TORCH_FILES = {
     "device_engine.py",
     "device_noise.py",
     "device_sampler.py",
+    "device_rows.py",
     "ort_gpu.py",
     "torch_engine.py",
     "torch_weights.py",

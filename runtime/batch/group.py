@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.load_rule import LoadRule
 from eesd.runtime.batch.row import Row
+from eesd.runtime.batch.row_exactness import check_rows
 from eesd.runtime.decoding.session import Round, RoundResult
-from eesd.runtime.engines.base import Call
-from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.rows import HostRows, RowsBinding
+from eesd.runtime.engines.base import Call, KVCache, Rows, RowsBinding, RowsEngine, Values
 
 Report = Callable[[Row, RoundResult], bool]
 """Told what a round brought a row; says whether the row is finished."""
@@ -41,6 +40,12 @@ class RowCache:
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         raise AssertionError("the group owns the keys and values")
 
+    def values(self, start: int, stop: int) -> Values:
+        raise AssertionError("the group owns the keys and values")
+
+    def fill(self, start: int, values: Values) -> None:
+        raise AssertionError("the group owns the keys and values")
+
 
 ROW_CACHE = RowCache()
 
@@ -56,7 +61,7 @@ class Group:
 
     def __init__(
         self,
-        rows: HostRows,
+        rows: Rows,
         verify: RowsBinding,
         draft: RowsBinding | None,
         rule: LoadRule,
@@ -68,6 +73,10 @@ class Group:
         self.most_slots = most_slots
         self.drafted = 0
         self._rows, self._verify, self._draft, self._rule, self._longest = rows, verify, draft, rule, longest
+
+    def check(self, engine: RowsEngine, most_rows: int) -> None:
+        """Raise :class:`EESDError` if rows change each other's logits. ``engine`` is the verify engine. The group is empty."""
+        check_rows(engine, self._rows, self._verify, most_rows)
 
     def measure(self, most_rows: int, seconds: float) -> None:
         """Time calls over dummy rows, so that the rule knows what they cost. Takes about this many seconds."""
@@ -90,7 +99,7 @@ class Group:
             if again:  # the first call prepares the others
                 costs.add(count, nodes, self._rows.slots, time.perf_counter() - started)
 
-    def join(self, row: Row, kv_cache: HostKVCache) -> None:
+    def join(self, row: Row, kv_cache: KVCache) -> None:
         """Take a row whose prompt is in a cache of its own."""
         used = row.session.prefilled
         self._make_room(used + 1 + self._longest)
@@ -102,7 +111,7 @@ class Group:
         """Take a row from another group."""
         used, at = _used(row), other.active.index(row)
         self._make_room(used + 1 + self._longest)
-        self._rows.write(len(self.active), 0, other._rows.read(at, 0, used))
+        self._rows.take_over(len(self.active), other._rows, at, used)
         other.leave(row)
         self.active.append(row)
 
@@ -113,9 +122,9 @@ class Group:
             self._rows.move(len(self.active), at, _used(last))
             self.active[at] = last
 
-    def read(self, row: Row, start: int, stop: int) -> NDArray[np.float32]:
-        """Keys and values of a row, [L+E, 2, KV, n, D]: the memory itself."""
-        return self._rows.read(self.active.index(row), start, stop)
+    def values(self, row: Row, start: int, stop: int) -> Values:
+        """Keys and values of a row's slots from ``start`` to ``stop - 1``."""
+        return self._rows.values(self.active.index(row), start, stop)
 
     def has_outgrown(self, row: Row) -> bool:
         return self.most_slots is not None and _used(row) + 1 + self._longest > self.most_slots

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-import numpy as np
-from numpy.typing import NDArray
+from eesd.runtime.engines.base import Values
 
 BLOCK = 32
 """Tokens that are kept together."""
@@ -17,7 +16,7 @@ class _Block:
 
     parent: "_Block | None"
     tokens: tuple[int, ...]
-    values: NDArray[np.float32] | None
+    values: Values | None
     following: "dict[tuple[int, ...], _Block]" = field(default_factory=dict)
     used: int = 0
 
@@ -47,7 +46,7 @@ class PrefixCache:
         """Bytes of the keys and values that are kept."""
         return self._bytes
 
-    def find(self, tokens: Sequence[int]) -> list[NDArray[np.float32]]:
+    def find(self, tokens: Sequence[int]) -> list[Values]:
         """The keys and values of the longest beginning of ``tokens`` that is known, in blocks of :data:`BLOCK` tokens."""
         found, block, now = [], self._root, next(self._clock)
         self.queries += len(tokens)
@@ -61,7 +60,7 @@ class PrefixCache:
         self.hits += BLOCK * len(found)
         return found
 
-    def add(self, tokens: Sequence[int], read: Callable[[int, int], NDArray[np.float32]]) -> None:
+    def add(self, tokens: Sequence[int], read: Callable[[int, int], Values]) -> None:
         """Keep the keys and values of a text.
 
         Args:

@@ -7,48 +7,65 @@ Kernels may add in an order that depends on the size of a call. With those that 
 import numpy as np
 
 from eesd.common.errors import EESDError
-from eesd.runtime.engines.base import Call, Logits
-from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.ort_cpu import OrtEngine
-from eesd.runtime.engines.ort_rows import OrtRowsBinding
-from eesd.runtime.engines.rows import HostRows
+from eesd.runtime.engines.base import Call, KVCache, Logits, Rows, RowsBinding, RowsEngine
 
 PROMPTS, NODES = (9, 1, 23), (1, 3)
 """Tokens of the prompts of the rows, and nodes of the calls."""
 
 
-def check_rows(engine: OrtEngine, rows: int) -> None:
+def check_rows(engine: RowsEngine, rows: Rows, binding: RowsBinding, most: int) -> None:
     """Compare calls over several rows with calls over each alone. Takes a dozen calls.
+
+    Rows that are fixed run in calls of all rows, whoever is there, and are compared with calls that have nobody beside them.
 
     Args:
         engine: The verify engine.
-        rows: Rows that a batch may have; with one there is nothing to compare.
+        rows: Rows without texts. What they hold is overwritten.
+        binding: The engine bound to them.
+        most: Rows that a batch may have; with one there is nothing to compare.
 
     Raises:
         EESDError: A bit differs.
     """
-    lengths = PROMPTS[:rows]
-    random = np.random.default_rng(0)
-    vocab, limit = engine.manifest.geometry.vocab_size, engine.manifest.max_seq_len
-    texts = [random.integers(0, vocab, min(length, limit - max(NODES)) + max(NODES)).tolist() for length in lengths]
-    together = HostRows(engine.manifest, len(texts))
-    together.resize(max(map(len, texts)), [])
-    alone: list[HostKVCache] = []
-    for row, text in enumerate(texts):
-        alone.append(engine.new_kv_cache())
-        alone[row].reserve(len(text))
-        engine.bind(alone[row]).prefill(text[: -max(NODES)], 0)
-        together.take(row, alone[row], len(text) - max(NODES))
-    binding = OrtRowsBinding(engine, together)
-    for count in NODES if len(texts) > 1 else ():
+    if most == 1:
+        return
+    texts = _texts(engine, most)
+    rows.resize(max(map(len, texts)), [])
+    caches = [_prefilled(engine, text) for text in texts]
+
+    def take(row: int) -> None:
+        rows.take(row, caches[row], len(texts[row]) - max(NODES))
+
+    for count in NODES:
         calls = [_call(text, count) for text in texts]
-        outputs = [output.logits.copy() for output in binding.forward(0, calls)]
-        for call, cache, found in zip(calls, alone, outputs, strict=True):
-            if not _same_bits(found, engine.bind(cache).forward(*call).logits):
-                raise EESDError(
-                    "On this processor a row's logits depend on the rows beside it, so requests could change each other's "
-                    "tokens; run one request at a time, with max_rows 1."
-                )
+        alone = []
+        for row, call in enumerate(calls):
+            take(row)
+            output = binding.forward(row, [call])[0] if rows.fixed else engine.bind(caches[row]).forward(*call)
+            alone.append(output.logits.copy())
+        for row in range(len(calls)):
+            take(row)
+        together = [output.logits for output in binding.forward(0, calls)]
+        if not all(map(_same_bits, together, alone)):
+            raise EESDError(
+                "On this processor a row's logits depend on the rows beside it, so requests could change each other's "
+                "tokens; run one request at a time, with max_rows 1."
+            )
+
+
+def _texts(engine: RowsEngine, most: int) -> list[list[int]]:
+    """A text for each row, of a prompt and the nodes of the longest call."""
+    random, manifest = np.random.default_rng(0), engine.manifest
+    longest = manifest.max_seq_len - max(NODES)
+    lengths = [min(length, longest) + max(NODES) for length in PROMPTS[:most]]
+    return [random.integers(0, manifest.geometry.vocab_size, length).tolist() for length in lengths]
+
+
+def _prefilled(engine: RowsEngine, text: list[int]) -> KVCache:
+    kv_cache = engine.new_kv_cache()
+    kv_cache.reserve(len(text))
+    engine.bind(kv_cache).prefill(text[: -max(NODES)], 0)
+    return kv_cache
 
 
 def _call(text: list[int], count: int) -> Call:

@@ -6,9 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from eesd.common.checks import check_integer
 from eesd.common.errors import EESDError
 from eesd.controllers.load_rule import FixedLevels, LoadRule
@@ -16,13 +13,8 @@ from eesd.runtime.batch.group import Group
 from eesd.runtime.batch.prefix_cache import PrefixCache
 from eesd.runtime.batch.request import Generation, Update
 from eesd.runtime.batch.row import Row
-from eesd.runtime.batch.row_exactness import check_rows
 from eesd.runtime.decoding.session import RoundResult, check_prompt
-from eesd.runtime.engines.base import Binding
-from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.ort_cpu import OrtEngine
-from eesd.runtime.engines.ort_rows import OrtRowsBinding
-from eesd.runtime.engines.rows import HostRows
+from eesd.runtime.engines.base import Binding, KVCache, Rows, RowsEngine, Values
 from eesd.runtime.llm import LLM
 
 FIRST_GROUP, GROWTH = 512, 4
@@ -76,7 +68,7 @@ class BatchOptions:
 class _Workspace:
     """A cache in which one prompt is prefilled, and the verify engine bound to it."""
 
-    kv_cache: HostKVCache
+    kv_cache: KVCache
     verify: Binding
 
 
@@ -102,22 +94,24 @@ class Scheduler:
     def __init__(self, llm: LLM, options: BatchOptions) -> None:
         """Raises :class:`EESDError` if the backend cannot run several rows, or rows change each other's logits here."""
         verify, draft = llm.engines.verify, llm.engines.draft
-        if not isinstance(verify, OrtEngine) or not isinstance(draft, OrtEngine | None):
-            raise EESDError("Batches run with the backend ort on the CPU; load the engines with backend='ort'.")
-        check_rows(verify, options.max_rows)
+        assert isinstance(verify, RowsEngine) and isinstance(draft, RowsEngine | None)
+        self._llm, self._options, self._engine, self._draft = llm, options, verify, draft
         prior = llm.manifest.exit_head.calibration
         self.rule = LoadRule(prior) if options.levels is None else FixedLevels(options.levels, prior)
         self.prefixes = PrefixCache(options.prefix_memory)
         self.waiting: deque[Generation] = deque()
         self.rounds = 0
         self.request_seconds = 1.0
-        self._llm, self._options, self._engine, self._draft = llm, options, verify, draft
         self._prefilling: deque[_Prefilling] = deque()
         self._idle: list[_Workspace] = []
-        self._groups = [self._new_group(most) for most in _group_sizes(llm.manifest.max_seq_len)]
+        rows = self._engine.new_rows(options.max_rows)
+        self._slot_bytes = rows.slot_bytes
+        self._check_memory(rows)
+        sizes = [None] if rows.fixed else _group_sizes(llm.manifest.max_seq_len)
+        memory = [rows, *(self._engine.new_rows(options.max_rows) for _ in sizes[1:])]
+        self._groups = [self._new_group(*pair) for pair in zip(memory, sizes, strict=True)]
+        self._groups[0].check(self._engine, options.max_rows)
         self._groups[0].measure(options.max_rows, MEASURING_SECONDS)
-        geometry = llm.manifest.geometry
-        self._slot_bytes = 4 * 2 * llm.manifest.num_caches * geometry.num_kv_heads * geometry.head_dim
 
     @property
     def running(self) -> int:
@@ -215,14 +209,14 @@ class Scheduler:
                 self._take_prefix(row, workspace.kv_cache)
             self._prefilling.append(_Prefilling(row, workspace))
 
-    def _take_prefix(self, row: Row, kv_cache: HostKVCache) -> None:
+    def _take_prefix(self, row: Row, kv_cache: KVCache) -> None:
         """Copy the keys and values of the prompt's beginning that are known."""
         tokens = row.request.tokens[:-1]
         at = 0
         for values in self.prefixes.find(tokens):
             length = values.shape[3]
             kv_cache.reserve(at + length)
-            kv_cache.data[:, :, 0, :, at : at + length] = values
+            kv_cache.fill(at, values)
             at += length
         row.session.prefill_from(at)
         row.cached_tokens = at
@@ -250,7 +244,7 @@ class Scheduler:
     def _join(self, one: _Prefilling) -> None:
         """Let a row whose prompt is complete decode."""
         kv_cache = one.workspace.kv_cache
-        self._keep_prefix(one.row, lambda start, stop: kv_cache.data[:, :, 0, :, start:stop])
+        self._keep_prefix(one.row, kv_cache.values)
         self._group_for(len(one.row.request.tokens)).join(one.row, kv_cache)
         self._idle.append(one.workspace)
 
@@ -278,7 +272,7 @@ class Scheduler:
         ended = update.finish_reason is not None
         if ended:
             self.request_seconds += (time.monotonic() - row.began - self.request_seconds) / 8
-            self._keep_prefix(row, lambda start, stop: group.read(row, start, stop))
+            self._keep_prefix(row, lambda start, stop: group.values(row, start, stop))
             row.session.close()
         row.generation.on_update(update)
         return ended
@@ -294,7 +288,7 @@ class Scheduler:
         row.session.close()
         row.generation.on_update(row.last_update(reason, None if error is None else _sentence(error)))
 
-    def _keep_prefix(self, row: Row, read: Callable[[int, int], NDArray[np.float32]]) -> None:
+    def _keep_prefix(self, row: Row, read: Callable[[int, int], Values]) -> None:
         """Keep a row's keys and values for requests that begin like it."""
         if self._options.prefix_memory:
             self.prefixes.add(row.session.tokens[:-1], read)
@@ -305,11 +299,19 @@ class Scheduler:
             for row in [row for row in group.active if group.has_outgrown(row)]:
                 self._group_for(len(row.session.tokens)).take_over(group, row)
 
-    def _new_group(self, most_slots: int | None) -> Group:
-        rows = HostRows(self._llm.manifest, self._options.max_rows)
-        draft = OrtRowsBinding(self._draft, rows) if self._draft else None
+    def _check_memory(self, rows: Rows) -> None:
+        """Raise :class:`EESDError` if rows that are allocated whole take more than requests may."""
+        taken, given = self._options.max_rows * rows.slots * rows.slot_bytes, self._options.kv_memory
+        if rows.fixed and taken > given:
+            raise EESDError(
+                f"{self._options.max_rows} rows of {rows.slots} slots take {-(-taken >> 20)} MiB of the GPU's memory, and "
+                f"{given >> 20} MiB are given for keys and values; start with fewer rows or more memory."
+            )
+
+    def _new_group(self, rows: Rows, most_slots: int | None) -> Group:
+        draft = self._draft.bind_rows(rows) if self._draft else None
         longest = self._llm.manifest.max_tree_nodes
-        return Group(rows, OrtRowsBinding(self._engine, rows), draft, self.rule, longest, most_slots)
+        return Group(rows, self._engine.bind_rows(rows), draft, self.rule, longest, most_slots)
 
     def _group_for(self, tokens: int) -> Group:
         """The first group whose rows have room for a text of this length and a round."""

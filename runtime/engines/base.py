@@ -6,10 +6,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.common.manifest import Manifest
+
 Logits = NDArray[np.float32]
 Choose = Callable[[Any], Any]
 """Work for a device behind a call: from its logits [n, V], a tensor on the device, to what the host needs of them, a tensor
 [n, ...] of float64 there, or None for nothing."""
+Values = NDArray[Any]
+"""Keys and values of n tokens in host memory, [L+E, 2, KV, n, D], in an order of layers that the backend knows. 16-bit ones
+are given as their bits."""
 
 
 class StepOutputs:
@@ -75,6 +80,73 @@ class KVCache(Protocol):
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values of one layer, each [B, KV, S, D]: a copy in host memory."""
+        ...
+
+    def values(self, start: int, stop: int) -> Values:
+        """Keys and values of the slots from ``start`` to ``stop - 1``, of all layers. They may be the memory itself."""
+        ...
+
+    def fill(self, start: int, values: Values) -> None:
+        """Write what :meth:`values` of such a cache gave, from the slot ``start`` on, for which there is room."""
+        ...
+
+
+class Rows(Protocol):
+    """KV caches of several sequences in one piece of memory, [L+E, 2, B, KV, S, D], so that one call runs them all.
+
+    The rows in use are the first ones. All have the same S, for which attention pays.
+    """
+
+    @property
+    def slots(self) -> int:
+        """S now."""
+        ...
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        ...
+
+    @property
+    def fixed(self) -> bool:
+        """Whether all rows have all slots from the beginning, and keep them; else S follows the longest text."""
+        ...
+
+    def resize(self, slots: int, used: Sequence[int]) -> None:
+        """Have at least this many slots, and not many more.
+
+        Args:
+            slots: Slots that a row needs.
+            used: Slots of each row in use, which are kept.
+        """
+        ...
+
+    def move(self, source: int, target: int, used: int) -> None:
+        """Copy the first slots of a row to another one."""
+        ...
+
+    def take(self, row: int, kv_cache: KVCache, used: int) -> None:
+        """Copy the first slots of a sequence that has a cache of its own."""
+        ...
+
+    def take_over(self, row: int, other: "Rows", source: int, used: int) -> None:
+        """Copy the first slots of the row ``source`` of other rows of this engine."""
+        ...
+
+    def values(self, row: int, start: int, stop: int) -> Values:
+        """Keys and values of a row's slots from ``start`` to ``stop - 1``. They may be the memory itself."""
+        ...
+
+
+class RowsBinding(Protocol):
+    """An engine bound to the KV caches of several sequences."""
+
+    def forward(self, first: int, calls: Sequence[Call]) -> list[StepOutputs]:
+        """Run a call for each of the rows from ``first`` on, as one; each row gets the outputs of its own nodes.
+
+        All rows take as many nodes as the longest. What a shorter one gets more is written behind its own nodes, so every row
+        needs room for the longest call.
+        """
         ...
 
 
@@ -148,4 +220,23 @@ class Engine(Protocol):
 
     def bind(self, kv_cache: KVCache) -> Binding:
         """Bind the engine to a KV cache. Several bindings may exist side by side."""
+        ...
+
+
+@runtime_checkable
+class RowsEngine(Engine, Protocol):
+    """An engine that runs several sequences in one call, as those of all backends do."""
+
+    manifest: Manifest
+
+    def new_rows(self, most: int) -> Rows:
+        """Memory for the KV caches of at most this many sequences.
+
+        Raises:
+            EESDError: The engine cannot run so many in one call, or not without their changing each other's logits.
+        """
+        ...
+
+    def bind_rows(self, rows: Rows) -> RowsBinding:
+        """Bind the engine to several sequences."""
         ...

@@ -19,6 +19,7 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.model.decoder import KV
+from eesd.runtime.engines.base import Values
 from eesd.runtime.engines.kv_cache import STEP, GrowingKVCache
 
 ALIGNMENT = 256
@@ -148,6 +149,18 @@ class DeviceKVCache(GrowingKVCache):
             return memory.zero_()  # a slot that nobody sees still counts with 0 x NaN
 
     @torch.inference_mode()
+    def values(self, start: int, stop: int) -> Values:
+        return to_host([shard[:, :, 0, :, start:stop] for shard in self._active_shards()])
+
+    @torch.inference_mode()
+    def fill(self, start: int, values: Values) -> None:
+        first, stop = 0, start + values.shape[3]
+        for shard in self._active_shards():
+            given = torch.from_numpy(values[first : first + len(shard)])
+            shard[:, :, 0, :, start:stop] = given.view(shard.dtype).to(shard.device)
+            first += len(shard)
+
+    @torch.inference_mode()
     def reset(self) -> None:
         """Begin another sequence. A slot that overflowed to infinity would spoil it: a hidden slot counts with 0 x infinity."""
         super().reset()
@@ -163,10 +176,7 @@ class DeviceKVCache(GrowingKVCache):
             shard[..., :slots, :] = values
 
     def _active_shards(self) -> Iterator[Tensor]:
-        """Each shard, while its stream is torch's current stream."""
-        for stream, shard in zip(self._streams, self.shards, strict=True):
-            with stream.activate():
-                yield shard
+        return active_shards(self._streams, self.shards)
 
     @torch.inference_mode()
     def compact(self, start: int, sources: list[int]) -> None:
@@ -181,16 +191,30 @@ class DeviceKVCache(GrowingKVCache):
         return keys, values
 
 
+def active_shards(streams: Sequence[DeviceStream], shards: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Each shard, while its stream is torch's current stream."""
+    for stream, shard in zip(streams, shards, strict=True):
+        with stream.activate():
+            yield shard
+
+
+def to_host(pieces: Sequence[Tensor]) -> Values:
+    """Pieces of shards, [layers, ...] each, as one array in host memory; 16-bit ones as their bits: NumPy has no bfloat16."""
+    gathered = torch.cat([piece.cpu() for piece in pieces])
+    values: Values = (gathered.view(torch.int16) if gathered.itemsize == 2 else gathered).numpy()
+    return values
+
+
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a call of n nodes on one device. Their contents change, their addresses do not.
+    """The inputs of a call of n nodes of B sequences on one device. Their contents change, their addresses do not.
 
     Attributes:
-        x: ``input_ids`` [1, n] int64, or the hidden state of the previous stage [1, n, hidden].
-        position_ids: [1, n].
-        write_indices: [1].
-        attn_mask: [1, 1, n, S].
-        logit_rows: The nodes that get logits from verify, [R]. The draft ignores it.
+        x: ``input_ids`` [B, n] int64, or the hidden state of the previous stage [B, n, hidden].
+        position_ids: [B, n].
+        write_indices: [B].
+        attn_mask: [B, 1, n, S].
+        logit_rows: The nodes of each sequence that get logits from verify, [R]. The draft ignores it.
         caches: The layer caches that the graph uses, in the order of its inputs.
     """
 
@@ -203,8 +227,8 @@ class StepInputs:
 
 
 PreparedCall = Callable[[], list[Tensor]]
-"""Runs a graph on the inputs it was prepared for. Returns logits [1, R, V] or a hidden state; for a draft logits [1, n, V], ids
-[1, n, K] and log-probabilities [1, n, K]. The next run overwrites them."""
+"""Runs a graph on the inputs it was prepared for. Returns logits [B, R, V] or a hidden state; for a draft logits [B, n, V], ids
+[B, n, K] and log-probabilities [B, n, K]. The next run overwrites them."""
 
 
 class StageRunner(Protocol):
@@ -236,20 +260,23 @@ class ResultMemory:
         """``largest`` is the node count from which on a call has memory of its own. Nothing is allocated yet."""
         self._graph, self._device, self._largest = graph, device, largest
         self._shared: list[Tensor] = []
+        self._batch = 0
 
     def tensors(self, inputs: StepInputs) -> list[Tensor]:
-        """The outputs of a call."""
-        count, rows = inputs.position_ids.shape[1], len(inputs.logit_rows)
+        """The outputs of a call. Those of more sequences than before take other memory; outputs given out before stay valid."""
+        (batch, count), rows = inputs.position_ids.shape, len(inputs.logit_rows)
         if count > self._largest:
-            return self._allocate(count, rows)
-        self._shared = self._shared or [memory.flatten() for memory in self._allocate(self._largest, self._largest)]
-        shapes = [info.sized(B=1, n=count, R=rows) for info in self._graph.results]
+            return self._allocate(batch, count, rows)
+        shapes = [info.sized(B=batch, n=count, R=rows) for info in self._graph.results]
+        if batch > self._batch:
+            self._batch = batch
+            self._shared = [memory.flatten() for memory in self._allocate(batch, self._largest, self._largest)]
         return [memory[: prod(shape)].view(shape) for memory, shape in zip(self._shared, shapes, strict=True)]
 
-    def _allocate(self, count: int, rows: int) -> list[Tensor]:
-        with explain_out_of_memory(f"The results of {count} nodes"):
+    def _allocate(self, batch: int, count: int, rows: int) -> list[Tensor]:
+        with explain_out_of_memory(f"The results of {batch * count} nodes"):
             return [
-                torch.zeros(info.sized(B=1, n=count, R=rows), dtype=getattr(torch, info.dtype), device=self._device)
+                torch.zeros(info.sized(B=batch, n=count, R=rows), dtype=getattr(torch, info.dtype), device=self._device)
                 for info in self._graph.results
             ]
 

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED, PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.model.decoder import KV
-from eesd.runtime.engines.base import Call, Choose, KVCache, StepOutputs
+from eesd.runtime.engines.base import Call, Choose, KVCache, Rows, RowsBinding, StepOutputs
 from eesd.runtime.engines.device import ALIGNMENT, DeviceKVCache, DeviceStream, StageRunner, StepInputs
 
 LOGGER = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class DeviceEngine:
         stages: Sequence[StageRunner],
         is_draft: bool,
         make_kv_cache: Callable[[], DeviceKVCache],
+        make_rows: Callable[[int], Rows],
         buckets: tuple[int, ...],
         multiple: int,
         prefill_chunk: int,
@@ -86,6 +88,7 @@ class DeviceEngine:
         self.cuda_graphs = True
         self.chooses = stages[-1].stream.on_gpu
         self._make_kv_cache = make_kv_cache
+        self._make_rows = make_rows
 
     def new_kv_cache(self) -> DeviceKVCache:
         return self._make_kv_cache()
@@ -96,6 +99,20 @@ class DeviceEngine:
         if self.buckets:
             binding.warm_up()
         return binding
+
+    def new_rows(self, most: int) -> Rows:
+        if self.buckets and self.buckets[0] <= self.manifest.max_tree_nodes and not self.is_draft:
+            raise EESDError(
+                "Where rounds have several node counts, requests of a batch could change each other; start with --exact, "
+                "or run one request at a time with eesd-run."
+            )
+        return self._make_rows(most)
+
+    def bind_rows(self, rows: Rows) -> RowsBinding:
+        from eesd.runtime.engines.device_rows import DeviceRows, DeviceRowsBinding
+
+        assert isinstance(rows, DeviceRows)
+        return DeviceRowsBinding(self, rows)
 
     def padded(self, count: int) -> int:
         """The node count that a call of ``count`` nodes is padded to."""
@@ -109,6 +126,7 @@ def make_engines(
     verify: Sequence[StageRunner],
     draft: StageRunner | None,
     make_kv_cache: Callable[[], DeviceKVCache],
+    make_rows: Callable[[int], Rows],
     *,
     pad: bool,
     multiple: int = 1,
@@ -124,6 +142,7 @@ def make_engines(
         verify: The stages of verify in order.
         draft: The draft; None: no draft engine.
         make_kv_cache: Makes a KV cache for both engines.
+        make_rows: Makes memory for so many sequences, for both engines.
         pad: Whether to pad calls to buckets.
         multiple: Without buckets, pad verify's calls to multiples of this. The draft's calls need no padding: nothing that they
             compute reaches the output.
@@ -137,7 +156,14 @@ def make_engines(
         The verify engine and the draft engine.
     """
     chunk = prefill_chunk or (manifest.gpu_prefill_chunk if pad else min(PREFILL_CHUNK, manifest.max_seq_len))
-    engine = partial(DeviceEngine, manifest, make_kv_cache=make_kv_cache, prefill_chunk=chunk, on_warm_up=on_warm_up)
+    engine = partial(
+        DeviceEngine,
+        manifest,
+        make_kv_cache=make_kv_cache,
+        make_rows=make_rows,
+        prefill_chunk=chunk,
+        on_warm_up=on_warm_up,
+    )
     rounds = buckets_for(manifest, chunk, exact) if pad else ()
     levels = (1,) if one_by_one else buckets_for(manifest, chunk, exact=False) if pad else ()
     drafter = engine([draft], is_draft=True, buckets=levels, multiple=1) if draft else None
@@ -231,27 +257,20 @@ class DeviceBinding:
         """Run a call. With ``only_caches`` it has logits for one node, because they are not used."""
         self._drop_stale()
         count = len(call.tokens)
-        with self._streams():
+        with active_streams(self._engine.stages):
             step = self._step(self._engine.padded(count), only_caches)
-            step.set_inputs(call)
-            return step.run(count, choose)
+            step.set_inputs([call])
+            return step.outputs(0, count, step.run(count, choose))
 
     @torch.inference_mode()
     def draft_chain(self, token: int, slot: int, count: int) -> StepOutputs:
         """See :class:`~eesd.runtime.engines.base.ChainBinding`."""
         self._drop_stale()
-        with self._streams():
+        with active_streams(self._engine.stages):
             if self._draft_loop is None:
-                self._draft_loop = DraftLoop(self._engine, self._kv_cache, self._pool)
+                self._draft_loop = DraftLoop(self._engine, self._kv_cache.layer, self._pool)
             ids, logprobs = self._draft_loop.run(token, slot, count)
         return StepOutputs(_no_logits, ids, logprobs)
-
-    def _streams(self) -> ExitStack:
-        """Make the engine's stream current on every device, also for memory that is allocated meanwhile."""
-        with ExitStack() as stack:
-            for stage in self._engine.stages:
-                stack.enter_context(stage.stream.activate())
-            return stack.pop_all()
 
     def _drop_stale(self) -> None:
         """Drop the calls that are bound to memory that the KV cache no longer uses."""
@@ -267,10 +286,18 @@ class DeviceBinding:
             engine, largest_round = self._engine, self._engine.padded(self._engine.manifest.max_tree_nodes + 1)
             reused = count in engine.buckets if engine.buckets else count <= largest_round
             width, pool = largest_round if count <= largest_round else 0, self._pool if reused else None
-            step = ForwardStep(engine, self._kv_cache, count, width, 1 if only_caches else count, pool)
+            step = ForwardStep(engine, self._kv_cache.layer, count, width, 1 if only_caches else count, pool)
             if reused:
                 self._steps[count, only_caches] = step
         return step
+
+
+def active_streams(stages: Sequence[StageRunner]) -> ExitStack:
+    """Make the stages' streams current on their devices, also for memory that is allocated meanwhile."""
+    with ExitStack() as stack:
+        for stage in stages:
+            stack.enter_context(stage.stream.activate())
+        return stack.pop_all()
 
 
 def _no_logits() -> NDArray[np.float32]:
@@ -284,11 +311,11 @@ class InputViews(NamedTuple, Generic[Buffer]):
     """The inputs of a call as views of one int64 buffer, which is copied to the device in one piece.
 
     Attributes:
-        tokens: [n].
-        positions: [n].
-        slot: Slot of the first node, [1].
-        context_len: See :meth:`~eesd.runtime.engines.base.Binding.forward`; [1].
-        tree_mask: 1 where a node sees a slot, else 0; [n, width].
+        tokens: [B, n].
+        positions: [B, n].
+        slot: Slot of the first node of each sequence, [B].
+        context_len: See :meth:`~eesd.runtime.engines.base.Binding.forward`; [B].
+        tree_mask: 1 where a node sees a slot, else 0; [B, n, width].
     """
 
     tokens: Buffer
@@ -298,19 +325,21 @@ class InputViews(NamedTuple, Generic[Buffer]):
     tree_mask: Buffer
 
 
-def _buffer_size(count: int, width: int) -> int:
-    return 2 * _aligned(count) + STRIDE + count * width
+def _buffer_size(batch: int, count: int, width: int) -> int:
+    return 2 * _aligned(batch * count) + _aligned(2 * batch) + batch * count * width
 
 
-def _input_views(buffer: Buffer, count: int, width: int) -> InputViews[Buffer]:
-    """The inputs of ``count`` nodes in a buffer of :func:`_buffer_size` elements."""
-    positions, slot = _aligned(count), 2 * _aligned(count)
+def _input_views(buffer: Buffer, batch: int, count: int, width: int) -> InputViews[Buffer]:
+    """The inputs of ``count`` nodes of ``batch`` sequences in a buffer of :func:`_buffer_size` elements."""
+    nodes = batch * count
+    positions = _aligned(nodes)
+    slot = 2 * positions
     return InputViews(
-        buffer[:count],
-        buffer[positions : positions + count],
-        buffer[slot : slot + 1],
-        buffer[slot + 1 : slot + 2],
-        buffer[slot + STRIDE :].reshape(count, width),
+        buffer[:nodes].reshape(batch, count),
+        buffer[positions : positions + nodes].reshape(batch, count),
+        buffer[slot : slot + batch],
+        buffer[slot + batch : slot + 2 * batch],
+        buffer[slot + _aligned(2 * batch) :].reshape(batch, count, width),
     )
 
 
@@ -319,30 +348,31 @@ def _aligned(count: int) -> int:
 
 
 class AttentionMask:
-    """The additive attention mask [1, 1, n, S] of a call, computed on the device."""
+    """The additive attention mask [B, 1, n, S] of a call, computed on the device."""
 
     def __init__(self, mask: Tensor, slot: Tensor, context_len: Tensor | None = None, tree_mask: Tensor | None = None) -> None:
         """All tensors are on the device.
 
         Args:
-            mask: The mask to write, [1, 1, n, S].
-            slot: Slot of the first node, [1]; a chain's mask depends on it alone.
-            context_len: For a tree: every node sees the slots below it, [1].
-            tree_mask: For a tree: 1 where a node sees a slot from ``context_len`` on, [n, width]. Columns without a node are 0.
+            mask: The mask to write, [B, 1, n, S].
+            slot: Slot of the first node of each sequence, [B]; a chain's mask depends on it alone.
+            context_len: For a tree: every node sees the slots below it, [B].
+            tree_mask: For a tree: 1 where a node sees a slot from ``context_len`` on, [B, n, width]. Columns without a node
+                are 0.
         """
-        self._mask, self._slot, self._context_len, self._tree_mask = mask[0, 0], slot, context_len, tree_mask
-        count, slots = self._mask.shape
+        self._mask, self._slot, self._context_len, self._tree_mask = mask[:, 0], slot, context_len, tree_mask
+        _, count, slots = self._mask.shape
         self._slots = torch.arange(slots, device=mask.device)
-        self._rows = torch.arange(count, device=mask.device)[:, None]
+        self._nodes = torch.arange(count, device=mask.device)[:, None]
 
     def update(self) -> None:
         """Compute the mask from the present values of the other tensors."""
         if self._tree_mask is None or self._context_len is None:
-            hidden = self._slots > self._rows + self._slot
+            hidden = self._slots > self._nodes + self._slot[:, None, None]
         else:
-            column = self._slots - self._context_len
-            width = self._tree_mask.shape[1]
-            hidden = (self._tree_mask[:, column.clamp(0, width - 1)] == 0) | (column >= width)
+            column = (self._slots - self._context_len[:, None])[:, None].expand(self._mask.shape)
+            width = self._tree_mask.shape[2]
+            hidden = (self._tree_mask.gather(2, column.clamp(0, width - 1)) == 0) | (column >= width)
             hidden &= column >= 0
         self._mask.copy_(hidden)
         self._mask.mul_(MASKED)
@@ -408,9 +438,12 @@ def collector_off() -> Iterator[None]:
             gc.enable()
 
 
-def _caches(stage: StageRunner, kv_cache: DeviceKVCache) -> list[KV]:
-    layers = (kv_cache.layer(index) for index in stage.graph.caches)
-    return [(keys, values) for keys, values in layers]
+Layer = Callable[[int], Tensor]
+"""Gives keys and values of a layer, [2, B, KV, S, D]: the memory that calls update."""
+
+
+def _caches(stage: StageRunner, layer: Layer) -> list[KV]:
+    return [(keys, values) for keys, values in map(layer, stage.graph.caches)]
 
 
 class _StageStep:
@@ -419,7 +452,7 @@ class _StageStep:
     def __init__(
         self,
         stage: StageRunner,
-        kv_cache: DeviceKVCache,
+        layer: Layer,
         host_inputs: Tensor,
         count: int,
         width: int,
@@ -430,22 +463,23 @@ class _StageStep:
 
         Args:
             stage: The stage.
-            kv_cache: The KV cache.
+            layer: The KV caches.
             host_inputs: Inputs in host memory, laid out as in :func:`_input_views`.
             count: n.
             width: Columns of the tree mask; 0: a call for chains only.
             logit_rows: R; the last nodes get logits.
-            hidden: Memory for the previous stage's hidden state [1, n, hidden]; None: this stage takes the tokens.
+            hidden: Memory for the previous stage's hidden state [B, n, hidden]; None: this stage takes the tokens.
         """
-        device = stage.stream.device
+        device, caches = stage.stream.device, _caches(stage, layer)
+        (batch, _, slots, _), dtype = caches[0][0].shape, caches[0][0].dtype
         self.stage = stage
         self._host_inputs, self._device_inputs = host_inputs, torch.zeros_like(host_inputs, device=device)
-        views = _input_views(self._device_inputs, count, width)
-        mask = torch.zeros((1, 1, count, kv_cache.slots), dtype=kv_cache.shards[0].dtype, device=device)
+        views = _input_views(self._device_inputs, batch, count, width)
+        mask = torch.zeros((batch, 1, count, slots), dtype=dtype, device=device)
         self._mask = AttentionMask(mask, views.slot, views.context_len, views.tree_mask if width else None)
-        self.x = views.tokens[None] if hidden is None else hidden
+        self.x = views.tokens if hidden is None else hidden
         self._rows = torch.arange(count - logit_rows, count, device=device)  # a prepared call keeps addresses, not memory
-        inputs = StepInputs(self.x, views.positions[None], views.slot, mask, self._rows, _caches(stage, kv_cache))
+        inputs = StepInputs(self.x, views.positions, views.slot, mask, self._rows, caches)
         self._call = stage.prepare(inputs)
         self.results: list[Tensor] = []
 
@@ -462,35 +496,36 @@ def _run_and_fetch(stage: _StageStep, host_results: Tensor) -> None:
 
 
 class ForwardStep:
-    """A forward call of one node count through all stages of an engine."""
+    """A forward call of one node count and number of sequences through all stages of an engine."""
 
-    def __init__(
-        self, engine: DeviceEngine, kv_cache: DeviceKVCache, count: int, width: int, logit_rows: int, pool: object
-    ) -> None:
+    def __init__(self, engine: DeviceEngine, layer: Layer, count: int, width: int, logit_rows: int, pool: object) -> None:
         """Prepare the call.
 
         Args:
             engine: The engine.
-            kv_cache: The KV cache.
+            layer: The KV caches, which say how many sequences there are.
             count: n, padding included.
             width: Columns of the tree mask; 0: a call for chains only, of more nodes than a round has.
-            logit_rows: R; the last nodes get logits. A draft's all do.
+            logit_rows: R; the last nodes of each sequence get logits. A draft's all do.
             pool: Memory pool for CUDA graphs; None: do not capture.
         """
         manifest, pinned = engine.manifest, engine.stages[0].stream.on_gpu
+        cache = layer(engine.stages[0].graph.caches[0])
+        self._batch, self._slots = cache.shape[1:4:2]
         self._count, self._is_draft, self._last_position = count, engine.is_draft, manifest.max_seq_len - 1
-        host_inputs = torch.zeros(_buffer_size(count, width), dtype=torch.int64, pin_memory=pinned)
-        self._inputs = _input_views(host_inputs.numpy(), count, width)
+        host_inputs = torch.zeros(_buffer_size(self._batch, count, width), dtype=torch.int64, pin_memory=pinned)
+        self._inputs = _input_views(host_inputs.numpy(), self._batch, count, width)
         self._chain = np.tri(count, width, dtype=np.int64)
         self._stages: list[_StageStep] = []
         for stage in engine.stages:
             hidden = None
             if self._stages:
-                shape = (1, count, manifest.geometry.hidden_size)
-                hidden = torch.zeros(shape, dtype=kv_cache.shards[0].dtype, device=stage.stream.device)
+                shape = (self._batch, count, manifest.geometry.hidden_size)
+                hidden = torch.zeros(shape, dtype=cache.dtype, device=stage.stream.device)
             with stage.stream.activate():  # a context is made for the current device
-                self._stages.append(_StageStep(stage, kv_cache, host_inputs, count, width, logit_rows, hidden))
-        shape = (2, count, manifest.draft_top_k) if engine.is_draft else (1, logit_rows, 1)
+                self._stages.append(_StageStep(stage, layer, host_inputs, count, width, logit_rows, hidden))
+        # Of a draft ids and then log-probabilities.
+        shape = (2 * self._batch, count, manifest.draft_top_k) if engine.is_draft else (self._batch, logit_rows, 1)
         self._host_results = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
         # Nothing here may refer to this object: a cycle would hold its memory on the GPU until the collector runs.
         bodies: list[Callable[[], None]] = [step.body for step in self._stages[:-1]]
@@ -500,21 +535,28 @@ class ForwardStep:
             for body, step in zip(bodies, self._stages, strict=True)
         ]
 
-    def set_inputs(self, call: Call) -> None:
-        """Write the inputs of up to n nodes."""
+    def set_inputs(self, calls: Sequence[Call | None]) -> None:
+        """Write the inputs of each sequence, up to n nodes. None: one that only fills the call, and writes its last slots."""
+        for row, call in enumerate(calls):
+            self._set_row(row, call or Call((), (), self._slots - self._count))
+
+    def _set_row(self, row: int, call: Call) -> None:
         tokens, positions, slot, context_len, tree_mask = call
-        inputs, given = self._inputs, len(tokens)
+        inputs, given = InputViews(*(view[row] for view in self._inputs)), len(tokens)
         inputs.tokens[:given], inputs.tokens[given:] = tokens, 0
         inputs.positions[:given] = positions
         # Positions of padding nodes must be within the rotary tables. Spare slots at the end of the cache are beyond them.
         inputs.positions[given:] = np.minimum(range(slot + given, slot + self._count), self._last_position)
-        inputs.slot[0], inputs.context_len[0] = slot, slot if tree_mask is None else context_len
+        self._inputs.slot[row], self._inputs.context_len[row] = slot, slot if tree_mask is None else context_len
         inputs.tree_mask[:] = self._chain if tree_mask is None else 0
         if tree_mask is not None:
             inputs.tree_mask[:given, : tree_mask.shape[1]] = tree_mask
 
-    def run(self, count: int, choose: Choose | None) -> StepOutputs:
-        """Run all stages and ``choose`` behind them, and wait for the results of the first ``count`` nodes."""
+    def run(self, count: int = 0, choose: Choose | None = None) -> NDArray[np.float64] | None:
+        """Run all stages, and wait for the results.
+
+        Returns what ``choose`` makes of the logits of the first ``count`` nodes; it is for one sequence.
+        """
         previous: _StageStep | None = None
         for step, graph in zip(self._stages, self._graphs, strict=True):
             with step.stage.stream.activate():
@@ -524,21 +566,25 @@ class ForwardStep:
                     graph.capture()
                 graph()
             previous = step
-        stream, logits = self._stages[-1].stage.stream, self._stages[-1].results[0][0, :count]
+        stream = self._stages[-1].stage.stream
         with stream.activate():
-            chosen = None if choose is None else _to_host(choose(logits), stream)
+            chosen = None if choose is None else _to_host(choose(self._stages[-1].results[0][0, :count]), stream)
         stream.synchronize()
-        results, values = self._host_results[:, :count].numpy(), None if chosen is None else chosen.numpy()
-        fetch_logits = partial(fetch, lambda: logits, stream)
+        return None if chosen is None else chosen.numpy()
+
+    def outputs(self, row: int, count: int, chosen: NDArray[np.float64] | None = None) -> StepOutputs:
+        """The results of the first ``count`` nodes of a sequence."""
+        stream, logits = self._stages[-1].stage.stream, self._stages[-1].results[0][row, :count]
+        results, fetch_logits = self._host_results[row :: self._batch, :count].numpy(), partial(fetch, lambda: logits, stream)
         if self._is_draft:
-            return StepOutputs(fetch_logits, results[0].astype(np.int64), results[1], chosen=values)
-        return StepOutputs(fetch_logits, argmax_ids=results[0, :, 0].astype(np.int64), chosen=values)
+            return StepOutputs(fetch_logits, results[0].astype(np.int64), results[1], chosen=chosen)
+        return StepOutputs(fetch_logits, argmax_ids=results[0, :, 0].astype(np.int64), chosen=chosen)
 
 
 class _LoopStep:
     """A draft step of one node, which takes its token from the step before it on the device."""
 
-    def __init__(self, stage: StageRunner, kv_cache: DeviceKVCache, most: int, top_k: int) -> None:
+    def __init__(self, stage: StageRunner, layer: Layer, most: int, top_k: int) -> None:
         """Prepare a step of at most ``most``, each with ``top_k`` candidates."""
         device, pinned = stage.stream.device, stage.stream.on_gpu
         # Token, position, slot and number of the step, each at the beginning of a row.
@@ -546,9 +592,10 @@ class _LoopStep:
         self.device_inputs = torch.zeros_like(self.host_inputs, device=device)
         self._token, position, slot, self._step = self.device_inputs[:, :1].unbind()
         self._counters = self.device_inputs[1:, 0]
-        mask = torch.zeros((1, 1, 1, kv_cache.slots), dtype=kv_cache.shards[0].dtype, device=device)
+        caches = _caches(stage, layer)
+        mask = torch.zeros((1, 1, 1, caches[0][0].shape[2]), dtype=caches[0][0].dtype, device=device)
         self._mask = AttentionMask(mask, slot)
-        inputs = StepInputs(self._token[None], position[None], slot, mask, torch.zeros_like(slot), _caches(stage, kv_cache))
+        inputs = StepInputs(self._token[None], position[None], slot, mask, torch.zeros_like(slot), caches)
         self._call = stage.prepare(inputs)
         self.results = torch.zeros((most, 2, 1, top_k), device=device)
 
@@ -563,11 +610,11 @@ class _LoopStep:
 class DraftLoop:
     """A chain drafted on the device. The host waits once."""
 
-    def __init__(self, engine: DeviceEngine, kv_cache: DeviceKVCache, pool: object) -> None:
+    def __init__(self, engine: DeviceEngine, layer: Layer, pool: object) -> None:
         """Prepare the step; ``pool`` is the memory pool for its CUDA graph, None: do not capture."""
         (stage,), manifest = engine.stages, engine.manifest
         self._stream = stage.stream
-        self._step = _LoopStep(stage, kv_cache, manifest.max_tree_nodes, manifest.draft_top_k)
+        self._step = _LoopStep(stage, layer, manifest.max_tree_nodes, manifest.draft_top_k)
         self._host_results = torch.zeros(self._step.results.shape, pin_memory=stage.stream.on_gpu)
         self._graph = CapturedGraph(self._step.body, self._stream, pool if stage.capturable else None)
 
@@ -594,7 +641,7 @@ def pack_results(results: Sequence[Tensor]) -> Tensor:
         results: Results of a :data:`~eesd.runtime.engines.device.PreparedCall`.
 
     Returns:
-        For a draft, ids and log-probabilities of the candidates [2, n, K]; for verify, the most likely tokens [1, R, 1].
+        For a draft, ids and then log-probabilities of the candidates [2 B, n, K]; for verify, the most likely tokens [B, R, 1].
     """
     if len(results) == 1:
         return results[0].argmax(-1, keepdim=True).float()

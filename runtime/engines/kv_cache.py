@@ -113,3 +113,10 @@ class HostKVCache(GrowingKVCache):
         self._memory.resize(slots, 1, used)
         self.shards = [self._memory.data]
         self.version += 1
+
+    def values(self, start: int, stop: int) -> NDArray[np.float32]:
+        """See :meth:`~eesd.runtime.engines.base.KVCache.values`: the memory itself."""
+        return self.data[:, :, 0, :, start:stop]
+
+    def fill(self, start: int, values: NDArray[Any]) -> None:
+        self.data[:, :, 0, :, start : start + values.shape[3]] = values

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
-from eesd.runtime.engines.base import Call, KVCache, StepOutputs
+from eesd.runtime.engines.base import Call, KVCache, Rows, RowsBinding, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
+from eesd.runtime.engines.rows import HostRows
 from eesd.runtime.engines.widened import NARROW, Widened, widen, widened_info
 
 HIDDEN = np.float32(MASKED)
@@ -78,6 +79,15 @@ class OrtEngine:
     def bind(self, kv_cache: KVCache) -> "OrtBinding":
         assert isinstance(kv_cache, HostKVCache)
         return OrtBinding(self, kv_cache)
+
+    def new_rows(self, most: int) -> HostRows:
+        return HostRows(self.manifest, most)
+
+    def bind_rows(self, rows: Rows) -> RowsBinding:
+        from eesd.runtime.engines.ort_rows import OrtRowsBinding
+
+        assert isinstance(rows, HostRows)
+        return OrtRowsBinding(self, rows)
 
     def run(self, call: "BoundCall") -> None:
         """Run a call through all stages."""

@@ -37,5 +37,5 @@ class OrtRowsBinding:
         return [bound.outputs(row, len(call.tokens)) for row, call in enumerate(calls)]
 
     def _bind(self, first: int, rows: int, count: int) -> BoundCall:
-        data = self._rows.data
-        return self._engine.bind_call(lambda layer: data[layer, :, first : first + rows], count, count, self._results)
+        layer = self._rows.layer
+        return self._engine.bind_call(lambda index: layer(index)[:, first : first + rows], count, count, self._results)

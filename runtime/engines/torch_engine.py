@@ -10,6 +10,7 @@ from eesd.model.decoder import Inputs
 from eesd.model.graphs import Draft, Verify
 from eesd.runtime.engines.device import DeviceKVCache, DeviceStream, PreparedCall, StepInputs, device_streams
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
+from eesd.runtime.engines.device_rows import DeviceRows
 from eesd.runtime.engines.torch_weights import load_modules
 
 ROWS = 4
@@ -75,4 +76,5 @@ def open_torch(
     first = stages[0]
     drafter = TorchStageRunner(first.draft, manifest.draft, first.rotary_tables, streams[0]) if first.draft else None
     make_kv_cache = partial(DeviceKVCache, manifest, streams, grow=not on_gpu, spare=ROWS - 1)
-    return make_engines(manifest, verify, drafter, make_kv_cache, pad=on_gpu, multiple=ROWS, exact=exact)
+    make_rows = partial(DeviceRows, manifest, streams, grow=not on_gpu, spare=ROWS - 1)
+    return make_engines(manifest, verify, drafter, make_kv_cache, make_rows, pad=on_gpu, multiple=ROWS, exact=exact)

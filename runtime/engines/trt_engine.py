@@ -21,6 +21,7 @@ from eesd.runtime.engines.device import (
     tensors_by_name,
 )
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
+from eesd.runtime.engines.device_rows import DeviceRows
 
 
 class TrtStageRunner:
@@ -100,6 +101,11 @@ class EngineSource(Protocol):
         """Tokens of the prompt that every engine of verify takes in one call."""
         ...
 
+    @property
+    def max_batch(self) -> int:
+        """Sequences that every engine takes in one call that decodes."""
+        ...
+
     def load(self, graph: GraphInfo) -> Any:
         """The ``ICudaEngine`` of a graph, on the current GPU."""
         ...
@@ -165,6 +171,7 @@ def open_tensorrt(
         stages,
         drafter,
         _kv_cache_maker(manifest, streams, kv_memory),
+        partial(_make_rows, manifest, streams, source),
         pad=True,
         one_by_one=True,
         prefill_chunk=source.prefill_chunk,
@@ -206,6 +213,16 @@ def _kv_cache_maker(manifest: Manifest, streams: Sequence[DeviceStream], memory:
         return DeviceKVCache(manifest, streams, memory=unused.pop())
 
     return make
+
+
+def _make_rows(manifest: Manifest, streams: Sequence[DeviceStream], source: EngineSource, most: int) -> DeviceRows:
+    """Rows for a batch. Raises :class:`EESDError` if the engines do not take so many."""
+    if most > source.max_batch:
+        raise EESDError(
+            f"The plans take {source.max_batch} rows in a call, and the batch may have {most}; build them with: eesd-build "
+            f"--batch {most}, or start with max_rows {source.max_batch}."
+        )
+    return DeviceRows(manifest, streams, most)
 
 
 def _scratch_memory(

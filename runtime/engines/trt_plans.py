@@ -47,6 +47,11 @@ class PlanDirectory:
         """Tokens of the prompt that every plan of verify takes in one call."""
         return min(self._manifest.plans[graph.file].profiles[1][2] for graph in self._manifest.verify)
 
+    @property
+    def max_batch(self) -> int:
+        """Sequences that every plan takes in one call that decodes."""
+        return min(plan.max_batch for plan in self._plans)
+
     def _check_profiles(self) -> None:
         most = self._manifest.max_tree_nodes + 1
         for plan in (self._manifest.plans[graph.file] for graph in self._manifest.verify):

@@ -34,7 +34,9 @@ VERSION = "99.1"
 SCRATCH = {"draft.onnx": 300, "verify.onnx": 4096}
 
 
-def write_plans(directory: Path, flavour: str = "tensorrt", chunk: int = 16, capabilities: tuple[str, ...] = ()) -> Manifest:
+def write_plans(
+    directory: Path, flavour: str = "tensorrt", chunk: int = 16, capabilities: tuple[str, ...] = (), batch: int = 1
+) -> Manifest:
     """Write a fake plan for each graph of a directory, and record the plans in its manifest.
 
     Args:
@@ -42,6 +44,7 @@ def write_plans(directory: Path, flavour: str = "tensorrt", chunk: int = 16, cap
         flavour: Flavour of the plans.
         chunk: Tokens of the prompt that one call takes at most.
         capabilities: Compute capabilities that the plans are for; empty: any.
+        batch: Sequences that one call that decodes takes at most.
 
     Returns:
         The new manifest.
@@ -52,6 +55,7 @@ def write_plans(directory: Path, flavour: str = "tensorrt", chunk: int = 16, cap
         profiles = ((1, 1, 1),) if graph == manifest.draft else decoding
         path = directory / Path(graph.file).with_suffix(".plan").name
         plan = {"path": str(directory / graph.file), "profiles": profiles, "name": graph.file, "slots": manifest.gpu_slots}
+        plan["batch"] = batch
         path.write_text(json.dumps(plan))
         plans[graph.file] = PlanInfo(
             file=path.name,
@@ -61,7 +65,7 @@ def write_plans(directory: Path, flavour: str = "tensorrt", chunk: int = 16, cap
             version=VERSION,
             compute_capabilities=capabilities,
             source="",
-            max_batch=1,
+            max_batch=batch,
             profiles=profiles,
             fused_attentions=len(graph.caches),
             fused_cache_updates=2 * len(graph.caches),
@@ -143,12 +147,12 @@ class ICudaEngine(Fake):
 
     _real = True
 
-    def __init__(self, path: str, profiles: list[list[int]], name: str, slots: int) -> None:
+    def __init__(self, path: str, profiles: list[list[int]], name: str, slots: int, batch: int = 1) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
         self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self._profiles, self._graph, self._slots = profiles, name, slots
+        self._profiles, self._graph, self._slots, self._batch = profiles, name, slots, batch
         self._inputs = {tensor.name: tensor for tensor in self._session.get_inputs()}
         self._outputs = {tensor.name: tensor for tensor in self._session.get_outputs()}
         self._names: list[str] = [*self._inputs, *self._outputs]
@@ -181,7 +185,8 @@ class ICudaEngine(Fake):
 
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, int]]:
         assert name == "position_ids"
-        return [(1, count) for count in self._profiles[profile_index]]
+        batches = (1, self._batch, self._batch) if profile_index == 0 else (1, 1, 1)
+        return [*zip(batches, self._profiles[profile_index], strict=True)]
 
     def create_execution_context(self, how: Any) -> "IExecutionContext":
         config = how if isinstance(how, IRuntimeConfig) else None
@@ -245,6 +250,8 @@ class IExecutionContext(Fake):
         least, _, most = self._engine._profiles[self._profile]
         if name == "position_ids" and not least <= shape[1] <= most:
             return False
+        if name != "logit_rows" and not 1 <= shape[0] <= (1 if self._profile else self._engine._batch):
+            return False
         if name == "logit_rows" and not 1 <= shape[0] <= (1 if self._profile else most):  # a prefill computes no other logits
             return False
         given = self._engine._inputs[name].shape
@@ -290,7 +297,12 @@ class IExecutionContext(Fake):
         """What a call does with the shapes and addresses that the context has now. Results and scratch memory lose what they
         held."""
         engine, addresses, shapes = self._engine, dict(self._addresses), dict(self._shapes)
-        sizes = {"n": self._count, "B": 1, "S": shapes["attn_mask"][3], "R": shapes.get("logit_rows", (0,))[0]}
+        sizes = {
+            "n": self._count,
+            "B": shapes["position_ids"][0],
+            "S": shapes["attn_mask"][3],
+            "R": shapes.get("logit_rows", (0,))[0],
+        }
         results = {name: [sizes.get(dim, dim) for dim in tensor.shape] for name, tensor in engine._outputs.items()}
         scratch, size, caches = self._scratch, engine.device_memory_size_v2, {f"{name}_out" for name in self._caches()}
 

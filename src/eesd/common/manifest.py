@@ -113,7 +113,7 @@ class PlanInfo:
         version: Version of the builder.
         compute_capabilities: GPUs that the plan was built for, such as ``8.9``. Empty: any GPU that the flavour supports.
         source: SHA-256 over everything that determines the plan: graph, weights, options and builder version.
-        max_batch: Largest number of sequences of a call.
+        max_batch: Largest number of sequences of a call that decodes.
         profiles: (min, opt, max) nodes of a call: for decoding and, unless it is the draft's plan, for prefill.
         fused_attentions: Number of layers whose attention is a single kernel.
         fused_cache_updates: Number of cache updates that are a single kernel.

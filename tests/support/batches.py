@@ -1,0 +1,84 @@
+"""Requests of a batch, and what they get alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.runtime.batch.request import Generation, Request, Update
+from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.llm import LLM, Speculation
+
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.9, seed=3),
+    Sampling(temperature=0.8, seed=4, method="rejection", top_p=0.9),
+    Sampling(temperature=1.0, seed=5, top_k=20, repetition_penalty=1.2),
+)
+OPTIONS = BatchOptions(max_rows=5, prefill_tokens=16, prefix_memory=1 << 20)
+
+
+class Record:
+    """Collects what a request is told."""
+
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+        self.logits: list[NDArray[np.float32]] = []
+
+    def __call__(self, update: Update) -> None:
+        assert not self.updates or self.updates[-1].finish_reason is None, "told something behind the end"
+        self.updates.append(update)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [output.token for update in self.updates for output in update.tokens]
+
+    @property
+    def reason(self) -> str | None:
+        return self.updates[-1].finish_reason if self.updates else None
+
+
+def alone(llm: LLM, request: Request) -> list[int]:
+    """The request's tokens without a batch. With rejection sampling they depend on how far is drafted: always two tokens."""
+    rejection = request.sampling.method == "rejection" and request.draft
+    other = llm.with_speculation(Speculation("fixed:k=2", guard=False, drafter="exit") if rejection else None)
+    completion = other.generate(
+        request.tokens,
+        request.sampling,
+        max_new_tokens=request.max_new_tokens,
+        ignore_eos=request.ignore_eos,
+        draft=rejection,
+    )
+    return completion.tokens
+
+
+def requests(count: int, seed: int = 0) -> Iterator[Request]:
+    """Short and long prompts, some of which begin alike, with all samplings."""
+    random = np.random.default_rng(seed)
+    shared = random.integers(0, 97, 80).tolist()
+    for number in range(count):
+        own = random.integers(0, 97, int(random.choice([1, 3, 20, 90]))).tolist()
+        yield Request(
+            tokens=[*shared[: 32 * int(random.integers(0, 3))], *own],
+            sampling=replace(SAMPLINGS[number % 4], seed=number),
+            max_new_tokens=int(random.choice([1, 5, 30, 60])),
+            ignore_eos=bool(random.integers(0, 2)),
+            draft=bool(random.random() < 0.8),
+        )
+
+
+def run(scheduler: Scheduler, given: Sequence[Request], every: int = 0) -> list[Record]:
+    """Run requests, a new one at each ``every``-th step."""
+    records = [Record() for _ in given]
+    waiting = [Generation(request, record) for request, record in zip(given, records, strict=True)]
+    steps = 0
+    while waiting or scheduler.waiting or scheduler.running or scheduler.prefilling:
+        while waiting and steps >= every:
+            scheduler.check(waiting[0])
+            scheduler.add(waiting.pop(0))
+            steps = 0 if every else steps
+        scheduler.step()
+        steps += 1
+    return records

@@ -1,0 +1,264 @@
+"""Batches with the engine that torch and the GPU backends share: every request gets what it gets alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import fake_tensorrt, tiny_models
+from support.batches import OPTIONS, Record, alone, requests, run
+from support.call_rules import violations
+from support.fake_cuda import Machine
+from support.harness import Harness
+from support.late_gpus import Setting, Shared, late_llm
+
+from eesd.common.errors import EESDError
+from eesd.runtime.batch.request import Generation, Request
+from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
+from eesd.runtime.batch.service import Service
+from eesd.runtime.engines.base import Call, RowsEngine
+from eesd.runtime.engines.device import DeviceKVCache, device_streams
+from eesd.runtime.engines.device_rows import DeviceRows
+from eesd.runtime.engines.exactness import Exactness
+from eesd.runtime.engines.rows import GrowingRows
+from eesd.runtime.engines.torch_engine import TorchStageRunner
+from eesd.runtime.llm import LLM, Speculation, load
+
+
+@pytest.fixture(scope="module")
+def llm(harness: Harness) -> LLM:
+    return load(harness.directory, "torch", threads=1)
+
+
+@pytest.fixture(scope="module")
+def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """The same model with verify in three stages, each with caches of its own."""
+    model = harness.directory.parent / "model"
+    directory = tiny_models.export_tiny(model, tmp_path_factory.mktemp("staged") / "plans", slots=384, stages=3)
+    return load(directory, "torch", threads=1)
+
+
+@pytest.mark.parametrize("levels", [None, 0, 4])
+def test_tokens_are_those_of_a_request_alone(llm: LLM, levels: int | None) -> None:
+    given = list(requests(16))
+    records = run(Scheduler(llm, replace(OPTIONS, levels=levels)), given, every=3)
+    assert [record.tokens for record in records] == [alone(llm, request) for request in given]
+    if levels == 4:
+        assert any(update.stats.accepted_tokens for record in records for update in record.updates)
+
+
+def test_tokens_are_those_of_onnx_runtime(harness: Harness, llm: LLM) -> None:
+    given = [request for request in requests(16) if request.sampling.method != "rejection"]
+    other = load(harness.directory, "ort", threads=1)
+    records = run(Scheduler(llm, OPTIONS), given)
+    assert [record.tokens for record in records] == [alone(other, request) for request in given]
+
+
+def test_stages_with_a_shard_each_run_rows(llm: LLM, staged: LLM) -> None:
+    given = list(requests(8, seed=3))
+    records = run(Scheduler(staged, replace(OPTIONS, levels=3)), [*given, *given], every=2)  # the second time with prefixes
+    assert [record.tokens for record in records] == 2 * [alone(llm, request) for request in given]
+    assert any(update.cached_tokens for record in records for update in record.updates)
+
+
+def test_random_arrivals_and_cancellations(llm: LLM) -> None:
+    random = np.random.default_rng(1)
+    scheduler = Scheduler(llm, replace(OPTIONS, kv_memory=2_000_000, prefix_memory=300_000))
+    started: list[tuple[Generation, Record]] = []
+    for request in requests(24, seed=2):
+        record = Record()
+        started.append((Generation(request, record), record))
+        scheduler.add(started[-1][0])
+        for _ in range(int(random.integers(0, 4))):
+            scheduler.step()
+        if random.random() < 0.5:
+            started[int(random.integers(0, len(started)))][0].cancel()
+    while scheduler.step():
+        pass
+    assert 5 < sum(record.reason != "cancelled" for _, record in started) < 24
+    for generation, record in started:
+        expected = alone(llm, generation.request)
+        assert record.tokens == expected[: len(record.tokens)]
+        assert record.reason == "cancelled" or record.tokens == expected
+    assert scheduler.running == scheduler.prefilling == 0 and scheduler.kv_used == 0
+
+
+def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
+    base = Request(tokens=[], max_new_tokens=20, ignore_eos=True, logprobs=5, prompt_logprobs=3)
+    given = [replace(base, tokens=list(range(1, 40 + n))) for n in (0, 7)]
+    found = []
+    for levels, rows, chunk in ((0, 1, 128), (3, 2, 7), (None, 5, 16)):
+        options = BatchOptions(max_rows=rows, prefill_tokens=chunk, prefix_memory=0, levels=levels)
+        updates = [update for record in run(Scheduler(llm, options), given) for update in record.updates]
+        outputs = [output.logprob for update in updates for output in update.tokens]
+        found.append((sorted(outputs, key=repr), [one.prompt_logprobs for one in updates if one.prompt_logprobs]))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_service_runs_rows_in_its_thread(llm: LLM) -> None:
+    given, service = list(requests(4, seed=7)), Service(llm, OPTIONS)
+    try:
+        assert [service.generate(request).tokens for request in given] == [alone(llm, request) for request in given]
+    finally:
+        service.close()
+
+
+def test_long_texts_move_and_known_beginnings_are_copied(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eesd.runtime.batch.scheduler.FIRST_GROUP", 100)
+    scheduler = Scheduler(llm, OPTIONS)
+    given = [Request(tokens=[7] * n, max_new_tokens=300 - n, ignore_eos=True) for n in (5, 90, 150, 20, 250)]
+    for request, record in zip(given, run(scheduler, given, every=7), strict=True):
+        assert record.tokens == alone(llm, request)
+    prompt = Request(tokens=[*range(90)], max_new_tokens=20, ignore_eos=True)
+    first, again = (run(scheduler, [prompt])[0] for _ in range(2))
+    assert first.tokens == again.tokens and [one.updates[0].cached_tokens for one in (first, again)] == [0, 64]
+
+
+def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = TorchStageRunner.prepare
+
+    def disturbed(runner: TorchStageRunner, inputs: object) -> Callable[[], list[torch.Tensor]]:
+        call = prepare(runner, inputs)  # type: ignore[arg-type]
+
+        def run_call() -> list[torch.Tensor]:
+            results = call()
+            if len(results[0]) > 1:
+                results[0][1] = torch.nextafter(results[0][1], torch.tensor(torch.inf))
+            return results
+
+        return run_call
+
+    monkeypatch.setattr(TorchStageRunner, "prepare", disturbed)
+    with pytest.raises(EESDError, match="max_rows 1"):
+        Scheduler(llm, OPTIONS)
+    Scheduler(llm, replace(OPTIONS, max_rows=1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
+    """Into a row, to another one, out as a prefix, and into a cache again. Slots behind a text hold nothing of another one."""
+    manifest, streams = replace(harness.manifest, dtype=dtype), device_streams(1, "cpu")
+    cache, other = (DeviceKVCache(manifest, streams, grow=True) for _ in range(2))
+    cache.shards[0].normal_()
+    rows, later = (DeviceRows(manifest, streams, 3, grow=True) for _ in range(2))
+    rows.shards[0].fill_(torch.inf)
+    rows.take(0, cache, 50)
+    rows.resize(200, [50])
+    rows.move(0, 2, 50)
+    later.take_over(1, rows, 2, 50)
+    other.fill(10, later.values(1, 0, 50))
+    assert torch.equal(other.shards[0][..., 10:60, :], cache.shards[0][..., :50, :])
+    assert not rows.shards[0][:, :, 2, :, 50:].any() and not later.shards[0][:, :, 0].any()
+    assert rows.slot_bytes == cache.shards[0][..., 0, :].nbytes
+
+
+def test_trees_of_several_rows_are_those_of_a_row_alone(llm: LLM) -> None:
+    """Batches draft chains, but rows take trees, too."""
+    engine = llm.engines.verify
+    assert isinstance(engine, RowsEngine)
+    rows = engine.new_rows(2)
+    rows.resize(40, [])
+    seen = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
+    calls, alone = [], []
+    for row, length in enumerate((9, 20)):
+        cache = engine.new_kv_cache()
+        cache.reserve(40)
+        engine.bind(cache).prefill(list(range(length)), 0)
+        rows.take(row, cache, length)
+        calls.append(Call([5, 6, 7 + row], [length, length + 1, length + 1], length, length, seen))
+        alone.append(engine.bind(cache).forward(*calls[-1]).logits.copy())
+    for found, expected in zip(engine.bind_rows(rows).forward(0, calls), alone, strict=True):
+        np.testing.assert_allclose(found.logits, expected, rtol=0, atol=1e-5)
+        assert found.argmax(2) == expected[2].argmax()
+
+
+def test_a_16_bit_batch_is_exact_or_refused(tmp_path: Path) -> None:
+    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
+    llm = load(tiny_models.export_tiny(model, tmp_path / "plans", slots=384, dtype="bfloat16"), "torch", threads=1)
+    try:
+        scheduler = Scheduler(llm, replace(OPTIONS, levels=0))
+    except EESDError as error:  # processors differ
+        assert "max_rows 1" in str(error)
+        return
+    given = [replace(request, draft=False) for request in requests(8)]
+    records = run(scheduler, given)
+    assert {record.reason for record in records} <= {"length", "stop"}
+    exactness = Exactness(llm.manifest)
+    exactness.check(llm.engines.verify)
+    if not exactness.chains.differing:  # elsewhere the tokens depend on how a prompt is cut, also without a batch
+        assert [record.tokens for record in records] == [alone(llm, request) for request in given]
+
+
+@pytest.fixture(scope="module")
+def planned(shared: Shared) -> Path:
+    """An engine directory with plans that take three rows."""
+
+    def fill(path: Path) -> None:
+        model = tiny_models.build(path / "model", 97, layers=4, damping=0.3, seed=0)
+        tiny_models.export_tiny(model, path / "plans", slots=96)
+        fake_tensorrt.write_plans(path / "plans", batch=3)
+
+    return shared("late-rows", fill) / "plans"
+
+
+def few(count: int) -> list[Request]:
+    """Requests whose tokens do not depend on how far is drafted."""
+    given = [request for request in requests(40) if request.sampling.method != "rejection" and len(request.tokens) < 60]
+    return [replace(request, max_new_tokens=min(request.max_new_tokens, 12)) for request in given[:count]]
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_rows_on_a_gpu_whose_work_is_late(planned: Path, cuda_graphs: bool) -> None:
+    """With plans, every call has all rows and one node count, is captured once, and keeps the rules of CUDA and TensorRT."""
+    given, plain = few(6), load(planned, "ort", threads=1)
+    setting = Setting(1, 1, Speculation(), cuda_graphs=cuda_graphs)
+    with late_llm(planned, setting, seed=0) as (machine, llm):
+        scheduler = Scheduler(llm, replace(OPTIONS, max_rows=3, levels=3))
+        for seed in range(3):
+            machine.reseed(seed)
+            records = run(scheduler, given, every=2)
+            assert [record.tokens for record in records] == [alone(plain, request) for request in given]
+        assert any(update.cached_tokens for record in records for update in record.updates)
+        assert violations(machine) == []
+        rounds = [call for call in machine.log if call.name == "replay"]
+        assert bool(rounds) == cuda_graphs
+
+
+def clear_nothing(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    patch.setattr(DeviceRows, "_copy", GrowingRows._copy)
+    patch.setattr(DeviceRows, "_zeros", lambda self, _, shape: torch.empty(shape, device=self._streams[0].device))
+
+
+def copy_rows_in_another_stream(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    patch.setattr(DeviceRows, "_active_shards", lambda self: iter(self.shards))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+@pytest.mark.parametrize("mutate", [clear_nothing, copy_rows_in_another_stream])
+def test_a_mistake_on_a_gpu_is_noticed(planned: Path, mutate: Callable[[pytest.MonkeyPatch, Machine], None]) -> None:
+    given, plain = few(6), load(planned, "ort", threads=1)
+    with late_llm(planned, Setting(1, 1, Speculation()), seed=0) as (machine, llm), pytest.MonkeyPatch.context() as patch:
+        mutate(patch, machine)
+        try:
+            scheduler = Scheduler(llm, replace(OPTIONS, max_rows=3, levels=3))
+        except EESDError as error:
+            assert "max_rows 1" in str(error)  # the check of rows notices it
+            return
+        found = []
+        for seed in range(10):
+            machine.reseed(seed)
+            found += [record.tokens for record in run(scheduler, given, every=2)]
+        assert found != 10 * [alone(plain, request) for request in given]
+
+
+def test_what_plans_and_memory_do_not_hold_is_refused(planned: Path) -> None:
+    with late_llm(planned, Setting(1, 1, Speculation()), seed=0) as (_, llm):
+        with pytest.raises(EESDError, match=r"take 3 rows in a call, and the batch may have 5; .* --batch 5"):
+            Scheduler(llm, OPTIONS)
+        with pytest.raises(EESDError, match=r"3 rows of \d+ slots take 1 MiB of the GPU's memory"):
+            Scheduler(llm, replace(OPTIONS, max_rows=3, kv_memory=1000))
+        llm.engines.verify.buckets = (1, 2, 4, 9)  # type: ignore[attr-defined]
+        with pytest.raises(EESDError, match="--exact"):
+            Scheduler(llm, replace(OPTIONS, max_rows=3))
