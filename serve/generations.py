@@ -122,6 +122,8 @@ class Generations:
         if update.finish_reason == "cancelled":
             return APIError(503, "The server stopped before the text was complete; ask another one.", code="stopping")
         message = update.error or "The request failed; the server's log says why."
+        if update.refused:
+            return APIError(400, message, code="constraint_failed")
         return APIError(500, message, code="internal_error")
 
     def usage(self, choices: int) -> Usage:

@@ -4,7 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from eesd.common.errors import EESDError
 from eesd.controllers.load_rule import FixedLevels, LoadRule
 from eesd.runtime.batch.group import Group
 from eesd.runtime.batch.prefix_cache import PrefixCache
-from eesd.runtime.batch.request import Generation, Update
+from eesd.runtime.batch.request import ConstraintError, Generation, Update
 from eesd.runtime.batch.row import Row
 from eesd.runtime.batch.row_exactness import check_rows
 from eesd.runtime.decoding.session import RoundResult, check_prompt
@@ -267,7 +267,8 @@ class Scheduler:
             return
         for row in finished:
             if row.error is not None:
-                LOGGER.error("A request failed.", exc_info=row.error)
+                if not isinstance(row.error, ConstraintError):
+                    LOGGER.error("A request failed.", exc_info=row.error)
                 self._end(row, "error", row.error)
             else:
                 group.leave(row)
@@ -292,7 +293,8 @@ class Scheduler:
             if row in group.active:
                 group.leave(row)
         row.session.close()
-        row.generation.on_update(row.last_update(reason, None if error is None else _sentence(error)))
+        update = row.last_update(reason, None if error is None else _sentence(error))
+        row.generation.on_update(replace(update, refused=isinstance(error, ConstraintError)))
 
     def _keep_prefix(self, row: Row, read: Callable[[int, int], NDArray[np.float32]]) -> None:
         """Keep a row's keys and values for requests that begin like it."""
