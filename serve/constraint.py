@@ -35,6 +35,9 @@ class GrammarConstraint:
     last ones. EOS is allowed where the grammar may end. After the end, and after tokens that the grammar does not allow, only
     EOS is.
 
+    Attributes:
+        grammar: What was given, with which another process can make an equal one.
+
     Args:
         grammar: As llguidance's ``grammar_from`` makes it.
         vocabulary: The model's tokens.
@@ -45,6 +48,7 @@ class GrammarConstraint:
     """
 
     def __init__(self, grammar: str, vocabulary: LLTokenizer, eos: Sequence[int]) -> None:
+        self.grammar = grammar
         self._matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         self._size, self._eos = vocabulary.vocab_size, list(eos)
         self._only_eos = np.zeros(self._size, np.bool_)
@@ -179,7 +183,16 @@ def constraint(kind: str, value: Any, llm: LLM, *, lenient: bool = False) -> Gra
     Raises:
         EESDError: The value has a mistake.
     """
-    return GrammarConstraint(_grammar(kind, value, lenient), vocabulary_of(llm), llm.manifest.eos_token_ids)
+    return of_grammar(_grammar(kind, value, lenient), llm)
+
+
+def of_grammar(grammar: str, llm: LLM) -> GrammarConstraint:
+    """The constraint whose ``grammar`` this is.
+
+    Raises:
+        EESDError: The grammar has a mistake, or takes too much.
+    """
+    return GrammarConstraint(grammar, vocabulary_of(llm), llm.manifest.eos_token_ids)
 
 
 def _grammar(kind: str, value: Any, lenient: bool) -> str:
