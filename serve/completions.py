@@ -8,9 +8,9 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
-from eesd.runtime.batch.request import TokenOutput
+from eesd.runtime.batch.request import TokenOutput, Update
 from eesd.runtime.llm import LLM
-from eesd.serve.answers import Head, finished, serving_of
+from eesd.serve.answers import Head, chunks, finished, serving_of
 from eesd.serve.errors import ANSWERS, APIError
 from eesd.serve.generations import Generations, Progress
 from eesd.serve.json_route import JSONRoute
@@ -18,7 +18,7 @@ from eesd.serve.logprobs import TokenWriter
 from eesd.serve.options import Serving
 from eesd.serve.params import check_model, requests_of
 from eesd.serve.schemas import CompletionAnswer, CompletionBody, CompletionChoice, CompletionLogprobs
-from eesd.serve.streaming import DONE, Events, event, event_stream, json_response, unless_left
+from eesd.serve.streaming import Events, event_stream, json_response, unless_left
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -97,20 +97,11 @@ async def _whole(body: CompletionBody, head: Head, generations: Generations, wri
     return CompletionAnswer(**head.fields, choices=choices, usage=usage, metrics=metrics)
 
 
-async def _chunks(body: CompletionBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> Events:
-    left = len(writers)
-    async with generations:
-        async for index, update in generations:
-            text = generations.progress[index].see(update)
-            left -= update.finish_reason is not None
-            part = partial(writers[index].part, index, text, update.tokens)
-            choice = await run_in_threadpool(part) if update.prompt_logprobs else part()
-            if choice.text or choice.token_ids or (choice.logprobs and choice.logprobs.tokens) or choice.finish_reason:
-                chunk = CompletionAnswer(**head.fields, choices=[choice])
-                if not left and not body.include_usage:
-                    chunk.metrics = generations.metrics()
-                yield event(chunk)
-    if body.include_usage:
-        usage, metrics = generations.usage(body.choices), generations.metrics()
-        yield event(CompletionAnswer(**head.fields, choices=[], usage=usage, metrics=metrics))
-    yield DONE
+def _chunks(body: CompletionBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> Events:
+    async def parts(index: int, update: Update) -> list[CompletionChoice]:
+        part = partial(writers[index].part, index, generations.progress[index].see(update), update.tokens)
+        choice = await run_in_threadpool(part) if update.prompt_logprobs else part()
+        says = choice.text or choice.token_ids or (choice.logprobs and choice.logprobs.tokens) or choice.finish_reason
+        return [choice] if says else []
+
+    return chunks(body, partial(CompletionAnswer, **head.fields), generations, parts)

@@ -94,8 +94,13 @@ class Generations:
         for meter in self._meters:
             meter.end("cancelled", monotonic())  # counts those that had not ended
 
+    @property
+    def ended(self) -> bool:
+        """Whether all choices are complete."""
+        return all(choice.finish_reason is not None for choice in self.progress)
+
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        while any(choice.finish_reason is None for choice in self.progress):
+        while not self.ended:
             index, update, time = await self._next()
             self._meters[index].see(update, time)
             if update.finish_reason in ("error", "cancelled"):
