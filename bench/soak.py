@@ -53,7 +53,7 @@ DAMAGES: tuple[Any, ...] = (
 LEFT = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 """Gauges that must be 0 when nobody asks for anything."""
 PATIENCE = 600.0
-"""Seconds that a client waits for a byte. A machine that does other things at the same time makes all answers slow, not wrong."""
+"""Seconds that a client waits for a byte. A machine that does other things, too, makes all answers slow, not wrong."""
 WARM_UP = 0.25
 """Share of the time behind which memory may not grow."""
 
