@@ -52,6 +52,8 @@ DAMAGES: tuple[Any, ...] = (
 """Requests that must be answered with a status from 400 to 499."""
 LEFT = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 """Gauges that must be 0 when nobody asks for anything."""
+PATIENCE = 600.0
+"""Seconds that a client waits for a byte. A machine that does other things, too, makes all answers slow, not wrong."""
 WARM_UP = 0.25
 """Share of the time behind which memory may not grow."""
 
@@ -134,7 +136,7 @@ class Server:
     @contextmanager
     def asked(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
         """The response to a request. Leaving the block hangs up."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
             connection.request(method, path, data, {"Content-Type": "application/json"})
@@ -175,6 +177,8 @@ class Client(threading.Thread):
         while not self.stopping.is_set():
             try:
                 self._ask()
+            except TimeoutError:
+                self.tally.add(f"nothing came in {PATIENCE:g} seconds")
             except (OSError, http.client.HTTPException):
                 self.tally.add("connection refused or broken")
                 time.sleep(0.05)
@@ -250,7 +254,7 @@ def stop(running: list[Client]) -> None:
     for one in running:
         one.stopping.set()
     for one in running:
-        one.join(180)
+        one.join(PATIENCE)
 
 
 def run_load(server: Server, pool: list[Known], count: int, seconds: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from eesd.controllers.base import RoundOutcome
 from eesd.controllers.load_rule import LoadRule, RowController
-from eesd.controllers.text_rule import TextRule, TextStep, text_features
+from eesd.controllers.text_rule import TextChances, TextStep
 
 LEAST_VALUE = 0.1
 """Chance of a token of the text, and all before it, below which it is not proposed to the batch."""
@@ -12,7 +12,7 @@ LONGEST_COPY = 16
 """Tokens of the text that one round verifies at most."""
 
 
-class RowTextRule(TextRule):
+class RowTextRule(TextChances):
     """The text's chances, calibrated by all rows; how many levels are verified, the batch decides.
 
     A row takes what the text proposes where that is worth more than what it expects of the exit head.
@@ -22,8 +22,7 @@ class RowTextRule(TextRule):
     """
 
     def __init__(self, rule: LoadRule, row: RowController, heads: bool) -> None:
-        super().__init__()
-        self.accept = rule.text
+        super().__init__(rule.text)
         self.values: list[float] = []
         self._rule, self._row, self._heads = rule, row, heads
 
@@ -42,7 +41,5 @@ class RowTextRule(TextRule):
         return 0
 
     def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
-        for number, step in enumerate(steps[:judged]):
-            self.accept.learn(self.accept.score(text_features(step)), number < right)
-        self.accept.advance()
+        super().observe(steps, right, judged, outcome)
         self.values = []

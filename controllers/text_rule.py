@@ -1,5 +1,6 @@
 """When to verify what the text itself proposes, instead of drafting or of decoding plainly (docs/controllers.md)."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
 from math import log
@@ -106,19 +107,72 @@ class DraftingWorth(Stateful):
         return gained + min(max(slope, 0.0), 1.0) * (text_worth - mean)
 
 
-class TextRule(Stateful):
-    """Chances of the tokens that the text proposes, and how many of them to verify: the most valuable number, or none.
+class TextChances(Stateful, ABC):
+    """Chances of the tokens that the text proposes, from what became of others. How many of them to verify, classes below say.
+
+    The committed tokens tell in every round whether the text was right, also when nothing was verified, so nothing needs
+    exploration.
+    """
+
+    def __init__(self, accept: Calibrator) -> None:
+        self.accept = accept
+
+    def begin_request(self) -> None:
+        """Another request begins."""
+        self.accept.begin_request()
+
+    def chance(self, step: TextStep) -> float:
+        """The chance that the verifier agrees, if it agreed with everything before; lower by what the rule is in doubt."""
+        shift, slope = self.accept.draw((-DOUBT, 0.0))
+        return min(sigmoid(shift + slope * self.accept.score(text_features(step))), CERTAIN)
+
+    @abstractmethod
+    def count(self, values: Sequence[float], drafts: bool) -> int:
+        """How many tokens of the text to verify now, without drafting.
+
+        Args:
+            values: For each token the chance that it and all before it are right.
+            drafts: Whether the round could draft instead.
+
+        Returns:
+            The number; 0 to draft, or where there is no drafting, to decode plainly.
+        """
+
+    @abstractmethod
+    def count_behind(self, values: Sequence[float], nodes: int) -> int:
+        """How many tokens of the text to verify behind a draft.
+
+        Args:
+            values: For each token the chance that it and all before it are right, if the draft is.
+            nodes: Drafted nodes that are verified.
+        """
+
+    def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
+        """Learn from a committed round.
+
+        Args:
+            steps: What the text proposed.
+            right: How many of these tokens were committed, one after another.
+            judged: How many of them the committed tokens judge: ``right``, and the first that was wrong.
+            outcome: The round.
+        """
+        for number, step in enumerate(steps[:judged]):
+            self.accept.learn(self.accept.score(text_features(step)), number < right)
+        self.accept.advance()
+
+
+class TextRule(TextChances):
+    """How many tokens that the text proposes one sequence verifies: the most valuable number, or none.
 
     The value of a round is its expected tokens minus lambda times its seconds, lambda the recent rate in tokens per second.
-    Chances come from a :class:`Calibrator`. The committed tokens tell in every round whether the text was right, also when
-    nothing was verified, so nothing needs exploration. What drafting is worth is learned from the rounds that drafted.
+    What drafting is worth is learned from the rounds that drafted.
     """
 
     learned: ClassVar = ("accept", "costs", "rate", "drafting", "whole", "rounds", "drafts")
 
     def __init__(self, discount: float = 0.99) -> None:
+        super().__init__(Calibrator(PRIOR.accept, PRIOR))
         self.discount = discount
-        self.accept = Calibrator(PRIOR.accept, PRIOR)
         self.costs = RoundCosts()
         self.rate = [0.0, 0.0]
         """Tokens and seconds of all rounds, discounted."""
@@ -138,25 +192,8 @@ class TextRule(Stateful):
         if self.rate[1] and not self.costs.verify.fitted:
             raise ValueError("a rate needs a table of costs")
 
-    def begin_request(self) -> None:
-        """Another request begins."""
-        self.accept.begin_request()
-
-    def chance(self, step: TextStep) -> float:
-        """The chance that the verifier agrees, if it agreed with everything before; lower by what the rule is in doubt."""
-        shift, slope = self.accept.draw((-DOUBT, 0.0))
-        return min(sigmoid(shift + slope * self.accept.score(text_features(step))), CERTAIN)
-
     def count(self, values: Sequence[float], drafts: bool) -> int:
-        """How many tokens of the text to verify now, without drafting.
-
-        Args:
-            values: For each token the chance that it and all before it are right.
-            drafts: Whether the round could draft instead.
-
-        Returns:
-            The number, one of ``SIZES``; 0 to draft, or where there is no drafting, to decode plainly.
-        """
+        """One of ``SIZES``, or 0."""
         if not self.rate[1]:
             return 0
         best, most = self._best(values)
@@ -168,15 +205,7 @@ class TextRule(Stateful):
         return 0 if drafts and self.drafting.expected(most, rate) - plain >= most else best
 
     def count_behind(self, values: Sequence[float], nodes: int) -> int:
-        """How many tokens of the text to verify behind a draft.
-
-        Args:
-            values: For each token the chance that it and all before it are right, if the draft is.
-            nodes: Drafted nodes that are verified.
-
-        Returns:
-            The number: with the draft at most eight nodes, or one of ``SIZES``.
-        """
+        """With the draft at most eight nodes, or one of ``SIZES``."""
         if self.drafts < FIRST_DRAFTS:
             return 0
         return self._best(values, nodes, self.whole / self.drafting.rounds, FEW)[0]
@@ -199,17 +228,7 @@ class TextRule(Stateful):
         return best, most
 
     def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
-        """Learn from a committed round.
-
-        Args:
-            steps: What the text proposed.
-            right: How many of these tokens were committed, one after another.
-            judged: How many of them the committed tokens judge: ``right``, and the first that was wrong.
-            outcome: The round.
-        """
-        for number, step in enumerate(steps[:judged]):
-            self.accept.learn(self.accept.score(text_features(step)), number < right)
-        self.accept.advance()
+        super().observe(steps, right, judged, outcome)
         self.costs.add(outcome)
         self.rounds += 1
         due = self.rounds < REFIT_EVERY or self.rounds % REFIT_EVERY == 0

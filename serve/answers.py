@@ -1,5 +1,6 @@
-"""What answers of both kinds begin with, and how their choices end."""
+"""What answers of both kinds begin with, how their choices end, and how they are streamed."""
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Any
@@ -7,8 +8,11 @@ from uuid import uuid4
 
 from fastapi import Request
 
-from eesd.serve.generations import Progress
+from eesd.runtime.batch.request import Update
+from eesd.serve.generations import Generations, Progress
 from eesd.serve.options import Serving
+from eesd.serve.schemas import Answer, Choice, GenerationBody
+from eesd.serve.streaming import DONE, Events, event
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,36 @@ def finished(progress: Progress) -> dict[str, Any]:
     """How a choice ended, so far not at all."""
     reason = {"stop_reason": progress.stop_reason} if progress.finish_reason else {}
     return {"finish_reason": progress.finish_reason, **reason}
+
+
+async def chunks(
+    body: GenerationBody,
+    new: Callable[..., Answer],
+    generations: Generations,
+    parts: Callable[[int, Update], Awaitable[Sequence[Choice]]],
+    first: Sequence[Choice] = (),
+) -> Events:
+    """The events of a stream: a chunk for each part of a choice, one for usage if it is wanted, and the end.
+
+    The last chunk says what drafting did.
+
+    Args:
+        body: What is asked for.
+        new: Makes a chunk from its ``choices``, and from ``usage`` and ``metrics`` in one that has them.
+        generations: What comes.
+        parts: What an update adds to the choice with this index; the last one has a finish reason.
+        first: What comes before everything else, when the requests have been accepted.
+    """
+    async with generations:
+        for choice in first:
+            yield event(new(choices=[choice]))
+        async for index, update in generations:
+            for choice in await parts(index, update):
+                last = choice.finish_reason is not None and generations.ended and not body.include_usage
+                yield event(new(choices=[choice], **({"metrics": generations.metrics()} if last else {})))
+    if body.include_usage:
+        yield event(new(choices=[], usage=generations.usage(body.choices), metrics=generations.metrics()))
+    yield DONE
 
 
 def serving_of(request: Request) -> Serving:

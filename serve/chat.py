@@ -1,6 +1,7 @@
 """``POST /v1/chat/completions``."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
@@ -9,7 +10,7 @@ from fastapi.responses import Response
 
 from eesd.runtime.batch.request import TokenOutput, Update
 from eesd.runtime.text import TextCodec
-from eesd.serve.answers import Head, finished, serving_of
+from eesd.serve.answers import Head, chunks, finished, serving_of
 from eesd.serve.errors import ANSWERS, APIError
 from eesd.serve.generations import Generations, Progress
 from eesd.serve.json_route import JSONRoute
@@ -27,7 +28,7 @@ from eesd.serve.schemas import (
     Delta,
     ToolCall,
 )
-from eesd.serve.streaming import DONE, Events, event, event_stream, json_response, unless_left
+from eesd.serve.streaming import Events, event_stream, json_response, unless_left
 from eesd.serve.tool_calls import ToolDelta, whole_calls
 from eesd.serve.tools import Tools, encode_chat, tools_of
 
@@ -125,20 +126,10 @@ async def _whole(body: ChatBody, head: Head, generations: Generations, writers: 
     return ChatAnswer(**head.fields, choices=choices, usage=usage, metrics=metrics)
 
 
-async def _chunks(body: ChatBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> Events:
-    left = len(writers)
-    async with generations:
-        for index in range(left):
-            role = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""), finish_reason=None)
-            yield event(ChatChunk(**head.fields, choices=[role]))
-        async for index, update in generations:
-            left -= update.finish_reason is not None
-            for choice in writers[index].chunks(index, update):
-                chunk = ChatChunk(**head.fields, choices=[choice])
-                if not left and choice.finish_reason and not body.include_usage:
-                    chunk.metrics = generations.metrics()
-                yield event(chunk)
-    if body.include_usage:
-        usage, metrics = generations.usage(body.choices), generations.metrics()
-        yield event(ChatChunk(**head.fields, choices=[], usage=usage, metrics=metrics))
-    yield DONE
+def _chunks(body: ChatBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> Events:
+    async def parts(index: int, update: Update) -> list[ChatChunkChoice]:
+        return writers[index].chunks(index, update)
+
+    role = Delta(role="assistant", content="")
+    first = [ChatChunkChoice(index=index, delta=role, finish_reason=None) for index in range(len(writers))]
+    return chunks(body, partial(ChatChunk, **head.fields), generations, parts, first)

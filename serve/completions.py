@@ -8,9 +8,9 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
-from eesd.runtime.batch.request import TokenOutput
+from eesd.runtime.batch.request import TokenOutput, Update
 from eesd.runtime.llm import LLM
-from eesd.serve.answers import Head, finished, serving_of
+from eesd.serve.answers import Head, chunks, finished, serving_of
 from eesd.serve.errors import ANSWERS, APIError
 from eesd.serve.generations import Generations, Progress
 from eesd.serve.json_route import JSONRoute
@@ -18,7 +18,7 @@ from eesd.serve.logprobs import TokenWriter
 from eesd.serve.options import Serving
 from eesd.serve.params import check_model, requests_of
 from eesd.serve.schemas import CompletionAnswer, CompletionBody, CompletionChoice, CompletionLogprobs
-from eesd.serve.streaming import DONE, Events, event, event_stream, json_response, unless_left
+from eesd.serve.streaming import Events, event_stream, json_response, unless_left
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -31,7 +31,9 @@ async def completions(body: CompletionBody, request: Request, serving: Annotated
         raise APIError(400, "max_tokens is 0; give at least 1, or echo.", "max_tokens", "invalid_value")
     prompts = await run_in_threadpool(_encode, body, serving.service.llm)
     shown = body.logprobs if body.echo else None
-    requests = requests_of(body, [tokens for tokens, _ in prompts], serving, body.max_tokens, body.logprobs, shown)
+    tokens = [tokens for tokens, _ in prompts]
+    # In a thread: a grammar may take long to read.
+    requests = await run_in_threadpool(requests_of, body, tokens, serving, body.max_tokens, body.logprobs, shown)
     generations = Generations(serving, requests, keep_tokens=body.max_tokens != 0)
     request.state.generations = generations
     echoed = [text if body.echo else "" for _, text in prompts for _ in range(body.choices)]
@@ -95,20 +97,11 @@ async def _whole(body: CompletionBody, head: Head, generations: Generations, wri
     return CompletionAnswer(**head.fields, choices=choices, usage=usage, metrics=metrics)
 
 
-async def _chunks(body: CompletionBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> Events:
-    left = len(writers)
-    async with generations:
-        async for index, update in generations:
-            text = generations.progress[index].see(update)
-            left -= update.finish_reason is not None
-            part = partial(writers[index].part, index, text, update.tokens)
-            choice = await run_in_threadpool(part) if update.prompt_logprobs else part()
-            if choice.text or choice.token_ids or (choice.logprobs and choice.logprobs.tokens) or choice.finish_reason:
-                chunk = CompletionAnswer(**head.fields, choices=[choice])
-                if not left and not body.include_usage:
-                    chunk.metrics = generations.metrics()
-                yield event(chunk)
-    if body.include_usage:
-        usage, metrics = generations.usage(body.choices), generations.metrics()
-        yield event(CompletionAnswer(**head.fields, choices=[], usage=usage, metrics=metrics))
-    yield DONE
+def _chunks(body: CompletionBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> Events:
+    async def parts(index: int, update: Update) -> list[CompletionChoice]:
+        part = partial(writers[index].part, index, generations.progress[index].see(update), update.tokens)
+        choice = await run_in_threadpool(part) if update.prompt_logprobs else part()
+        says = choice.text or choice.token_ids or (choice.logprobs and choice.logprobs.tokens) or choice.finish_reason
+        return [choice] if says else []
+
+    return chunks(body, partial(CompletionAnswer, **head.fields), generations, parts)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.json_input import parse_json
+from eesd.runtime.batch.request import ConstraintError
 from eesd.runtime.llm import LLM
 from eesd.runtime.text import TextCodec, TokenBytes
 
@@ -34,6 +35,9 @@ class GrammarConstraint:
     last ones. EOS is allowed where the grammar may end. After the end, and after tokens that the grammar does not allow, only
     EOS is.
 
+    Attributes:
+        grammar: What was given, with which another process can make an equal one.
+
     Args:
         grammar: As llguidance's ``grammar_from`` makes it.
         vocabulary: The model's tokens.
@@ -44,6 +48,7 @@ class GrammarConstraint:
     """
 
     def __init__(self, grammar: str, vocabulary: LLTokenizer, eos: Sequence[int]) -> None:
+        self.grammar = grammar
         self._matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         self._size, self._eos = vocabulary.vocab_size, list(eos)
         self._only_eos = np.zeros(self._size, np.bool_)
@@ -57,18 +62,16 @@ class GrammarConstraint:
         """The tokens [V] that may follow ``tokens``; at least one.
 
         Raises:
-            EESDError: The grammar turned out to take too much.
+            ConstraintError: The grammar turned out to take too much, or nothing can follow.
         """
         if not self._read(tokens):
             return self._only_eos.copy()
         bits = self._matcher.compute_bitmask()  # may find out that nothing can follow
-        if self._matcher.is_error():
-            reason = _sentence(self._matcher.get_error())
-            raise EESDError(f"The constraint takes too much, or nothing fits it ({reason}); give a simpler one.")
+        self._check()
         mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._size, bitorder="little").view(np.bool_)
         count = np.count_nonzero(mask)
         if not count or (count == 1 and not self._fits(int(mask.argmax()))):
-            raise EESDError("The model has no tokens for what the constraint asks for; give another one.")
+            raise ConstraintError("The model has no tokens for what the constraint asks for; give another one.")
         return mask
 
     def _fits(self, token: int) -> bool:
@@ -78,7 +81,11 @@ class GrammarConstraint:
         return bool(self._matcher.validate_tokens([token]))
 
     def forced(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most ``most`` tokens that spell the text which must follow. Others may spell it, too: the verifier decides."""
+        """At most ``most`` tokens that spell the text which must follow. Others may spell it, too: the verifier decides.
+
+        Raises:
+            ConstraintError: The grammar turned out to take too much.
+        """
         if not self._read(tokens):
             return []
         if self._matcher.is_stopped():
@@ -94,8 +101,15 @@ class GrammarConstraint:
             self._matcher.rollback(len(self._tokens) - shared)
             del self._tokens[shared:]
         read = self._matcher.try_consume_tokens(given[shared:])
+        self._check()
         self._tokens += given[shared : shared + read]
         return len(self._tokens) == len(given)
+
+    def _check(self) -> None:
+        """Raise if the matcher has failed. It stays so, reads nothing more, and calls itself stopped as at a text's end."""
+        if self._matcher.is_error():
+            reason = _sentence(self._matcher.get_error())
+            raise ConstraintError(f"The constraint takes too much, or nothing fits it ({reason}); give a simpler one.")
 
 
 def _shared(first: list[int], second: list[int]) -> int:
@@ -169,7 +183,16 @@ def constraint(kind: str, value: Any, llm: LLM, *, lenient: bool = False) -> Gra
     Raises:
         EESDError: The value has a mistake.
     """
-    return GrammarConstraint(_grammar(kind, value, lenient), vocabulary_of(llm), llm.manifest.eos_token_ids)
+    return of_grammar(_grammar(kind, value, lenient), llm)
+
+
+def of_grammar(grammar: str, llm: LLM) -> GrammarConstraint:
+    """The constraint whose ``grammar`` this is.
+
+    Raises:
+        EESDError: The grammar has a mistake, or takes too much.
+    """
+    return GrammarConstraint(grammar, vocabulary_of(llm), llm.manifest.eos_token_ids)
 
 
 def _grammar(kind: str, value: Any, lenient: bool) -> str:

@@ -94,8 +94,13 @@ class Generations:
         for meter in self._meters:
             meter.end("cancelled", monotonic())  # counts those that had not ended
 
+    @property
+    def ended(self) -> bool:
+        """Whether all choices are complete."""
+        return all(choice.finish_reason is not None for choice in self.progress)
+
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        while any(choice.finish_reason is None for choice in self.progress):
+        while not self.ended:
             index, update, time = await self._next()
             self._meters[index].see(update, time)
             if update.finish_reason in ("error", "cancelled"):
@@ -122,6 +127,8 @@ class Generations:
         if update.finish_reason == "cancelled":
             return APIError(503, "The server stopped before the text was complete; ask another one.", code="stopping")
         message = update.error or "The request failed; the server's log says why."
+        if update.refused:
+            return APIError(400, message, code="constraint_failed")
         return APIError(500, message, code="internal_error")
 
     def usage(self, choices: int) -> Usage:

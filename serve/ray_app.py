@@ -7,7 +7,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.llm import load
 from eesd.serve.app import make_app
+from eesd.serve.constraint import of_grammar
 from eesd.serve.options import ServeOptions
 from eesd.serve.ray_router import PrefixRouter
 from eesd.serve.ray_service import RemoteService
@@ -103,8 +104,10 @@ class Engine:
         llm = load(options.engine_dir, options.backend, threads=max(1, int(options.num_cpus)))
         self._service = Service(llm, BatchOptions(max_rows=options.max_rows, max_queue=options.max_rows))
 
-    async def generate(self, request: Request) -> AsyncGenerator[Update, None]:
-        """What comes of a request. It is cancelled when nobody reads on."""
+    async def generate(self, request: Request, grammar: str | None) -> AsyncGenerator[Update, None]:
+        """What comes of a request, under a grammar if there is one. It is cancelled when nobody reads on."""
+        if grammar is not None:  # in a thread: a grammar may take long to read
+            request = replace(request, constraint=await asyncio.to_thread(of_grammar, grammar, self._service.llm))
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
 
         def deliver(update: Update) -> None:
@@ -145,8 +148,8 @@ class Ingress:
         service = RemoteService(Path(self._options.engine_dir), self._stream, lost, self._options.max_requests)
         return make_app(cast(Service, service), ServeOptions(model_name=self._options.model_name))
 
-    async def _stream(self, request: Request) -> AsyncGenerator[Update, None]:
-        response = self._engine.generate.remote(request)
+    async def _stream(self, request: Request, grammar: str | None) -> AsyncGenerator[Update, None]:
+        response = self._engine.generate.remote(request, grammar)
         try:
             async for update in response:
                 yield update

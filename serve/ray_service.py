@@ -18,6 +18,7 @@ from eesd.runtime.decoding.session import Limits, check_prompt
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.llm import LLM, models_sampling
+from eesd.serve.constraint import GrammarConstraint
 
 LOGGER = logging.getLogger(__name__)
 ATTEMPTS = 5
@@ -25,8 +26,8 @@ ATTEMPTS = 5
 PAUSE_SECONDS = 0.2
 """Before the second time; then twice as long, and so on: it takes a moment until a dead replica is no choice any more."""
 
-Stream = Callable[[Request], AsyncGenerator[Update, None]]
-"""Runs a request in some replica. Closing the generator cancels it."""
+Stream = Callable[[Request, str | None], AsyncGenerator[Update, None]]
+"""Runs a request in some replica, under a grammar if there is one. Closing the generator cancels it."""
 
 
 class RemoteGeneration(Generation):
@@ -70,8 +71,8 @@ class RemoteService:
         manifest = self.llm.manifest
         limits = Limits(manifest.eos_token_ids, request.max_new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
         check_prompt(request.tokens, limits, manifest.geometry.vocab_size)
-        if request.constraint is not None:
-            raise EESDError("Output that a grammar restricts cannot be had from replicas; leave the restriction out.")
+        if not isinstance(request.constraint, GrammarConstraint | None):
+            raise EESDError("The constraint cannot be sent to a replica; give one that eesd.serve.constraint makes.")
         if len(self._open) >= self._most:
             raise QueueFullError(f"{self._most} requests are waiting or running; try again later.", 1.0)
         generation = RemoteGeneration(request, on_update)
@@ -112,13 +113,15 @@ class RemoteService:
 
     async def _attempts(self, generation: RemoteGeneration) -> Update:
         """The last update of the request; those before it are passed on."""
-        request, start, sent, stats = generation.request, monotonic(), 0, Stats()
+        constraint = generation.request.constraint
+        grammar = constraint.grammar if isinstance(constraint, GrammarConstraint) else None  # each replica reads it itself
+        request, start, sent, stats = replace(generation.request, constraint=None), monotonic(), 0, Stats()
         for attempt in range(ATTEMPTS):
             await asyncio.sleep(PAUSE_SECONDS * attempt)
             with suppress(*self._lost):
                 seconds = None if request.seconds is None else max(request.seconds - (monotonic() - start), 0.001)
                 known, again = sent, sent > 0
-                async with aclosing(self._stream(replace(request, seconds=seconds))) as updates:
+                async with aclosing(self._stream(replace(request, seconds=seconds), grammar)) as updates:
                     async for update in updates:
                         tokens, known = update.tokens[known:], max(known - len(update.tokens), 0)
                         sent += len(tokens)

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLTokenizer
-from support.constrained import SCHEMAS, allowed, random_text, with_new_lines
+from support.constrained import SCHEMAS, TOO_MUCH, allowed, random_text, with_new_lines
 from tokenizers import Tokenizer, decoders, models
 
 from eesd.common.errors import EESDError
+from eesd.runtime.batch.request import ConstraintError
 from eesd.runtime.llm import LLM, load
 from eesd.runtime.text import TextCodec
-from eesd.serve.constraint import _Tokens, constraint, constraint_of
+from eesd.serve.constraint import GrammarConstraint, _Tokens, constraint, constraint_of
 
 WORD = {"type": "string", "maxLength": 4}
 
@@ -184,6 +185,23 @@ def test_constraints_that_cannot_be_used_are_refused(llm: LLM, body: dict[str, A
 def test_what_no_token_can_write_is_an_error_and_no_short_text(llm: LLM, kind: str, value: Any) -> None:
     with pytest.raises(EESDError, match=r"no tokens|nothing fits"):
         random_text(constraint(kind, value, llm), llm, 0)
+
+
+def test_what_takes_too_much_is_an_error_wherever_it_is_found_out(llm: LLM) -> None:
+    """While a mask is computed or while tokens are read. A failed matcher calls itself stopped, which must not end the text."""
+    made, draw, tokens = constraint("regex", TOO_MUCH, llm), random.Random(0), list[int]()
+    with pytest.raises(ConstraintError, match="takes too much"):
+        while len(tokens) < 2000:
+            tokens.append(draw.choice(allowed(made, tokens)))
+    assert 10 < len(tokens) < 2000
+    for path in (tokens, tokens[:-1], [*tokens, tokens[0]], []):
+        with pytest.raises(ConstraintError, match="takes too much"):
+            made.allowed(path)
+        with pytest.raises(ConstraintError, match="takes too much"):
+            made.forced(path, 4)
+    for ask in (GrammarConstraint.allowed, lambda made, path: made.forced(path, 4)):
+        with pytest.raises(ConstraintError, match="takes too much"):
+            ask(constraint("regex", TOO_MUCH, llm), [*tokens, *llm.encode("ab" * 1000)])
 
 
 def test_a_long_text_is_read_once(llm: LLM) -> None:

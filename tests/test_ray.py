@@ -6,6 +6,8 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -15,10 +17,14 @@ from urllib.request import Request, urlopen
 import pytest
 from support import environments
 from support.bundled import prompts
+from support.constrained import TOO_MUCH
 from support.ray_cluster import RayCluster, ray_cluster
 
+from eesd.runtime.batch.request import Request as RunRequest
+from eesd.runtime.batch.service import Service
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.llm import LLM, load
+from eesd.runtime.llm import LLM, Completion, load
+from eesd.serve.constraint import constraint
 
 pytestmark = pytest.mark.slow
 
@@ -114,21 +120,61 @@ def test_a_bad_request_is_refused(cluster: RayCluster) -> None:
         assert refused.value.code == 400 and json.load(refused.value)["error"]["message"]
 
 
+CONSTRAINTS: list[tuple[str, Any]] = [
+    ("guided_regex", "[a-z_]{6,12} = [0-9]{1,4}"),
+    ("guided_json", {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}),
+    ("guided_choice", ["import os", "import sys"]),
+    ("guided_grammar", 'start: "def " NAME "():"\nNAME: /[a-z]{3,9}/'),
+]
+
+
+def constrained(llm: LLM, request: RunRequest, kind: str, value: Any) -> Completion:
+    """What a request gives under a constraint in one process."""
+    service = Service(llm)
+    made = constraint(kind.removeprefix("guided_"), value, llm)
+    try:
+        return service.generate(replace(request, constraint=made))
+    finally:
+        service.close()
+
+
+def test_constrained_requests_have_the_tokens_of_one_process(cluster: RayCluster, llm: LLM) -> None:
+    for number, (kind, value) in enumerate(CONSTRAINTS):
+        sampling = Sampling(temperature=0.8, seed=number) if number % 2 else Sampling()
+        request = RunRequest(tokens=llm.encode("import os\n"), sampling=sampling, max_new_tokens=32)
+        wanted = constrained(llm, request, kind, value)
+        body = {"prompt": "import os\n", "max_tokens": 32, "temperature": sampling.temperature, "seed": number, kind: value}
+        choice = complete(cluster, body)["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (wanted.text, wanted.finish_reason)
+        assert stream(cluster, body) == (wanted.text, wanted.finish_reason)
+
+
+@pytest.mark.parametrize(("pattern", "words"), [("(", "unclosed group"), (TOO_MUCH, "takes too much")])
+def test_a_constraint_that_fails_before_or_in_the_replica_is_a_400(cluster: RayCluster, pattern: str, words: str) -> None:
+    with pytest.raises(HTTPError) as refused:
+        complete(cluster, {"prompt": "x", "max_tokens": 400, "guided_regex": pattern})
+    assert refused.value.code == 400 and words in json.load(refused.value)["error"]["message"]
+
+
 def test_a_replica_that_is_killed_under_load_costs_no_text(cluster: RayCluster, llm: LLM) -> None:
     count, length = 8, 300
     texts = [f"# {number}\n{prompt}" for number, prompt in enumerate(prompts()[:count])]
     samplings = [Sampling(temperature=0.8, seed=number) if number % 2 else Sampling() for number in range(count)]
-    wanted = [
-        llm.generate(text, sampling, max_new_tokens=length, ignore_eos=True)
-        for text, sampling in zip(texts, samplings, strict=True)
+    constraints: list[dict[str, Any]] = [
+        {"guided_regex": "[a-z_ ]{2000,}"} if number % 4 > 1 else {} for number in range(count)
     ]
+    wanted = []
+    for text, sampling, constrains in zip(texts, samplings, constraints, strict=True):
+        request = RunRequest(tokens=llm.encode(text), sampling=sampling, max_new_tokens=length, ignore_eos=True)
+        free = partial(llm.generate, text, sampling, max_new_tokens=length, ignore_eos=True)
+        wanted.append(constrained(llm, request, *next(iter(constrains.items()))) if constrains else free())
     before = cluster.replicas("engine")
     assert len(before) == 2
     all_run = Barrier(count + 1)
 
     def ask(number: int) -> tuple[str, str | None]:
         sampling = samplings[number]
-        body = {"prompt": texts[number], "max_tokens": length, "ignore_eos": True}
+        body = {"prompt": texts[number], "max_tokens": length, "ignore_eos": True, **constraints[number]}
         return stream(cluster, body | {"temperature": sampling.temperature, "seed": sampling.seed}, all_run)
 
     with ThreadPoolExecutor(count) as threads:

@@ -1,20 +1,25 @@
 """Requests that run in replicas that die: each token comes once, and nothing hangs. Real batches, without Ray."""
 
 import asyncio
+import pickle
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.bundled import prompts
+from support.constrained import TOO_MUCH
+from support.serving import Held
 
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.request import QueueFullError, Request, Update
 from eesd.runtime.batch.service import Service
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, load
+from eesd.serve.constraint import constraint, of_grammar
 from eesd.serve.ray_service import ATTEMPTS, RemoteService, Stream
 
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, seed=5)]
@@ -40,7 +45,10 @@ def replicas(service: Service, deaths: list[int]) -> Stream:
     """Replicas of which each dies after so many updates of a request; those behind the list live."""
     left: dict[tuple[int, ...], Iterator[int]] = {}
 
-    async def stream(request: Request) -> AsyncGenerator[Update, None]:
+    async def stream(request: Request, grammar: str | None) -> AsyncGenerator[Update, None]:
+        request = pickle.loads(pickle.dumps(request))
+        if grammar is not None:
+            request = replace(request, constraint=of_grammar(grammar, service.llm))
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
         generation = service.submit(request, lambda update: _put(loop, updates, update))
         count, last = 0, next(left.setdefault(tuple(request.tokens), iter(deaths)), -1)
@@ -111,6 +119,27 @@ def test_a_replica_that_dies_costs_no_token_and_repeats_none(
             assert before.draft_tokens <= now.draft_tokens and before.accepted_tokens <= now.accepted_tokens
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("deaths", [[], [3, 0, 1]])
+def test_a_constraint_holds_in_every_replica(
+    bundled: Path, service: Service, llm: LLM, sampling: Sampling, deaths: list[int]
+) -> None:
+    def asked() -> list[Request]:
+        made = [constraint("regex", "([a-z]{1,8} ){9}end", llm), constraint("json", {"type": "array", "minItems": 9}, llm)]
+        return [Request(tokens=llm.encode("x = "), sampling=sampling, max_new_tokens=40, constraint=one) for one in made]
+
+    wanted = [service.generate(request) for request in asked()]
+    found = run(lambda: RemoteService(bundled, replicas(service, deaths), (Died,), 8), *asked())
+    for updates, completion in zip(found, wanted, strict=True):
+        assert tokens(updates) == completion.tokens and updates[-1].finish_reason == completion.finish_reason
+
+
+def test_a_constraint_that_fails_in_a_replica_says_so(bundled: Path, service: Service, llm: LLM) -> None:
+    request = Request(tokens=llm.encode("x"), max_new_tokens=400, constraint=constraint("regex", TOO_MUCH, llm))
+    (updates,) = run(lambda: RemoteService(bundled, replicas(service, []), (Died,), 8), request)
+    assert updates[-1].refused and "takes too much" in str(updates[-1].error)
+
+
 def test_what_cannot_be_repeated_ends_in_one_sentence(bundled: Path, service: Service, llm: LLM) -> None:
     request = Request(
         tokens=llm.encode("import os\n"), sampling=Sampling(temperature=1.0, method="rejection"), max_new_tokens=60
@@ -128,7 +157,7 @@ def test_a_request_that_kills_every_replica_is_given_up(bundled: Path, service: 
 
 
 def test_what_a_replica_refuses_or_breaks_on_is_told(bundled: Path, llm: LLM) -> None:
-    async def refuse(request: Request) -> AsyncGenerator[Update, None]:
+    async def refuse(request: Request, _: str | None) -> AsyncGenerator[Update, None]:
         if request.max_new_tokens == 1:
             raise EESDError("This cannot be.")
         raise KeyError("internal detail")
@@ -158,6 +187,8 @@ def test_bad_requests_and_too_many_are_refused_at_once(bundled: Path, service: S
         for prompt, words in (([], "empty"), ([1 << 30], "token id"), ([1] * 5000, "5000 tokens")):
             with pytest.raises(EESDError, match=words):
                 remote.submit(Request(tokens=prompt), lambda _: None)
+        with pytest.raises(EESDError, match="cannot be sent"):
+            remote.submit(Request(tokens=llm.encode("x"), constraint=Held()), lambda _: None)
         first = Request(tokens=llm.encode("x"), max_new_tokens=900, ignore_eos=True)
         remote.submit(first, lambda _: None)
         with pytest.raises(QueueFullError, match="try again"):

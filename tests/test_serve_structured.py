@@ -1,6 +1,7 @@
 """Constrained output and function calling over the real batch and the real server: drafting changes no token of them."""
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from openai import BadRequestError
-from support.constrained import SCHEMAS, SHORT_TEMPLATE, with_new_lines
-from support.serving import Served, served
+from support.constrained import SCHEMAS, SHORT_TEMPLATE, TOO_MUCH, with_new_lines
+from support.serving import Served, events, served
 
-from eesd.runtime.batch.request import Request
+from eesd.runtime.batch.request import Request, Update
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.serve.constraint import constraint
 
@@ -155,5 +156,48 @@ def test_what_cannot_be_done_is_a_clear_400(server: Served, body: dict[str, Any]
 
 
 def test_a_text_that_no_token_can_write_is_an_error(server: Served) -> None:
-    response = server.post("/v1/completions", {"prompt": "a", "guided_choice": ["é"]})
-    assert response.status_code >= 400 and "no tokens" in response.text
+    for stream in (False, True):  # nothing has been sent yet, so a stream has a status, too
+        response = server.post("/v1/completions", {"prompt": "a", "guided_choice": ["é"], "stream": stream})
+        assert response.status_code == 400 and "no tokens" in response.json()["error"]["message"]
+
+
+def test_a_constraint_that_takes_too_much_on_the_way_is_a_400(server: Served) -> None:
+    with pytest.raises(BadRequestError, match="takes too much") as refused:
+        server.openai.chat.completions.create(model="", messages=USER, extra_body={"guided_regex": TOO_MUCH})
+    assert refused.value.type == "invalid_request_error" and refused.value.code == "constraint_failed"
+    assert isinstance(refused.value.body, dict) and refused.value.body.keys() == {"message", "type", "param", "code"}
+    server.idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_whose_constraint_takes_too_much_ends_with_the_error(server: Served, path: str) -> None:
+    body = {"prompt": "a", "messages": USER, "guided_regex": TOO_MUCH, "max_tokens": 400, "stream": True}
+    with server.http as http, http.stream("POST", path, json=body) as response:
+        *chunks, last = events(response.iter_lines())
+    assert response.status_code == 200 and len(chunks) > 2
+    assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
+    assert last.keys() == {"error"} and "takes too much" in last["error"]["message"]
+    assert (last["error"]["type"], last["error"]["code"]) == ("invalid_request_error", "constraint_failed")
+
+
+def test_the_others_go_on_where_a_constraint_fails(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    llm, service = server.serving.service.llm, server.serving.service
+    failed, other = list[Update](), list[Update]()
+    done = threading.Barrier(3)
+
+    def submit(updates: list[Update], request: Request) -> None:
+        def see(update: Update) -> None:
+            updates.append(update)
+            if update.finish_reason:
+                threading.Thread(target=done.wait).start()
+
+        service.submit(request, see)
+
+    made = constraint("regex", TOO_MUCH, llm)
+    submit(failed, Request(tokens=llm.encode("a"), max_new_tokens=400, constraint=made))
+    submit(other, Request(tokens=llm.encode("b"), max_new_tokens=200, ignore_eos=True))
+    done.wait(60)
+    assert failed[-1].finish_reason == "error" and failed[-1].refused
+    wanted = server.llm.generate("b", max_new_tokens=200, ignore_eos=True).tokens
+    assert [output.token for update in other for output in update.tokens] == wanted
+    assert not caplog.records, "a client's mistake is no failure of the server"

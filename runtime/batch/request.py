@@ -26,15 +26,27 @@ class QueueFullError(EESDError):
         self.retry_after = retry_after
 
 
+class ConstraintError(EESDError):
+    """A constraint cannot be followed any further. The request is to blame, and not the server."""
+
+
 class Constraint(Protocol):
     """Which tokens may follow, for constrained output. One object serves one request, in the thread of the batch."""
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
-        """The tokens [V] that may follow these new tokens (the prompt is not among them); None: all may."""
+        """The tokens [V] that may follow these new tokens (the prompt is not among them); None: all may.
+
+        Raises:
+            ConstraintError: The constraint cannot tell. The request ends with this error.
+        """
         ...
 
     def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most ``most`` tokens that must follow, because nothing else is allowed: a draft for nothing. May be empty."""
+        """At most ``most`` tokens that must follow, because nothing else is allowed: a draft for nothing. May be empty.
+
+        Raises:
+            ConstraintError: The constraint cannot tell. The request ends with this error.
+        """
         ...
 
 
@@ -125,6 +137,7 @@ class Update:
         finish_reason: None: more will come. ``stop`` (EOS or a stop string), ``length``, ``cancelled``, ``deadline``, or
             ``error``.
         error: What went wrong, in a sentence.
+        refused: Whether the request is to blame for the error, and not the server.
         stop: The stop string that ended the text.
         prompt_logprobs: If asked for, for each token of the prompt; only in the first update.
         cached_tokens: Tokens of the prompt whose keys and values were kept from earlier requests.
@@ -136,6 +149,7 @@ class Update:
     held: str = ""
     finish_reason: str | None = None
     error: str | None = None
+    refused: bool = False
     stop: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     cached_tokens: int = 0

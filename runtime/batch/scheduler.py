@@ -4,14 +4,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eesd.common.checks import check_integer
 from eesd.common.errors import EESDError
 from eesd.controllers.load_rule import FixedLevels, LoadRule
 from eesd.runtime.batch.group import Group
 from eesd.runtime.batch.prefix_cache import PrefixCache
-from eesd.runtime.batch.request import Generation, Update
+from eesd.runtime.batch.request import ConstraintError, Generation, Update
 from eesd.runtime.batch.row import Row
 from eesd.runtime.decoding.session import RoundResult, check_prompt
 from eesd.runtime.engines.base import Binding, KVCache, Rows, RowsEngine, Values
@@ -261,7 +261,8 @@ class Scheduler:
             return
         for row in finished:
             if row.error is not None:
-                LOGGER.error("A request failed.", exc_info=row.error)
+                if not isinstance(row.error, ConstraintError):
+                    LOGGER.error("A request failed.", exc_info=row.error)
                 self._end(row, "error", row.error)
             else:
                 group.leave(row)
@@ -286,7 +287,8 @@ class Scheduler:
             if row in group.active:
                 group.leave(row)
         row.session.close()
-        row.generation.on_update(row.last_update(reason, None if error is None else _sentence(error)))
+        update = row.last_update(reason, None if error is None else _sentence(error))
+        row.generation.on_update(replace(update, refused=isinstance(error, ConstraintError)))
 
     def _keep_prefix(self, row: Row, read: Callable[[int, int], Values]) -> None:
         """Keep a row's keys and values for requests that begin like it."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from eesd.controllers.text_rule import TextRule, TextStep
+from eesd.controllers.text_rule import TextChances, TextStep
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.suffix import LONGEST_CONTEXT, Continuation, SuffixAutomaton
 
@@ -76,7 +76,7 @@ class TextDrafter:
     """What sessions share to draft from the text: the rule, its guard (None: never pause), and the outputs of the past (None:
     look at nothing but the text)."""
 
-    rule: TextRule
+    rule: TextChances
     guard: Guard | None
     past: PastOutputs | None
 

@@ -43,7 +43,8 @@ SCHEMAS = st.recursive(
     max_leaves=5,
 )
 """Small JSON schemas."""
-
+TOO_MUCH = "((([ab]{1,9}b?){1,7}a?){1,8}b?[ab]{3,8}){50,60}"
+"""An expression that llguidance accepts, and that takes more than it may after some dozens of letters, whichever they are."""
 
 SHORT_TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"

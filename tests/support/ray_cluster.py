@@ -1,9 +1,7 @@
 """A Ray cluster of one node on the loopback interface, with an application of Ray Serve."""
 
 import json
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -18,6 +16,7 @@ from urllib.request import urlopen
 
 from support.environments import variables
 from support.ports import free_ports
+from support.processes import end_session, processes
 
 START_SECONDS = 120.0
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -35,7 +34,7 @@ class RayCluster:
     def replicas(self, deployment: str) -> list[int]:
         """Processes that run replicas of a deployment."""
         name = f"ServeReplica:default:{deployment}"
-        return sorted(pid for pid, command in _processes(self.session) if name in command)
+        return sorted(pid for pid, command in processes(self.session) if name in command)
 
 
 @contextmanager
@@ -70,7 +69,7 @@ def ray_cluster(python: Path, import_path: str, arguments: dict[str, Any]) -> It
         yield RayCluster(url, running[0].pid, scratch / "ray")
     finally:
         for process in reversed(running):
-            _end(process)
+            end_session(process)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -87,22 +86,3 @@ def _wait(process: "subprocess.Popen[bytes]", log: Path, what: str) -> None:
             return
         assert process.poll() is None and time.monotonic() < end, log.read_text()
         time.sleep(0.2)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a program and all that it started, which is in its session."""
-    for pid, _ in _processes(process.pid):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def _processes(session: int) -> list[tuple[int, str]]:
-    """Process ids and command lines of a session, without zombies."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError):
-            state, _, _, leader = path.read_text().rpartition(")")[2].split()[:4]
-            if int(leader) == session and state != "Z":
-                found.append((int(path.parent.name), (path.parent / "cmdline").read_bytes().decode(errors="replace")))
-    return found

@@ -1,7 +1,6 @@
 """A real ``tritonserver`` on this machine's processors, from the package nvidia-pytriton."""
 
 import os
-import signal
 import subprocess
 import sysconfig
 import time
@@ -9,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from support.environments import site_packages, variables
 from support.ports import free_ports
+from support.processes import end_session, processes
 
 START_SECONDS = 60.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -39,14 +38,14 @@ class TritonServer:
             return str(response.read().decode())
 
     def ready(self, path: str = "/v2/health/ready") -> bool:
-        with suppress(URLError, ConnectionError):
+        with suppress(OSError):  # URLError, and what reading raises
             self.get(path)
             return True
         return False
 
     def stubs(self) -> list[int]:
         """Processes of the Python backend that run."""
-        return [pid for pid, name in _group(self.process.pid) if name.startswith("triton_python_b")]
+        return [pid for pid, command in processes(self.process.pid) if "triton_python_backend_stub" in command]
 
     def shared_memory(self) -> list[Path]:
         return sorted(SHARED_MEMORY.glob(f"{self.prefix}*"))
@@ -101,25 +100,8 @@ def _wait(server: TritonServer) -> None:
 
 def _stop(server: TritonServer) -> None:
     server.process.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         server.process.wait(30)
-    except subprocess.TimeoutExpired:
-        server.process.kill()
-        server.process.wait()
-    for pid, _ in _group(server.process.pid):  # stubs that outlived it
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    end_session(server.process)  # and stubs that outlived it
     for path in server.shared_memory():
         path.unlink(missing_ok=True)
-
-
-def _group(group: int) -> list[tuple[int, str]]:
-    """Process ids and names of a process group, without zombies."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
-            state, _, leader = rest.split()[:3]
-            if int(leader) == group and state != "Z":
-                found.append((int(path.parent.name), name))
-    return found
