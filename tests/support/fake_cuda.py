@@ -170,7 +170,7 @@ class Machine:
         loyalty: Chance that a stream which the host waits for goes on before others, if it can.
     """
 
-    def __init__(self, devices: int = 1, seed: int = 0, size: int = 64 << 20) -> None:
+    def __init__(self, devices: int = 1, seed: int = 0, size: int = 128 << 20) -> None:
         self.devices, self.device = devices, 0
         self._handles, self._numbers = count(1000), count(1)
         self.streams: dict[int, Stream] = {}
