@@ -1,6 +1,5 @@
 """The torch engine: runs the modules of ``model/`` on the CPU or on GPUs, in the engine directory's own element type."""
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +15,8 @@ from eesd.runtime.engines.torch_weights import load_modules
 
 ROWS = 4
 """On the CPU, torch's float32 products add in another order where the number of rows is no multiple of this. Calls of verify
-are padded, so that a token's logits are the same bits in every call."""
-ONE_ORDER = "AUTO,STRICT"
-"""For ``MKL_CBWR``: products of float32 add in one order, however many rows and threads there are. Without it MKL takes other
-kernels for larger calls on processors with AMX. 16-bit products are oneDNN's and differ there, which ``eesd-inspect --exact``
-says."""
+are padded, so that a token's logits are the same bits in every call. Processors with AMX need more than that: there
+``eesd-inspect --exact`` says that they differ (:mod:`eesd.runtime.engines.exactness`)."""
 
 
 class TorchStageRunner:
@@ -72,7 +68,6 @@ def open_torch(
     on_gpu = streams[0].on_gpu
     if not on_gpu:
         set_num_threads(threads)
-        os.environ.setdefault("MKL_CBWR", ONE_ORDER)  # MKL reads it at the process's first product
     stages = load_modules(directory, manifest, [stream.device for stream in streams], draft)
     verify = [
         TorchStageRunner(stage.verify, graph, stage.rotary_tables, stream)
