@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support import tiny_models
-from support.batches import OPTIONS, SAMPLINGS, Record, alone, requests, run
+from support.batches import OPTIONS, SAMPLINGS, Record, alone, arrive_at_random, logprobs, requests, run
 from support.command import export_engine
 from support.harness import Harness
 
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.prefix_cache import BLOCK, PrefixCache
-from eesd.runtime.batch.request import Generation, QueueFullError, Request, Update
+from eesd.runtime.batch.request import QueueFullError, Request, Update
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
@@ -72,14 +72,7 @@ def test_texts_of_earlier_requests_are_drafted_where_that_is_asked_for(llm: LLM)
 
 def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
     """Whatever is drafted, whoever runs beside, however the prompt is cut: the logits are the same bits."""
-    base = Request(tokens=[], max_new_tokens=20, ignore_eos=True, logprobs=5, prompt_logprobs=3)
-    given = [replace(base, tokens=list(range(1, 40 + n))) for n in (0, 7)]
-    found = []
-    for levels, rows, chunk in ((0, 1, 256), (3, 2, 7), (None, 5, 16)):
-        options = BatchOptions(max_rows=rows, prefill_tokens=chunk, prefix_memory=0, levels=levels)
-        updates = [update for record in run(Scheduler(llm, options), given) for update in record.updates]
-        outputs = [output.logprob for update in updates for output in update.tokens]
-        found.append((sorted(outputs, key=repr), [one.prompt_logprobs for one in updates if one.prompt_logprobs]))
+    found = [logprobs(llm, *sizes) for sizes in ((0, 1, 256), (3, 2, 7), (None, 5, 16))]
     assert found[0] == found[1] == found[2]
     first = found[0][0][0]
     assert first is not None and first.logprob is not None and len(first.top) == 5 and first.logprob <= first.top[0][1]
@@ -114,29 +107,8 @@ def test_prompt_logprobs_are_the_models(llm: LLM) -> None:
 
 
 def test_random_arrivals_and_cancellations(llm: LLM) -> None:
-    """Requests come and are cancelled at random, with little memory, so that they wait for rows and for memory."""
-    random = np.random.default_rng(1)
-    scheduler = Scheduler(llm, replace(OPTIONS, kv_memory=2_000_000, prefix_memory=300_000))
-    started: list[tuple[Generation, Record]] = []
-    for request in requests(40, seed=2):
-        record = Record()
-        generation = Generation(request, record)
-        scheduler.check(generation)
-        scheduler.add(generation)
-        started.append((generation, record))
-        for _ in range(int(random.integers(0, 4))):
-            scheduler.step()
-        if random.random() < 0.5:
-            started[int(random.integers(0, len(started)))][0].cancel()
-    while scheduler.step():
-        pass
-    finished = [(one.request, record) for one, record in started if record.reason != "cancelled"]
-    assert 10 < len(finished) < 40
-    for generation, record in started:
-        expected = alone(llm, generation.request)
-        assert record.tokens == expected[: len(record.tokens)]
-        assert record.reason == "cancelled" or record.tokens == expected
-    assert scheduler.running == scheduler.prefilling == 0 and scheduler.kv_used == 0
+    records = arrive_at_random(llm, 40)
+    assert 10 < sum(record.reason != "cancelled" for record in records) < 40
 
 
 def test_long_texts_move_to_a_group_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 from support import fake_tensorrt, tiny_models
-from support.batches import OPTIONS, Record, alone, requests, run
+from support.batches import OPTIONS, alone, arrive_at_random, logprobs, requests, run
 from support.call_rules import violations
 from support.fake_cuda import Machine
 from support.harness import Harness
 from support.late_gpus import Setting, Shared, late_llm
 
 from eesd.common.errors import EESDError
-from eesd.runtime.batch.request import Generation, Request
-from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
+from eesd.runtime.batch.request import Request
+from eesd.runtime.batch.scheduler import Scheduler
 from eesd.runtime.batch.service import Service
 from eesd.runtime.engines.base import Call, RowsEngine
 from eesd.runtime.engines.device import DeviceKVCache, device_streams
@@ -64,36 +64,12 @@ def test_stages_with_a_shard_each_run_rows(llm: LLM, staged: LLM) -> None:
 
 
 def test_random_arrivals_and_cancellations(llm: LLM) -> None:
-    random = np.random.default_rng(1)
-    scheduler = Scheduler(llm, replace(OPTIONS, kv_memory=2_000_000, prefix_memory=300_000))
-    started: list[tuple[Generation, Record]] = []
-    for request in requests(24, seed=2):
-        record = Record()
-        started.append((Generation(request, record), record))
-        scheduler.add(started[-1][0])
-        for _ in range(int(random.integers(0, 4))):
-            scheduler.step()
-        if random.random() < 0.5:
-            started[int(random.integers(0, len(started)))][0].cancel()
-    while scheduler.step():
-        pass
-    assert 5 < sum(record.reason != "cancelled" for _, record in started) < 24
-    for generation, record in started:
-        expected = alone(llm, generation.request)
-        assert record.tokens == expected[: len(record.tokens)]
-        assert record.reason == "cancelled" or record.tokens == expected
-    assert scheduler.running == scheduler.prefilling == 0 and scheduler.kv_used == 0
+    records = arrive_at_random(llm, 24)
+    assert 5 < sum(record.reason != "cancelled" for record in records) < 24
 
 
 def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
-    base = Request(tokens=[], max_new_tokens=20, ignore_eos=True, logprobs=5, prompt_logprobs=3)
-    given = [replace(base, tokens=list(range(1, 40 + n))) for n in (0, 7)]
-    found = []
-    for levels, rows, chunk in ((0, 1, 128), (3, 2, 7), (None, 5, 16)):
-        options = BatchOptions(max_rows=rows, prefill_tokens=chunk, prefix_memory=0, levels=levels)
-        updates = [update for record in run(Scheduler(llm, options), given) for update in record.updates]
-        outputs = [output.logprob for update in updates for output in update.tokens]
-        found.append((sorted(outputs, key=repr), [one.prompt_logprobs for one in updates if one.prompt_logprobs]))
+    found = [logprobs(llm, *sizes) for sizes in ((0, 1, 128), (3, 2, 7), (None, 5, 16))]
     assert found[0] == found[1] == found[2]
 
 

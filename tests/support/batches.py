@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,3 +83,41 @@ def run(scheduler: Scheduler, given: Sequence[Request], every: int = 0) -> list[
         scheduler.step()
         steps += 1
     return records
+
+
+def logprobs(llm: LLM, levels: int | None, rows: int, chunk: int) -> tuple[list[Any], list[Any]]:
+    """Log-probabilities of two requests' tokens, sorted, and those of their prompts, in a batch of so many rows."""
+    base = Request(tokens=[], max_new_tokens=20, ignore_eos=True, logprobs=5, prompt_logprobs=3)
+    given = [replace(base, tokens=list(range(1, 40 + n))) for n in (0, 7)]
+    options = BatchOptions(max_rows=rows, prefill_tokens=chunk, prefix_memory=0, levels=levels)
+    updates = [update for record in run(Scheduler(llm, options), given) for update in record.updates]
+    outputs = [output.logprob for update in updates for output in update.tokens]
+    return sorted(outputs, key=repr), [one.prompt_logprobs for one in updates if one.prompt_logprobs]
+
+
+def arrive_at_random(llm: LLM, count: int) -> list[Record]:
+    """Requests come and are cancelled at random, with little memory, so that they wait for rows and for memory.
+
+    Each gets what it gets alone, or the beginning of it.
+    """
+    random = np.random.default_rng(1)
+    scheduler = Scheduler(llm, replace(OPTIONS, kv_memory=2_000_000, prefix_memory=300_000))
+    started: list[tuple[Generation, Record]] = []
+    for request in requests(count, seed=2):
+        record = Record()
+        generation = Generation(request, record)
+        scheduler.check(generation)
+        scheduler.add(generation)
+        started.append((generation, record))
+        for _ in range(int(random.integers(0, 4))):
+            scheduler.step()
+        if random.random() < 0.5:
+            started[int(random.integers(0, len(started)))][0].cancel()
+    while scheduler.step():
+        pass
+    for generation, record in started:
+        expected = alone(llm, generation.request)
+        assert record.tokens == expected[: len(record.tokens)]
+        assert record.reason == "cancelled" or record.tokens == expected
+    assert scheduler.running == scheduler.prefilling == 0 and scheduler.kv_used == 0
+    return [record for _, record in started]
