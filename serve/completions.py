@@ -16,7 +16,7 @@ from eesd.serve.generations import Generations, Progress
 from eesd.serve.json_route import JSONRoute
 from eesd.serve.logprobs import TokenWriter
 from eesd.serve.options import Serving
-from eesd.serve.params import check_model, requests_of
+from eesd.serve.params import check_ids, check_model, requests_of
 from eesd.serve.schemas import CompletionAnswer, CompletionBody, CompletionChoice, CompletionLogprobs
 from eesd.serve.streaming import Events, event_stream, json_response, unless_left
 
@@ -53,6 +53,7 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
         # A text without the tokenizer's special tokens, or what llm.encode makes of a text or ids.
         bare = isinstance(item, str) and body.add_special_tokens is False
         tokens = llm.codec.ids(str(item), special=False) if bare else llm.encode(item)
+        check_ids(tokens, llm, "prompt")
         text = item if isinstance(item, str) else llm.codec.decode(tokens) if body.echo else ""
         found.append((tokens, text))
     return found

@@ -70,6 +70,13 @@ def check_model(model: str | None, serving: Serving) -> None:
         raise APIError(404, f"There is no model {names}.", "model", "model_not_found")
 
 
+def check_ids(tokens: Sequence[int], llm: LLM, field: str) -> None:
+    """Raises :class:`APIError` for ids that the model does not have, which a tokenizer cannot decode."""
+    size = llm.manifest.geometry.vocab_size
+    if any(token >= size for token in tokens):
+        raise APIError(400, f"A token is too large; the model has {size} tokens.", field, "invalid_value")
+
+
 def check_prompt(tokens: Sequence[int], serving: Serving) -> None:
     """Raises :class:`APIError` for a prompt that is longer than the server allows."""
     most = min(serving.options.max_prompt_tokens or serving.max_model_len, serving.max_model_len - 1)

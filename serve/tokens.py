@@ -10,7 +10,7 @@ from eesd.serve.answers import serving_of
 from eesd.serve.errors import ERRORS, APIError
 from eesd.serve.json_route import JSONRoute
 from eesd.serve.options import Serving
-from eesd.serve.params import check_model, check_supported
+from eesd.serve.params import check_ids, check_model, check_supported
 from eesd.serve.schemas import (
     DetokenizeAnswer,
     DetokenizeBody,
@@ -79,7 +79,5 @@ async def detokenize(body: DetokenizeBody, serving: Shared) -> DetokenizeAnswer:
     """The text of tokens, without special tokens."""
     check_model(body.model, serving)
     llm = serving.service.llm
-    size = llm.manifest.geometry.vocab_size
-    if any(token >= size for token in body.tokens):
-        raise APIError(400, f"A token is too large; the model has {size} tokens.", "tokens", "invalid_value")
+    check_ids(body.tokens, llm, "tokens")
     return DetokenizeAnswer(prompt=await run_in_threadpool(llm.codec.decode, body.tokens))

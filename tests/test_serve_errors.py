@@ -164,6 +164,8 @@ def test_other_paths_methods_and_models(server: Served) -> None:
 def test_tokens_that_do_not_exist(server: Served) -> None:
     refused(server.post("/detokenize", {"tokens": [97]}), 400, "97 tokens", param="tokens")
     refused(server.post("/detokenize", {"tokens": [2**70]}), 400, param="tokens")
+    for body in ({"prompt": [97]}, {"prompt": [[5], [999_999_999_999, 3]], "echo": True}):
+        refused(server.post("/v1/completions", body), 400, "97 tokens", param="prompt")
     refused(server.post("/tokenize", {}), 400, "prompt or messages", param="prompt")
     body = {"messages": MESSAGES, "continue_final_message": True}
     refused(server.post("/tokenize", body), 400, "not supported", param="continue_final_message")
