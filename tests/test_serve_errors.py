@@ -46,7 +46,7 @@ def refused(response: Any, status: int, *words: str, param: str | None = None) -
         ({"prompt": [1.5]}, "prompt", "integer"),
         ({"prompt": ["a", 1]}, "prompt", "prompt"),
         ({"prompt": [True]}, "prompt", "prompt"),
-        ({"prompt": [97]}, None, "97"),
+        ({"prompt": [97]}, "prompt", "97"),
         ({"prompt": [-1]}, "prompt", "greater"),
         ({"prompt": "a" * 101}, None, "at most 100"),
         ({"max_tokens": 0}, "max_tokens", "echo"),
@@ -174,7 +174,7 @@ def test_tokens_that_do_not_exist(server: Served) -> None:
 def test_an_error_in_a_stream_has_a_status(server: Served) -> None:
     """Nothing has been sent yet, so a stream that cannot begin is not a stream."""
     refused(server.post(COMPLETIONS, {"prompt": "a" * 200, "stream": True}), 400, "at most 100")
-    refused(server.post(COMPLETIONS, {"prompt": [97], "stream": True}), 400, "97")
+    refused(server.post(COMPLETIONS, {"prompt": [97], "stream": True}), 400, "97", param="prompt")
 
 
 TEXT = st.text(st.characters(), max_size=40) | st.sampled_from(["\ud800", "\x00", "\u202e\u2066", "\ufeff", "a\u0300" * 20])
