@@ -39,8 +39,8 @@ class CallCosts(Stateful):
         self._off = 0
         """Samples in a row that were off by more than ``CLIP``."""
 
-    def add(self, rows: int, nodes: int, slots: int, seconds: float) -> None:
-        """Note a call over ``rows`` sequences of ``nodes`` nodes."""
+    def add(self, rows: int, nodes: float, slots: float, seconds: float) -> None:
+        """Note a call over ``rows`` sequences of ``nodes`` nodes, with as many slots; on average, where they differ."""
         x = _features(rows, nodes, slots)
         fitted = self._fitted(x)
         self._off = self._off + 1 if abs(seconds - fitted) > CLIP * fitted else 0
@@ -54,13 +54,14 @@ class CallCosts(Stateful):
         self._covariance = (self._covariance - np.outer(gain, x_scaled @ self._covariance)) / FORGETTING
         if np.trace(self._covariance) > 8 / PRIOR_WEIGHT:  # what no call tells apart is not to become unknown again
             self._covariance *= 8 / PRIOR_WEIGHT / np.trace(self._covariance)
-        count, ratio = self._cells.get((rows, nodes), (0.0, 1.0))
+        cell = rows, round(nodes)
+        count, ratio = self._cells.get(cell, (0.0, 1.0))
         count = min(count + 1, MOST_SAMPLES)
-        self._cells[rows, nodes] = count, ratio + (seconds / self._fitted(x) - ratio) / count
+        self._cells[cell] = count, ratio + (seconds / self._fitted(x) - ratio) / count
 
-    def seconds(self, rows: int, nodes: int, slots: int) -> float:
+    def seconds(self, rows: int, nodes: float, slots: float) -> float:
         """The expected time of a call."""
-        count, ratio = self._cells.get((rows, nodes), (0.0, 1.0))
+        count, ratio = self._cells.get((rows, round(nodes)), (0.0, 1.0))
         return self._fitted(_features(rows, nodes, slots)) * (CELL_WEIGHT + count * ratio) / (CELL_WEIGHT + count)
 
     def _fitted(self, x: Any) -> float:
@@ -88,6 +89,6 @@ class CallCosts(Stateful):
         self._covariance = np.eye(4) * 0.1
 
 
-def _features(rows: int, nodes: int, slots: int) -> Any:
+def _features(rows: int, nodes: float, slots: float) -> Any:
     many, length = rows * nodes, slots / SLOTS
     return np.array([1.0, many, rows * length, many * length])

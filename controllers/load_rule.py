@@ -86,21 +86,21 @@ class LoadRule(Stateful):
                 self.judged[depth] *= FADING
                 self.accepted[depth] *= FADING
 
-    def rate(self, rows: int, slots: int) -> float:
+    def rate(self, rows: int, slots: float) -> float:
         """Tokens per second of all rows together, as lately; at first what plain decoding brings."""
         tokens, seconds = self._rates.get(rows) or self._first_rate(rows, slots)
         return tokens / seconds
 
-    def _first_rate(self, rows: int, slots: int) -> list[float]:
+    def _first_rate(self, rows: int, slots: float) -> list[float]:
         return [RATE_WEIGHT * rows, RATE_WEIGHT * self.verify.seconds(rows, 1, slots)]
 
-    def add_round(self, rows: int, slots: int, tokens: int, seconds: float) -> None:
+    def add_round(self, rows: int, slots: float, tokens: int, seconds: float) -> None:
         """Note what a round of this many rows brought, and its seconds."""
         known = self._rates.get(rows) or self._first_rate(rows, slots)
         discount = RATE_DISCOUNT ** min(rows, 8)
         self._rates[rows] = [known[0] * discount + tokens, known[1] * discount + seconds]
 
-    def begins(self, firsts: Sequence[float], rows: int, slots: int, certain: Sequence[float] = ()) -> bool:
+    def begins(self, firsts: Sequence[float], rows: int, slots: float, certain: Sequence[float] = ()) -> bool:
         """Whether a first draft step is worth its time, before it is known how sure the draft is.
 
         Args:
@@ -125,7 +125,7 @@ class LoadRule(Stateful):
         return False
 
     def goes_on(
-        self, reaches: Sequence[tuple[float, float]], depth: int, rows: int, slots: int, certain: Sequence[float]
+        self, reaches: Sequence[tuple[float, float]], depth: int, rows: int, slots: float, certain: Sequence[float]
     ) -> bool:
         """Whether some number of further levels brings more tokens than their seconds would bring at the present rate.
 
@@ -145,7 +145,7 @@ class LoadRule(Stateful):
                 return True
         return False
 
-    def levels(self, values: Sequence[float], rows: int, slots: int) -> int:
+    def levels(self, values: Sequence[float], rows: int, slots: float) -> int:
         """How many levels to verify, of those whose expected tokens, of all rows together, are ``values``."""
         rate = self.rate(rows, slots)
         best, most, worth = 0, -rate * self.verify.seconds(rows, 1, slots), 0.0
@@ -156,7 +156,7 @@ class LoadRule(Stateful):
                 best, most = level, net
         return best
 
-    def step_cost(self, rows: int, slots: int) -> float:
+    def step_cost(self, rows: int, slots: float) -> float:
         """Tokens that a row must expect of a level, so that its part of the draft step pays."""
         if rows == 1:
             return 0.0
@@ -186,18 +186,18 @@ class FixedLevels(LoadRule):
         super().__init__(prior)
         self.fixed = levels
 
-    def begins(self, firsts: Sequence[float], rows: int, slots: int, certain: Sequence[float] = ()) -> bool:
+    def begins(self, firsts: Sequence[float], rows: int, slots: float, certain: Sequence[float] = ()) -> bool:
         return self.fixed > 0
 
     def goes_on(
-        self, reaches: Sequence[tuple[float, float]], depth: int, rows: int, slots: int, certain: Sequence[float]
+        self, reaches: Sequence[tuple[float, float]], depth: int, rows: int, slots: float, certain: Sequence[float]
     ) -> bool:
         return depth < self.fixed
 
-    def levels(self, values: Sequence[float], rows: int, slots: int) -> int:
+    def levels(self, values: Sequence[float], rows: int, slots: float) -> int:
         return min(len(values), self.fixed)
 
-    def step_cost(self, rows: int, slots: int) -> float:
+    def step_cost(self, rows: int, slots: float) -> float:
         return 0.0
 
 

@@ -31,6 +31,7 @@ from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.backends import Engines, default_threads
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.ort_cpu import OrtEngine
+from eesd.runtime.engines.graph_file import to_session
 from eesd.runtime.engines.widened import Widened, widen
 
 TOLERANCE = 1e-3
@@ -290,7 +291,8 @@ def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArra
     options.log_severity_level = 3  # no warnings that caches are copied; a check wants copies
     options.add_session_config_entry("session.disable_quant_qdq", "1")  # int4 and int8 kernels would round differently
     weights: Widened = {}
-    session = ort.InferenceSession(widen(path, options, weights), options, providers=["CPUExecutionProvider"])
+    model = to_session(widen(path, options, weights), path, options)
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
 

@@ -40,10 +40,16 @@ TRITON = "Write a model for Triton Inference Server into this repository instead
 @click.option("--drain-seconds", type=float, default=30.0, help="Time that running requests get after SIGTERM.")
 @click.option("--max-rows", type=int, default=BatchOptions.max_rows, help="Most requests in the batch.")
 @click.option("--max-queue", type=int, default=BatchOptions.max_queue, help="Most requests that wait; more get a 429.")
-@click.option("--prefill-tokens", type=int, default=BatchOptions.prefill_tokens, help="Prompt tokens between two rounds.")
+@click.option("--prefill-tokens", type=int, default=BatchOptions.prefill_tokens, help="Prompt tokens in a round, or between two.")
 @click.option("--kv-memory", type=int, default=BatchOptions.kv_memory, help="Bytes for the KV cache.")
 @click.option(
     "--prefix-memory", type=int, default=BatchOptions.prefix_memory, help="Bytes for prefixes that are kept; 0: none."
+)
+@click.option(
+    "--join-memory",
+    type=int,
+    default=BatchOptions.join_memory,
+    help="Bytes that a second copy of the weights may take, with which prompts, short and long texts share calls; 0: none.",
 )
 @click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, help="What drafts.")
 @click.option("--levels", type=int, help="Levels that every round drafts.  [default: as many as pay, given the load]")

@@ -86,7 +86,7 @@ def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPa
         sizes.append(len(tokens))
         prefill(binding, tokens, slot)
 
-    scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=256, prefix_memory=0))
+    scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=256, prefix_memory=0, join_memory=0))
     monkeypatch.setattr(OrtBinding, "prefill", note)
     given = [Request(tokens=[5] * (1 + length), max_new_tokens=2) for length in (300, 200, 60, 50)]
     run(scheduler, given)
@@ -112,7 +112,7 @@ def test_random_arrivals_and_cancellations(llm: LLM) -> None:
 
 
 def test_long_texts_move_to_a_group_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eesd.runtime.batch.scheduler.FIRST_GROUP", 100)
+    monkeypatch.setattr("eesd.runtime.batch.scheduler.JOINT", (64, 2))
     given = [Request(tokens=[7] * n, max_new_tokens=300 - n, ignore_eos=True) for n in (5, 90, 150, 20, 250)]
     records = run(Scheduler(llm, OPTIONS), given, every=7)
     for request, record in zip(given, records, strict=True):

@@ -82,7 +82,7 @@ def test_a_service_runs_rows_in_its_thread(llm: LLM) -> None:
 
 
 def test_long_texts_move_and_known_beginnings_are_copied(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eesd.runtime.batch.scheduler.FIRST_GROUP", 100)
+    monkeypatch.setattr("eesd.runtime.batch.scheduler.SEPARATE", (100, 4))
     scheduler = Scheduler(llm, OPTIONS)
     given = [Request(tokens=[7] * n, max_new_tokens=300 - n, ignore_eos=True) for n in (5, 90, 150, 20, 250)]
     for request, record in zip(given, run(scheduler, given, every=7), strict=True):

@@ -28,6 +28,8 @@ OPERATIONS = [
     *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
     *(("GET", path) for path in ("/v1/models", "/v1/models/{model}", "/tokenizer_info", "/health", "/ready", "/metrics")),
 ]
+PATIENCE = 300
+"""Seconds for an answer: a machine may be busy."""
 THOROUGH = int(os.environ.get("SCHEMA_CASES", 600))
 """Requests for each operation in the slow test."""
 
@@ -41,7 +43,7 @@ def ask(server: Served, method: str, path: str, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(cases)
     def one(case: Any) -> None:
-        case.call_and_validate(checks=checks)
+        case.call_and_validate(checks=checks, timeout=PATIENCE)
 
     one()
 

@@ -123,6 +123,11 @@ class Row:
         return self.session.prefilled - before
 
     @property
+    def reports_prompt(self) -> bool:
+        """Whether the log-probabilities of its prompt are still to be reported."""
+        return self._prompt_logprobs is not None
+
+    @property
     def unfilled(self) -> int:
         """Tokens of the prompt that are still to be put into the cache."""
         return self.session.stats.prompt_tokens - 1 - self.session.prefilled

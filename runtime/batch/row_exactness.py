@@ -7,14 +7,14 @@ Kernels may add in an order that depends on the size of a call. With those that 
 import numpy as np
 
 from eesd.common.errors import EESDError
-from eesd.runtime.engines.base import Call, KVCache, Logits, Rows, RowsBinding, RowsEngine
+from eesd.runtime.engines.base import Call, JointEngine, KVCache, Logits, Part, Rows, RowsBinding, RowsEngine
 
 PROMPTS, NODES = (9, 1, 23), (1, 3)
 """Tokens of the prompts of the rows, and nodes of the calls."""
 
 
-def check_rows(engine: RowsEngine, rows: Rows, binding: RowsBinding, most: int) -> None:
-    """Compare calls over several rows with calls over each alone. Takes a dozen calls.
+def check_rows(engine: RowsEngine, rows: Rows, binding: RowsBinding, joint: JointEngine | None, most: int) -> None:
+    """Compare calls over several rows, and joint calls, with calls over each row alone. Takes a dozen calls.
 
     Rows that are fixed run in calls of all rows, whoever is there, and are compared with calls that have nobody beside them.
 
@@ -22,6 +22,7 @@ def check_rows(engine: RowsEngine, rows: Rows, binding: RowsBinding, most: int) 
         engine: The verify engine.
         rows: Rows without texts. What they hold is overwritten.
         binding: The engine bound to them.
+        joint: The joint engine, if there is one.
         most: Rows that a batch may have; with one there is nothing to compare.
 
     Raises:
@@ -46,6 +47,10 @@ def check_rows(engine: RowsEngine, rows: Rows, binding: RowsBinding, most: int) 
         for row in range(len(calls)):
             take(row)
         together = [output.logits for output in binding.forward(0, calls)]
+        if joint is not None:
+            parts = [Part(rows, 0, calls[:1]), Part(rows, 1, calls[1:]), Part(caches[-1], 0, calls[-1:])]
+            together += [output.logits for part in joint.forward(parts) for output in part]
+            alone = [*alone, *alone, alone[-1]]
         if not all(map(_same_bits, together, alone)):
             raise EESDError(
                 "On this processor a row's logits depend on the rows beside it, so requests could change each other's "

@@ -1,9 +1,9 @@
-"""Continuous batching: requests join and leave between rounds; prompts are prefilled in pieces between rounds."""
+"""Continuous batching: requests join and leave between rounds; prompts are prefilled in pieces, in rounds or between them."""
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from eesd.common.checks import check_integer
@@ -12,13 +12,18 @@ from eesd.controllers.load_rule import FixedLevels, LoadRule
 from eesd.runtime.batch.group import Group
 from eesd.runtime.batch.prefix_cache import PrefixCache
 from eesd.runtime.batch.request import ConstraintError, Generation, Update
+from eesd.runtime.batch.rounds import RoundRunner
 from eesd.runtime.batch.row import Row
+from eesd.runtime.batch.row_exactness import check_rows
 from eesd.runtime.decoding.session import RoundResult, check_prompt
-from eesd.runtime.engines.base import Binding, KVCache, Rows, RowsEngine, Values
+from eesd.runtime.engines.base import Binding, Call, JoiningEngine, KVCache, Part, Rows, RowsEngine, Values
 from eesd.runtime.llm import LLM
 
-FIRST_GROUP, GROWTH = 512, 4
-"""Slots of the texts in the first group, and how many times more each next group holds."""
+SEPARATE, JOINT = (512, 4), (256, 2)
+"""Slots of the texts in the first group, and how many times more each next group holds: where every group needs a call of its
+own, and where calls are joint."""
+PARTS = 3
+"""Parts of a joint call: two groups, and a piece of a prompt."""
 MEASURING_SECONDS = 3.0
 """Time in which calls are timed at the start."""
 MOST_PREFILLING = 4
@@ -37,10 +42,12 @@ class BatchOptions:
     Attributes:
         max_rows: Requests that run at the same time.
         max_queue: Requests that wait; more are refused.
-        prefill_tokens: Tokens of prompts between two rounds, while there are rows that decode.
+        prefill_tokens: Tokens of prompts in a round, or between two, while there are rows that decode.
         kv_memory: Bytes of keys and values that the requests that run may come to need, together.
         prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. They change how long a
             request takes to begin, from which one user may learn what another asked: give 0 where that matters.
+        join_memory: Most bytes that the verify weights may take a second time, in float32, so that groups of rows and pieces of
+            prompts share calls. If they take more, or the backend has no such calls, each has its own, which is slower.
         levels: Levels that every round drafts; None: as many as pay, given the load.
 
     Raises:
@@ -49,9 +56,10 @@ class BatchOptions:
 
     max_rows: int = 16
     max_queue: int = 256
-    prefill_tokens: int = 256
+    prefill_tokens: int = 128
     kv_memory: int = 2 << 30
     prefix_memory: int = 256 << 20
+    join_memory: int = 1 << 30
     levels: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +68,7 @@ class BatchOptions:
         check_integer("prefill_tokens", self.prefill_tokens, 1, 65536)
         check_integer("kv_memory", self.kv_memory, 1, 2**62)
         check_integer("prefix_memory", self.prefix_memory, 0, 2**62)
+        check_integer("join_memory", self.join_memory, 0, 2**62)
         if self.levels is not None:
             check_integer("levels", self.levels, 0, 64)
 
@@ -78,6 +87,18 @@ class _Prefilling:
 
     row: Row
     workspace: _Workspace
+
+
+@dataclass(frozen=True)
+class _Ride:
+    """A piece of a prompt in the verify call of a round."""
+
+    one: _Prefilling
+    call: Call
+
+    @property
+    def part(self) -> Part:
+        return Part(self.one.workspace.kv_cache, 0, [self.call], logits=False)
 
 
 class Scheduler:
@@ -107,11 +128,16 @@ class Scheduler:
         rows = self._engine.new_rows(options.max_rows)
         self._slot_bytes = rows.slot_bytes
         self._check_memory(rows)
-        sizes = [None] if rows.fixed else _group_sizes(llm.manifest.max_seq_len)
+        self._joint = None
+        if isinstance(verify, JoiningEngine) and options.max_rows > 1:
+            self._joint = verify.join(PARTS, options.join_memory)
+        sizes = [None] if rows.fixed else _group_sizes(llm.manifest.max_seq_len, *(JOINT if self._joint else SEPARATE))
         memory = [rows, *(self._engine.new_rows(options.max_rows) for _ in sizes[1:])]
         self._groups = [self._new_group(*pair) for pair in zip(memory, sizes, strict=True)]
-        self._groups[0].check(self._engine, options.max_rows)
-        self._groups[0].measure(options.max_rows, MEASURING_SECONDS)
+        self._rounds = RoundRunner(self.rule, self._joint)
+        check_rows(verify, rows, self._groups[0].verify, self._joint, options.max_rows)
+        most_nodes = 1 + llm.manifest.max_tree_nodes
+        self._rounds.measure(self._groups[0], options.max_rows, most_nodes, MEASURING_SECONDS)
 
     @property
     def running(self) -> int:
@@ -155,10 +181,14 @@ class Scheduler:
         """Let requests begin and end, prefill some tokens, run a round. Returns whether there is more to do."""
         self._end_some()
         self._begin_some()
-        self._prefill_some()
-        for group in self._groups:
-            if group.active:
-                self._round(group)
+        ride = self._next_ride()
+        if ride is None:
+            self._prefill_some()
+        active = [group for group in self._groups if group.active]
+        together = PARTS - 1 if self._joint else 1
+        for first in range(0, len(active), together):
+            self._round(active[first : first + together], ride)
+            ride = None
         self._regroup()
         return bool(self.waiting or self._prefilling or self.running)
 
@@ -221,8 +251,23 @@ class Scheduler:
         row.session.prefill_from(at)
         row.cached_tokens = at
 
+    def _next_ride(self) -> _Ride | None:
+        """A piece of the next prompt, if it can share the call of a round."""
+        while self._joint and self.running and self._prefilling and not self._prefilling[0].row.reports_prompt:
+            one = self._prefilling[0]
+            try:
+                call = one.row.session.next_piece(_piece(one.row.unfilled, self._options.prefill_tokens))
+            except Exception as error:  # whatever it is, it concerns this request alone
+                self._end(one.row, "error", error)
+                continue
+            if call is not None:
+                return _Ride(one, call)
+            self._prefilling.popleft()
+            self._join(one)
+        return None
+
     def _prefill_some(self) -> None:
-        """Prefill prompts, each a piece in turn. Those that are complete join a group."""
+        """Prefill prompts between rounds, each a piece in turn. Those that are complete join a group."""
         left = most = self._options.prefill_tokens if self.running else self._engine.prefill_chunk
         while self._prefilling and left > 0:
             row = self._prefilling[0].row
@@ -248,24 +293,35 @@ class Scheduler:
         self._group_for(len(one.row.request.tokens)).join(one.row, kv_cache)
         self._idle.append(one.workspace)
 
-    def _round(self, group: Group) -> None:
-        """Run a round of a group. If the engine fails, its rows end; the others go on."""
+    def _round(self, groups: Sequence[Group], ride: _Ride | None) -> None:
+        """Run a round of some groups. If the engine fails, their rows end; the others go on."""
         self.rounds += 1
-        rows = [*group.active]
+        homes = {id(row): group for group in groups for row in group.active}
+        rows, started = [row for group in groups for row in group.active], time.perf_counter()
         try:
-            finished = group.round(lambda row, result: self._report(group, row, result))
+            finished = self._rounds.run(
+                groups, lambda row, result: self._report(homes[id(row)], row, result), ride.part if ride else None
+            )
         except Exception as error:
             LOGGER.exception("A round failed; %d requests end.", len(rows))
-            for row in [row for row in rows if row in group.active]:
+            for row in [row for row in rows if row in homes[id(row)].active]:
                 self._end(row, "error", error)
             return
+        if ride is not None:
+            self._arrive(ride, time.perf_counter() - started)
         for row in finished:
             if row.error is not None:
                 if not isinstance(row.error, ConstraintError):
                     LOGGER.error("A request failed.", exc_info=row.error)
                 self._end(row, "error", row.error)
             else:
-                group.leave(row)
+                homes[id(row)].leave(row)
+
+    def _arrive(self, ride: _Ride, seconds: float) -> None:
+        """Go on with a prompt whose piece was in a round of so many seconds. The round's other rows are in their places."""
+        self._prefilling.remove(ride.one)
+        ride.one.row.session.add_piece(ride.call, seconds)
+        self._prefilling.append(ride.one)
 
     def _report(self, group: Group, row: Row, result: RoundResult) -> bool:
         """Tell what a round brought a row. Returns whether the row is finished."""
@@ -313,7 +369,7 @@ class Scheduler:
     def _new_group(self, rows: Rows, most_slots: int | None) -> Group:
         draft = self._draft.bind_rows(rows) if self._draft else None
         longest = self._llm.manifest.max_tree_nodes
-        return Group(rows, self._engine.bind_rows(rows), draft, self.rule, longest, most_slots)
+        return Group(rows, self._engine.bind_rows(rows), draft, longest, most_slots)
 
     def _group_for(self, tokens: int) -> Group:
         """The first group whose rows have room for a text of this length and a round."""
@@ -331,13 +387,13 @@ def _piece(tokens: int, most: int) -> int:
     return -(-tokens // pieces)
 
 
-def _group_sizes(max_seq_len: int) -> list[int | None]:
+def _group_sizes(max_seq_len: int, first: int, growth: int) -> list[int | None]:
     """The most slots of each group; the last one takes the longest texts."""
     sizes: list[int | None] = []
-    size = FIRST_GROUP
+    size = first
     while size < max_seq_len:
         sizes.append(size)
-        size *= GROWTH
+        size *= growth
     return [*sizes, None]
 
 

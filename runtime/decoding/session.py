@@ -182,15 +182,29 @@ class Session:
 
     def prefill_some(self, most: int) -> bool:
         """Put at most ``most`` more tokens of the prompt into the cache. Returns whether the prompt is complete."""
-        start, end = self._prefilled, self.stats.prompt_tokens - 1
-        stop = min(start + most, self._limits.prefill_chunk + start, end)
-        if start < stop:
+        piece = self.next_piece(most)
+        if piece is not None:
             started = time.perf_counter()
-            self._kv_cache.reserve(stop)
-            self._verify.prefill(self.tokens[start:stop], start)
-            self._prefilled = stop
-            self.stats.prefill_seconds += time.perf_counter() - started
-        return stop == end
+            self._verify.prefill(piece.tokens, piece.slot)
+            self.add_piece(piece, time.perf_counter() - started)
+        return self._prefilled == self.stats.prompt_tokens - 1
+
+    def next_piece(self, most: int) -> Call | None:
+        """At most ``most`` more tokens of the prompt, for whoever runs them instead, and then tells :meth:`add_piece`.
+
+        None: the prompt is complete.
+        """
+        start = self._prefilled
+        stop = min(start + most, self._limits.prefill_chunk + start, self.stats.prompt_tokens - 1)
+        if start == stop:
+            return None
+        self._kv_cache.reserve(stop)
+        return Call(self.tokens[start:stop], range(start, stop), start)
+
+    def add_piece(self, piece: Call, seconds: float) -> None:
+        """Take it that the cache has the keys and values of a piece. Its call took so many seconds."""
+        self._prefilled += len(piece.tokens)
+        self.stats.prefill_seconds += seconds
 
     def prefill_from(self, slots: int) -> None:
         """Take it that the cache has the keys and values of the prompt's first tokens, ``slots`` of them."""

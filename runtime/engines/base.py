@@ -150,6 +150,22 @@ class RowsBinding(Protocol):
         ...
 
 
+class Part(NamedTuple):
+    """Sequences of a joint call that share a memory.
+
+    Attributes:
+        memory: Rows, or a KV cache of one sequence.
+        first: The first of its rows that takes part.
+        calls: The nodes of this row and of those behind it.
+        logits: Whether its nodes get logits; those of a prompt do not need them.
+    """
+
+    memory: "Rows | KVCache"
+    first: int
+    calls: Sequence[Call]
+    logits: bool = True
+
+
 class Binding(Protocol):
     """An engine bound to one KV cache."""
 
@@ -239,4 +255,35 @@ class RowsEngine(Engine, Protocol):
 
     def bind_rows(self, rows: Rows) -> RowsBinding:
         """Bind the engine to several sequences."""
+        ...
+
+
+class JointEngine(Protocol):
+    """Runs sequences in several memories in one call, each with as many nodes and slots as its part has.
+
+    All sequences of one memory have the same number of nodes and of slots. Here a long text does not make short ones pay, and a
+    piece of a prompt shares a call with rows that decode. Every node gets the bits that it gets otherwise.
+    """
+
+    parts: int
+    """Parts that a call takes at most."""
+
+    def forward(self, parts: Sequence[Part]) -> list[list[StepOutputs]]:
+        """Run the parts, some of which have logits; of each of those the outputs of its calls, of the others nothing.
+
+        In a part all rows take as many nodes as the longest, see :meth:`RowsBinding.forward`.
+        """
+        ...
+
+
+@runtime_checkable
+class JoiningEngine(RowsEngine, Protocol):
+    """An engine that can be had as a :class:`JointEngine`, too."""
+
+    def join(self, parts: int, memory: int) -> JointEngine | None:
+        """Load it for so many parts. Its weights then are in memory twice; None if they take more than ``memory`` bytes.
+
+        Raises:
+            EESDError: It cannot be loaded.
+        """
         ...

@@ -1,7 +1,7 @@
 """ONNX Runtime on the CPU. Caches and all other inputs and outputs are bound once for each node count, and updated in place."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
-from eesd.runtime.engines.base import Call, KVCache, Rows, RowsBinding, StepOutputs
+from eesd.runtime.engines.base import Call, JointEngine, KVCache, Rows, RowsBinding, StepOutputs
+from eesd.runtime.engines.graph_file import read_graph, to_session
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.rows import HostRows
 from eesd.runtime.engines.widened import NARROW, Widened, widen, widened_info
@@ -70,8 +71,16 @@ class OrtEngine:
         widened = ({} if widened is None else widened) if manifest.dtype in NARROW else None
         self.manifest = manifest
         self._widened = widened  # the sessions do not keep it alive
-        load = partial(load_session, directory, manifest, threads=threads, providers=CPU_PROVIDERS, widened=widened)
-        self.stages = [(widened_info(graph), load(graph=graph, int8_activations=int8_activations)) for graph in stages]
+        self._load = partial(
+            load_session,
+            directory,
+            manifest,
+            threads=threads,
+            providers=CPU_PROVIDERS,
+            widened=widened,
+            int8_activations=int8_activations,
+        )
+        self.stages = [(widened_info(graph), self._load(graph=graph)) for graph in stages]
 
     def new_kv_cache(self) -> HostKVCache:
         return HostKVCache(self.manifest)
@@ -88,6 +97,16 @@ class OrtEngine:
 
         assert isinstance(rows, HostRows)
         return OrtRowsBinding(self, rows)
+
+    def join(self, parts: int, memory: int) -> JointEngine | None:
+        """See :class:`~eesd.runtime.engines.base.JoiningEngine`."""
+        if sum(replace(self.manifest, dtype="float32").weight_bytes(graph) for graph, _ in self.stages) > memory:
+            return None
+        try:
+            from eesd.runtime.engines.ort_joint import OrtJointEngine
+        except ImportError:  # onnx is not installed
+            return None
+        return OrtJointEngine(self.manifest, [(graph, self._load(graph=graph, parts=parts)) for graph, _ in self.stages], parts)
 
     def run(self, call: "BoundCall") -> None:
         """Run a call through all stages."""
@@ -123,22 +142,22 @@ class OrtEngine:
             io_binding = session.io_binding()
             given = {**shared, graph.inputs[0].name: x}
             for info in graph.inputs[: -2 * len(graph.caches)]:
-                io_binding.bind_input(info.name, *_buffer(given[info.name]))
+                io_binding.bind_input(info.name, *buffer(given[info.name]))
             for index in graph.caches:
                 for kind, cache in zip(("key", "value"), layer(index), strict=True):
-                    io_binding.bind_input(f"{kind}_{index}", *_buffer(cache))
-                    io_binding.bind_output(f"{kind}_{index}_out", *_buffer(cache))
+                    io_binding.bind_input(f"{kind}_{index}", *buffer(cache))
+                    io_binding.bind_output(f"{kind}_{index}_out", *buffer(cache))
             sizes = [(info.sized(B=batch, n=count, R=logit_rows), info.dtype) for info in graph.results]
             if results is not None and number == len(self.stages):
                 outputs = [results.array(i, shape, dtype) for i, (shape, dtype) in enumerate(sizes)]
             else:
                 outputs = [np.zeros(shape, dtype) for shape, dtype in sizes]
             for info, output in zip(graph.results, outputs, strict=True):
-                io_binding.bind_output(info.name, *_buffer(output))
+                io_binding.bind_output(info.name, *buffer(output))
             x = outputs[0]
             io_bindings.append(io_binding)
             buffers.append(x)
-        return BoundCall(io_bindings, buffers, ids, positions, write_indices, mask[:, 0], outputs)
+        return BoundCall(ids, positions, write_indices, mask[:, 0], io_bindings, buffers, outputs)
 
 
 def load_session(
@@ -149,6 +168,7 @@ def load_session(
     providers: Sequence[Any],
     widened: Widened | None = None,
     int8_activations: bool = True,
+    parts: int = 0,
 ) -> Any:
     """Load a graph into an ONNX Runtime session.
 
@@ -160,12 +180,32 @@ def load_session(
         providers: Execution providers.
         widened: To widen the graph to float32: widened weights, see :func:`~eesd.runtime.engines.widened.widen`.
         int8_activations: See :class:`OrtEngine`.
+        parts: To run sequences in so many memories in one call, see :func:`~eesd.runtime.engines.joint_graph.join`; 0: in one.
 
     Raises:
         EESDError: The graph cannot be loaded, or has other inputs and outputs than the manifest says. Buffers are bound by what
             the manifest says.
     """
     path = directory / graph.file
+    options = _options(manifest, threads, int8_activations)
+    try:
+        session = ort.InferenceSession(_model(path, options, threads, widened, parts), options, providers=providers)
+    except EESDError:
+        raise
+    except Exception as error:  # ONNX Runtime's exceptions have no common base class
+        reason = str(error).splitlines()[0][:200]
+        raise EESDError(f"ONNX Runtime cannot load {path} ({reason}); export again.") from None
+    graph = graph if widened is None else widened_info(graph)
+    found = [(t.name, tuple(t.shape), ORT_TYPES.get(t.type)) for t in (*session.get_inputs(), *session.get_outputs())]
+    if not parts and found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
+        raise EESDError(f"{path} is not the graph that the manifest describes; export again.")
+    slots = session.get_modelmeta().custom_metadata_map.get(SLOTS_PROPERTY)
+    if slots != str(manifest.max_seq_len):
+        raise EESDError(f"{path} is for {slots} slots, and the manifest says {manifest.max_seq_len}; export again.")
+    return session
+
+
+def _options(manifest: Manifest, threads: int, int8_activations: bool) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -179,20 +219,19 @@ def load_session(
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     else:
         options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", LARGEST_FOLDED)
-    model = str(path) if widened is None else widen(path, options, widened, threads)
-    graph = graph if widened is None else widened_info(graph)
-    try:
-        session = ort.InferenceSession(model, options, providers=providers)
-    except Exception as error:  # ONNX Runtime's exceptions have no common base class
-        reason = str(error).splitlines()[0][:200]
-        raise EESDError(f"ONNX Runtime cannot load {path} ({reason}); export again.") from None
-    found = [(t.name, tuple(t.shape), ORT_TYPES.get(t.type)) for t in (*session.get_inputs(), *session.get_outputs())]
-    if found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
-        raise EESDError(f"{path} is not the graph that the manifest describes; export again.")
-    slots = session.get_modelmeta().custom_metadata_map.get(SLOTS_PROPERTY)
-    if slots != str(manifest.max_seq_len):
-        raise EESDError(f"{path} is for {slots} slots, and the manifest says {manifest.max_seq_len}; export again.")
-    return session
+    return options
+
+
+def _model(path: Path, options: ort.SessionOptions, threads: int, widened: Widened | None, parts: int) -> str | bytes:
+    """A graph as a session takes it: its file, or what was made of it in memory."""
+    if widened is None and not parts:
+        return str(path)
+    model = read_graph(path) if widened is None else widen(path, options, widened, threads)
+    if parts:
+        from eesd.runtime.engines.joint_graph import join
+
+        join(model, parts)
+    return to_session(model, path, options)
 
 
 class ResultMemory:
@@ -210,30 +249,19 @@ class ResultMemory:
 
 
 @dataclass
-class BoundCall:
-    """The buffers of a call of B sequences and n nodes each, R of them with logits, and the I/O bindings that point at them.
+class CallInputs:
+    """The inputs of B sequences of n nodes each.
 
     Attributes:
-        io_bindings: The I/O binding of each stage.
-        buffers: The other buffers, because an I/O binding does not keep its buffers alive: hidden states, which the next stage
-            reads in place, the logits, and which nodes get them.
         input_ids, position_ids: [B, n].
         write_indices: [B].
         mask: Additive attention mask [B, n, S].
-        results: The last stage's outputs: logits [B, R, V], and of a draft engine the top tokens and log-probabilities.
     """
 
-    io_bindings: list[Any]
-    buffers: list[NDArray[Any]]
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     write_indices: NDArray[np.int64]
     mask: NDArray[np.float32]
-    results: list[NDArray[Any]]
-
-    def outputs(self, row: int, count: int | None = None) -> StepOutputs:
-        """Views of a sequence's outputs, of the first ``count`` nodes; None: of all."""
-        return StepOutputs(*(result[row, :count] for result in self.results))
 
     def set_row(self, row: int, call: Call, slots: NDArray[np.int64]) -> None:
         """Write the inputs of a sequence. If it has fewer nodes than others, what is behind them only fills the call.
@@ -254,6 +282,26 @@ class BoundCall:
             mask.fill(HIDDEN)
             mask[:, :context_len] = 0
             mask[:count, context_len : context_len + tree_mask.shape[1]] = np.where(tree_mask, np.float32(0), HIDDEN)
+
+
+@dataclass
+class BoundCall(CallInputs):
+    """The buffers of a call of B sequences and n nodes each, R of them with logits, and the I/O bindings that point at them.
+
+    Attributes:
+        io_bindings: One for each stage.
+        buffers: The other buffers, because an I/O binding does not keep its buffers alive: hidden states, which the next stage
+            reads in place, the logits, and which nodes get them.
+        results: The last stage's outputs: logits [B, R, V], and of a draft engine the top tokens and log-probabilities.
+    """
+
+    io_bindings: list[Any]
+    buffers: list[NDArray[Any]]
+    results: list[NDArray[Any]]
+
+    def outputs(self, row: int, count: int | None = None) -> StepOutputs:
+        """Views of a sequence's outputs, of the first ``count`` nodes; None: of all."""
+        return StepOutputs(*(result[row, :count] for result in self.results))
 
 
 class OrtBinding:
@@ -307,6 +355,6 @@ class OrtBinding:
         self._engine.run(self._calls[count])
 
 
-def _buffer(array: NDArray[Any]) -> tuple[Any, ...]:
+def buffer(array: NDArray[Any]) -> tuple[Any, ...]:
     """The arguments that ``bind_input`` and ``bind_output`` take for an array."""
     return "cpu", 0, array.dtype.type, array.shape, array.ctypes.data

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest, TensorInfo
+from eesd.runtime.engines.graph_file import read_graph
 
 NARROW = ("float16", "bfloat16")
 """Element types that are widened."""
@@ -42,23 +43,22 @@ def widening_memory(manifest: Manifest) -> int:
     return sum(weights.values()) + sum(wide.weight_bytes(graph) for graph in wide.graphs)
 
 
-def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: int = 1) -> bytes:
+def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: int = 1) -> Any:
     """Read a graph, and make it and its weights float32.
 
     Args:
         path: The graph.
-        options: Options of the session that will run it. They get the weights, and the directory of those that stay in files.
+        options: Options of the session that will run it. They get the weights.
         widened: Weights that other graphs of the directory have already widened. Those of this one are added.
         threads: Weights that are widened at the same time.
 
     Returns:
-        The changed graph, for a session.
+        The changed graph, an ``onnx.ModelProto``.
 
     Raises:
         EESDError: onnx is not installed, or cannot read the graph; or the weights are not where the graph says.
     """
     try:
-        import onnx
         from onnx import TensorProto
         from onnx.external_data_helper import ExternalDataInfo
     except ImportError:
@@ -66,10 +66,7 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
             f"{path.parent} holds 16-bit engines, and ONNX Runtime on the CPU needs the package onnx to run them: "
             "install it with: pip install onnx; or export with --dtype float32."
         ) from None
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except Exception:  # protobuf's DecodeError; protobuf is no dependency of this project
-        raise EESDError(f"onnx cannot read {path}; export the model again.") from None
+    model = read_graph(path)
     kinds = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
     narrow = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type in kinds}
 
@@ -93,9 +90,7 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
         attribute.i = TensorProto.FLOAT if attribute.i in kinds else attribute.i
     del model.graph.value_info[:]
     options.add_external_initializers(list(narrow), [widened[name] for name in narrow])
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-    data: bytes = model.SerializeToString()
-    return data
+    return model
 
 
 def _mapped(directory: Path, location: Any, shape: tuple[int, ...]) -> NDArray[np.uint16]:

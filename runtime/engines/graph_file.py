@@ -1,0 +1,33 @@
+"""Graphs that are changed in memory when they are loaded. Their weights stay in their files."""
+
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+from eesd.common.errors import EESDError
+
+
+def read_graph(path: Path) -> Any:
+    """Read a graph, to change it in memory, without its weights.
+
+    Returns:
+        An ``onnx.ModelProto``.
+
+    Raises:
+        EESDError: onnx cannot read it.
+        ImportError: onnx is not installed.
+    """
+    import onnx
+
+    try:
+        return onnx.load(path, load_external_data=False)
+    except Exception:  # protobuf's DecodeError; protobuf is no dependency of this project
+        raise EESDError(f"onnx cannot read {path}; export the model again.") from None
+
+
+def to_session(model: Any, path: Path, options: ort.SessionOptions) -> bytes:
+    """A changed graph, as a session takes it. The options get the directory of the weights that stay in files."""
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    data: bytes = model.SerializeToString()
+    return data
