@@ -30,8 +30,8 @@ from eesd.model.quantize import dequantize
 from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.backends import Engines, default_threads
 from eesd.runtime.engines.exactness import Exactness
-from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.graph_file import to_session
+from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.widened import Widened, widen
 
 TOLERANCE = 1e-3

@@ -40,7 +40,9 @@ TRITON = "Write a model for Triton Inference Server into this repository instead
 @click.option("--drain-seconds", type=float, default=30.0, help="Time that running requests get after SIGTERM.")
 @click.option("--max-rows", type=int, default=BatchOptions.max_rows, help="Most requests in the batch.")
 @click.option("--max-queue", type=int, default=BatchOptions.max_queue, help="Most requests that wait; more get a 429.")
-@click.option("--prefill-tokens", type=int, default=BatchOptions.prefill_tokens, help="Prompt tokens in a round, or between two.")
+@click.option(
+    "--prefill-tokens", type=int, default=BatchOptions.prefill_tokens, help="Prompt tokens in a round, or between two."
+)
 @click.option("--kv-memory", type=int, default=BatchOptions.kv_memory, help="Bytes for the KV cache.")
 @click.option(
     "--prefix-memory", type=int, default=BatchOptions.prefix_memory, help="Bytes for prefixes that are kept; 0: none."

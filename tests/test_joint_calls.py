@@ -14,7 +14,6 @@ from support.command import export_engine
 from support.harness import Harness
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import GraphInfo
 from eesd.runtime.batch.request import Request
 from eesd.runtime.batch.scheduler import Scheduler
 from eesd.runtime.decoding.session import Session
@@ -202,7 +201,7 @@ def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(llm: LLM, caplog
     assert records[1].tokens == alone(llm, given[1])
 
 
-add_piece, bind_caches = Session.add_piece, OrtJointEngine._bind_caches
+add_piece, bind = Session.add_piece, OrtJointEngine._bind
 
 
 def count_too_many(session: Session, piece: Call, seconds: float) -> None:
@@ -210,8 +209,8 @@ def count_too_many(session: Session, piece: Call, seconds: float) -> None:
     add_piece(session, piece._replace(tokens=piece.tokens[:1]), 0)
 
 
-def take_the_row_before(engine: OrtJointEngine, io_binding: Any, graph: GraphInfo, parts: Sequence[Part]) -> None:
-    bind_caches(engine, io_binding, graph, [part._replace(first=max(part.first - 1, 0)) for part in parts])
+def take_the_row_before(engine: OrtJointEngine, parts: Sequence[Part]) -> list[Any]:
+    return bind(engine, [part._replace(first=max(part.first - 1, 0)) for part in parts])
 
 
 def test_a_mistake_with_pieces_is_caught(llm: LLM, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +224,7 @@ def test_a_mistake_with_pieces_is_caught(llm: LLM, noted: Noted, monkeypatch: py
 
 def test_a_mistake_with_memories_is_caught(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of another row show in the first check."""
-    monkeypatch.setattr(OrtJointEngine, "_bind_caches", take_the_row_before)
+    monkeypatch.setattr(OrtJointEngine, "_bind", take_the_row_before)
     with pytest.raises(EESDError, match="max_rows 1"):
         Scheduler(llm, OPTIONS)
 

@@ -18,6 +18,8 @@ Rounds = Sequence[tuple[Row, Round | None]]
 """Rows of a group and their rounds; None: the row failed when its round began."""
 MEASURED_SLOTS = 256
 """Slots of the rows with which calls are timed."""
+WORTH_JOINING = 4
+"""Nodes that would only fill a call, and that take as long as what a joint call takes more."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -67,7 +69,7 @@ class RoundRunner:
         levels = rule.levels(_sums([_values(row, current) for row, current in everyone]), len(rows), slots)
         calls = [[_call(row, current, levels) for row, current in own] for own in rounds]
         called = time.perf_counter()
-        outputs = self._verify(groups, calls, piece)
+        outputs, nodes = self._verify(groups, calls, piece)
         seconds = time.perf_counter() - called
         tokens, finished = 0, []
         for (row, current), output in zip(everyone, outputs, strict=True):
@@ -78,34 +80,27 @@ class RoundRunner:
                 finished.append(row)
         if not any(current and current.tree.steps for _, current in everyone):
             rule.fade()
-        self._note_time(groups, calls, tokens, slots, called - started, time.perf_counter() - called, piece is not None)
+        verifying = time.perf_counter() - called
+        self._note_time(len(rows), nodes, slots, tokens, called - started, verifying, shared=piece is not None)
+        for group, own in zip(groups, calls, strict=True):
+            group.drafted = max(len(call.tokens) for call in own) - 1
         return finished
 
-    def _verify(self, groups: Sequence[Group], calls: Sequence[Sequence[Call]], piece: Part | None) -> list[StepOutputs]:
-        """One call for all groups, and for a piece of a prompt."""
-        if len(groups) == 1 and piece is None:
-            return groups[0].verify.forward(0, calls[0])
+    def _verify(
+        self, groups: Sequence[Group], calls: Sequence[Sequence[Call]], piece: Part | None
+    ) -> tuple[list[StepOutputs], int]:
+        """One call for all groups, and for a piece of a prompt. Returns what rows get, and how many nodes that took."""
+        if len(groups) == 1 and piece is None and (self._joint is None or _filled(calls[0]) < WORTH_JOINING):
+            return groups[0].verify.forward(0, calls[0]), _nodes(calls[0]) + _filled(calls[0])
         assert self._joint is not None
         parts = [Part(group.rows, 0, own) for group, own in zip(groups, calls, strict=True)]
         outputs = self._joint.forward([*parts, piece] if piece else parts)
-        return [output for own in outputs[: len(parts)] for output in own]
+        return [output for own in outputs[: len(parts)] for output in own], sum(map(_nodes, calls))
 
     def _note_time(
-        self,
-        groups: Sequence[Group],
-        calls: Sequence[Sequence[Call]],
-        tokens: int,
-        slots: float,
-        before: float,
-        verifying: float,
-        shared: bool,
+        self, count: int, nodes: int, slots: float, tokens: int, before: float, verifying: float, shared: bool
     ) -> None:
-        """Tell the rule what the round cost, in seconds. What a call cost that a prompt ``shared`` is not known apart."""
-        count, nodes = sum(map(len, calls)), 0
-        for group, own in zip(groups, calls, strict=True):
-            most = max(len(call.tokens) for call in own)
-            nodes += len(own) * most
-            group.drafted = most - 1
+        """Tell the rule what a round cost, in seconds. What a call cost that a prompt ``shared`` is not known apart."""
         if shared:
             verifying = min(verifying, self._rule.verify.seconds(count, nodes / count, slots))
         else:
@@ -146,6 +141,15 @@ def _measure(group: Group, binding: RowsBinding, costs: CallCosts, count: int, n
         binding.forward(0, calls)
         if again:  # the first call prepares the others
             costs.add(count, nodes, group.rows.slots, time.perf_counter() - started)
+
+
+def _nodes(calls: Sequence[Call]) -> int:
+    return sum(len(call.tokens) for call in calls)
+
+
+def _filled(calls: Sequence[Call]) -> int:
+    """Nodes that fill rows up to the longest."""
+    return max(len(call.tokens) for call in calls) * len(calls) - _nodes(calls)
 
 
 def _draft_level(group: Group, rounds: Rounds) -> int:

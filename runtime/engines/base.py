@@ -271,7 +271,8 @@ class JointEngine(Protocol):
     def forward(self, parts: Sequence[Part]) -> list[list[StepOutputs]]:
         """Run the parts, some of which have logits; of each of those the outputs of its calls, of the others nothing.
 
-        In a part all rows take as many nodes as the longest, see :meth:`RowsBinding.forward`.
+        A row with fewer nodes than others of its part is filled up in attention alone; it needs room for that, see
+        :meth:`RowsBinding.forward`.
         """
         ...
 

@@ -2,7 +2,8 @@
 
 Outside of attention tokens do not see each other. There the tokens of all parts lie one behind the other, [1, T, ...]. What
 sees a sequence is there once for each part: positions, masks, caches, attention. A part p is B sequences of n nodes over caches
-of S slots, each with sizes of its own; its tensors have the names of the graph's with ``@p`` behind.
+of S slots, each with sizes of its own; its tensors have the names of the graph's with ``@p`` behind. There, and only there, a
+sequence with fewer nodes is filled up to n.
 """
 
 from collections.abc import Iterator
@@ -13,15 +14,16 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 PER_SEQUENCE = ("Attention", "TensorScatter")
 """Operators that see the tokens of one sequence."""
-SIZES, PARTS = "rows", "parts"
-"""Inputs: [B, n] of a part, and the tokens B * n of all parts, [number of parts]."""
+SIZES, NODES, ORDER = "rows", "nodes", "order"
+"""Inputs. Of a part: the sizes [B, n], and which of the T tokens its nodes are [B, n]. Of all parts: which of their nodes the
+tokens are [T], counted through."""
 
 
 def join(model: onnx.ModelProto, parts: int) -> None:
     """Change a verify graph, or a stage of it, to one for ``parts`` parts. Weights stay where they are.
 
-    Inputs are then ``input_ids`` [1, T] (or ``hidden`` [1, T, H]), ``logit_rows`` [R], which count through all parts,
-    ``parts``, and for each part ``rows@p``, ``position_ids@p`` [B, n], ``write_indices@p`` [B], ``attn_mask@p`` [B, 1, n, S],
+    Inputs are then ``input_ids`` [1, T] (or ``hidden`` [1, T, H]), ``order`` [T], ``logit_rows`` [R] of the tokens, and for
+    each part ``rows@p`` [2], ``nodes@p`` and ``position_ids@p`` [B, n], ``write_indices@p`` [B], ``attn_mask@p`` [B, 1, n, S],
     and ``key_i@p``, ``value_i@p`` [B, KV, S, D]. Outputs are ``logits`` [1, R, V] (or ``hidden_out`` [1, T, H]), and the
     caches, ``key_i_out@p`` and ``value_i_out@p``.
     """
@@ -43,8 +45,8 @@ class _Joiner:
         }
         self._producers = {output: node for node in graph.node for output in node.output}
         self._inputs = {value.name for value in graph.input}
-        self._divided = set[str]()
-        """Values [1, T, ...] that were divided into parts, and target shapes that were computed."""
+        self._shapes = set[str]()
+        """Target shapes that are computed."""
         self._own = set[str]()
         """Values that every part has for itself."""
 
@@ -54,8 +56,12 @@ class _Joiner:
         nodes = [new for node in graph.node for new in self._replace(node)]
         inputs = [new for value in graph.input for new in self._io(value)]
         outputs = [new for value in graph.output for new in self._io(value)]
-        inputs.append(helper.make_tensor_value_info(PARTS, TensorProto.INT64, [len(self._parts)]))
-        inputs += [helper.make_tensor_value_info(name_of(SIZES, part), TensorProto.INT64, [2]) for part in self._parts]
+        inputs.append(_integers(ORDER, ["T"]))
+        for part in self._parts:
+            inputs += [
+                _integers(name_of(SIZES, part), [2]),
+                _integers(name_of(NODES, part), [name_of("B", part), name_of("n", part)]),
+            ]
         for field, values in ((graph.node, nodes), (graph.input, inputs), (graph.output, outputs)):
             del field[:]
             field.extend(values)
@@ -113,22 +119,22 @@ class _Joiner:
                 width = self._constant("joined", [1, -1, self._target(node)[2]])
                 for copy in copies:
                     copy.input[1] = width
-                copies.append(helper.make_node("Concat", [copy.output[0] for copy in copies], [node.output[0]], axis=1))
+                nodes = f"{node.output[0]}@"
+                copies.append(helper.make_node("Concat", [copy.output[0] for copy in copies], [nodes], axis=1))
+                copies.append(helper.make_node("Gather", [nodes, ORDER], [node.output[0]], axis=1))
             yield from copies
 
     def _divide(self, node: NodeProto) -> Iterator[NodeProto]:
         """Divide rows [1, T, W] into the heads [B, n, heads, D] of each part."""
-        rows = [name_of(node.input[0], part) for part in self._parts]
-        if node.input[0] not in self._divided:
-            self._divided.add(node.input[0])
-            yield helper.make_node("Split", [node.input[0], PARTS], rows, axis=1)
         heads = self._constant("heads", self._target(node)[2:])
         for part in self._parts:
-            shape = name_of(heads, part)
-            if shape not in self._divided:
-                self._divided.add(shape)
+            divided = name_of(node.output[0], part)
+            rows, shape = f"{divided}@", name_of(heads, part)
+            if shape not in self._shapes:
+                self._shapes.add(shape)
                 yield helper.make_node("Concat", [name_of(SIZES, part), heads], [shape], axis=0)
-            yield helper.make_node("Reshape", [rows[part], shape], [name_of(node.output[0], part)])
+            yield helper.make_node("Gather", [node.input[0], name_of(NODES, part)], [rows], axis=1)
+            yield helper.make_node("Reshape", [rows, shape], [divided])
 
     def _copy(self, node: NodeProto, part: int) -> NodeProto:
         copy = NodeProto()
@@ -155,3 +161,7 @@ class _Joiner:
             known = {size: name_of(size, part) for size in ("B", "n", "S")} if own else {"B": 1, "n": "T"}
             shape = [known.get(size, size) for size in sizes]
             yield helper.make_tensor_value_info(name, value.type.tensor_type.elem_type, shape)
+
+
+def _integers(name: str, shape: list[str | int]) -> ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.INT64, shape)

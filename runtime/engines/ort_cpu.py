@@ -188,6 +188,7 @@ def load_session(
     """
     path = directory / graph.file
     options = _options(manifest, threads, int8_activations)
+    options.enable_mem_pattern = not parts  # joint calls have too many shapes to plan the memory of each
     try:
         session = ort.InferenceSession(_model(path, options, threads, widened, parts), options, providers=providers)
     except EESDError:
