@@ -144,6 +144,16 @@ def test_a_second_interrupt_while_the_first_is_cleaned_up(tmp_path: Path) -> Non
         assert process.stderr.read().strip() == ""
 
 
+def test_an_interrupt_while_one_is_handled() -> None:
+    code = (
+        "import sys\nfrom eesd import commands\nimport eesd.runtime.cli as cli\n"
+        "def interrupted(*_):\n raise KeyboardInterrupt\n"
+        "cli.main = sys.exit = interrupted\ncommands.run()"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == -signal.SIGINT and process.stderr == ""
+
+
 def test_a_storm_of_interrupts(engine: Path) -> None:
     """At any moment of a command, and more than once: an exit code of the shell, or the end of the work; no traceback."""
     for delay in (0.05, 0.2, 0.5, 0.8, 1.1, 1.4, 1.8):

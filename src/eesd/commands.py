@@ -3,6 +3,7 @@
 import signal
 import sys
 from functools import partial
+from types import TracebackType
 
 
 def _start(module: str) -> None:
@@ -14,6 +15,7 @@ def _start(module: str) -> None:
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        sys.excepthook = _report
     from importlib import import_module
 
     main = import_module(module).main
@@ -26,6 +28,12 @@ def _start(module: str) -> None:
     finally:
         if interruptible:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Report an exception that ends the process. Ctrl-C may come again between any two lines above, and needs no report."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
 
 
 distill = partial(_start, "eesd.distill.cli")
