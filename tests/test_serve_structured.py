@@ -15,6 +15,8 @@ from support.constrained import SCHEMAS, SHORT_TEMPLATE, TOO_MUCH, with_new_line
 from support.serving import Served, events, served
 
 from eesd.runtime.batch.request import Request, Update
+from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.runtime.batch.service import Service
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.serve.constraint import constraint
 
@@ -60,9 +62,11 @@ def test_drafting_changes_no_token_of_a_constrained_text(server: Served, schema:
 
 def test_forced_tokens_are_drafted_and_accepted(server: Served) -> None:
     """What must follow costs no draft step, and nearly no round."""
-    llm, service = server.serving.service.llm, server.serving.service
+    llm = server.llm
+    service = Service(llm, BatchOptions(max_rows=1, levels=16))  # what calls cost here does not decide
     made = constraint("choice", ["a sentence that can only go on in one way"], llm)
     completion = service.generate(Request(tokens=llm.encode("x"), max_new_tokens=100, constraint=made))
+    service.close()
     assert completion.text == "a sentence that can only go on in one way"
     assert completion.stats.rounds < len(completion.tokens) / 2
 
