@@ -90,8 +90,10 @@ class RoundRunner:
         self, groups: Sequence[Group], calls: Sequence[Sequence[Call]], piece: Part | None
     ) -> tuple[list[StepOutputs], int]:
         """One call for all groups, and for a piece of a prompt. Returns what rows get, and how many nodes that took."""
-        if len(groups) == 1 and piece is None and (self._joint is None or _filled(calls[0]) < WORTH_JOINING):
-            return groups[0].verify.forward(0, calls[0]), _nodes(calls[0]) + _filled(calls[0])
+        if len(groups) == 1 and piece is None:
+            filled = len(calls[0]) * max(len(call.tokens) for call in calls[0])
+            if self._joint is None or filled - _nodes(calls[0]) < WORTH_JOINING:
+                return groups[0].verify.forward(0, calls[0]), filled
         assert self._joint is not None
         parts = [Part(group.rows, 0, own) for group, own in zip(groups, calls, strict=True)]
         outputs = self._joint.forward([*parts, piece] if piece else parts)
@@ -145,11 +147,6 @@ def _measure(group: Group, binding: RowsBinding, costs: CallCosts, count: int, n
 
 def _nodes(calls: Sequence[Call]) -> int:
     return sum(len(call.tokens) for call in calls)
-
-
-def _filled(calls: Sequence[Call]) -> int:
-    """Nodes that fill rows up to the longest."""
-    return max(len(call.tokens) for call in calls) * len(calls) - _nodes(calls)
 
 
 def _draft_level(group: Group, rounds: Rounds) -> int:

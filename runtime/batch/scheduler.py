@@ -281,10 +281,14 @@ class Scheduler:
                 self._idle.append(one.workspace)
                 self._end(one.row, "error", error)
                 continue
-            if one.row.prefilled:
-                self._join(one)
-            else:
-                self._prefilling.append(one)
+            self._go_on(one)
+
+    def _go_on(self, one: _Prefilling) -> None:
+        """Let a row whose prompt is complete decode, and another one wait for its next turn."""
+        if one.row.prefilled:
+            self._join(one)
+        else:
+            self._prefilling.append(one)
 
     def _join(self, one: _Prefilling) -> None:
         """Let a row whose prompt is complete decode."""
@@ -296,32 +300,28 @@ class Scheduler:
     def _round(self, groups: Sequence[Group], ride: _Ride | None) -> None:
         """Run a round of some groups. If the engine fails, their rows end; the others go on."""
         self.rounds += 1
-        homes = {id(row): group for group in groups for row in group.active}
-        rows, started = [row for group in groups for row in group.active], time.perf_counter()
+        homes, started = {row: group for group in groups for row in group.active}, time.perf_counter()
         try:
             finished = self._rounds.run(
-                groups, lambda row, result: self._report(homes[id(row)], row, result), ride.part if ride else None
+                groups, lambda row, result: self._report(homes[row], row, result), ride.part if ride else None
             )
         except Exception as error:
-            LOGGER.exception("A round failed; %d requests end.", len(rows))
-            for row in [row for row in rows if row in homes[id(row)].active]:
+            LOGGER.exception("A round failed; %d requests end.", len(homes))
+            for row in [row for row, group in homes.items() if row in group.active]:
                 self._end(row, "error", error)
             return
-        if ride is not None:
-            self._arrive(ride, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
         for row in finished:
             if row.error is not None:
                 if not isinstance(row.error, ConstraintError):
                     LOGGER.error("A request failed.", exc_info=row.error)
                 self._end(row, "error", row.error)
             else:
-                homes[id(row)].leave(row)
-
-    def _arrive(self, ride: _Ride, seconds: float) -> None:
-        """Go on with a prompt whose piece was in a round of so many seconds. The round's other rows are in their places."""
-        self._prefilling.remove(ride.one)
-        ride.one.row.session.add_piece(ride.call, seconds)
-        self._prefilling.append(ride.one)
+                homes[row].leave(row)
+        if ride is not None:
+            self._prefilling.remove(ride.one)
+            ride.one.row.session.add_piece(ride.call, seconds)
+            self._go_on(ride.one)
 
     def _report(self, group: Group, row: Row, result: RoundResult) -> bool:
         """Tell what a round brought a row. Returns whether the row is finished."""
