@@ -16,6 +16,7 @@ from eesd.runtime.engines.base import Call, StepOutputs, Values
 from eesd.runtime.engines.device import ALIGNMENT, DeviceStream, active_shards, explain_out_of_memory, to_host
 from eesd.runtime.engines.device_engine import DeviceEngine, ForwardStep, active_streams
 from eesd.runtime.engines.kv_cache import STEP
+from eesd.runtime.engines.recent import Recent
 from eesd.runtime.engines.rows import GrowingRows
 
 MOST_CALLS = 128
@@ -89,7 +90,7 @@ class DeviceRowsBinding:
     def __init__(self, engine: DeviceEngine, rows: DeviceRows) -> None:
         self._engine, self._rows = engine, rows
         self._version = -1
-        self._steps: dict[tuple[int, int, int], ForwardStep] = {}
+        self._steps = Recent[tuple[int, int, int], ForwardStep](MOST_CALLS)
         capture = engine.cuda_graphs and engine.stages[0].stream.on_gpu
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         if rows.fixed:  # no round shall wait for what the first call prepares
@@ -105,7 +106,8 @@ class DeviceRowsBinding:
         start, all_calls = (0, self._filled(first, calls)) if self._rows.fixed else (first, calls)
         count = self._engine.padded(max(len(call.tokens) for call in calls))
         with active_streams(self._engine.stages):
-            step = self._step(start, len(all_calls), count)
+            key = start, len(all_calls), count
+            step = self._steps.get(key, lambda: self._prepare(*key))
             step.set_inputs(all_calls)
             step.run()
             return [step.outputs(first - start + row, len(call.tokens)) for row, call in enumerate(calls)]
@@ -115,14 +117,6 @@ class DeviceRowsBinding:
         filled: list[Call | None] = [None] * self._rows.most
         filled[first : first + len(calls)] = calls
         return filled
-
-    def _step(self, first: int, batch: int, count: int) -> ForwardStep:
-        key = first, batch, count
-        step = self._steps.pop(key, None) or self._prepare(*key)
-        self._steps[key] = step  # the last one used is the last one dropped
-        if len(self._steps) > MOST_CALLS:
-            del self._steps[next(iter(self._steps))]
-        return step
 
     def _prepare(self, first: int, batch: int, count: int) -> ForwardStep:
         def layer(index: int) -> Tensor:

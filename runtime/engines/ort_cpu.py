@@ -100,7 +100,8 @@ class OrtEngine:
 
     def join(self, parts: int, memory: int) -> JointEngine | None:
         """See :class:`~eesd.runtime.engines.base.JoiningEngine`."""
-        if sum(replace(self.manifest, dtype="float32").weight_bytes(graph) for graph, _ in self.stages) > memory:
+        wide = replace(self.manifest, dtype="float32")
+        if sum(wide.weight_bytes(graph) for graph, _ in self.stages) > memory:
             return None
         try:
             from eesd.runtime.engines.ort_joint import OrtJointEngine
@@ -189,10 +190,9 @@ def load_session(
     path = directory / graph.file
     options = _options(manifest, threads, int8_activations)
     options.enable_mem_pattern = not parts  # joint calls have too many shapes to plan the memory of each
+    model = _model(path, options, threads, widened, parts)
     try:
-        session = ort.InferenceSession(_model(path, options, threads, widened, parts), options, providers=providers)
-    except EESDError:
-        raise
+        session = ort.InferenceSession(model, options, providers=providers)
     except Exception as error:  # ONNX Runtime's exceptions have no common base class
         reason = str(error).splitlines()[0][:200]
         raise EESDError(f"ONNX Runtime cannot load {path} ({reason}); export again.") from None

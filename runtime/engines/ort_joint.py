@@ -11,6 +11,7 @@ from eesd.runtime.engines.base import Call, Part, StepOutputs
 from eesd.runtime.engines.joint_graph import NODES, ORDER, SIZES, name_of
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import CallInputs, ResultMemory, buffer
+from eesd.runtime.engines.recent import Recent
 from eesd.runtime.engines.rows import HostRows
 
 MOST_BINDINGS = 64
@@ -27,7 +28,7 @@ class OrtJointEngine:
         self._takes = [{info.name for info in session.get_inputs()} for _, session in stages]
         self._nobody = Part(HostKVCache(manifest, 1), 0, [Call([0], [0], 0)], logits=False)
         self._results = ResultMemory()
-        self._bindings: dict[tuple[Any, ...], tuple[Sequence[Part], list[Any]]] = {}
+        self._bindings = Recent[tuple[Any, ...], tuple[Sequence[Part], list[Any]]](MOST_BINDINGS)
 
     def forward(self, parts: Sequence[Part]) -> list[list[StepOutputs]]:
         filled = [*parts, *[self._nobody] * (self.parts - len(parts))]
@@ -52,11 +53,7 @@ class OrtJointEngine:
     def _bound(self, parts: Sequence[Part]) -> list[Any]:
         """An I/O binding for each stage, bound to the caches of the parts."""
         key = tuple(value for part in parts for value in _key(part))
-        found = self._bindings.pop(key, None) or (parts, self._bind(parts))
-        self._bindings[key] = found  # the last one used is the last one dropped
-        if len(self._bindings) > MOST_BINDINGS:
-            del self._bindings[next(iter(self._bindings))]
-        return found[1]
+        return self._bindings.get(key, lambda: (parts, self._bind(parts)))[1]
 
     def _bind(self, parts: Sequence[Part]) -> list[Any]:
         io_bindings = [session.io_binding() for _, session in self._stages]

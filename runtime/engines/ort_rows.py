@@ -6,6 +6,7 @@ import numpy as np
 
 from eesd.runtime.engines.base import Call, StepOutputs
 from eesd.runtime.engines.ort_cpu import BoundCall, OrtEngine, ResultMemory
+from eesd.runtime.engines.recent import Recent
 from eesd.runtime.engines.rows import HostRows
 
 MOST_CALLS = 128
@@ -19,7 +20,7 @@ class OrtRowsBinding:
         self._engine, self._rows = engine, rows
         self._results = ResultMemory()
         self._version = -1
-        self._calls: dict[tuple[int, int, int], BoundCall] = {}
+        self._calls = Recent[tuple[int, int, int], BoundCall](MOST_CALLS)
 
     def forward(self, first: int, calls: Sequence[Call]) -> list[StepOutputs]:
         if self._version != self._rows.version:
@@ -27,10 +28,7 @@ class OrtRowsBinding:
             self._calls.clear()
             self._slots = np.arange(self._rows.slots)
         key = first, len(calls), max(len(call.tokens) for call in calls)
-        bound = self._calls.pop(key, None) or self._bind(*key)
-        self._calls[key] = bound  # the last one used is the last one dropped
-        if len(self._calls) > MOST_CALLS:
-            del self._calls[next(iter(self._calls))]
+        bound = self._calls.get(key, lambda: self._bind(*key))
         for row, call in enumerate(calls):
             bound.set_row(row, call, self._slots)
         self._engine.run(bound)
