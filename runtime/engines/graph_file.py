@@ -1,11 +1,12 @@
 """Graphs that are changed in memory when they are loaded. Their weights stay in their files."""
 
 from pathlib import Path
-from typing import Any
-
-import onnxruntime as ort
+from typing import TYPE_CHECKING, Any
 
 from eesd.common.errors import EESDError
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
 
 
 def read_graph(path: Path) -> Any:
@@ -26,7 +27,7 @@ def read_graph(path: Path) -> Any:
         raise EESDError(f"onnx cannot read {path}; export the model again.") from None
 
 
-def to_session(model: Any, path: Path, options: ort.SessionOptions) -> bytes:
+def to_session(model: Any, path: Path, options: "ort.SessionOptions") -> bytes:
     """A changed graph, as a session takes it. The options get the directory of the weights that stay in files."""
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     data: bytes = model.SerializeToString()

@@ -144,10 +144,7 @@ class OrtEngine:
             given = {**shared, graph.inputs[0].name: x}
             for info in graph.inputs[: -2 * len(graph.caches)]:
                 io_binding.bind_input(info.name, *buffer(given[info.name]))
-            for index in graph.caches:
-                for kind, cache in zip(("key", "value"), layer(index), strict=True):
-                    io_binding.bind_input(f"{kind}_{index}", *buffer(cache))
-                    io_binding.bind_output(f"{kind}_{index}_out", *buffer(cache))
+            bind_caches(io_binding, graph, layer)
             sizes = [(info.sized(B=batch, n=count, R=logit_rows), info.dtype) for info in graph.results]
             if results is not None and number == len(self.stages):
                 outputs = [results.array(i, shape, dtype) for i, (shape, dtype) in enumerate(sizes)]
@@ -159,6 +156,14 @@ class OrtEngine:
             io_bindings.append(io_binding)
             buffers.append(x)
         return BoundCall(ids, positions, write_indices, mask[:, 0], io_bindings, buffers, outputs)
+
+
+def bind_caches(io_binding: Any, graph: GraphInfo, layer: Callable[[int], NDArray[Any]], suffix: str = "") -> None:
+    """Bind the caches of a graph, or of a part of it, whose names have a ``suffix``; see :meth:`OrtEngine.bind_call`."""
+    for index in graph.caches:
+        for kind, cache in zip(("key", "value"), layer(index), strict=True):
+            io_binding.bind_input(f"{kind}_{index}{suffix}", *buffer(cache))
+            io_binding.bind_output(f"{kind}_{index}_out{suffix}", *buffer(cache))
 
 
 def load_session(

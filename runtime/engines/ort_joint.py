@@ -1,6 +1,6 @@
 """Sequences in several memories in one call of ONNX Runtime on the CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from eesd.common.manifest import GraphInfo, Manifest
 from eesd.runtime.engines.base import Call, Part, StepOutputs
 from eesd.runtime.engines.joint_graph import NODES, ORDER, SIZES, name_of
 from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.ort_cpu import CallInputs, ResultMemory, buffer
+from eesd.runtime.engines.ort_cpu import CallInputs, ResultMemory, bind_caches, buffer
 from eesd.runtime.engines.recent import Recent
 from eesd.runtime.engines.rows import HostRows
 
@@ -59,11 +59,7 @@ class OrtJointEngine:
         io_bindings = [session.io_binding() for _, session in self._stages]
         for (graph, _), io_binding in zip(self._stages, io_bindings, strict=True):
             for number, part in enumerate(parts):
-                for index in graph.caches:
-                    memory = _memory(part).layer(index)[:, part.first : part.first + len(part.calls)]
-                    for kind, cache in zip(("key", "value"), memory, strict=True):
-                        io_binding.bind_input(name_of(f"{kind}_{index}", number), *buffer(cache))
-                        io_binding.bind_output(name_of(f"{kind}_{index}_out", number), *buffer(cache))
+                bind_caches(io_binding, graph, _layer(part), suffix=name_of("", number))
         return io_bindings
 
 
@@ -113,6 +109,12 @@ def _outputs(parts: Sequence[Part], results: Sequence[NDArray[Any]]) -> list[lis
 def _memory(part: Part) -> HostRows | HostKVCache:
     assert isinstance(part.memory, HostRows | HostKVCache)
     return part.memory
+
+
+def _layer(part: Part) -> Callable[[int], NDArray[Any]]:
+    """Keys and values of a layer, of the rows that take part."""
+    memory = _memory(part)
+    return lambda index: memory.layer(index)[:, part.first : part.first + len(part.calls)]
 
 
 def _key(part: Part) -> tuple[Any, ...]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import onnx
 import torch
 from onnx import TensorProto
 from onnx.external_data_helper import ExternalDataInfo
@@ -25,6 +24,7 @@ from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.quantize import Quantized, dequantize
 from eesd.runtime.engines.device import explain_out_of_memory
+from eesd.runtime.engines.graph_file import read_graph
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,6 @@ def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files:
 
 def _external_tensors(path: Path) -> dict[str, TensorProto]:
     """The external tensors of a graph file by name, without their data."""
-    try:
-        graph = onnx.load(path, load_external_data=False).graph
-    except Exception:  # protobuf's DecodeError; protobuf is no dependency of this project
-        raise EESDError(f"onnx cannot read {path}; export the model again.") from None
-    return {tensor.name: tensor for tensor in graph.initializer if tensor.data_location == TensorProto.EXTERNAL}
+    return {
+        tensor.name: tensor for tensor in read_graph(path).graph.initializer if tensor.data_location == TensorProto.EXTERNAL
+    }
