@@ -3,6 +3,7 @@
 ``make test`` runs the tests in two processes. Each has a processor of its own, and both use the same built directories.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,14 @@ def traced_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("eesd.export.engine_dir.trace", lru_cache(maxsize=128)(onnx_graph.trace))
         yield
+
+
+@pytest.fixture(autouse=True)
+def level_of_logging() -> Iterator[None]:
+    """Give back the level of all logging, which commands set that run within a test process."""
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Constrained output and function calling over the real batch and the real server: drafting changes no token of them."""
 
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,4 +205,4 @@ def test_the_others_go_on_where_a_constraint_fails(server: Served, caplog: pytes
     assert failed[-1].finish_reason == "error" and failed[-1].refused
     wanted = server.llm.generate("b", max_new_tokens=200, ignore_eos=True).tokens
     assert [output.token for update in other for output in update.tokens] == wanted
-    assert not caplog.records, "a client's mistake is no failure of the server"
+    assert all(record.levelno < logging.WARNING for record in caplog.records), "a client's mistake is no failure of the server"
