@@ -38,6 +38,8 @@ from eesd.common.weights import (
     packed_name,
     stored_weight,
 )
+from eesd.export.constants import constant, is_constant, values_of
+from eesd.export.heads import part_heads
 from eesd.export.weights import TensorLocation
 from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.exit_head import ExitHead
@@ -161,6 +163,8 @@ def trace(
     _name_tensors(model, caches, "input_ids" if first else "hidden", outputs)
     _fold_reshapes(model.graph)
     _fold_splits(model.graph)
+    if name != "draft" and options.dtype == "float32" and geometry.num_heads > geometry.num_kv_heads:
+        part_heads(model.graph)  # it is for the CPU, where the prompts of 16-bit directories seldom are
     IdentityEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
     _name_weights(model.graph)
@@ -248,12 +252,12 @@ def _fold_reshapes(graph: ir.Graph) -> None:
         producer = shape.producer() if shape is not None else None
         if producer is None or producer.op_type != "Concat":
             continue
-        constants = [ir.convenience.get_const_tensor(part) for part in producer.inputs if part is not None]
-        dims = [int(constant.numpy().item()) for constant in constants if constant is not None]
+        parts = [ir.convenience.get_const_tensor(part) for part in producer.inputs if part is not None]
+        dims = [int(part.numpy().item()) for part in parts if part is not None]
         assert dims[0] == BATCH and len(dims) == len(producer.inputs)
         dims = [0, 0 if dims[1] == TOKENS else dims[1], *dims[2:]]
         dims = [-1 if dim and dim % TOKENS == 0 else dim for dim in dims]
-        node.replace_input_with(1, _constant(graph, "reshape", dims))
+        node.replace_input_with(1, constant(graph, "reshape", dims))
         node.attributes.pop("allowzero", None)
 
 
@@ -262,41 +266,24 @@ def _fold_splits(graph: ir.Graph) -> None:
     for node in [node for node in graph if node.op_type == "SplitToSequence"]:
         parts = [use.node for use in node.outputs[0].uses()]
         assert all(part.op_type == "SequenceAt" for part in parts)
-        sizes = _values(node.inputs[1])
+        sizes = values_of(node.inputs[1])
         sizes = sizes * len(parts) if len(sizes) == 1 else sizes
         attributes = {"axis": node.attributes["axis"].as_int()}
-        split = ir.node("Split", [node.inputs[0], _constant(graph, "split", sizes)], attributes, num_outputs=len(sizes))
+        split = ir.node("Split", [node.inputs[0], constant(graph, "split", sizes)], attributes, num_outputs=len(sizes))
         graph.insert_before(node, split)
         for part in parts:
-            new = split.outputs[_values(part.inputs[1])[0]]
+            new = split.outputs[values_of(part.inputs[1])[0]]
             new.name, new.shape, new.type = part.outputs[0].name, part.outputs[0].shape, part.outputs[0].type
             part.outputs[0].replace_all_uses_with(new)
             graph.remove(part, safe=True)
         graph.remove(node, safe=True)
 
 
-def _values(constant: ir.Value | None) -> list[int]:
-    tensor = ir.convenience.get_const_tensor(constant) if constant is not None else None
-    assert tensor is not None
-    return [int(value) for value in tensor.numpy().reshape(-1)]
-
-
-def _constant(graph: ir.Graph, kind: str, values: list[int]) -> ir.Value:
-    """A constant of the graph: the shape of a Reshape or the sizes of a Split. Nodes with the same values share it."""
-    name = f"{kind}_" + "_".join(map(str, values)).replace("-", "m")
-    constant = graph.initializers.get(name)
-    if constant is None:
-        constant = ir.val(name, const_value=ir.tensor(values, dtype=ir.DataType.INT64, name=name))
-        constant.meta["constant"] = True
-        graph.initializers[name] = constant
-    return constant
-
-
 def _name_weights(graph: ir.Graph) -> None:
     """Give the initializers the names of the modules' parameters, and remove unused ones."""
     for old in list(graph.initializers):
         value = graph.initializers[old]
-        if value.meta.get("constant"):
+        if is_constant(value):
             continue
         del graph.initializers[old]
         if value.uses():
@@ -360,7 +347,7 @@ def _rename_weights(graph: ir.Graph, geometry: Geometry, options: ExportOptions,
     """Give weights the names that :func:`~eesd.common.weights.graph_name` says. Two of one name become one."""
     for old in list(graph.initializers):
         value = graph.initializers[old]
-        if value.meta.get("constant") or value.shape is None:
+        if is_constant(value) or value.shape is None:
             continue
         name = graph_name(old, tuple(value.shape.numpy()), geometry, draft, options.dtype, options.quantization)
         if name == old:
@@ -378,7 +365,7 @@ def _stored_weights(graph: ir.Graph, options: ExportOptions, linked: frozenset[s
     weights = []
     for name in list(graph.initializers):
         value = graph.initializers[name]
-        if value.meta.get("constant"):
+        if is_constant(value):
             continue
         if not value.uses():
             del graph.initializers[name]

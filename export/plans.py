@@ -219,10 +219,24 @@ def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options:
             if dim.dim_param in fixed:
                 dim.dim_value = fixed[dim.dim_param]
     _join_scales(model, directory)
+    _fold_heads(model.graph)
     del model.graph.value_info[:]  # the shapes of intermediate values are still symbolic
     with temporary_beside(directory / graph.file) as path:
         path.write_bytes(model.SerializeToString())
         yield path
+
+
+def _fold_heads(graph: Any) -> None:
+    """Undo :func:`~eesd.export.heads.part_heads`: TensorRT fuses attention whose heads are known."""
+    for_few = {node.output[0]: node.input[2] for node in graph.node if node.op_type == "Where"}
+    used, kept = {value.name for value in graph.output}, []
+    for node in reversed(graph.node):
+        if used.intersection(node.output):
+            node.input[:] = [for_few.get(name, name) for name in node.input]
+            used.update(node.input)
+            kept.append(node)
+    del graph.node[:]
+    graph.node.extend(reversed(kept))
 
 
 def _join_scales(model: Any, directory: Path) -> None:

@@ -1,11 +1,14 @@
 """``eesd-export`` writes complete directories of standard graphs that generate the same tokens as transformers."""
 
 import json
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -21,10 +24,14 @@ from eesd.common.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import ROTARY_TABLES
 from eesd.export.cli import main as export_main
+from eesd.export.heads import FEW
 from eesd.export.onnx_graph import SYMBOLS
+from eesd.export.plans import _fold_heads
 from eesd.export.weights import ALIGNMENT
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.tokenizer_files import resolved_tokenizer
+from eesd.runtime.engines.base import Call
+from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.llm import Speculation
 
 FamilyDir = Callable[[str], Path]
@@ -130,7 +137,8 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
     if name == "draft.onnx":
         assert masks == {"attn_mask"}
     else:  # once for all layers, a row for each query of a KV head
-        assert len(masks) == 1 and masks <= {node.output[0] for node in model.graph.node if node.op_type == "Concat"}
+        makers = [node.op_type for node in model.graph.node if masks.intersection(node.output)]
+        assert len(masks) == 1 and makers in (["Tile"], ["Concat"])
     scatters = [node for node in model.graph.node if node.op_type == "TensorScatter"]
     assert len(scatters) == 2 * caches
     assert all(onnx.helper.get_node_attr_value(node, "axis") == 2 for node in scatters)
@@ -142,12 +150,35 @@ def test_graphs_compute_no_shapes_and_transpose_no_weights(exported: Callable[[s
     """The sizes that stood for B, n, S and R during tracing are gone, too."""
     model = graph_of(exported("llama-head-dim"), name)
     weights = tensor_locations(model).keys()
-    kinds = {node.op_type for node in model.graph.node}
-    assert not kinds & {"Shape", "Expand", "Unsqueeze", "Identity", "SplitToSequence", "SequenceAt"}
-    assert sum(node.op_type == "Concat" for node in model.graph.node) == (name == "verify.onnx")  # of the mask
+    kinds = Counter(node.op_type for node in model.graph.node)
+    assert kinds["Shape"] == kinds["Where"] == 2 * (name == "verify.onnx")  # whether heads are folded
+    assert not kinds.keys() & {"Concat", "Expand", "Unsqueeze", "Identity", "SplitToSequence", "SequenceAt"}
     assert not any(node.op_type == "Transpose" and node.input[0] in weights for node in model.graph.node)
     text = onnx.printer.to_text(model)
     assert not any(str(number) in text for number in SYMBOLS)
+
+
+def test_heads_are_apart_or_folded_with_the_same_bits(exported: Callable[[str], Path], tmp_path: Path) -> None:
+    """A call of many nodes keeps query heads apart; a plan's graph never does."""
+    directory = exported("llama-head-dim")
+    manifest = load_manifest(directory)
+    folded = tmp_path / "folded"
+    shutil.copytree(directory, folded)
+    model = graph_of(directory, "verify.onnx")
+    _fold_heads(model.graph)
+    assert not {"Where", "Shape", "Less"} & {node.op_type for node in model.graph.node}
+    (folded / "verify.onnx").write_bytes(model.SerializeToString())
+    engines = [OrtEngine(path, manifest, manifest.verify, 1) for path in (directory, folded)]
+    random = np.random.default_rng(0)
+    for batch, nodes in ((1, 1), (1, FEW), (1, FEW + 1), (1, 17), (1, 100), (2, FEW), (2, 2 * FEW + 1), (3, 2)):
+        tokens = random.integers(0, manifest.geometry.vocab_size, (batch, nodes)).tolist()
+        calls = [Call(ids, range(20, 20 + nodes), 20) for ids in tokens]
+        found = []
+        for engine in engines:
+            rows = engine.new_rows(batch)
+            rows.resize(20 + nodes, [])
+            found.append(np.stack([output.logits for output in engine.bind_rows(rows).forward(0, calls)]))
+        assert np.array_equal(found[0], found[1]), (batch, nodes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,10 @@ from numpy.typing import NDArray
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import KVCache, Rows, Values
 from eesd.runtime.engines.host_memory import HostMemory
-from eesd.runtime.engines.kv_cache import STEP, GrowingKVCache
+from eesd.runtime.engines.kv_cache import GrowingKVCache
+
+STEP = 32
+"""Slots by which rows grow, at least: fewer than for one sequence, because attention pays for the empty slots of all rows."""
 
 
 class GrowingRows:
