@@ -17,11 +17,13 @@ def part_heads(graph: ir.Graph) -> None:
     """Let a verify graph with folded heads keep them apart in calls with many nodes.
 
     The shape of the queries, and how often the mask is repeated, are then chosen in the graph: by two ``Where``, the only ones
-    there, whose last input is for few nodes.
+    there, whose last input is for few nodes. A graph that folds no heads stays as it is.
     """
     attentions = [node for node in graph if node.op_type == "Attention"]
+    concat = attentions[0].inputs[3].producer() if attentions[0].inputs[3] is not None else None
+    if concat is None:
+        return
     folds = [_producer(node.inputs[0]) for node in attentions]
-    [concat] = {_producer(node.inputs[3]) for node in attentions}
     [mask], group, folded = {*concat.inputs}, len(concat.inputs), folds[0].inputs[1]
     assert mask is not None and mask.shape is not None
     batch, kv_heads, nodes, head_dim = values_of(folded)

@@ -145,8 +145,9 @@ def test_a_second_interrupt_while_the_first_is_cleaned_up(tmp_path: Path) -> Non
 
 
 def test_an_interrupt_while_one_is_handled() -> None:
-    code = (
-        "import sys\nfrom eesd import commands\nimport eesd.runtime.cli as cli\n"
+    code = (  # tests that run in the background inherit that Ctrl-C is ignored
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from eesd import commands\nimport eesd.runtime.cli as cli\n"
         "def interrupted(*_):\n raise KeyboardInterrupt\n"
         "cli.main = sys.exit = interrupted\ncommands.run()"
     )
