@@ -21,7 +21,7 @@ def part_heads(graph: ir.Graph) -> None:
     """
     attentions = [node for node in graph if node.op_type == "Attention"]
     concat = attentions[0].inputs[3].producer() if attentions[0].inputs[3] is not None else None
-    if concat is None:
+    if concat is None or len({*concat.inputs}) > 1:  # without groups the mask has the first query's row twice
         return
     folds = [_producer(node.inputs[0]) for node in attentions]
     [mask], group, folded = {*concat.inputs}, len(concat.inputs), folds[0].inputs[1]
@@ -33,8 +33,9 @@ def part_heads(graph: ir.Graph) -> None:
     times = ir.node("Where", [many, constant(graph, "repeats", [1, 1, 1, 1]), constant(graph, "repeats", [1, 1, group, 1])])
     repeated = ir.node("Tile", [mask, times.outputs[0]])
     graph.insert_before(concat, [*choosing, shape, times, repeated])
-    _take_over(repeated.outputs[0], concat.outputs[0])
-    repeated.outputs[0].shape = ir.Shape([mask.shape[0], 1, "queries", mask.shape[3]])
+    old, new = concat.outputs[0], repeated.outputs[0]
+    new.name, new.type, new.shape = old.name, old.type, ir.Shape([mask.shape[0], 1, "queries", mask.shape[3]])
+    old.replace_all_uses_with(new)
     graph.remove(concat, safe=True)
     for fold in folds:
         fold.replace_input_with(1, shape.outputs[0])
@@ -55,8 +56,3 @@ def _producer(value: ir.Value | None) -> ir.Node:
     node = value.producer() if value is not None else None
     assert node is not None
     return node
-
-
-def _take_over(new: ir.Value, old: ir.Value) -> None:
-    new.name, new.type = old.name, old.type
-    old.replace_all_uses_with(new)

@@ -163,7 +163,7 @@ def trace(
     _name_tensors(model, caches, "input_ids" if first else "hidden", outputs)
     _fold_reshapes(model.graph)
     _fold_splits(model.graph)
-    if name != "draft" and options.dtype == "float32" and geometry.num_heads > geometry.num_kv_heads:
+    if name != "draft" and options.dtype == "float32":
         part_heads(model.graph)  # it is for the CPU, where the prompts of 16-bit directories seldom are
     IdentityEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
