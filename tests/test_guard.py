@@ -104,6 +104,25 @@ def test_a_slower_machine_is_not_the_fault_of_drafting() -> None:
     assert guard.plain_seconds == 1.0, "probes that say something new are soon followed by others"
 
 
+def paused_guard() -> Guard:
+    """A guard that has paused its drafter, in a machine where a plain round takes a second."""
+    guard = Guard()
+    play(guard, 2, drafting_seconds=1.0)
+    while not guard.paused:
+        guard.record(True, 1, 1, 2.0)
+    return guard
+
+
+def test_a_pause_ends_although_another_drafter_has_all_rounds() -> None:
+    """It brings the tokens that the allowance is for. Rounds without any draft may be as rare as probes are."""
+    guard, rounds = paused_guard(), 0
+    while guard.paused:
+        guard.pass_over(2)
+        rounds += 1
+    assert rounds < 100
+    assert guard.allows() and not guard.probes
+
+
 def timed_session(harness: Harness, monkeypatch: pytest.MonkeyPatch, draft_seconds: float, guard: Guard) -> Session:
     """A session whose clock moves by ``draft_seconds`` for a draft call and by one for a verify call."""
     clock = SimpleNamespace(now=0.0)

@@ -23,7 +23,7 @@ from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding.draft_tree import DraftTree, Proposal
-from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.guard import LARGEST_BALANCE, Guard
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.decoding.suffix import SuffixAutomaton
@@ -194,6 +194,23 @@ def test_the_text_does_not_pause_the_exit_head(harness: Harness) -> None:
     for _ in range(5):
         session.step()
     assert session.stats.draft_steps and not session.stats.text_rounds
+
+
+def test_both_drafters_wait_while_plain_decoding_is_measured(harness: Harness) -> None:
+    """A probe is two plain rounds; whichever guard asks for it, both learn from it."""
+    guard, other = Guard(), Guard()
+    text, controller = TextDrafter(SometimesCopies(), other, None), make_controller("fixed:k=2")
+    session = harness.session(REPEATING, controller=controller, new_tokens=60, guard=guard, text=text)
+    for due in (guard, other):
+        guard.balance = other.balance = LARGEST_BALANCE  # however long these rounds take, nothing is paused
+        due._until_probe = 0
+        before = session.stats.rounds
+        while guard.probes or other.probes:
+            assert not session.step().num_accepted
+        assert session.stats.rounds == before + 2
+        assert guard.allows() and other.allows()
+        session.step()
+        assert session.stats.draft_steps
 
 
 def test_int8_activations_stay_exact_with_a_budget(tmp_path: Path) -> None:

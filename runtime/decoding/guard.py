@@ -69,6 +69,11 @@ class Guard:
         return not self.paused and self._until_probe > 0
 
     @property
+    def probes(self) -> bool:
+        """Whether this round shall be plain to be measured, so no other drafter may draft either."""
+        return not self.paused and self._until_probe <= 0
+
+    @property
     def plain_seconds(self) -> float:
         """Seconds of a plain round: the median of the last ones, which an outlier does not move; 0 while unknown."""
         return median_low(self._plain) if self._plain else 0.0
@@ -98,6 +103,18 @@ class Guard:
         else:
             self._measured(seconds)
         self._drafted = drafted
+        self._close(tokens, plain)
+
+    def pass_over(self, tokens: int) -> None:
+        """Note a round of another drafter, which has a guard of its own, and the tokens that it brought.
+
+        They add to the allowance, too: a pause shall end, although rounds without any draft become rare.
+        """
+        self._drafted = None
+        self._close(tokens, self.plain_seconds)
+
+    def _close(self, tokens: float, plain: float) -> None:
+        """End a round of so many tokens: a pause begins or ends. ``plain``: seconds of a plain round when it began."""
         self._refill(tokens)
         if self.paused:
             self.paused = self.balance < TO_RESUME and self.plain_seconds < SLOWED * self._price
@@ -105,10 +122,6 @@ class Guard:
             self.paused, self._price = True, plain
             self.pauses += 1
             self._allowance = max(self._allowance * LESS, LEAST_ALLOWANCE)
-
-    def pass_over(self) -> None:
-        """Note a round of another drafter, which has a guard of its own."""
-        self._drafted = None
 
     def _refill(self, tokens: float) -> None:
         """Add the allowance, and in a pause some of the savings; save what is beyond the largest balance."""

@@ -355,7 +355,7 @@ class Session:
             drafter.budget.observe(labels, outcome)
         if drafter.guard is not None:
             if outcome.nodes and not outcome.steps:
-                drafter.guard.pass_over()
+                drafter.guard.pass_over(outcome.accepted + 1)
             else:
                 drafter.guard.record(outcome.steps > 0, outcome.accepted + 1, expected, time.perf_counter() - started)
 
@@ -369,14 +369,17 @@ class Session:
         text.rule.observe(proposal.steps, right, judged, outcome)
         if text.guard is not None:
             if outcome.steps:
-                text.guard.pass_over()
+                text.guard.pass_over(outcome.accepted + 1)
             else:
                 expected = 1 + sum(proposal.values[: outcome.nodes])
                 text.guard.record(outcome.nodes > 0, outcome.accepted + 1, expected, time.perf_counter() - started)
 
     def _pauses(self) -> int:
         """How often the guards have paused drafting."""
-        return sum(part.guard.pauses for part in (self._drafter, self._text) if part and part.guard)
+        return sum(guard.pauses for guard in self._guards())
+
+    def _guards(self) -> list[Guard]:
+        return [part.guard for part in (self._drafter, self._text) if part and part.guard]
 
     def peek(self) -> Logits:
         """The verifier's logits [V] behind the last committed token, by a single-token pass. Commits nothing."""
@@ -408,11 +411,15 @@ class Session:
             raise EESDError("The session is closed, and its KV cache belongs to the next one; start a new session.")
 
     def _active_drafter(self) -> Drafter | None:
-        """The drafter, unless there is none, there is no room to draft, or the guard pauses drafting."""
+        """The drafter, unless there is none, there is no room to draft, the guard pauses it, or plain decoding is measured."""
         drafter = self._drafter
-        if drafter is None or self._max_depth() < 1 or (drafter.guard and not drafter.guard.allows()):
+        if drafter is None or self._max_depth() < 1 or (drafter.guard and not drafter.guard.allows()) or self._probes():
             return None
         return drafter
+
+    def _probes(self) -> bool:
+        """Whether this round is plain because a guard measures it."""
+        return any(guard.probes for guard in self._guards())
 
     def _add_text(self, text: TextDrafter, tree: DraftTree, proposal: Proposal, joins: bool) -> None:
         """Add to what was drafted what the text proposes behind the root, if it ``joins``, and behind the best drafted path."""
@@ -438,7 +445,7 @@ class Session:
         text = self._text
         if proposal.tokens and not proposal.steps:
             return len(proposal.tokens)  # nothing else may follow
-        if text is None or not proposal.tokens or (text.guard and not text.guard.allows()):
+        if text is None or not proposal.tokens or (text.guard and not text.guard.allows()) or self._probes():
             return 0
         return text.rule.count(proposal.values, drafter is not None)
 

@@ -132,12 +132,14 @@ class PauseUntil(Guard):
     def __init__(self, round: int) -> None:
         super().__init__()
         self._left = round
-
-    def allows(self) -> bool:
-        return self._left <= 0
+        self.paused, self._until_probe = True, 1000
 
     def record(self, drafted: bool, tokens: float, expected: float, seconds: float) -> None:
         self._left -= 1
+        self.paused = self._left > 0
+
+    def pass_over(self, tokens: int) -> None:
+        pass
 
 
 class Wrapped:
