@@ -121,7 +121,7 @@ def _memory(console: Console, manifest: Manifest, slots: int, batch: int, as_jso
 
 def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, as_json: bool) -> None:
     manifest, hardware = (as_run_on_cpu(manifest), measured_cpu()) if gpu == CPU else (manifest, GPUS[gpu])
-    slots = slots if gpu == CPU else replace(manifest, max_seq_len=slots).gpu_slots  # plans read them all
+    slots = slots if gpu == CPU else replace(manifest, max_seq_len=slots).gpu_slots  # a text fills them
     predicted = predict_calls(manifest, hardware, slots)
     if as_json:
         click.echo(json.dumps({"gpu": gpu, "slots": slots} | predicted.to_dict()))

@@ -96,7 +96,7 @@ def predict(manifest: Manifest, hardware: Hardware, slots: int) -> Prediction:
     Args:
         manifest: Its manifest.
         hardware: The device, or each of the devices if verify has several stages.
-        slots: Slots of the KV cache that attention reads: on a GPU all S, filled or not.
+        slots: Slots of the KV cache that attention reads: on a GPU those of a text that fills it.
     """
     return Prediction(
         draft=call_seconds(manifest, (manifest.draft,), hardware, slots, 1),

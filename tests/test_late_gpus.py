@@ -36,7 +36,7 @@ def test_tokens_do_not_depend_on_when_work_is_done_for_many_seeds(planned: Plann
             assert wrong(planned(setting), machine, llm, range(first, first + 50)) == []
 
 
-@pytest.mark.parametrize("name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs"])
+@pytest.mark.parametrize("name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs", "chain over few slots"])
 def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: str) -> None:
     """There the calls are not captured, and what they need is freed after each."""
     directory, setting, prompt = planned(SETTINGS[name]), SETTINGS[name], PROMPTS[2]
