@@ -10,7 +10,7 @@ from support.plan_layers import Layer, build_layers, copies, parts, traffic
 from support.synthetic import LLAMA_70B, write_checkpoint
 
 from eesd.common.manifest import LONG_CACHE, GraphInfo, Manifest
-from eesd.common.weights import EMBEDDINGS
+from eesd.common.weights import EMBEDDINGS, ROTARY_TABLES
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 
@@ -51,8 +51,9 @@ def cache_bytes(manifest: Manifest) -> int:
 
 
 def weights_read(manifest: Manifest, graph: GraphInfo) -> int:
-    """Bytes of the weights that a call reads: all but the embedding table."""
-    return sum(weight.nbytes for name, weight in manifest.weights_of(graph).items() if name != EMBEDDINGS)
+    """Bytes of the weights that a call reads: all but the embedding table and the tables of angles."""
+    tables = {EMBEDDINGS, *ROTARY_TABLES}
+    return sum(weight.nbytes for name, weight in manifest.weights_of(graph).items() if name not in tables)
 
 
 def profile(layers: list[Layer], number: int) -> list[Layer]:

@@ -208,10 +208,10 @@ class DeviceBinding:
 
         What the calls write is undone: another engine may have filled the cache.
         """
-        engine, most = self._engine, self._engine.manifest.max_seq_len
+        engine = self._engine
         for count in engine.buckets[:1] if engine.is_draft else engine.buckets:
-            for slots in (some for some in engine.slots or (count,) if some >= count):
-                slot = max(min(slots, most) - count, 0)  # the last one whose call reads no more slots
+            more = [slots for slots in engine.slots[:-1] if slots >= count]
+            for slot in (0, *(slots + 1 - count for slots in more)):  # the first ones whose calls read more slots
                 with self._kv_cache.kept(slot, slot + count):
                     self._warm_up(count, slot)
         for stage in engine.stages:
