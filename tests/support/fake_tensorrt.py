@@ -56,7 +56,7 @@ def write_plans(
         decoding = ((1, 4, manifest.max_tree_nodes + 1), (1, chunk, chunk))
         profiles = ((1, 1, 1),) if graph == manifest.draft else decoding
         path = directory / Path(graph.file).with_suffix(".plan").name
-        plan = {"path": str(_as_built(directory, manifest, graph)), "profiles": profiles, "name": graph.file}
+        plan: dict[str, Any] = {"path": str(_as_built(directory, manifest, graph)), "profiles": profiles, "name": graph.file}
         plan |= {"slots": manifest.gpu_slots, "least": manifest.attended_slots(graph)[0], "batch": batch}
         path.write_text(json.dumps(plan))
         plans[graph.file] = PlanInfo(
