@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.command import assert_refused, run, succeed
+from support.device_choices import COMMITTED, DEVICE, OPTIONS, no_logits, on_device, random_logits
 from support.harness import Harness
 from support.lossless_checks import DRAFT_VOCAB
 
@@ -32,26 +33,11 @@ from eesd.runtime.engines.base import StepOutputs
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import LLM, Speculation
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-COMMITTED = [3, 1, 4, 1, 5, 6, 2]
-OPTIONS = st.builds(
-    Sampling,
-    temperature=st.sampled_from([0.0, 1e-300, 0.05, 0.7, 1.0, 5.0, 99.0]),
-    top_k=st.sampled_from([0, 1, 3, 40, 2**63 - 1]),
-    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-12]),
-    min_p=st.sampled_from([0.0, 0.1, 0.9]),
-    repetition_penalty=st.sampled_from([1.0, 1.3, 0.6]),
-    seed=st.sampled_from([0, 7, 2**63 - 1]),
-)
 SAMPLINGS = {
     "penalty": Sampling(repetition_penalty=1.3),
     "coupled": Sampling(temperature=0.9, seed=4),
     "filtered": Sampling(temperature=1.1, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.2, seed=5),
 }
-
-
-def no_logits() -> NDArray[np.float32]:
-    raise AssertionError("the host asked for logits")
 
 
 @pytest.fixture
@@ -66,21 +52,6 @@ def chain(tokens: list[int]) -> list[Node]:
     for token in tokens:
         nodes.append(Node(token, nodes[-1], nodes[-1].depth + 1, index=len(nodes)))
     return nodes
-
-
-def random_logits(seed: int, rows: int, size: int, narrow: bool) -> NDArray[np.float32]:
-    """With ``narrow`` they are rounded to bfloat16, as logits of 16-bit engines are, so many are equal."""
-    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (rows, size)).astype(np.float32))
-    found: NDArray[np.float32] = (logits.bfloat16().float() if narrow else logits).numpy()
-    return found
-
-
-def on_device(sampler: Any, nodes: list[Node], logits: NDArray[np.float32], count: int) -> NDArray[np.float64]:
-    """What the sampler's work for a device makes of the logits."""
-    choose = sampler.chooser(nodes, count)
-    with torch.inference_mode():
-        chosen: NDArray[np.float64] = choose(torch.from_numpy(logits).to(DEVICE)).cpu().numpy()
-    return chosen
 
 
 def check_targets(sampling: Sampling, logits: NDArray[np.float32]) -> int:
@@ -195,13 +166,13 @@ def test_drafts_are_those_of_the_host(name: str, columns: DraftColumns) -> None:
         check_drafts(replace(SAMPLINGS[name], seed=seed), columns, seed)
 
 
-def test_greedy_rejection_and_constraints_do_not_choose_there() -> None:
+def test_plain_greedy_and_constraints_do_not_choose_there() -> None:
     """The first gets the best token from the engine anyway; the others choose on the host."""
     everything = lambda _: None  # noqa: E731
     for sampler in (
         make_sampler(Sampling(), 97),
-        make_sampler(Sampling(temperature=1.0, method="rejection"), 97),
         make_sampler(Sampling(temperature=1.0), 97, allowed=everything),
+        make_sampler(Sampling(temperature=1.0, method="rejection"), 97, allowed=everything),
     ):
         assert sampler.chooser(chain([]), 0) is None
 
@@ -271,13 +242,27 @@ def test_uncertain_choices_do_not_change_a_generation(harness: Harness, monkeypa
             assert llm.generate(PROMPT, sampling, max_new_tokens=40, ignore_eos=True).tokens == tokens
 
 
-def test_rejection_sampling_chooses_on_the_host(harness: Harness) -> None:
-    """The seed decides, so the tokens are those of another engine."""
-    sampling = Sampling(temperature=1.0, method="rejection", seed=3)
-    speculation = Speculation("fixed:k=3", guard=False, drafter="exit")
-    expected = eesd.load(harness.directory, "ort", speculation=speculation, threads=1)
-    made = choosing_llm(harness, speculation).generate(PROMPT, sampling, max_new_tokens=40, ignore_eos=True)
-    assert made.tokens == expected.generate(PROMPT, sampling, max_new_tokens=40, ignore_eos=True).tokens
+REJECTING = {
+    "none": None,
+    "fixed": Speculation("fixed:k=4", guard=False, drafter="exit"),
+    "threshold tree": Speculation("threshold:p=0.2", 2, guard=False, drafter="exit"),
+}
+"""Ways of drafting that do not depend on how long calls take: with rejection sampling the draft decides which tokens come."""
+
+
+@pytest.mark.usefixtures("without_logits")
+@pytest.mark.parametrize("drafting", REJECTING)
+@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "draft vocabulary"])
+def test_rejection_sampling_chooses_as_the_host(
+    harness: Harness, reduced_harness: Harness, drafting: str, reduced: bool
+) -> None:
+    """The seed decides, so the tokens are those of another engine that drafts alike."""
+    used, speculation = reduced_harness if reduced else harness, REJECTING[drafting]
+    expected = eesd.load(used.directory, "ort", speculation=speculation, threads=1)
+    llm = choosing_llm(used, speculation)
+    for sampling in (Sampling(temperature=1.0, method="rejection", seed=3), replace(SAMPLINGS["filtered"], method="rejection")):
+        made = llm.generate(PROMPT, sampling, max_new_tokens=60, ignore_eos=True)
+        assert made.tokens == expected.generate(PROMPT, sampling, max_new_tokens=60, ignore_eos=True).tokens
 
 
 def test_an_observer_still_sees_logits(harness: Harness) -> None:

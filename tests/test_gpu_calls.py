@@ -83,7 +83,13 @@ def test_the_default_controller_waits_once_for_each_call(planned: Planned, sampl
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(repetition_penalty=1.3), Sampling(temperature=0.9, top_p=0.9, seed=4)], ids=["penalty", "coupled"]
+    "sampling",
+    [
+        Sampling(repetition_penalty=1.3),
+        Sampling(temperature=0.9, top_p=0.9, seed=4),
+        Sampling(temperature=0.9, top_p=0.9, seed=4, method="rejection"),
+    ],
+    ids=["penalty", "coupled", "rejection"],
 )
 @pytest.mark.parametrize(("on_device", "waits"), [(True, 4 + 1), (False, 2 * (4 + 1))])
 def test_a_sampled_round_waits_once_for_each_call(planned: Planned, sampling: Sampling, on_device: bool, waits: int) -> None:
@@ -93,7 +99,15 @@ def test_a_sampled_round_waits_once_for_each_call(planned: Planned, sampling: Sa
     assert set(found) == {Figures(waits=waits, replays=4 + 1, executes=0)}
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=1.3), Sampling(temperature=0.9, seed=4)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(repetition_penalty=1.3),
+        Sampling(temperature=0.9, seed=4),
+        Sampling(temperature=0.9, seed=4, method="rejection"),
+    ],
+)
 def test_logits_of_a_tree_stay_on_the_device(planned: Planned, monkeypatch: pytest.MonkeyPatch, sampling: Sampling) -> None:
     """Also where a level is drafted in a call for each node, and each overwrites the logits of the one before it."""
     tree = SETTINGS["tree"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from support.fake_cuda import Machine
 from support.late_gpus import PROMPTS, SETTINGS, Planned, Setting, late_llm, wrong
 
 import eesd
+from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import device_engine
 from eesd.runtime.engines.device import DeviceKVCache, DeviceStream
 from eesd.runtime.engines.device_engine import ForwardStep
@@ -34,6 +36,21 @@ def test_tokens_do_not_depend_on_when_work_is_done_for_many_seeds(planned: Plann
     for first in range(1000, 1200, 50):
         with late_llm(planned(setting), setting, first) as (machine, llm):
             assert wrong(planned(setting), machine, llm, range(first, first + 50)) == []
+
+
+@pytest.mark.parametrize("name", [name for name, setting in SETTINGS.items() if not setting.few_slots])
+def test_rejection_sampling_does_not_depend_on_it_either(planned: Planned, name: str) -> None:
+    """The draft's probabilities stay on its GPU until verify has judged. What is drafted must not depend on clocks here.
+    Over few slots some rounds draft less than on the host, and so draw other tokens."""
+    speculation = replace(SETTINGS[name].speculation, drafter="exit")
+    setting, sampling = replace(SETTINGS[name], speculation=speculation), Sampling(temperature=0.9, seed=4, method="rejection")
+    host = eesd.load(planned(setting), "ort", speculation=speculation, threads=1)
+    expected = [host.generate(prompt, sampling, max_new_tokens=12, ignore_eos=True).tokens for prompt in PROMPTS]
+    with late_llm(planned(setting), setting, seed=0) as (machine, llm):
+        for seed in range(12):
+            machine.reseed(seed)
+            made = llm.generate(PROMPTS[seed % 3], sampling, max_new_tokens=12, ignore_eos=True)
+            assert made.tokens == expected[seed % 3]
 
 
 @pytest.mark.parametrize("name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs", "chain over few slots"])

@@ -63,8 +63,8 @@ def caught() -> AbstractContextManager[Any]:
     )
 
 
-UNSCALED = ("accept", "p /= p.sum()", "pass")
-NOT_ZEROED = ("accept", "np.where(np.arange(len(p)) == token, 0.0, p)", "p")
+UNSCALED = ("_judge", "p /= p.sum()", "pass")
+NOT_ZEROED = ("_judge", "np.where(np.arange(len(p)) == token, 0.0, p)", "p")
 RESIDUAL = "np.maximum(p - q, 0)"
 BONUS_FROM_Q = "self._draw(p if node.children else self._sampled.get(node.parent, p))"
 
@@ -75,10 +75,10 @@ BONUS_FROM_Q = "self._draw(p if node.children else self._sampled.get(node.parent
         pytest.param([UNSCALED], [2, 3], id="residual not renormalised between siblings"),
         # Inversion draws from the residual whatever its scale, so in a chain that must be broken too.
         pytest.param([UNSCALED, ("_draw", " * cumulative[-1]", "")], [1], id="residual not renormalised in a chain"),
-        pytest.param([("accept", RESIDUAL, "p")], [1], id="rejected token drawn from p, not from p - q"),
-        pytest.param([("accept", RESIDUAL, "q")], [1], id="rejected token drawn from q"),
-        pytest.param([("accept", "self._draw(p)", BONUS_FROM_Q)], [1], id="bonus token drawn from q"),
-        pytest.param([("accept", "p[token] / q[token]", "p[token]")], [1], id="chain accepted with p, not with p / q"),
+        pytest.param([("_judge", RESIDUAL, "p")], [1], id="rejected token drawn from p, not from p - q"),
+        pytest.param([("_judge", RESIDUAL, "q")], [1], id="rejected token drawn from q"),
+        pytest.param([("_judge", "self._draw(p)", BONUS_FROM_Q)], [1], id="bonus token drawn from q"),
+        pytest.param([("_judge", "p[token] / q[token]", "p[token]")], [1], id="chain accepted with p, not with p / q"),
         pytest.param([NOT_ZEROED], [2, 3], id="a sibling not zeroed"),
     ],
 )
@@ -181,20 +181,18 @@ def test_trimming_shifts_the_distribution_as_computed_by_hand() -> None:
     ("old", "new"),
     [
         pytest.param(
-            "ratio = p[token] if q is None",
-            "ratio = p[token] ** 0.5 if q is None",
+            "(p[token] if q is None",
+            "(p[token] ** 0.5 if q is None",
             id="what the text proposes accepted too often",
         ),
         pytest.param(*NOT_ZEROED[1:], id="the text's token not removed when it was rejected"),
-        pytest.param(
-            "drafted = None, self._sampled.get(node)", "drafted = None, p * 0 + 1", id="rejected text drawn from a residual"
-        ),
+        pytest.param("drafted = self._q(node)", "drafted = p * 0 + 1", id="rejected text drawn from a residual"),
     ],
 )
 def test_a_mistake_with_text_in_rejection_sampling_is_caught(
     five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
-    mutate(monkeypatch, Rejection, "accept", old, new)
+    mutate(monkeypatch, Rejection, "_judge", old, new)
     with caught():
         check_joint(five_token_harness, REPEATING, REJECTION, None, width=1, draws=2000, text=copying())
 

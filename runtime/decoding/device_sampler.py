@@ -25,14 +25,43 @@ NEAR = 1e-9
 """Far above what rounding changes. A token's choice is that close once in about a billion tokens."""
 
 
+class DeviceScores:
+    """From logits on a device to scores, with all options of a request but the noise."""
+
+    def __init__(self, sampling: Sampling, columns: DraftColumns) -> None:
+        """See :func:`~eesd.runtime.decoding.samplers.make_sampler`."""
+        self._sampling, self._columns = sampling, columns
+        self._seen: dict[tuple[torch.device, bool], _Seen] = {}
+
+    def penalized(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool) -> Tensor:
+        """Logits [n, V] with the repetition penalty for ``tokens`` and for each row's path; ``drafts``: those of the draft."""
+        penalty = self._sampling.repetition_penalty
+        if penalty == 1:
+            return logits
+        place = logits.device, drafts
+        if place not in self._seen:
+            self._seen[place] = _Seen(self._columns if drafts else WHOLE, logits.shape[-1], logits.device)
+        seen = self._seen[place].mask(tokens, paths)
+        factor = _scalar(penalty, logits)
+        return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+
+    def filtered(
+        self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Apply the penalty, the temperature, top-k, top-p and min-p; see :func:`_filtered` for what it returns."""
+        scores = self.penalized(logits, tokens, paths, drafts).double()
+        scores -= scores.amax(-1, keepdim=True)
+        return _filtered(scores / _scalar(self._sampling.temperature, scores), self._sampling)
+
+
 class DeviceSampler:
     """Chooses the tokens of one request, greedily or coupled."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, columns: DraftColumns) -> None:
         """See :func:`~eesd.runtime.decoding.samplers.make_sampler`."""
         self._sampling, self._vocab_size, self._columns = sampling, vocab_size, columns
+        self._scores = DeviceScores(sampling, columns)
         self._noise: dict[torch.device, DeviceNoise] = {}
-        self._seen: dict[tuple[torch.device, bool], _Seen] = {}
         self._ids: dict[torch.device, Tensor] = {}
 
     def chooser(self, tokens: Sequence[int], paths: Sequence[list[int]], count: int) -> Callable[[Tensor], Tensor]:
@@ -49,29 +78,12 @@ class DeviceSampler:
         """
 
         def choose(logits: Tensor) -> Tensor:
-            logits = self._penalized(logits, tokens, paths, drafts=count > 0)
             if self._sampling.greedy:
-                return _likeliest(logits, count)
+                return _likeliest(self._scores.penalized(logits, tokens, paths, drafts=count > 0), count)
             noise = self._noise_for(logits, tokens, paths)
-            return _noisiest(*_filtered(self._scores(logits), self._sampling), noise, count)
+            return _noisiest(*self._scores.filtered(logits, tokens, paths, drafts=count > 0), noise, count)
 
         return choose
-
-    def _penalized(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool) -> Tensor:
-        penalty = self._sampling.repetition_penalty
-        if penalty == 1:
-            return logits
-        place = logits.device, drafts
-        if place not in self._seen:
-            self._seen[place] = _Seen(self._columns if drafts else WHOLE, logits.shape[-1], logits.device)
-        seen = self._seen[place].mask(tokens, paths)
-        factor = _scalar(penalty, logits)
-        return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
-
-    def _scores(self, logits: Tensor) -> Tensor:
-        scores = logits.double()
-        scores -= scores.amax(-1, keepdim=True)
-        return scores / _scalar(self._sampling.temperature, scores)
 
     def _noise_for(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]]) -> Tensor:
         """The noise of each column of each row."""
@@ -82,7 +94,7 @@ class DeviceSampler:
         if size == self._vocab_size:
             return rows
         if device not in self._ids:
-            self._ids[device] = _to_device(self._columns.tokens(range(size)), device)
+            self._ids[device] = to_device(self._columns.tokens(range(size)), device)
         return rows.index_select(1, self._ids[device])
 
 
@@ -99,14 +111,14 @@ class _Seen:
         """[n, V]: the tokens committed, and those of each row's path."""
         device = self._committed.device
         if self._marked < len(tokens):
-            self._committed.index_fill_(0, _to_device(self._columns.of(tokens[self._marked :]), device), True)
+            self._committed.index_fill_(0, to_device(self._columns.of(tokens[self._marked :]), device), True)
             self._marked = len(tokens)
         columns = [[*self._columns.of(path)] if path else [] for path in paths]
         width = max(map(len, columns))
         table = [[*row, *[self._size] * (width - len(row))] for row in columns]
         seen = self._committed.repeat(len(paths), 1)
         if width:
-            seen.scatter_(1, _to_device(table, device), True)
+            seen.scatter_(1, to_device(table, device), True)
         return seen[:, : self._size]
 
 
@@ -115,10 +127,9 @@ def _scalar(value: float, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
-def _to_device(values: object, device: torch.device) -> Tensor:
-    """Integers, copied without waiting."""
-    data = np.asarray(values, np.int64)
-    return torch.tensor(data, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def to_device(values: object, device: torch.device, dtype: type = np.int64) -> Tensor:
+    """Numbers, copied without waiting."""
+    return torch.tensor(np.asarray(values, dtype), pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:

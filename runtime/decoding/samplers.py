@@ -10,8 +10,8 @@ the tree and says which path is accepted and which token comes after it, the bon
   else it draws from the normalised positive part of p - q. A tree proposes the most likely tokens of q and accepts child x with
   probability p(x); else it removes x from p, renormalises, and tries the next sibling.
 
-Where logits are on a device, the first two choose there, the same tokens (:mod:`~eesd.runtime.decoding.device_sampler`).
-Rejection sampling and constraints choose on the host.
+Where logits are on a device, all three choose there, the same tokens (:mod:`~eesd.runtime.decoding.device_sampler`,
+:mod:`~eesd.runtime.decoding.device_rejection`). Constraints are applied on the host.
 
 With a draft vocabulary, q has columns for some tokens only, and is zero for the others. Proposals are chosen among columns;
 noise and penalty are those of their tokens.
@@ -30,6 +30,7 @@ from eesd.runtime.decoding.sampling import GumbelNoise, Sampling, Vector, normal
 from eesd.runtime.engines.base import Choose, Logits, StepOutputs
 
 if TYPE_CHECKING:
+    from eesd.runtime.decoding.device_rejection import DeviceRejection
     from eesd.runtime.decoding.device_sampler import DeviceSampler
 
 
@@ -139,6 +140,13 @@ class _Base:
         tokens = self._columns.tokens(columns).tolist()
         return [Proposal(*values) for values in zip(tokens, logprobs[columns].tolist(), scores, margins, strict=True)]
 
+    def _ranked(self, columns: Vector, logprobs: Vector, scores: Vector, noisy: Vector) -> list[Proposal]:
+        """Proposals of a device. A margin is the distance of ``noisy`` from that of the best other one."""
+        others = [noisy[1] if len(noisy) > 1 else -np.inf, *[noisy[0]] * (len(noisy) - 1)]
+        tokens = self._columns.tokens(columns.astype(np.int64)).tolist()
+        rows = zip(tokens, logprobs.tolist(), scores.tolist(), (noisy - others).tolist(), strict=True)
+        return [Proposal(*row) for row in rows]
+
     def _top(self, logprobs: Vector, count: int) -> list[Proposal]:
         """The most likely tokens; their scores are their log-probabilities."""
         columns = [column for column in _best(logprobs, count) if logprobs[column] > -np.inf]
@@ -168,11 +176,7 @@ class _Deterministic(_Base):
     def _chosen(self, found: Vector, count: int) -> list[Proposal]:
         """The proposals that a device chose: its columns, log-probabilities and noisy scores, [3, at most count + 1]."""
         columns, logprobs, noisy = found[:, found[2] > -np.inf]
-        tokens = self._columns.tokens(columns.astype(np.int64)).tolist()
-        others = [noisy[1] if len(noisy) > 1 else -np.inf, *[noisy[0]] * (len(noisy) - 1)]
-        scores = noisy if self._sampling.greedy else noisy - noisy[0]
-        rows = zip(tokens, logprobs.tolist(), scores.tolist(), (noisy - others).tolist(), strict=True)
-        return [Proposal(*row) for row in rows][:count]
+        return self._ranked(columns, logprobs, noisy if self._sampling.greedy else noisy - noisy[0], noisy)[:count]
 
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
         node = root
@@ -245,13 +249,36 @@ class Coupled(_Deterministic):
 class Rejection(_Base):
     """A round's random numbers depend on the seed and the root's position alone: a cancelled round leaves no trace."""
 
+    _device: "DeviceRejection | None" = None
+
     def begin_round(self, tokens: Sequence[int]) -> None:
         super().begin_round(tokens)
         self._random = philox(self._sampling.seed, 1, len(tokens))
+        self._numbers: list[float] = []
+        """Uniform numbers, of which so many are used."""
+        self._used = 0
         self._sampled: dict[Node, Vector] = {}
         """q, by column, after each node whose only child was sampled from it."""
+        if self._device is not None:
+            self._device.begin_round()
+
+    def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
+        if self._allowed is not None:
+            return None
+        from eesd.runtime.decoding.device_rejection import DeviceRejection, Numbers, offsets_of
+
+        if self._device is None:
+            self._device = DeviceRejection(self._sampling, self._columns)
+        if count:
+            return self._device.proposing(self._tokens, nodes, count, self._ahead(len(nodes)))
+        offsets, children = offsets_of(nodes), [len(node.children) for node in nodes]
+        numbers = self._ahead(max(map(sum, zip(offsets, children, strict=True))) + 1)
+        return self._device.judging(self._tokens, nodes, Numbers(numbers, offsets, children))
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
+        if outputs.chosen is not None and outputs.chosen[row, 2, 0]:
+            self._used += count == 1
+            return self._chosen(outputs.chosen[row], count)
         logprobs = self._drafted(outputs.logits[row], node)
         if logprobs is None:
             return []
@@ -261,28 +288,59 @@ class Rejection(_Base):
         column = self._draw(q)
         return self._proposals([column], logprobs, [float(logprobs[column])], _margins(logprobs, [column]))
 
+    def _chosen(self, found: Vector, count: int) -> list[Proposal]:
+        """The proposals that a device chose: its columns and their log-probabilities, one more than asked for."""
+        columns, logprobs, _ = found[:, found[1] > -np.inf]
+        return self._ranked(columns, logprobs, logprobs, logprobs)[:count]
+
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
         node = root
         path: list[Node] = []
         while True:
-            p = np.exp(warp(self._adjusted(outputs.logits[node.index], node), self._sampling))
-            accepted, drafted = None, self._sampled.get(node)
-            q = None if drafted is None else self._columns.spread(drafted, len(p))
-            for child in node.children:
-                token = child.token
-                ratio = p[token] if q is None else p[token] / q[token]
-                if self._random.random() < ratio:
-                    accepted = child
-                    break
-                p = np.maximum(p - q, 0) if q is not None else np.where(np.arange(len(p)) == token, 0.0, p)
-                p /= p.sum()
-            if accepted is None:
-                return AcceptResult(path, self._draw(p))
-            path.append(accepted)
-            node = accepted
+            rank, token, certain = (0, 0, 0) if outputs.chosen is None else map(int, outputs.chosen[node.index])
+            if certain:
+                self._used += (rank if rank >= 0 else len(node.children)) + 1
+            else:
+                rank, token = self._judge(node, outputs.logits[node.index])
+            if rank < 0:
+                return AcceptResult(path, token)
+            node = node.children[rank]
+            path.append(node)
+
+    def _judge(self, node: Node, logits: Logits) -> tuple[int, int]:
+        """Of the node's children the accepted one; -1 and the token behind the node if there is none."""
+        p = np.exp(warp(self._adjusted(logits, node), self._sampling))
+        drafted = self._q(node)
+        q = None if drafted is None else self._columns.spread(drafted, len(p))
+        for rank, child in enumerate(node.children):
+            token = child.token
+            if self._number() < (p[token] if q is None else p[token] / q[token]):
+                return rank, token
+            p = np.maximum(p - q, 0) if q is not None else np.where(np.arange(len(p)) == token, 0.0, p)
+            p /= p.sum()
+        return -1, self._draw(p)
+
+    def _q(self, node: Node) -> Vector | None:
+        """q, by column, behind a node whose only child was sampled from it."""
+        if node not in self._sampled and self._device is not None and (logits := self._device.draft_logits(node)) is not None:
+            self._sampled[node] = np.exp(warp(self._adjusted(logits, node, self._columns), self._sampling))
+        return self._sampled.get(node)
 
     def _draw(self, probabilities: Vector) -> int:
         """An index with the given probabilities, by inversion."""
         cumulative = np.cumsum(probabilities)
-        index = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+        index = int(np.searchsorted(cumulative, self._number() * cumulative[-1], side="right"))
         return min(index, len(probabilities) - 1)
+
+    def _number(self) -> float:
+        """The next uniform number."""
+        (number,) = self._ahead(1)
+        self._used += 1
+        return number
+
+    def _ahead(self, count: int) -> list[float]:
+        """The next uniform numbers, which stay unused."""
+        missing = self._used + count - len(self._numbers)
+        if missing > 0:
+            self._numbers += self._random.random(missing).tolist()
+        return self._numbers[self._used : self._used + count]
