@@ -14,7 +14,7 @@ from eesd.common.manifest import Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Console, Table, notice, progress_bar
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
-from eesd.export.predict import ACCEPTANCES, CPU, GPUS, Prediction, as_run_on_cpu, measured_cpu
+from eesd.export.predict import ACCEPTANCES, CPU, GPUS, Prediction, as_run_on_cpu, measured_cpu, slots_read
 from eesd.export.predict import predict as predict_calls
 from eesd.runtime.engines.backends import BACKENDS, open_engines
 from eesd.runtime.engines.exactness import Exactness
@@ -42,6 +42,9 @@ from eesd.runtime.engines.exactness import Exactness
     type=click.IntRange(2, 2**31 - 1),
     help="With --memory and --predict: slots of the KV cache.  [default: as exported]",
 )
+@click.option(
+    "--text-tokens", type=click.IntRange(1), help="With --predict: tokens of the text.  [default: they fill the cache]"
+)
 @click.option("--batch", type=click.IntRange(1, 65536), help="With --memory: number of sequences.  [default: 1]")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest, the estimate or the prediction as JSON.")
 def main(
@@ -56,6 +59,7 @@ def main(
     predict: bool,
     gpu: str | None,
     max_seq_len: int | None,
+    text_tokens: int | None,
     batch: int | None,
     as_json: bool,
 ) -> None:
@@ -65,13 +69,15 @@ def main(
         raise EESDError("--max-seq-len and --batch only apply to the memory estimate; add --memory.")
     if predict != (gpu is not None):
         raise EESDError("--predict and --gpu belong together: give both.")
+    if text_tokens and not predict:
+        raise EESDError("--text-tokens only applies to the prediction; add --predict.")
     if layers and as_json:
         raise EESDError("--layers has no JSON form; leave out --json.")
     console = Console()
     if layers:
         _layers(console, directory, manifest)
     elif gpu is not None:
-        _predict(console, manifest, gpu, max_seq_len or manifest.max_seq_len, as_json)
+        _predict(console, manifest, gpu, max_seq_len or manifest.max_seq_len, text_tokens, as_json)
     elif memory:
         _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, as_json)
     elif as_json:
@@ -119,10 +125,14 @@ def _memory(console: Console, manifest: Manifest, slots: int, batch: int, as_jso
         console.print(memory_table(manifest, devices, batch))
 
 
-def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, as_json: bool) -> None:
-    manifest, hardware = (as_run_on_cpu(manifest), measured_cpu()) if gpu == CPU else (manifest, GPUS[gpu])
-    slots = slots if gpu == CPU else replace(manifest, max_seq_len=slots).gpu_slots  # plans read them all
-    predicted = predict_calls(manifest, hardware, slots)
+def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, text: int | None, as_json: bool) -> None:
+    text = min(text or slots, slots)
+    if gpu == CPU:
+        manifest, hardware, slots, drafting = as_run_on_cpu(manifest), measured_cpu(), text, text
+    else:
+        sized, hardware = replace(manifest, max_seq_len=slots), GPUS[gpu]
+        slots, drafting = (slots_read(sized, graph, text) for graph in (sized.verify[0], sized.draft))
+    predicted = predict_calls(manifest, hardware, slots, drafting)
     if as_json:
         click.echo(json.dumps({"gpu": gpu, "slots": slots} | predicted.to_dict()))
         return

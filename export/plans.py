@@ -77,7 +77,7 @@ def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> 
     files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS_FILE, DRAFT_VOCAB_FILE) if name in manifest.files]
     files += [link.samples for link in manifest.linked.values()]
     parts = [files, asdict(options), library_version(options.flavour), manifest.gpu_slots]
-    parts += profile_nodes(manifest, graph, options)
+    parts += [*profile_nodes(manifest, graph, options), manifest.attended_slots(graph)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -207,12 +207,14 @@ def _save_timing_cache(config: Any, path: Path) -> None:
 def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> Iterator[Path]:
     """A temporary copy of the graph as plans need it. It lies beside the weights that it refers to.
 
-    Fixed dimensions are filled in. TensorRT-RTX multiplies by int8 weights as they are only if each output has one scale, so
-    scales that are equal in all blocks are given as one.
+    Fixed dimensions are filled in, and attention reads the first slots only. TensorRT-RTX multiplies by int8 weights as they
+    are only if each output has one scale, so scales that are equal in all blocks are given as one.
     """
     import onnx
 
     model = onnx.load(directory / graph.file, load_external_data=False)
+    if len(manifest.attended_slots(graph)) > 1:
+        attend_to_first(model.graph)
     fixed = {"S": manifest.gpu_slots} | ({"B": 1} if options.max_batch == 1 else {})
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:
@@ -224,6 +226,28 @@ def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options:
     with temporary_beside(directory / graph.file) as path:
         path.write_bytes(model.SerializeToString())
         yield path
+
+
+def attend_to_first(graph: Any) -> None:
+    """Let attention read as many of the first slots as the mask has columns, which then is no longer S.
+
+    What is copied for attention is then that part of the caches, not all slots. The caches are still updated in place.
+    """
+    from onnx import helper, numpy_helper
+
+    mask = next(value for value in graph.input if value.name == "attn_mask")
+    mask.type.tensor_type.shape.dim[3].dim_param = "s"
+    numbers = {"first_slot": 0, "slot_axis": 2}
+    graph.initializer.extend(numpy_helper.from_array(np.array([number]), name) for name, number in numbers.items())
+    nodes = [helper.make_node("Shape", [mask.name], ["slots_seen"], start=3, end=4)]
+    for node in graph.node:
+        if node.op_type == "Attention":
+            for place, name in enumerate(node.input[1:3], 1):
+                node.input[place] = f"{name}_seen"
+                nodes.append(helper.make_node("Slice", [name, "first_slot", "slots_seen", "slot_axis"], [node.input[place]]))
+        nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _fold_heads(graph: Any) -> None:
@@ -290,16 +314,20 @@ def profile_nodes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -
 def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> list[dict[str, list[tuple[int, ...]]]]:
     """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
 
-    In decoding every node gets logits. In prefill one does; two are allowed, because TensorRT-RTX writes the int8 weights of a
-    product for exactly one row out as 16-bit ones. Several sequences decode together, and each is prefilled alone.
+    The mask has as many columns as attention reads slots. In decoding every node gets logits. In prefill one does; two are
+    allowed, because TensorRT-RTX writes the int8 weights of a product for exactly one row out as 16-bit ones. Several sequences
+    decode together, and each is prefilled alone.
     """
-    batch, slots = options.max_batch, manifest.gpu_slots
+    batch, slots = options.max_batch, manifest.attended_slots(graph)
+    seen = {"attn_mask": (slots[0], slots[len(slots) // 2], slots[-1])}
     counts_of, profiles = profile_nodes(manifest, graph, options), []
     for counts, rows, most in zip(counts_of, (counts_of[0], (1, 1, 2)), (batch, 1), strict=False):
-        sizes = [{"B": b, "n": n, "S": slots, "R": r} for b, n, r in zip((1, most, most), counts, rows, strict=True)]
+        sizes = [{"B": b, "n": n, "R": r} for b, n, r in zip((1, most, most), counts, rows, strict=True)]
         profiles.append(
             {
-                tensor.name: [tensor.sized(**size) for size in sizes]
+                tensor.name: [
+                    tensor.sized(**size, S=s) for size, s in zip(sizes, seen.get(tensor.name, slots[-1:] * 3), strict=True)
+                ]
                 for tensor in graph.inputs
                 if {"n", "R"} & set(tensor.shape) or batch > 1
             }

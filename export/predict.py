@@ -90,16 +90,23 @@ class Prediction:
         return {"draft": self.draft, "verify": list(self.verify), "speed_ups": speed_ups}
 
 
-def predict(manifest: Manifest, hardware: Hardware, slots: int) -> Prediction:
+def slots_read(manifest: Manifest, graph: GraphInfo, text: int) -> int:
+    """Slots that attention of a graph's plan reads in a round behind a text of so many tokens."""
+    stop = min(text + manifest.max_tree_nodes + 1, manifest.gpu_slots)
+    return next(slots for slots in manifest.attended_slots(graph) if slots >= stop)
+
+
+def predict(manifest: Manifest, hardware: Hardware, slots: int, draft_slots: int | None = None) -> Prediction:
     """Predict the calls of an engine directory.
 
     Args:
         manifest: Its manifest.
         hardware: The device, or each of the devices if verify has several stages.
-        slots: Slots of the KV cache that attention reads: on a GPU all S, filled or not.
+        slots: Slots of the KV cache that attention of verify reads.
+        draft_slots: Those that attention of the draft reads. Default: as many.
     """
     return Prediction(
-        draft=call_seconds(manifest, (manifest.draft,), hardware, slots, 1),
+        draft=call_seconds(manifest, (manifest.draft,), hardware, slots if draft_slots is None else draft_slots, 1),
         verify=tuple(
             call_seconds(manifest, manifest.verify, hardware, slots, nodes) for nodes in range(1, manifest.max_tree_nodes + 2)
         ),

@@ -33,10 +33,11 @@ class Host:
         verify: The ``ICudaEngine`` of each stage of verify, loaded on the stage's device.
         draft: The ``ICudaEngine`` of the draft, on the device of the first stage; None: decode plainly.
         make_context: Makes an execution context of an engine, without memory
-            (``ExecutionContextAllocationStrategy.USER_MANAGED``). It is called for each node count, while the engine's device
-            is current. For TensorRT-RTX it must ask for ``DynamicShapesKernelSpecializationStrategy.EAGER``, because a CUDA
-            graph would keep the fallback kernels of a lazy context, and should give all contexts of an engine one runtime
-            cache, because each would compile the engine's kernels again.
+            (``ExecutionContextAllocationStrategy.USER_MANAGED``). It is called for each node count and number of slots that
+            attention reads, while the engine's device is current. For TensorRT-RTX it must ask for
+            ``DynamicShapesKernelSpecializationStrategy.EAGER``, because a CUDA graph would keep the
+            fallback kernels of a lazy context, and should give all contexts of an engine one runtime cache, because each would
+            compile the engine's kernels again.
         stream: The CUDA stream for all work, or one for each stage of verify; stages on one device share its stream. It must
             not be the default stream. A stream of another library becomes a ``torch.cuda.ExternalStream``.
         kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the stage, 2, 1, KV, S, D] in the
@@ -89,8 +90,8 @@ def stage_streams(host: Host, stages: int) -> list[DeviceStream]:
 def open_host_engines(manifest: Manifest, host: Host, streams: Sequence[DeviceStream], exact: bool | None = None) -> Engines:
     """Open the engines of ``host``. Each stage of verify runs in its stream, and the draft in that of the first."""
     source, draft = _HostEngines(manifest, host), host.draft is not None
-    engines = open_tensorrt(manifest, source, draft, streams, host.kv_cache, host.scratch, exact)
-    return Engines(*engines, in_place=exact is True)
+    verify, drafter = open_tensorrt(manifest, source, draft, streams, host.kv_cache, host.scratch, exact)
+    return Engines(verify, drafter, in_place=exact is True, last_positions=verify.last_positions)
 
 
 class _HostEngines:

@@ -339,6 +339,7 @@ class LLM:
             manifest.max_tree_nodes,
             self.engines.verify.prefill_chunk,
             self.engines.in_place,
+            self.engines.last_positions,
         )
 
     def _new_workspace(self) -> _Workspace:

@@ -38,9 +38,10 @@ def test_tokens_do_not_depend_on_when_work_is_done_for_many_seeds(planned: Plann
             assert wrong(planned(setting), machine, llm, range(first, first + 50)) == []
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [name for name, setting in SETTINGS.items() if not setting.few_slots])
 def test_rejection_sampling_does_not_depend_on_it_either(planned: Planned, name: str) -> None:
-    """The draft's probabilities stay on its GPU until verify has judged. What is drafted must not depend on clocks here."""
+    """The draft's probabilities stay on its GPU until verify has judged. What is drafted must not depend on clocks here.
+    Over few slots some rounds draft less than on the host, and so draw other tokens."""
     speculation = replace(SETTINGS[name].speculation, drafter="exit")
     setting, sampling = replace(SETTINGS[name], speculation=speculation), Sampling(temperature=0.9, seed=4, method="rejection")
     host = eesd.load(planned(setting), "ort", speculation=speculation, threads=1)
@@ -52,7 +53,7 @@ def test_rejection_sampling_does_not_depend_on_it_either(planned: Planned, name:
             assert made.tokens == expected[seed % 3]
 
 
-@pytest.mark.parametrize("name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs"])
+@pytest.mark.parametrize("name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs", "chain over few slots"])
 def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: str) -> None:
     """There the calls are not captured, and what they need is freed after each."""
     directory, setting, prompt = planned(SETTINGS[name]), SETTINGS[name], PROMPTS[2]

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 from support.command import export_engine, slow_but
-from support.plan_layers import Layer, build_layers, copies
+from support.plan_layers import Layer, build_layers, copies, parts, traffic
 from support.synthetic import LLAMA_70B, write_checkpoint
 
 from eesd.common.manifest import LONG_CACHE, GraphInfo, Manifest
-from eesd.common.weights import EMBEDDINGS
+from eesd.common.weights import EMBEDDINGS, ROTARY_TABLES
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 
@@ -24,6 +25,7 @@ SHAPE = {
     "max_position_embeddings": 2 * LONG_CACHE,
 }
 """Groups of 4 heads of 128, as in models of 8B, and weights that are large beside the code of the kernels."""
+WIDTHS_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 
 Built = tuple[Manifest, dict[str, list[Layer]]]
 
@@ -49,13 +51,9 @@ def cache_bytes(manifest: Manifest) -> int:
 
 
 def weights_read(manifest: Manifest, graph: GraphInfo) -> int:
-    """Bytes of the weights that a call reads: all but the embedding table."""
-    return sum(weight.nbytes for name, weight in manifest.weights_of(graph).items() if name != EMBEDDINGS)
-
-
-def traffic(layers: list[Layer]) -> int:
-    """Bytes that a call reads and writes in all."""
-    return sum(layer.nbytes for layer in layers)
+    """Bytes of the weights that a call reads: all but the embedding table and the tables of angles."""
+    tables = {EMBEDDINGS, *ROTARY_TABLES}
+    return sum(weight.nbytes for name, weight in manifest.weights_of(graph).items() if name not in tables)
 
 
 def profile(layers: list[Layer], number: int) -> list[Layer]:
@@ -66,26 +64,43 @@ def test_a_draft_step_reads_weights_and_caches_once_where_they_are(built: Callab
     manifest, plans = built()
     layers, size = plans["draft.onnx"], cache_bytes(manifest)
     assert {layer.profile for layer in layers} == {0}
-    assert copies(layers, size) == []
-    assert traffic(layers) == pytest.approx(weights_read(manifest, manifest.draft) + 4 * size, rel=0.05)
+    assert copies(layers, size) == parts(layers) == []
+    assert traffic(layers, manifest.gpu_slots) == pytest.approx(weights_read(manifest, manifest.draft) + 4 * size, rel=0.05)
 
 
-def test_a_pass_of_verify_copies_each_cache_once_and_for_no_head_twice(built: Callable[..., Built]) -> None:
+@pytest.mark.parametrize("slots", slow_but([SLOTS, 2 * LONG_CACHE], SLOTS))
+def test_a_pass_of_verify_copies_the_slots_it_sees_once_and_for_no_head_twice(built: Callable[..., Built], slots: int) -> None:
     """TensorRT-RTX's attention for several nodes needs the keys of a slot beside each other (docs/decisions/0068)."""
-    manifest, plans = built()
-    size = cache_bytes(manifest)
+    manifest, plans = built(slots=slots)
+    size, weights = cache_bytes(manifest), weights_read(manifest, manifest.verify[0])
     for number in (0, 1):
         layers = profile(plans["verify.onnx"], number)
-        assert [tensor.nbytes for tensor in copies(layers, size)] == [size] * 4
-        assert traffic(layers) == pytest.approx(weights_read(manifest, manifest.verify[0]) + 3 * 4 * size, rel=0.05)
+        assert copies(layers, size) == [] and [cache.nbytes for cache in parts(layers)] == [size] * 4
+        for seen in manifest.attended_slots(manifest.verify[0]):
+            copied = 4 * size * seen // manifest.gpu_slots
+            assert traffic(layers, seen) == pytest.approx(weights + 3 * copied, rel=0.05)
 
 
-def test_a_draft_with_a_long_cache_copies_it_for_no_head_twice(built: Callable[..., Built]) -> None:
+def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(built: Callable[..., Built]) -> None:
     """There is no attention for one node that reads it where it is."""
     manifest, plans = built(slots=2 * LONG_CACHE)
     layers, size = plans["draft.onnx"], cache_bytes(manifest)
-    assert [tensor.nbytes for tensor in copies(layers, size)] == [size] * 4
+    assert copies(layers, size) == [] and [cache.nbytes for cache in parts(layers)] == [size] * 4
     assert sum(layer.is_attention for layer in layers) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [4096, 2 * LONG_CACHE])
+def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(tmp_path: Path, slots: int) -> None:
+    """With the widths of 8B, where a layer's share of weights and caches is that of the whole model."""
+    model = write_checkpoint(tmp_path / "model", {**LLAMA_70B, **SHAPE, **WIDTHS_8B}, 1, sparse=False)
+    export_engine(model, tmp_path / "plans", "--dtype", "float16", "--no-check", "--max-seq-len", slots)
+    manifest, plans = build_layers(tmp_path / "plans")
+    graph, nodes = manifest.verify[0], manifest.max_tree_nodes + 1
+    for text in (1000, 3000):
+        seen = next(some for some in manifest.attended_slots(graph) if some >= text + nodes)
+        least = weights_read(manifest, graph) + 4 * cache_bytes(manifest) * text // manifest.gpu_slots
+        assert traffic(profile(plans[graph.file], 0), seen) < 1.15 * least
 
 
 @pytest.mark.parametrize("kind", slow_but(["int8", "int4"], "int8"))

@@ -100,6 +100,18 @@ def test_inspect_prints_the_prediction(engine: Path) -> None:
     assert len(found["verify"]) == manifest.max_tree_nodes + 1
 
 
+def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
+    """By verify; the draft reads a cache of 4096 slots where it is."""
+    manifest = replace(load_manifest(engine), max_seq_len=4096)
+    options = ("--predict", "--gpu", "l4", "--json", "--max-seq-len", 4096, "--text-tokens")
+    most = manifest.gpu_slots // 64 * 16 - manifest.max_tree_nodes - 1
+    for text, slots in ((most, 1024), (most + 1, 2064), (4096, manifest.gpu_slots)):
+        found = json.loads(succeed(main, engine, *options, text).stdout)
+        expected = predict.predict(load_manifest(engine), GPUS["l4"], slots, manifest.gpu_slots)
+        assert found == {"gpu": "l4", "slots": slots} | json.loads(json.dumps(expected.to_dict()))
+    assert_refused(run(main, engine, "--text-tokens", 5), "add --predict")
+
+
 def test_the_cpu_is_measured(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = predict.measured_cpu()
     assert 1e8 < hardware.bandwidth < 1e13 and 1e8 < hardware.operations < 1e15

@@ -22,10 +22,12 @@ from support import tiny_models
 from support.command import assert_refused, run, succeed
 from support.engine_dirs import edit_manifest
 from support.harness import Harness
+from support.late_gpus import allow_few_slots
 from support.trt_api import VERSIONS
 
 import eesd
 from eesd.common.errors import EESDError
+from eesd.common.manifest import first_slots
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.build import main as build_main
 from eesd.export.inspect import main as inspect_main
@@ -36,7 +38,7 @@ from eesd.runtime.embed import Host, open_host_engines
 from eesd.runtime.engines import device, trt_engine, trt_plans
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.device import DeviceStream
-from eesd.runtime.engines.device_engine import CapturedGraph
+from eesd.runtime.engines.device_engine import CapturedGraph, DeviceBinding
 from eesd.runtime.llm import LLM, Speculation
 
 CPU = DeviceStream(torch.device("cpu"))
@@ -178,6 +180,100 @@ def test_one_kernel_computes_every_token_whatever_is_drafted(staged: Callable[[i
             assert found.tokens == expected.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens
     contexts = [(context._count, context._profile) for context in contexts_of(llm)["verify.onnx"]]
     assert contexts == [(13, 0), (16, 1)] and llm.engines.in_place is bool(exact)
+
+
+@pytest.fixture
+def few_slots(staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with plans whose attention may read the first 16, 48 or 112 slots."""
+    directory = shutil.copytree(staged(1), tmp_path / "few")
+    allow_few_slots(monkeypatch)
+    fake.write_plans(directory)
+    return directory
+
+
+@pytest.mark.parametrize("speculation", [Speculation("fixed:k=4", guard=False), Speculation("threshold:p=0.1", 2, guard=False)])
+@pytest.mark.usefixtures("installed")
+def test_attention_reads_as_many_slots_for_a_token_whatever_is_drafted(
+    few_slots: Path, monkeypatch: pytest.MonkeyPatch, speculation: Speculation
+) -> None:
+    """Other numbers of slots may be other kernels, so a round ends before a token that plain decoding gives to another one."""
+    passes: list[int] = []
+    original = DeviceBinding._step
+
+    def step(self: DeviceBinding, count: int, slots: int, only_caches: bool) -> Any:
+        if not self._engine.is_draft:
+            passes.append(slots)
+        return original(self, count, slots, only_caches)
+
+    monkeypatch.setattr(DeviceBinding, "_step", step)
+    llm = eesd.load(few_slots, "tensorrt", speculation=speculation)
+
+    def run_through(prompt: list[int], draft: bool) -> tuple[list[int], dict[int, int]]:
+        """The text, and for each position the slots that the pass over its token read."""
+        read: dict[int, int] = {}
+        with llm.session(prompt, max_new_tokens=200, draft=draft, ignore_eos=True) as session:
+            while session.finish_reason is None:
+                root = len(session.tokens) - 1
+                made = session.step().tokens
+                read |= dict.fromkeys(range(root, root + len(made)), passes[-1])
+        assert session.stats.accepted_tokens > 3 or not draft
+        return session.tokens, read
+
+    for length in range(1, 8):  # so that rounds begin anywhere before position 35
+        prompt = PROMPTS[1][:length]
+        drafted = run_through(prompt, True)
+        assert drafted == run_through(prompt, False)
+        assert drafted[0] == [*prompt, *tokens_of_onnx_runtime(few_slots, prompt)]
+        assert drafted[1] == {slot: 16 if slot <= 3 else 48 if slot <= 35 else 112 for slot in range(length - 1, 95)}
+
+
+def tokens_of_onnx_runtime(directory: Path, prompt: list[int] = PROMPTS[0]) -> list[int]:
+    plain = eesd.load(directory, "ort", speculation=None, threads=1)
+    return plain.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens
+
+
+@pytest.mark.usefixtures("installed")
+def test_calls_over_the_first_slots_are_prepared_before_the_first_round(few_slots: Path) -> None:
+    llm = eesd.load(few_slots, "tensorrt", speculation=Speculation("fixed:k=4", guard=False))
+
+    def prepared() -> dict[str, list[tuple[int, int]]]:
+        shapes = {file: [context._shapes["attn_mask"] for context in made] for file, made in contexts_of(llm).items()}
+        return {file: [(shape[2], shape[3]) for shape in of_file] for file, of_file in shapes.items()}
+
+    with llm.session(PROMPTS[0]):
+        found = prepared()
+    assert found["verify.onnx"] == [(count, slots) for count in (13, 16) for slots in (16, 48, 112)]
+    assert found["draft.onnx"] == [(1, slots) for slots in (16, 48, 112) for _ in range(2)], "a forward call and a chain"
+    for prompt in PROMPTS:
+        llm.generate(prompt, max_new_tokens=200, ignore_eos=True)
+    assert prepared() == found
+
+
+@pytest.mark.usefixtures("installed")
+def test_rounds_of_several_node_counts_draft_beyond_any_slot(few_slots: Path) -> None:
+    """There tokens may depend on what is drafted."""
+    llm = eesd.load(few_slots, "tensorrt", speculation=Speculation("fixed:k=4", guard=False), exact=False)
+    assert llm.engines.last_positions == ()
+    made = llm.generate(PROMPTS[0], max_new_tokens=200, ignore_eos=True).tokens
+    assert made == tokens_of_onnx_runtime(few_slots)
+
+
+@pytest.mark.usefixtures("installed")
+def test_plans_of_earlier_versions_read_all_slots(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their masks have a column for each slot, and no round is cut."""
+    directory = staged(1)
+    allow_few_slots(monkeypatch)
+    llm = eesd.load(directory, "tensorrt", speculation=Speculation("fixed:k=4", guard=False))
+    assert llm.generate(PROMPTS[0], max_new_tokens=200, ignore_eos=True).tokens == tokens_of_onnx_runtime(directory)
+    assert {context._shapes["attn_mask"][3] for made in contexts_of(llm).values() for context in made} == {112}
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [(2046, (2046,)), (2048, (1024, 2048)), (4128, (1024, 2064, 4128)), (32800, (4096, 8192, 16400, 32800))],
+)
+def test_first_slots_are_aligned_parts_of_all_slots(slots: int, expected: tuple[int, ...]) -> None:
+    assert first_slots(slots) == expected
 
 
 @pytest.mark.usefixtures("installed")
@@ -392,7 +488,7 @@ def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], 
         verify: Any = llm.engines.verify.bind(llm.engines.verify.new_kv_cache())
         draft: Any = llm.engines.draft.bind(llm.engines.verify.new_kv_cache())  # type: ignore[union-attr]
         draft.draft_chain(5, 3, 2)
-        found = [weakref.ref(step) for step in [*verify._steps.values(), *draft._steps.values(), draft._draft_loop]]
+        found = [weakref.ref(step) for step in [*verify._steps.values(), *draft._steps.values(), *draft._draft_loops.values()]]
         assert len(found) > 3
         del verify, draft
         assert not any(reference() for reference in found)

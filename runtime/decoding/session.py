@@ -33,7 +33,8 @@ from eesd.runtime.engines.base import Binding, Call, ChainBinding, Choose, Choos
 class Limits:
     """Where a sequence ends (EOS ids, new tokens, slots of the cache), how many nodes a round may verify besides the root, how
     many tokens of the prompt one call takes, and whether only logits of nodes ``in_place`` count: in the slots that they would
-    have as a chain. A path that leaves them is cut: what its first displaced node says about the next token is asked again."""
+    have as a chain. A path that leaves them is cut: what its first displaced node says about the next token is asked again. A
+    round does not draft beyond the next of ``last_positions``, ascending: another kernel computes the tokens behind them."""
 
     eos_token_ids: tuple[int, ...]
     max_new_tokens: int
@@ -41,6 +42,7 @@ class Limits:
     max_tree_nodes: int
     prefill_chunk: int = PREFILL_CHUNK
     in_place: bool = False
+    last_positions: tuple[int, ...] = ()
 
 
 Forced = Callable[[int], Sequence[int]]
@@ -452,8 +454,9 @@ class Session:
     def _max_depth(self) -> int:
         """Levels that this round may draft: the bonus token must fit behind them."""
         new_left = self._limits.max_new_tokens - self.stats.new_tokens
-        slots_left = self._limits.max_seq_len - len(self.tokens)
-        return min(new_left - 1, slots_left - 1, self._limits.max_tree_nodes)
+        slots_left, root = self._limits.max_seq_len - len(self.tokens), len(self.tokens) - 1
+        most = min(new_left - 1, slots_left - 1, self._limits.max_tree_nodes)
+        return min(most, next((last - root for last in self._limits.last_positions if last >= root), most))
 
     def _max_nodes(self) -> int:
         """Nodes that this round may verify besides the root."""

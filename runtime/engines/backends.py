@@ -33,6 +33,8 @@ class Engines(NamedTuple):
         int8_activations: Whether verify rounds activations to int8. A tree's nodes lie in other slots than a chain's, which
             changes the last bit of a sum, and so may change a logit by a whole int8 step.
         in_place: Whether only logits of nodes count that are in the slot that they would have in a chain.
+        last_positions: The last positions whose tokens one kernel of verify computes, ascending. No round shall reach beyond
+            the next one, or tokens would depend on what is drafted.
     """
 
     verify: Engine
@@ -41,6 +43,7 @@ class Engines(NamedTuple):
     exact: bool | None = None
     int8_activations: bool = False
     in_place: bool = False
+    last_positions: tuple[int, ...] = ()
 
 
 def open_engines(
@@ -131,7 +134,8 @@ def _open_tensorrt(directory: Path, manifest: Manifest, _threads: int, draft: bo
         from eesd.runtime.engines.trt_engine import open_tensorrt
     except ImportError as error:
         raise EESDError(f"The tensorrt backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
-    return Engines(*open_tensorrt(manifest, plans, draft, exact=exact))
+    verify, drafter = open_tensorrt(manifest, plans, draft, exact=exact)
+    return Engines(verify, drafter, last_positions=verify.last_positions)
 
 
 BACKENDS: dict[str, Callable[[Path, Manifest, int, bool, bool | None], Engines]] = {

@@ -168,12 +168,12 @@ class DeviceKVCache(GrowingKVCache):
             shard.zero_()
 
     @contextmanager
-    def kept(self, slots: int) -> Iterator[None]:
-        """Undo, when the block ends, what it writes to the first ``slots`` slots."""
-        before = [shard[..., :slots, :].clone() for shard in self._active_shards()]
+    def kept(self, start: int, stop: int) -> Iterator[None]:
+        """Undo, when the block ends, what it writes to the slots from ``start`` to ``stop - 1``."""
+        before = [shard[..., start:stop, :].clone() for shard in self._active_shards()]
         yield
         for shard, values in zip(self._active_shards(), before, strict=True):
-            shard[..., :slots, :] = values
+            shard[..., start:stop, :] = values
 
     def _active_shards(self) -> Iterator[Tensor]:
         return active_shards(self._streams, self.shards)
@@ -213,7 +213,7 @@ class StepInputs:
         x: ``input_ids`` [B, n] int64, or the hidden state of the previous stage [B, n, hidden].
         position_ids: [B, n].
         write_indices: [B].
-        attn_mask: [B, 1, n, S].
+        attn_mask: [B, 1, n, s]; attention reads the first s slots of the caches.
         logit_rows: The nodes of each sequence that get logits from verify, [R]. The draft ignores it.
         caches: The layer caches that the graph uses, in the order of its inputs.
     """

@@ -59,6 +59,8 @@ class DeviceEngine:
         is_draft: Whether this is the draft engine.
         buckets: Node counts that calls are padded to; empty if they are not padded to buckets. (1,): the nodes of a call run
             one after another.
+        slots: How many of the first slots of the caches attention may read, ascending, the last all of them; empty: always
+            all. A call reads the fewest that hold its padded nodes. Rows of a batch are always read whole.
         multiple: Without buckets, calls are padded to a multiple of this.
         prefill_chunk: Tokens of the prompt that one call takes at most.
         on_warm_up: Called with each graph after a new binding has warmed up.
@@ -74,6 +76,7 @@ class DeviceEngine:
         make_kv_cache: Callable[[], DeviceKVCache],
         make_rows: Callable[[int], Rows],
         buckets: tuple[int, ...],
+        slots: tuple[int, ...],
         multiple: int,
         prefill_chunk: int,
         on_warm_up: Callable[[GraphInfo], None],
@@ -82,6 +85,7 @@ class DeviceEngine:
         self.stages = stages
         self.is_draft = is_draft
         self.buckets = buckets
+        self.slots = slots
         self.multiple = multiple
         self.prefill_chunk = prefill_chunk
         self.on_warm_up = on_warm_up
@@ -114,6 +118,20 @@ class DeviceEngine:
         assert isinstance(rows, DeviceRows)
         return DeviceRowsBinding(self, rows)
 
+    @property
+    def last_positions(self) -> tuple[int, ...]:
+        """The last positions whose tokens one kernel computes, ascending; behind them attention reads more slots.
+
+        Empty if rounds have several node counts: then tokens may depend on what is drafted anyway.
+        """
+        most = self.manifest.max_tree_nodes + 1
+        one_count = not self.is_draft and self.buckets and self.buckets[0] >= most
+        return tuple(slots - self.buckets[0] for slots in self.slots[:-1]) if one_count else ()
+
+    def seen(self, stop: int) -> int:
+        """How many of the first slots attention reads in a call whose padded nodes end before the slot ``stop``; 0: all."""
+        return next((slots for slots in self.slots if slots >= stop), 0)
+
     def padded(self, count: int) -> int:
         """The node count that a call of ``count`` nodes is padded to."""
         if self.buckets:
@@ -131,6 +149,7 @@ def make_engines(
     pad: bool,
     multiple: int = 1,
     one_by_one: bool = False,
+    slots: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     prefill_chunk: int | None = None,
     exact: bool | None = None,
     on_warm_up: Callable[[GraphInfo], None] = lambda _: None,
@@ -147,6 +166,7 @@ def make_engines(
         multiple: Without buckets, pad verify's calls to multiples of this. The draft's calls need no padding: nothing that they
             compute reaches the output.
         one_by_one: Whether the draft takes one node a call.
+        slots: How many of the first slots attention may read, in verify and in the draft; see :class:`DeviceEngine`.
         prefill_chunk: Tokens of the prompt that one call takes at most. Default: the manifest's ``gpu_prefill_chunk`` if calls
             are padded, else 128, or the slots of the cache if fewer.
         exact: Of padded calls, see :func:`buckets_for`. The draft's calls have as few nodes as possible.
@@ -166,8 +186,8 @@ def make_engines(
     )
     rounds = buckets_for(manifest, chunk, exact) if pad else ()
     levels = (1,) if one_by_one else buckets_for(manifest, chunk, exact=False) if pad else ()
-    drafter = engine([draft], is_draft=True, buckets=levels, multiple=1) if draft else None
-    return engine(verify, is_draft=False, buckets=rounds, multiple=multiple), drafter
+    drafter = engine([draft], is_draft=True, buckets=levels, slots=slots[1], multiple=1) if draft else None
+    return engine(verify, is_draft=False, buckets=rounds, slots=slots[0], multiple=multiple), drafter
 
 
 class DeviceBinding:
@@ -177,25 +197,32 @@ class DeviceBinding:
         self._engine = engine
         self._kv_cache = kv_cache
         self._version = kv_cache.version
-        self._steps: dict[tuple[int, bool], ForwardStep] = {}
-        self._draft_loop: DraftLoop | None = None
+        self._steps: dict[tuple[int, int, bool], ForwardStep] = {}
+        self._draft_loops: dict[int, DraftLoop] = {}
         capture = engine.cuda_graphs and engine.stages[0].stream.on_gpu
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
     def warm_up(self) -> None:
-        """Prepare and run a call for each bucket, so that no round waits for it. A draft drafts a chain in calls of one node.
+        """Prepare and run a call for each bucket and number of slots, so that no round waits for it. A draft drafts a chain in
+        calls of one node.
 
         What the calls write is undone: another engine may have filled the cache.
         """
-        with self._kv_cache.kept(max(self._engine.buckets)):
-            if self._engine.is_draft:
-                self.forward([0], [0], 0)
-                self.draft_chain(0, 0, 1)
-            else:
-                for count in self._engine.buckets:
-                    self.prefill([0] * count, 0)
-        for stage in self._engine.stages:
-            self._engine.on_warm_up(stage.graph)
+        engine = self._engine
+        for count in engine.buckets[:1] if engine.is_draft else engine.buckets:
+            more = [slots for slots in engine.slots[:-1] if slots >= count]
+            for slot in (0, *(slots + 1 - count for slots in more)):  # the first ones whose calls read more slots
+                with self._kv_cache.kept(slot, slot + count):
+                    self._warm_up(count, slot)
+        for stage in engine.stages:
+            engine.on_warm_up(stage.graph)
+
+    def _warm_up(self, count: int, slot: int) -> None:
+        if self._engine.is_draft:
+            self.forward([0], [slot], slot)
+            self.draft_chain(0, slot, 1)
+        else:
+            self.prefill([0] * count, slot)
 
     @torch.inference_mode()
     def forward(
@@ -258,7 +285,8 @@ class DeviceBinding:
         self._drop_stale()
         count = len(call.tokens)
         with active_streams(self._engine.stages):
-            step = self._step(self._engine.padded(count), only_caches)
+            padded = self._engine.padded(count)
+            step = self._step(padded, self._engine.seen(call.slot + padded), only_caches)
             step.set_inputs([call])
             return step.outputs(0, count, step.run(count, choose))
 
@@ -267,9 +295,10 @@ class DeviceBinding:
         """See :class:`~eesd.runtime.engines.base.ChainBinding`."""
         self._drop_stale()
         with active_streams(self._engine.stages):
-            if self._draft_loop is None:
-                self._draft_loop = DraftLoop(self._engine, self._kv_cache.layer, self._pool)
-            ids, logprobs = self._draft_loop.run(token, slot, count)
+            slots = self._engine.seen(slot + count)
+            if slots not in self._draft_loops:
+                self._draft_loops[slots] = DraftLoop(self._engine, self._kv_cache.layer, slots, self._pool)
+            ids, logprobs = self._draft_loops[slots].run(token, slot, count)
         return StepOutputs(_no_logits, ids, logprobs)
 
     def _drop_stale(self) -> None:
@@ -277,18 +306,19 @@ class DeviceBinding:
         if self._version != self._kv_cache.version:
             self._version = self._kv_cache.version
             self._steps.clear()
-            self._draft_loop = None
+            self._draft_loops.clear()
 
-    def _step(self, count: int, only_caches: bool) -> "ForwardStep":
-        """The call of ``count`` nodes. It is captured and kept if ``count`` is a bucket or, without buckets, fits a round."""
-        step = self._steps.get((count, only_caches))
+    def _step(self, count: int, slots: int, only_caches: bool) -> "ForwardStep":
+        """The call of ``count`` nodes whose attention reads the first ``slots`` slots; 0: all. It is captured and kept if
+        ``count`` is a bucket or, without buckets, fits a round."""
+        step = self._steps.get((count, slots, only_caches))
         if step is None:
             engine, largest_round = self._engine, self._engine.padded(self._engine.manifest.max_tree_nodes + 1)
             reused = count in engine.buckets if engine.buckets else count <= largest_round
             width, pool = largest_round if count <= largest_round else 0, self._pool if reused else None
-            step = ForwardStep(engine, self._kv_cache.layer, count, width, 1 if only_caches else count, pool)
+            step = ForwardStep(engine, self._kv_cache.layer, count, width, 1 if only_caches else count, pool, slots)
             if reused:
-                self._steps[count, only_caches] = step
+                self._steps[count, slots, only_caches] = step
         return step
 
 
@@ -348,13 +378,13 @@ def _aligned(count: int) -> int:
 
 
 class AttentionMask:
-    """The additive attention mask [B, 1, n, S] of a call, computed on the device."""
+    """The additive attention mask [B, 1, n, s] of a call that sees the first s slots, computed on the device."""
 
     def __init__(self, mask: Tensor, slot: Tensor, context_len: Tensor | None = None, tree_mask: Tensor | None = None) -> None:
         """All tensors are on the device.
 
         Args:
-            mask: The mask to write, [B, 1, n, S].
+            mask: The mask to write, [B, 1, n, s].
             slot: Slot of the first node of each sequence, [B]; a chain's mask depends on it alone.
             context_len: For a tree: every node sees the slots below it, [B].
             tree_mask: For a tree: 1 where a node sees a slot from ``context_len`` on, [B, n, width]. Columns without a node
@@ -446,6 +476,13 @@ def _caches(stage: StageRunner, layer: Layer) -> list[KV]:
     return [(keys, values) for keys, values in map(layer, stage.graph.caches)]
 
 
+def _mask(stage: StageRunner, caches: list[KV], count: int, slots: int) -> Tensor:
+    """Memory for the mask of a call of ``count`` nodes, for the first ``slots`` slots of its caches; 0: all."""
+    keys, _ = caches[0]
+    shape = (keys.shape[0], 1, count, slots or keys.shape[2])
+    return torch.zeros(shape, dtype=keys.dtype, device=stage.stream.device)
+
+
 class _StageStep:
     """One stage's part of a :class:`ForwardStep`: copy the inputs to the device, compute the mask, run the graph."""
 
@@ -457,6 +494,7 @@ class _StageStep:
         count: int,
         width: int,
         logit_rows: int,
+        slots: int,
         hidden: Tensor | None,
     ) -> None:
         """Prepare the stage.
@@ -468,14 +506,15 @@ class _StageStep:
             count: n.
             width: Columns of the tree mask; 0: a call for chains only.
             logit_rows: R; the last nodes get logits.
+            slots: Attention reads so many of the first slots; 0: all.
             hidden: Memory for the previous stage's hidden state [B, n, hidden]; None: this stage takes the tokens.
         """
         device, caches = stage.stream.device, _caches(stage, layer)
-        (batch, _, slots, _), dtype = caches[0][0].shape, caches[0][0].dtype
+        batch = caches[0][0].shape[0]
         self.stage = stage
         self._host_inputs, self._device_inputs = host_inputs, torch.zeros_like(host_inputs, device=device)
         views = _input_views(self._device_inputs, batch, count, width)
-        mask = torch.zeros((batch, 1, count, slots), dtype=dtype, device=device)
+        mask = _mask(stage, caches, count, slots)
         self._mask = AttentionMask(mask, views.slot, views.context_len, views.tree_mask if width else None)
         self.x = views.tokens if hidden is None else hidden
         self._rows = torch.arange(count - logit_rows, count, device=device)  # a prepared call keeps addresses, not memory
@@ -498,7 +537,9 @@ def _run_and_fetch(stage: _StageStep, host_results: Tensor) -> None:
 class ForwardStep:
     """A forward call of one node count and number of sequences through all stages of an engine."""
 
-    def __init__(self, engine: DeviceEngine, layer: Layer, count: int, width: int, logit_rows: int, pool: object) -> None:
+    def __init__(
+        self, engine: DeviceEngine, layer: Layer, count: int, width: int, logit_rows: int, pool: object, slots: int = 0
+    ) -> None:
         """Prepare the call.
 
         Args:
@@ -508,6 +549,7 @@ class ForwardStep:
             width: Columns of the tree mask; 0: a call for chains only, of more nodes than a round has.
             logit_rows: R; the last nodes of each sequence get logits. A draft's all do.
             pool: Memory pool for CUDA graphs; None: do not capture.
+            slots: Attention reads so many of the first slots; 0: all.
         """
         manifest, pinned = engine.manifest, engine.stages[0].stream.on_gpu
         cache = layer(engine.stages[0].graph.caches[0])
@@ -523,7 +565,7 @@ class ForwardStep:
                 shape = (self._batch, count, manifest.geometry.hidden_size)
                 hidden = torch.zeros(shape, dtype=cache.dtype, device=stage.stream.device)
             with stage.stream.activate():  # a context is made for the current device
-                self._stages.append(_StageStep(stage, layer, host_inputs, count, width, logit_rows, hidden))
+                self._stages.append(_StageStep(stage, layer, host_inputs, count, width, logit_rows, slots, hidden))
         # Of a draft ids and then log-probabilities.
         shape = (2 * self._batch, count, manifest.draft_top_k) if engine.is_draft else (self._batch, logit_rows, 1)
         self._host_results = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
@@ -584,8 +626,8 @@ class ForwardStep:
 class _LoopStep:
     """A draft step of one node, which takes its token from the step before it on the device."""
 
-    def __init__(self, stage: StageRunner, layer: Layer, most: int, top_k: int) -> None:
-        """Prepare a step of at most ``most``, each with ``top_k`` candidates."""
+    def __init__(self, stage: StageRunner, layer: Layer, slots: int, most: int, top_k: int) -> None:
+        """Prepare a step of at most ``most``, each with ``top_k`` candidates. It sees the first ``slots`` slots; 0: all."""
         device, pinned = stage.stream.device, stage.stream.on_gpu
         # Token, position, slot and number of the step, each at the beginning of a row.
         self.host_inputs = torch.zeros((4, STRIDE), dtype=torch.int64, pin_memory=pinned)
@@ -593,7 +635,7 @@ class _LoopStep:
         self._token, position, slot, self._step = self.device_inputs[:, :1].unbind()
         self._counters = self.device_inputs[1:, 0]
         caches = _caches(stage, layer)
-        mask = torch.zeros((1, 1, 1, caches[0][0].shape[2]), dtype=caches[0][0].dtype, device=device)
+        mask = _mask(stage, caches, 1, slots)
         self._mask = AttentionMask(mask, slot)
         inputs = StepInputs(self._token[None], position[None], slot, mask, torch.zeros_like(slot), caches)
         self._call = stage.prepare(inputs)
@@ -610,11 +652,12 @@ class _LoopStep:
 class DraftLoop:
     """A chain drafted on the device. The host waits once."""
 
-    def __init__(self, engine: DeviceEngine, layer: Layer, pool: object) -> None:
-        """Prepare the step; ``pool`` is the memory pool for its CUDA graph, None: do not capture."""
+    def __init__(self, engine: DeviceEngine, layer: Layer, slots: int, pool: object) -> None:
+        """Prepare the step, which sees the first ``slots`` slots; 0: all. ``pool`` is the memory pool for its CUDA graph, None:
+        do not capture."""
         (stage,), manifest = engine.stages, engine.manifest
         self._stream = stage.stream
-        self._step = _LoopStep(stage, layer, manifest.max_tree_nodes, manifest.draft_top_k)
+        self._step = _LoopStep(stage, layer, slots, manifest.max_tree_nodes, manifest.draft_top_k)
         self._host_results = torch.zeros(self._step.results.shape, pin_memory=stage.stream.on_gpu)
         self._graph = CapturedGraph(self._step.body, self._stream, pool if stage.capturable else None)
 

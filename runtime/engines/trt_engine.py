@@ -174,6 +174,10 @@ def open_tensorrt(
         partial(_make_rows, manifest, streams, source),
         pad=True,
         one_by_one=True,
+        slots=(
+            _attended(manifest, manifest.verify, engines),
+            _attended(manifest, (manifest.draft,), engines) if draft else (),
+        ),
         prefill_chunk=source.prefill_chunk,
         exact=exact,
         on_warm_up=source.save_kernels,
@@ -195,6 +199,13 @@ def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
                 f"The plan of {graph.file} does not update {tensor.name.removesuffix('_out')} in place, as TensorRT's "
                 "KVCacheUpdate layers do; build it again with: eesd-build --force."
             )
+
+
+def _attended(manifest: Manifest, graphs: Sequence[GraphInfo], engines: dict[str, Any]) -> tuple[int, ...]:
+    """How many of the first slots attention of all these graphs may read. Plans of earlier versions read all."""
+    if any(engines[graph.file].get_tensor_shape("attn_mask")[3] != -1 for graph in graphs):
+        return (manifest.gpu_slots,)
+    return manifest.attended_slots(graphs[0])
 
 
 def _kv_cache_maker(manifest: Manifest, streams: Sequence[DeviceStream], memory: KVMemory) -> Callable[[], DeviceKVCache]:

@@ -19,12 +19,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 
 from eesd.common.integrity import sha256_of
-from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, Manifest, PlanInfo
+from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, PlanInfo
 from eesd.common.manifest_reader import load_manifest
+from eesd.export.plans import attend_to_first
 from eesd.runtime.engines import trt_plans
 from support import fake_cuda
 from support.fake_cuda import GARBAGE
@@ -54,8 +56,8 @@ def write_plans(
         decoding = ((1, 4, manifest.max_tree_nodes + 1), (1, chunk, chunk))
         profiles = ((1, 1, 1),) if graph == manifest.draft else decoding
         path = directory / Path(graph.file).with_suffix(".plan").name
-        plan = {"path": str(directory / graph.file), "profiles": profiles, "name": graph.file, "slots": manifest.gpu_slots}
-        plan["batch"] = batch
+        plan: dict[str, Any] = {"path": str(_as_built(directory, manifest, graph)), "profiles": profiles, "name": graph.file}
+        plan |= {"slots": manifest.gpu_slots, "least": manifest.attended_slots(graph)[0], "batch": batch}
         path.write_text(json.dumps(plan))
         plans[graph.file] = PlanInfo(
             file=path.name,
@@ -73,6 +75,18 @@ def write_plans(
     manifest = replace(manifest, plans=plans)
     (directory / MANIFEST_FILE).write_text(manifest.to_json())
     return manifest
+
+
+def _as_built(directory: Path, manifest: Manifest, graph: GraphInfo) -> Path:
+    """The graph that a plan computes: attention may read the first slots only. It lies beside the weights."""
+    if len(manifest.attended_slots(graph)) == 1:
+        return directory / graph.file
+    model = onnx.load(directory / graph.file, load_external_data=False)
+    attend_to_first(model.graph)
+    del model.graph.value_info[:]
+    path = directory / Path(graph.file).with_suffix(".built.onnx").name
+    path.write_bytes(model.SerializeToString())
+    return path
 
 
 class Fake:
@@ -147,12 +161,12 @@ class ICudaEngine(Fake):
 
     _real = True
 
-    def __init__(self, path: str, profiles: list[list[int]], name: str, slots: int, batch: int = 1) -> None:
+    def __init__(self, path: str, profiles: list[list[int]], name: str, slots: int, least: int, batch: int = 1) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
         self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self._profiles, self._graph, self._slots, self._batch = profiles, name, slots, batch
+        self._profiles, self._graph, self._slots, self._least, self._batch = profiles, name, slots, least, batch
         self._inputs = {tensor.name: tensor for tensor in self._session.get_inputs()}
         self._outputs = {tensor.name: tensor for tensor in self._session.get_outputs()}
         self._names: list[str] = [*self._inputs, *self._outputs]
@@ -254,7 +268,9 @@ class IExecutionContext(Fake):
             return False
         if name == "logit_rows" and not 1 <= shape[0] <= (1 if self._profile else most):  # a prefill computes no other logits
             return False
-        given = self._engine._inputs[name].shape
+        if name == "attn_mask" and not self._engine._least <= shape[3] <= self._engine._slots:
+            return False
+        given = [self._engine._slots if size == "S" else size for size in self._engine._inputs[name].shape]
         fits = len(given) == len(shape) and all(a == b for a, b in zip(given, shape, strict=True) if isinstance(a, int))
         self._shapes[name] = shape
         return fits
@@ -300,7 +316,7 @@ class IExecutionContext(Fake):
         sizes = {
             "n": self._count,
             "B": shapes["position_ids"][0],
-            "S": shapes["attn_mask"][3],
+            "S": engine._slots,
             "R": shapes.get("logit_rows", (0,))[0],
         }
         results = {name: [sizes.get(dim, dim) for dim in tensor.shape] for name, tensor in engine._outputs.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import eesd
+from eesd.common import manifest
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import trt_engine  # noqa: F401  # before torch.cuda is replaced, which its annotations name
 from eesd.runtime.llm import LLM, Speculation
@@ -22,13 +23,15 @@ TOKENS = 12
 
 @dataclass(frozen=True)
 class Setting:
-    """How an LLM runs: verify in ``stages`` on ``devices`` GPUs, drafting as ``speculation`` says."""
+    """How an LLM runs: verify in ``stages`` on ``devices`` GPUs, drafting as ``speculation`` says; with ``few_slots`` attention
+    may read the first slots only."""
 
     stages: int
     devices: int
     speculation: Speculation
     flavour: str = "tensorrt"
     cuda_graphs: bool = True
+    few_slots: bool = False
 
 
 CHAIN = Speculation("fixed:k=4", guard=False)
@@ -39,6 +42,8 @@ SETTINGS = {
     "chain in 3 stages on 3 GPUs": Setting(3, 3, CHAIN),
     "tree in 3 stages on 2 GPUs": Setting(3, 2, TREE),
     "tree in 3 stages on 3 GPUs without CUDA graphs": Setting(3, 3, TREE, cuda_graphs=False),
+    "chain over few slots": Setting(1, 1, CHAIN, few_slots=True),
+    "tree in 3 stages on 3 GPUs over few slots": Setting(3, 3, TREE, few_slots=True),
 }
 
 
@@ -50,15 +55,24 @@ Planned = Callable[[Setting], Path]
 
 def directory(shared: Shared, setting: Setting) -> Path:
     """The engine directory of a setting."""
-    stages, flavour = setting.stages, setting.flavour
-    return shared(f"late-{stages}-{flavour}", partial(build, stages=stages, flavour=flavour)) / "plans"
+    name = f"late-{setting.stages}-{setting.flavour}-{setting.few_slots}"
+    return shared(name, partial(build, setting=setting)) / "plans"
 
 
-def build(path: Path, stages: int, flavour: str) -> None:
+def allow_few_slots(patch: pytest.MonkeyPatch) -> None:
+    """Let attention of verify and of the draft read the first 16, 48 or 112 slots, where 96 are those of a text."""
+    patch.setattr(manifest, "FEWEST_SLOTS", 16)
+    patch.setattr(manifest, "LONG_CACHE", 0)
+
+
+def build(path: Path, setting: Setting) -> None:
     """Write an engine directory ``plans`` with plans of a four-layer model."""
     model = tiny_models.build(path / "model", 97, layers=4, damping=0.3, seed=0)
-    tiny_models.export_tiny(model, path / "plans", slots=96, stages=stages)
-    fake_tensorrt.write_plans(path / "plans", flavour)
+    tiny_models.export_tiny(model, path / "plans", slots=96, stages=setting.stages)
+    with pytest.MonkeyPatch.context() as patch:
+        if setting.few_slots:
+            allow_few_slots(patch)
+        fake_tensorrt.write_plans(path / "plans", setting.flavour)
 
 
 @contextmanager
@@ -66,6 +80,8 @@ def late_llm(directory: Path, setting: Setting, seed: int) -> Iterator[tuple[Mac
     """A machine whose events have the order of ``seed``, and an LLM on it."""
     with pytest.MonkeyPatch.context() as patch, install(Machine(setting.devices, seed)) as machine:
         fake_tensorrt.install(patch)
+        if setting.few_slots:
+            allow_few_slots(patch)
         llm = eesd.load(directory, "tensorrt", speculation=setting.speculation)
         if not setting.cuda_graphs:
             llm.engines.verify.cuda_graphs = llm.engines.draft.cuda_graphs = False  # type: ignore[attr-defined, union-attr]

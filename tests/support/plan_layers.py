@@ -51,9 +51,16 @@ class Layer(NamedTuple):
         return "_mha_" in self.name
 
     @property
+    def parts(self) -> list[Tensor]:
+        """The caches of which it copies the first slots: as many as the mask has columns. The log has -1 for both."""
+        caches = [tensor for tensor in self.inputs if tensor.is_cache and tensor not in self.outputs]
+        return caches if all(-1 in tensor.shape for tensor in self.outputs) and not self.is_attention else []
+
+    @property
     def nbytes(self) -> int:
-        """Bytes that a call reads and writes. A cache that is updated, and a table, are touched at a few rows only."""
-        read = [tensor for tensor in self.inputs if tensor not in self.outputs]
+        """Bytes that a call reads and writes. A cache that is updated, and a table, are touched at a few rows only. What
+        depends on the slots that attention reads is not counted."""
+        read = [tensor for tensor in self.inputs if tensor not in (*self.outputs, *self.parts)]
         written = [tensor for tensor in self.outputs if not tensor.is_cache]
         tables = () if "Gath" in self.name else self.constants
         return sum(tensor.nbytes for tensor in (*read, *tables, *written))
@@ -105,6 +112,20 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
         Tensor(re.sub(r" \[profile \d+\]$", "", name), tuple(int(size) for size in shape.split(",") if size), dtype)
         for name, shape, dtype in found
     )
+
+
+def parts(layers: Sequence[Layer]) -> list[Tensor]:
+    """The caches whose first slots are copied, each for an attention, which reads the copy."""
+    copied = [(cache, layer.outputs) for layer in layers for cache in layer.parts]
+    read = {tensor.name for layer in layers if layer.is_attention for tensor in layer.inputs}
+    assert all(tensor.name in read for _, outputs in copied for tensor in outputs)
+    return [cache for cache, _ in copied]
+
+
+def traffic(layers: Sequence[Layer], slots: int) -> int:
+    """Bytes that a call reads and writes in all, if its attention reads so many of the first slots."""
+    part = sum(cache.nbytes * slots // cache.shape[2] for cache in parts(layers))
+    return sum(layer.nbytes for layer in layers) + 3 * part  # read, written, and read by attention
 
 
 def copies(layers: Sequence[Layer], least: int) -> list[Tensor]:
