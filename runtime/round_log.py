@@ -22,7 +22,7 @@ from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.llm import LLM
 
-KIND, FORMAT = "rounds", 2
+KIND, FORMAT = "rounds", 3
 ENDS_ROUND = ("begin_request", "observe", "record")
 """Calls behind which the file is flushed, so that a process that dies leaves its rounds."""
 
