@@ -43,7 +43,9 @@ from eesd.runtime.engines.exactness import Exactness
     help="With --memory and --predict: slots of the KV cache.  [default: as exported]",
 )
 @click.option(
-    "--text-tokens", type=click.IntRange(1), help="With --predict: tokens of the text.  [default: they fill the cache]"
+    "--text-tokens",
+    type=click.IntRange(1, 2**31 - 1),
+    help="With --predict: tokens of the text.  [default: they fill the cache]",
 )
 @click.option("--batch", type=click.IntRange(1, 65536), help="With --memory: number of sequences.  [default: 1]")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest, the estimate or the prediction as JSON.")

@@ -38,6 +38,7 @@ TORCH_FILES = {
     "device.py",
     "device_engine.py",
     "device_noise.py",
+    "device_rejection.py",
     "device_sampler.py",
     "device_rows.py",
     "ort_gpu.py",
