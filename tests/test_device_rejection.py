@@ -14,7 +14,7 @@ from support.device_choices import COMMITTED, OPTIONS, no_logits, on_device
 from support.lossless_checks import DRAFT_VOCAB
 
 from eesd.common.draft_vocab import WHOLE, DraftColumns
-from eesd.runtime.decoding import device_rejection
+from eesd.runtime.decoding import device_rejection, device_sampler
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, Proposal
 from eesd.runtime.decoding.samplers import AcceptResult, Rejection
 from eesd.runtime.decoding.sampling import Sampling
@@ -161,7 +161,7 @@ def draft_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def draft_by_column(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        device_rejection.DeviceRejection, "_ids", lambda self, size, device: torch.arange(size, device=device) + SIZE - size
+        device_sampler.DeviceScores, "ids", lambda self, size, device: torch.arange(size, device=device) + SIZE - size
     )
 
 

@@ -34,9 +34,8 @@ class DeviceRejection:
 
     def __init__(self, sampling: Sampling, columns: DraftColumns) -> None:
         """See :func:`~eesd.runtime.decoding.samplers.make_sampler`."""
-        self._scores, self._columns = DeviceScores(sampling, columns), columns
+        self._scores = DeviceScores(sampling, columns)
         self._drawn: dict[Node, _Drawn] = {}
-        self._tokens: dict[torch.device, Tensor] = {}
 
     def begin_round(self) -> None:
         self._drawn = {}
@@ -85,18 +84,23 @@ class DeviceRejection:
 
         return choose
 
-    def judging(self, tokens: Sequence[int], nodes: Sequence[Node], numbers: "Numbers") -> Callable[[Tensor], Tensor]:
+    def judging(
+        self, tokens: Sequence[int], nodes: Sequence[Node], ahead: Callable[[int], Sequence[float]]
+    ) -> Callable[[Tensor], Tensor]:
         """What to run on the verifier's logits.
 
         Args:
             tokens: Everything committed.
             nodes: The nodes of the rows, in the order of the pass.
-            numbers: Of each node.
+            ahead: Gives so many of the next uniform numbers.
 
         Returns:
             A function from logits [n, V] float32 to float64 [n, 3]: of the children the accepted one, -1 for none; else the
             token behind the node; and 1 if both are certainly the host's.
         """
+
+        offsets, children = offsets_of(nodes), [len(node.children) for node in nodes]
+        numbers = Numbers(ahead(max(map(sum, zip(offsets, children, strict=True))) + 1), offsets, children)
 
         def choose(logits: Tensor) -> Tensor:
             scores, sure, clear = self._scores.filtered(logits, tokens, [node.path() for node in nodes], drafts=False)
@@ -114,19 +118,15 @@ class DeviceRejection:
     def _draft(self, nodes: Sequence[Node], p: Tensor) -> tuple[Tensor | None, Tensor]:
         """q of each token [n, V], None if no child was drawn; and of which nodes the child was drawn from it [n]."""
         drawn = [node in self._drawn for node in nodes]
-        q = torch.zeros_like(p) if any(drawn) else None
+        if not any(drawn):
+            return None, to_device(drawn, p.device, bool)
+        q = torch.zeros_like(p)
         for row, node in enumerate(nodes):
-            if q is not None and drawn[row]:
+            if drawn[row]:
                 found = self._drawn[node].q.to(p.device)
-                ids = slice(None) if len(found) == p.shape[-1] else self._ids(len(found), p.device)
+                ids = slice(None) if len(found) == p.shape[-1] else self._scores.ids(len(found), p.device)
                 q[row, ids] = found
         return q, to_device(drawn, p.device, bool)
-
-    def _ids(self, size: int, device: torch.device) -> Tensor:
-        """The token of each of the draft's columns."""
-        if device not in self._tokens:
-            self._tokens[device] = to_device(self._columns.tokens(range(size)), device)
-        return self._tokens[device]
 
 
 class Numbers(NamedTuple):

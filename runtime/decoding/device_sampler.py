@@ -32,6 +32,13 @@ class DeviceScores:
         """See :func:`~eesd.runtime.decoding.samplers.make_sampler`."""
         self._sampling, self._columns = sampling, columns
         self._seen: dict[tuple[torch.device, bool], _Seen] = {}
+        self._ids: dict[torch.device, Tensor] = {}
+
+    def ids(self, size: int, device: torch.device) -> Tensor:
+        """The tokens of the draft's columns, [size]."""
+        if device not in self._ids:
+            self._ids[device] = to_device(self._columns.tokens(range(size)), device)
+        return self._ids[device]
 
     def penalized(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool) -> Tensor:
         """Logits [n, V] with the repetition penalty for ``tokens`` and for each row's path; ``drafts``: those of the draft."""
@@ -59,10 +66,9 @@ class DeviceSampler:
 
     def __init__(self, sampling: Sampling, vocab_size: int, columns: DraftColumns) -> None:
         """See :func:`~eesd.runtime.decoding.samplers.make_sampler`."""
-        self._sampling, self._vocab_size, self._columns = sampling, vocab_size, columns
+        self._sampling, self._vocab_size = sampling, vocab_size
         self._scores = DeviceScores(sampling, columns)
         self._noise: dict[torch.device, DeviceNoise] = {}
-        self._ids: dict[torch.device, Tensor] = {}
 
     def chooser(self, tokens: Sequence[int], paths: Sequence[list[int]], count: int) -> Callable[[Tensor], Tensor]:
         """What to run on logits.
@@ -91,11 +97,7 @@ class DeviceSampler:
         if device not in self._noise:
             self._noise[device] = DeviceNoise(self._sampling.seed, self._vocab_size, device)
         rows = self._noise[device].rows([len(tokens) + len(path) for path in paths], first=len(tokens))
-        if size == self._vocab_size:
-            return rows
-        if device not in self._ids:
-            self._ids[device] = to_device(self._columns.tokens(range(size)), device)
-        return rows.index_select(1, self._ids[device])
+        return rows if size == self._vocab_size else rows.index_select(1, self._scores.ids(size, device))
 
 
 class _Seen:

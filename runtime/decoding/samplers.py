@@ -265,15 +265,13 @@ class Rejection(_Base):
     def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
         if self._allowed is not None:
             return None
-        from eesd.runtime.decoding.device_rejection import DeviceRejection, Numbers, offsets_of
-
         if self._device is None:
+            from eesd.runtime.decoding.device_rejection import DeviceRejection
+
             self._device = DeviceRejection(self._sampling, self._columns)
         if count:
             return self._device.proposing(self._tokens, nodes, count, self._ahead(len(nodes)))
-        offsets, children = offsets_of(nodes), [len(node.children) for node in nodes]
-        numbers = self._ahead(max(map(sum, zip(offsets, children, strict=True))) + 1)
-        return self._device.judging(self._tokens, nodes, Numbers(numbers, offsets, children))
+        return self._device.judging(self._tokens, nodes, self._ahead)
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
         if outputs.chosen is not None and outputs.chosen[row, 2, 0]:
