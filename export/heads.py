@@ -7,10 +7,8 @@ few heads are no even share. From two nodes on both give the same bits.
 
 import onnx_ir as ir
 
+from eesd.common.manifest import FEW_NODES
 from eesd.export.constants import constant, values_of
-
-FEW = 3
-"""Heads are folded in calls of B sequences with at most this many times B nodes each."""
 
 
 def part_heads(graph: ir.Graph) -> None:
@@ -47,7 +45,7 @@ def _many_nodes(graph: ir.Graph) -> tuple[list[ir.Node], ir.Value]:
     """Nodes that compute whether a call has many nodes, [1], from the positions [B, n]."""
     [positions] = [value for value in graph.inputs if value.name == "position_ids"]
     batch, count = (ir.node("Shape", [positions], {"start": axis, "end": axis + 1}) for axis in (0, 1))
-    few = ir.node("Mul", [batch.outputs[0], constant(graph, "few", [FEW])])
+    few = ir.node("Mul", [batch.outputs[0], constant(graph, "few", [FEW_NODES])])
     many = ir.node("Less", [few.outputs[0], count.outputs[0]])
     return [batch, count, few, many], many.outputs[0]
 

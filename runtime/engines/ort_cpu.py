@@ -277,17 +277,23 @@ class CallInputs:
             call: Its nodes.
             slots: 0 to S - 1.
         """
-        tokens, positions, slot, context_len, tree_mask = call
-        count, mask = len(tokens), self.mask[row]
-        self.input_ids[row, :count], self.input_ids[row, count:] = tokens, 0
-        self.position_ids[row, :count], self.position_ids[row, count:] = positions, positions[-1]
-        self.write_indices[row] = slot
-        if tree_mask is None:
-            np.multiply(slots > np.arange(slot, slot + len(mask))[:, None], HIDDEN, out=mask)
-        else:
-            mask.fill(HIDDEN)
-            mask[:, :context_len] = 0
-            mask[:count, context_len : context_len + tree_mask.shape[1]] = np.where(tree_mask, np.float32(0), HIDDEN)
+        count = len(call.tokens)
+        self.input_ids[row, :count], self.input_ids[row, count:] = call.tokens, 0
+        self.position_ids[row, :count], self.position_ids[row, count:] = call.positions, call.positions[-1]
+        self.write_indices[row] = call.slot
+        set_mask(self.mask[row], call, slots)
+
+
+def set_mask(mask: NDArray[np.float32], call: Call, slots: NDArray[np.int64]) -> None:
+    """Write the additive mask [n, S] of a sequence; ``slots`` are 0 to S - 1. n may be more than the nodes of the call."""
+    _, _, slot, context_len, tree_mask = call
+    if tree_mask is None:
+        np.multiply(slots > np.arange(slot, slot + len(mask))[:, None], HIDDEN, out=mask)
+    else:
+        mask.fill(HIDDEN)
+        mask[:, :context_len] = 0
+        nodes = len(tree_mask)
+        mask[:nodes, context_len : context_len + tree_mask.shape[1]] = np.where(tree_mask, np.float32(0), HIDDEN)
 
 
 @dataclass

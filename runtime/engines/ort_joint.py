@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.common.manifest import GraphInfo, Manifest
+from eesd.common.manifest import FEW_NODES, GraphInfo, Manifest
 from eesd.runtime.engines.base import Call, Part, StepOutputs
-from eesd.runtime.engines.joint_graph import NODES, ORDER, SIZES, name_of
+from eesd.runtime.engines.joint_graph import ATTENDED, KEYS, QUERIES, name_of
 from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.ort_cpu import CallInputs, ResultMemory, bind_caches, buffer
+from eesd.runtime.engines.ort_cpu import ResultMemory, bind_caches, buffer, set_mask
 from eesd.runtime.engines.recent import Recent
 from eesd.runtime.engines.rows import HostRows
+from eesd.runtime.engines.widened import NARROW
 
 MOST_BINDINGS = 64
 """Combinations of rows to whose caches the graph stays bound, which takes milliseconds."""
@@ -24,6 +25,7 @@ class OrtJointEngine:
     def __init__(self, manifest: Manifest, stages: Sequence[tuple[GraphInfo, Any]], parts: int) -> None:
         """``stages`` are those of verify, each with a session of its graph for so many parts."""
         self.parts = parts
+        self._manifest = manifest
         self._stages = stages
         self._takes = [{info.name for info in session.get_inputs()} for _, session in stages]
         self._nobody = Part(HostKVCache(manifest, 1), 0, [Call([0], [0], 0)], logits=False)
@@ -32,8 +34,8 @@ class OrtJointEngine:
 
     def forward(self, parts: Sequence[Part]) -> list[list[StepOutputs]]:
         filled = [*parts, *[self._nobody] * (self.parts - len(parts))]
-        given = _inputs(filled)
-        sizes = {"B": 1, "n": len(given[ORDER]), "R": len(given["logit_rows"])}
+        given = _inputs(filled, self._manifest)
+        sizes = {"B": 1, "n": len(given[ATTENDED]), "R": len(given["logit_rows"])}
         x, kept = given.pop("input_ids"), [*given.values()]  # an I/O binding does not keep its buffers alive
         for (graph, session), takes, io_binding in zip(self._stages, self._takes, self._bound(filled), strict=True):
             for name, array in {**given, graph.inputs[0].name: x}.items():
@@ -63,35 +65,63 @@ class OrtJointEngine:
         return io_bindings
 
 
-def _inputs(parts: Sequence[Part]) -> dict[str, NDArray[Any]]:
+def _inputs(parts: Sequence[Part], manifest: Manifest) -> dict[str, NDArray[Any]]:
     """The inputs of the graph, except caches; see :func:`~eesd.runtime.engines.joint_graph.join`."""
+    calls = [call for part in parts for call in part.calls]
+    total = sum(len(call.tokens) for call in calls)
     given: dict[str, NDArray[Any]] = {}
-    ids: list[int] = []
-    order: list[int] = []
+    attended: list[NDArray[np.int64]] = []
     logit_rows: list[int] = []
-    before = 0
+    first = rows_before = 0
     for number, part in enumerate(parts):
-        rows, nodes = len(part.calls), max(len(call.tokens) for call in part.calls)
+        nodes = max(len(call.tokens) for call in part.calls)
         slots = np.arange(_memory(part).slots)
-        tokens, positions, which = np.zeros((3, rows, nodes), np.int64)
-        inputs = CallInputs(tokens, positions, np.zeros(rows, np.int64), np.zeros((rows, nodes, len(slots)), np.float32))
+        mask, tokens = np.zeros((len(part.calls), nodes, len(slots)), np.float32), np.zeros((len(part.calls), nodes), np.int64)
+        began = first
         for row, call in enumerate(part.calls):
-            inputs.set_row(row, call, slots)
-            count, start = len(call.tokens), before + row * nodes
-            which[row] = len(ids) + np.minimum(np.arange(nodes), count - 1)
-            logit_rows += range(len(ids), len(ids) + count) if part.logits else ()
-            order += range(start, start + count)
-            ids += call.tokens
-        before += rows * nodes
+            set_mask(mask[row], call, slots)
+            tokens[row] = np.minimum(np.arange(first, first + nodes), first + len(call.tokens) - 1)
+            first += len(call.tokens)
+        logit_rows += range(began, first) if part.logits else ()
+        queries, mask = _queries(_heads(tokens, manifest.geometry.num_heads, total), mask, manifest)
+        found = rows_before + np.arange(queries.size).reshape(len(tokens), manifest.geometry.num_heads, -1)
+        attended += [found[row, :, : len(call.tokens)].T for row, call in enumerate(part.calls)]
+        rows_before += queries.size
         own = {
-            SIZES: np.array([rows, nodes]),
-            NODES: which,
-            "position_ids": inputs.position_ids,
-            "write_indices": inputs.write_indices,
-            "attn_mask": inputs.mask[:, None],
+            QUERIES: queries,
+            KEYS: _heads(tokens, manifest.geometry.num_kv_heads, total),
+            "write_indices": np.array([call.slot for call in part.calls]),
+            "attn_mask": mask[:, None],
         }
         given |= {name_of(name, number): array for name, array in own.items()}
-    return given | {"input_ids": np.array([ids]), ORDER: np.array(order), "logit_rows": np.array(logit_rows, np.int64)}
+    given |= {
+        "input_ids": np.array([[token for call in calls for token in call.tokens]]),
+        "position_ids": np.array([[position for call in calls for position in call.positions]]),
+        ATTENDED: np.concatenate(attended),
+        "logit_rows": np.array(logit_rows, np.int64),
+    }
+    return {name: np.ascontiguousarray(array) for name, array in given.items()}
+
+
+def _heads(tokens: NDArray[np.int64], heads: int, total: int) -> NDArray[np.int64]:
+    """The rows [B, heads, n] of the heads of tokens [B, n], of ``total`` tokens."""
+    return tokens[:, None] + total * np.arange(heads)[:, None]
+
+
+def _queries(
+    queries: NDArray[np.int64], mask: NDArray[np.float32], manifest: Manifest
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Queries [B, H, n] and their mask [B, n, S] as attention takes them: heads of a group folded if there are few nodes, and
+    never a single query of a head, as calls of their own have it."""
+    batch, heads, nodes = queries.shape
+    kv_heads = manifest.geometry.num_kv_heads
+    if manifest.dtype in NARROW and kv_heads == 1:  # such graphs do not fold
+        return queries, mask
+    if heads > kv_heads and nodes <= FEW_NODES * batch:
+        return queries.reshape(batch, kv_heads, -1), np.tile(mask, (1, heads // kv_heads, 1))
+    if nodes == 1:
+        return np.repeat(queries, 2, 2), np.repeat(mask, 2, 1)
+    return queries, mask
 
 
 def _outputs(parts: Sequence[Part], results: Sequence[NDArray[Any]]) -> list[list[StepOutputs]]:
