@@ -20,11 +20,10 @@ from transformers import AutoModelForCausalLM
 
 import eesd
 from eesd.common.integrity import sha256_of, verify_files
-from eesd.common.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest
+from eesd.common.manifest import FEW_NODES, MANIFEST_FILE, WEIGHTS_FILE, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import ROTARY_TABLES
 from eesd.export.cli import main as export_main
-from eesd.common.manifest import FEW_NODES
 from eesd.export.onnx_graph import SYMBOLS
 from eesd.export.plans import _fold_heads
 from eesd.export.weights import ALIGNMENT
@@ -170,16 +169,8 @@ def test_heads_are_apart_or_folded_with_the_same_bits(exported: Callable[[str], 
     (folded / "verify.onnx").write_bytes(model.SerializeToString())
     engines = [OrtEngine(path, manifest, manifest.verify, 1) for path in (directory, folded)]
     random = np.random.default_rng(0)
-    for batch, nodes in (
-        (1, 1),
-        (1, FEW_NODES),
-        (1, FEW_NODES + 1),
-        (1, 17),
-        (1, 100),
-        (2, FEW_NODES),
-        (2, 2 * FEW_NODES + 1),
-        (3, 2),
-    ):
+    few = FEW_NODES
+    for batch, nodes in ((1, 1), (1, few), (1, few + 1), (1, 17), (1, 100), (2, few), (2, 2 * few + 1), (3, 2)):
         tokens = random.integers(0, manifest.geometry.vocab_size, (batch, nodes)).tolist()
         calls = [Call(ids, range(20, 20 + nodes), 20) for ids in tokens]
         found = []

@@ -58,7 +58,7 @@ class Group:
     def join(self, row: Row, kv_cache: KVCache) -> None:
         """Take a row whose prompt is in a cache of its own."""
         used = row.session.prefilled
-        self.make_room(used + 1 + self._longest)
+        self.make_room(1, used + 1)
         self.rows.take(len(self.active), kv_cache, used)
         row.session.move_to(ROW_CACHE)
         self.active.append(row)
@@ -66,7 +66,7 @@ class Group:
     def take_over(self, other: "Group", row: Row) -> None:
         """Take a row from another group."""
         used, at = used_slots(row), other.active.index(row)
-        self.make_room(used + 1 + self._longest)
+        self.make_room(1, used + 1)
         self.rows.take_over(len(self.active), other.rows, at, used)
         other.leave(row)
         self.active.append(row)
@@ -85,10 +85,12 @@ class Group:
     def has_outgrown(self, row: Row) -> bool:
         return self.most_slots is not None and used_slots(row) + 1 + self._longest > self.most_slots
 
-    def make_room(self, slots: int = 1) -> None:
-        """Have room for a text that needs so many slots, and for a round of the rows that there are."""
+    def make_room(self, nodes: int, slots: int = 0) -> None:
+        """Have at least so many slots, and room for ``nodes`` nodes of a round behind each text; what those in front of the
+        last one wrote is kept."""
         used = [used_slots(row) for row in self.active]
-        self.rows.resize(max(slots, max(used, default=0) + 1 + self._longest), used)
+        written = [min(count + nodes - 1, self.rows.slots) for count in used]
+        self.rows.resize(max(slots, max(used, default=0) + nodes), written)
 
 
 def used_slots(row: Row) -> int:

@@ -34,29 +34,29 @@ class RoundRunner:
         """Time calls over dummy rows of an empty group for about so many seconds, so that the rule knows what they cost."""
         count, started = 1, time.perf_counter()
         while count <= most_rows and time.perf_counter() - started < seconds:
-            group.make_room(MEASURED_SLOTS)
+            group.make_room(1, MEASURED_SLOTS)
             for nodes in (1, 2, 4, 8):
                 if nodes <= most_nodes:
                     _measure(group, group.verify, self._rule.verify, count, nodes)
             if group.draft is not None:
                 _measure(group, group.draft, self._rule.draft, count, 1)
             count *= 2
-        group.make_room()
+        group.make_room(1)
 
-    def run(self, groups: Sequence[Group], report: Report, piece: Part | None = None) -> list[Row]:
+    def run(self, groups: Sequence[Group], report: Report, pieces: Sequence[Part] = ()) -> list[Row]:
         """Run a round of all rows of some groups.
 
         Args:
             groups: The groups; more than one needs a joint engine.
             report: Told what the round brought each row.
-            piece: Of a prompt, for the same verify call; needs a joint engine.
+            pieces: Of prompts, for the same verify call; they need a joint engine.
 
         Returns:
             The rows that are finished, or failed alone; they still hold their place.
         """
         started = time.perf_counter()
         for group in groups:
-            group.make_room()
+            group.make_room(1)
         rows, slots, rule = [row for group in groups for row in group.active], mean_slots(groups), self._rule
         rule.begin_round()
         least = rule.step_cost(len(rows), slots)
@@ -69,7 +69,7 @@ class RoundRunner:
         levels = rule.levels(_sums([_values(row, current) for row, current in everyone]), len(rows), slots)
         calls = [[_call(row, current, levels) for row, current in own] for own in rounds]
         called = time.perf_counter()
-        outputs, nodes = self._verify(groups, calls, piece)
+        outputs, nodes = self._verify(groups, calls, pieces)
         seconds = time.perf_counter() - called
         tokens, finished = 0, []
         for (row, current), output in zip(everyone, outputs, strict=True):
@@ -81,22 +81,24 @@ class RoundRunner:
         if not any(current and current.tree.steps for _, current in everyone):
             rule.fade()
         verifying = time.perf_counter() - called
-        self._note_time(len(rows), nodes, slots, tokens, called - started, verifying, shared=piece is not None)
+        self._note_time(len(rows), nodes, slots, tokens, called - started, verifying, shared=bool(pieces))
         for group, own in zip(groups, calls, strict=True):
             group.drafted = max(len(call.tokens) for call in own) - 1
         return finished
 
     def _verify(
-        self, groups: Sequence[Group], calls: Sequence[Sequence[Call]], piece: Part | None
+        self, groups: Sequence[Group], calls: Sequence[Sequence[Call]], pieces: Sequence[Part]
     ) -> tuple[list[StepOutputs], int]:
-        """One call for all groups, and for a piece of a prompt. Returns what rows get, and how many nodes that took."""
-        if len(groups) == 1 and piece is None:
+        """One call for all groups, and for pieces of prompts. Returns what rows get, and how many nodes that took."""
+        for group, own in zip(groups, calls, strict=True):
+            group.make_room(max(len(call.tokens) for call in own))
+        if len(groups) == 1 and not pieces:
             filled = len(calls[0]) * max(len(call.tokens) for call in calls[0])
             if self._joint is None or filled - _nodes(calls[0]) < WORTH_JOINING:
                 return groups[0].verify.forward(0, calls[0]), filled
         assert self._joint is not None
         parts = [Part(group.rows, 0, own) for group, own in zip(groups, calls, strict=True)]
-        outputs = self._joint.forward([*parts, piece] if piece else parts)
+        outputs = self._joint.forward([*parts, *pieces])
         return [output for own in outputs[: len(parts)] for output in own], sum(map(_nodes, calls))
 
     def _note_time(
@@ -123,7 +125,7 @@ class RoundRunner:
                 return
             depth += 1
             started = time.perf_counter()
-            count = sum(_draft_level(group, own) for group, own in zip(groups, rounds, strict=True))
+            count = sum(_draft_level(group, own, depth) for group, own in zip(groups, rounds, strict=True))
             self._rule.draft.add(count, 1, slots, time.perf_counter() - started)
 
     def _is_worth_it(self, rounds: Rounds, free: Sequence[tuple[Row, Round]], depth: int, slots: float) -> bool:
@@ -149,8 +151,8 @@ def _nodes(calls: Sequence[Call]) -> int:
     return sum(len(call.tokens) for call in calls)
 
 
-def _draft_level(group: Group, rounds: Rounds) -> int:
-    """Run a draft step of the rows of a group that draft. Rows between them take part, and what they get is forgotten.
+def _draft_level(group: Group, rounds: Rounds, depth: int) -> int:
+    """Run a draft step, the ``depth``-th, of the rows of a group that draft. Rows between them take part in vain.
 
     Returns:
         Rows that took part.
@@ -160,6 +162,7 @@ def _draft_level(group: Group, rounds: Rounds) -> int:
         return 0
     assert group.draft is not None
     started = time.perf_counter()
+    group.make_room(depth)
     first, last = wanting[0][0], wanting[-1][0]
     calls = [_idle_call(row) for row, _ in rounds[first : last + 1]]
     for number, row, current in wanting:

@@ -23,7 +23,7 @@ SEPARATE, JOINT = (512, 4), (256, 2)
 """Slots of the texts in the first group, and how many times more each next group holds: where every group needs a call of its
 own, and where calls are joint."""
 PARTS = 3
-"""Parts of a joint call: two groups, and a piece of a prompt."""
+"""Parts of a joint call: groups, and pieces of prompts, of which one always has a place."""
 MEASURING_SECONDS = 3.0
 """Time in which calls are timed at the start."""
 MOST_PREFILLING = 4
@@ -181,14 +181,14 @@ class Scheduler:
         """Let requests begin and end, prefill some tokens, run a round. Returns whether there is more to do."""
         self._end_some()
         self._begin_some()
-        ride = self._next_ride()
-        if ride is None:
+        rides = self._next_rides()
+        if not rides:
             self._prefill_some()
         active = [group for group in self._groups if group.active]
-        together = PARTS - 1 if self._joint else 1
-        for first in range(0, len(active), together):
-            self._round(active[first : first + together], ride)
-            ride = None
+        while active:
+            together = PARTS - len(rides) if self._joint else 1
+            self._round(active[:together], rides)
+            active, rides = active[together:], []
         self._regroup()
         return bool(self.waiting or self._prefilling or self.running)
 
@@ -251,20 +251,28 @@ class Scheduler:
         row.session.prefill_from(at)
         row.cached_tokens = at
 
-    def _next_ride(self) -> _Ride | None:
-        """A piece of the next prompt, if it can share the call of a round."""
-        while self._joint and self.running and self._prefilling and not self._prefilling[0].row.reports_prompt:
-            one = self._prefilling[0]
+    def _next_rides(self) -> list[_Ride]:
+        """Pieces of the next prompts that can share the call of a round: one, and more if they are whole prompts."""
+        rides: list[_Ride] = []
+        places = max(PARTS - sum(bool(group.active) for group in self._groups), 1)
+        left = self._options.prefill_tokens
+        if not self._joint or not self.running:
+            return rides
+        for one in [*self._prefilling]:
+            if len(rides) == places or one.row.reports_prompt or (rides and one.row.unfilled > left):
+                break
             try:
-                call = one.row.session.next_piece(_piece(one.row.unfilled, self._options.prefill_tokens))
+                call = one.row.session.next_piece(_piece(one.row.unfilled, left))
             except Exception as error:  # whatever it is, it concerns this request alone
                 self._end(one.row, "error", error)
                 continue
-            if call is not None:
-                return _Ride(one, call)
-            self._prefilling.popleft()
-            self._join(one)
-        return None
+            if call is None:
+                self._prefilling.remove(one)
+                self._join(one)
+                continue
+            rides.append(_Ride(one, call))
+            left -= len(call.tokens)
+        return rides
 
     def _prefill_some(self) -> None:
         """Prefill prompts between rounds, each a piece in turn. Those that are complete join a group."""
@@ -297,13 +305,13 @@ class Scheduler:
         self._group_for(len(one.row.request.tokens)).join(one.row, kv_cache)
         self._idle.append(one.workspace)
 
-    def _round(self, groups: Sequence[Group], ride: _Ride | None) -> None:
+    def _round(self, groups: Sequence[Group], rides: Sequence[_Ride]) -> None:
         """Run a round of some groups. If the engine fails, their rows end; the others go on."""
         self.rounds += 1
         homes, started = {row: group for group in groups for row in group.active}, time.perf_counter()
         try:
             finished = self._rounds.run(
-                groups, lambda row, result: self._report(homes[row], row, result), ride.part if ride else None
+                groups, lambda row, result: self._report(homes[row], row, result), [ride.part for ride in rides]
             )
         except Exception as error:
             LOGGER.exception("A round failed; %d requests end.", len(homes))
@@ -318,7 +326,7 @@ class Scheduler:
                 self._end(row, "error", row.error)
             else:
                 homes[row].leave(row)
-        if ride is not None:
+        for ride in rides:
             self._prefilling.remove(ride.one)
             ride.one.row.session.add_piece(ride.call, seconds)
             self._go_on(ride.one)

@@ -15,8 +15,8 @@ import onnx
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 QUERIES, KEYS, ATTENDED = "query_rows", "key_rows", "attended_rows"
-"""Inputs. Of a part: which rows its queries are [B, heads, m] and its keys and values [B, KV, n]; row h T + t is head h of token
-t. Of all parts: which rows of what they attended to are those of a token [T, heads], counted through."""
+"""Inputs. Of a part: which rows its queries are [B, heads, m] and its keys and values [B, KV, n]; row h T + t is head h of
+token t. Of all parts: which rows of what they attended to are those of a token [T, heads], counted through."""
 FOLDS = ("Reshape", "Concat", "Slice")
 """Operators that give queries the form in which attention takes them."""
 OWN = ("attn_mask", "write_indices")
