@@ -20,7 +20,8 @@ MOST_BINDINGS = 64
 
 
 class OrtJointEngine:
-    """See :class:`~eesd.runtime.engines.base.JointEngine`. A part that is not given is one node that nobody reads."""
+    """See :class:`~eesd.runtime.engines.base.JointEngine`. In a part that is not given the first token attends to itself, and
+    nobody reads it."""
 
     def __init__(self, manifest: Manifest, stages: Sequence[tuple[GraphInfo, Any]], parts: int) -> None:
         """``stages`` are those of verify, each with a session of its graph for so many parts."""
@@ -29,12 +30,21 @@ class OrtJointEngine:
         self._stages = stages
         self._takes = [{info.name for info in session.get_inputs()} for _, session in stages]
         self._nobody = Part(HostKVCache(manifest, 1), 0, [Call([0], [0], 0)], logits=False)
+        kv_heads = manifest.geometry.num_kv_heads
+        self._nothing = {
+            QUERIES: np.zeros((1, kv_heads, 2), np.int64),
+            KEYS: np.zeros((1, kv_heads, 1), np.int64),
+            "write_indices": np.zeros(1, np.int64),
+            "attn_mask": np.zeros((1, 1, 2, 1), np.float32),
+        }
         self._results = ResultMemory()
         self._bindings = Recent[tuple[Any, ...], tuple[Sequence[Part], list[Any]]](MOST_BINDINGS)
 
     def forward(self, parts: Sequence[Part]) -> list[list[StepOutputs]]:
         filled = [*parts, *[self._nobody] * (self.parts - len(parts))]
-        given = _inputs(filled, self._manifest)
+        given = _inputs(parts, self._manifest)
+        for number in range(len(parts), self.parts):
+            given |= {name_of(name, number): array for name, array in self._nothing.items()}
         sizes = {"B": 1, "n": len(given[ATTENDED]), "R": len(given["logit_rows"])}
         x, kept = given.pop("input_ids"), [*given.values()]  # an I/O binding does not keep its buffers alive
         for (graph, session), takes, io_binding in zip(self._stages, self._takes, self._bound(filled), strict=True):
