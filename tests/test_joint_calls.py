@@ -161,6 +161,18 @@ def test_prompts_and_groups_share_calls(llm: LLM, noted: Noted, levels: int | No
     assert scheduler.running == scheduler.prefilling == 0 and scheduler.kv_used == 0
 
 
+def test_short_prompts_share_calls(llm: LLM, noted: Noted) -> None:
+    """Three prompts without rows that decode, two in the call of a round, and one of a single token, which needs no prefill."""
+    given = [Request(tokens=[n % 7, 5, 3] * n, max_new_tokens=30, ignore_eos=True) for n in (9, 8, 12, 7, 6)]
+    given.append(replace(given[0], tokens=(4,)))
+    scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=64))
+    noted.calls.clear()
+    records = run(scheduler, given)
+    assert noted.calls[0] == (0, 3) and (1, 2) in noted.calls
+    for request, record in zip(given, records, strict=True):
+        assert record.tokens == alone(llm, request)
+
+
 def test_a_second_copy_of_the_weights_has_a_limit(llm: LLM, noted: Noted) -> None:
     engine = llm.engines.verify
     assert isinstance(engine, OrtEngine)
@@ -199,6 +211,19 @@ def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(llm: LLM, caplog
     assert failing == [1] and "out of order" in caplog.text
     assert records[0].reason == "error"
     assert records[1].tokens == alone(llm, given[1])
+
+
+def test_prompts_that_fail_together_end_together(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(engine: JointEngine, parts: Sequence[Part]) -> list[list[StepOutputs]]:
+        raise RuntimeError("out of order")
+
+    scheduler = Scheduler(llm, OPTIONS)
+    given = [Request(tokens=[5] * n, max_new_tokens=10, ignore_eos=True) for n in (9, 8)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OrtJointEngine, "forward", fail)
+        assert [record.reason for record in run(scheduler, given)] == ["error", "error"]
+    assert "out of order" in caplog.text and not scheduler.kv_used
+    assert [record.tokens for record in run(scheduler, given)] == [alone(llm, request) for request in given]
 
 
 add_piece, bind = Session.add_piece, OrtJointEngine._bind

@@ -185,6 +185,8 @@ class Scheduler:
         if not rides:
             self._prefill_some()
         active = [group for group in self._groups if group.active]
+        if not active and rides:
+            self._prefill_together(rides)
         while active:
             together = PARTS - len(rides) if self._joint else 1
             self._round(active[:together], rides)
@@ -252,12 +254,16 @@ class Scheduler:
         row.cached_tokens = at
 
     def _next_rides(self) -> list[_Ride]:
-        """Pieces of the next prompts that can share the call of a round: one, and more if they are whole prompts."""
+        """Pieces of the next prompts that can share the call of a round: one, and more if they are whole prompts. Without rows
+        that decode, several that share a call of their own, or none."""
         rides: list[_Ride] = []
-        places = max(PARTS - sum(bool(group.active) for group in self._groups), 1)
-        left = self._options.prefill_tokens
-        if not self._joint or not self.running:
+        if not self._joint:
             return rides
+        for one in [one for one in self._prefilling if one.row.prefilled and not one.row.reports_prompt]:
+            self._prefilling.remove(one)
+            self._join(one)
+        places = max(PARTS - sum(bool(group.active) for group in self._groups), 1)
+        left = self._options.prefill_tokens if self.running else self._engine.prefill_chunk
         for one in [*self._prefilling]:
             if len(rides) == places or one.row.reports_prompt or (rides and one.row.unfilled > left):
                 break
@@ -266,13 +272,10 @@ class Scheduler:
             except Exception as error:  # whatever it is, it concerns this request alone
                 self._end(one.row, "error", error)
                 continue
-            if call is None:
-                self._prefilling.remove(one)
-                self._join(one)
-                continue
+            assert call is not None
             rides.append(_Ride(one, call))
             left -= len(call.tokens)
-        return rides
+        return rides if self.running or len(rides) > 1 else []
 
     def _prefill_some(self) -> None:
         """Prefill prompts between rounds, each a piece in turn. Those that are complete join a group."""
@@ -326,6 +329,23 @@ class Scheduler:
                 self._end(row, "error", row.error)
             else:
                 homes[row].leave(row)
+        self._add_pieces(rides, seconds)
+
+    def _prefill_together(self, rides: Sequence[_Ride]) -> None:
+        """Prefill pieces of several prompts in one call, without rows that decode. If the engine fails, their requests end."""
+        assert self._joint is not None
+        started = time.perf_counter()
+        try:
+            self._joint.forward([ride.part for ride in rides])
+        except Exception as error:
+            LOGGER.exception("A prefill failed; %d requests end.", len(rides))
+            for ride in rides:
+                self._end(ride.one.row, "error", error)
+            return
+        self._add_pieces(rides, time.perf_counter() - started)
+
+    def _add_pieces(self, rides: Sequence[_Ride], seconds: float) -> None:
+        """Go on behind pieces of prompts that a call of so many seconds has put into their caches."""
         for ride in rides:
             self._prefilling.remove(ride.one)
             ride.one.row.session.add_piece(ride.call, seconds)

@@ -31,7 +31,7 @@ class OrtJointEngine:
         self._takes = [{info.name for info in session.get_inputs()} for _, session in stages]
         self._nobody = Part(HostKVCache(manifest, 1), 0, [Call([0], [0], 0)], logits=False)
         kv_heads = manifest.geometry.num_kv_heads
-        self._nothing = {
+        self._nothing: dict[str, NDArray[Any]] = {
             QUERIES: np.zeros((1, kv_heads, 2), np.int64),
             KEYS: np.zeros((1, kv_heads, 1), np.int64),
             "write_indices": np.zeros(1, np.int64),
