@@ -214,7 +214,7 @@ def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(llm: LLM, caplog
 
 
 def test_prompts_that_fail_together_end_together(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(engine: JointEngine, parts: Sequence[Part]) -> list[list[StepOutputs]]:
+    def fail(*_: object) -> list[list[StepOutputs]]:
         raise RuntimeError("out of order")
 
     scheduler = Scheduler(llm, OPTIONS)
