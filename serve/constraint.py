@@ -21,8 +21,10 @@ from eesd.runtime.batch.request import ConstraintError
 from eesd.runtime.llm import LLM
 from eesd.runtime.text import TextCodec, TokenBytes
 
-LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
-"""What one grammar may take: a lexer state has 1 to 2 kB. Errors without the parser's own state: they go to clients."""
+LIMITS = LLParserLimits(max_lexer_states=20_000, step_max_items=5_000, verbose_errors=False)
+"""What one grammar may take. A lexer state has 1 to 2 kB. All requests of a batch wait for the mask of a token: with 5,000
+items it takes milliseconds, or a tenth of a second where a text can be read in very many ways; with 50,000 that were seconds. A
+schema of 490 properties needs over 3,000. Errors come without the parser's own state: they go to clients."""
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 BLOCK = 256
 """Tokens that are compared at once."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from llguidance import LLTokenizer
+from llguidance import LLTokenizer, TokenizerWrapper
 from support.constrained import SCHEMAS, TOO_MUCH, allowed, random_text, with_new_lines
 from tokenizers import Tokenizer, decoders, models
 
@@ -185,6 +185,34 @@ def test_constraints_that_cannot_be_used_are_refused(llm: LLM, body: dict[str, A
 def test_what_no_token_can_write_is_an_error_and_no_short_text(llm: LLM, kind: str, value: Any) -> None:
     with pytest.raises(EESDError, match=r"no tokens|nothing fits"):
         random_text(constraint(kind, value, llm), llm, 0)
+
+
+class Words:
+    """EOS and tokens of one to thirty letters, as real vocabularies have them, in the form that llguidance asks for."""
+
+    eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
+    tokens = (b"</s>", *(b"a" * count for count in range(1, 31)))
+
+    def __call__(self, text: str) -> list[int]:
+        return [1] * len(text)
+
+
+def test_a_grammar_that_reads_a_text_in_too_many_ways_is_an_error() -> None:
+    """Each of its masks takes longer than the last one, up to seconds, in which all requests would wait."""
+    vocabulary = LLTokenizer(TokenizerWrapper(Words()), len(Words.tokens), [0])
+    made = GrammarConstraint("start: e\ne: e e | /[a-z]/", vocabulary, [0])
+    with pytest.raises(ConstraintError, match="takes too much"):
+        for count in range(100):
+            made.allowed([1] * count)
+    assert count > 10
+
+
+def test_a_large_schema_is_no_error(llm: LLM) -> None:
+    properties = {f"property_{i}": {"type": ["string", "number", "null"]} for i in range(490)}
+    made = constraint("json", {"type": "object", "properties": properties}, llm)
+    tokens = llm.encode('{"property_1": "hello", "property_77": 12.5, "property_400": null')
+    for count in range(len(tokens)):
+        assert made.allowed(tokens[:count])[tokens[count]]
 
 
 def test_what_takes_too_much_is_an_error_wherever_it_is_found_out(llm: LLM) -> None:
