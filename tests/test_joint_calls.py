@@ -78,7 +78,7 @@ def bits(outputs: StepOutputs) -> NDArray[np.uint32]:
 
 @pytest.fixture(
     scope="module",
-    params=["float32", "bfloat16", "int4", "stages", "qwen3", "llama-bias", "mistral-window"],
+    params=["float32", "bfloat16", "int4", "stages", "qwen3", "llama-bias", "mistral-window", "no groups", "one KV head"],
 )
 def texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Texts:
     kind: str = request.param
@@ -86,7 +86,8 @@ def texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if kind in ("qwen3", "llama-bias", "mistral-window"):
         model = request.getfixturevalue("family_dir")(kind)
     else:
-        model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
+        kv_heads = {"no groups": 4, "one KV head": 1}.get(kind, 2)
+        model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0, kv_heads=kv_heads)
     if kind == "int4":
         plans = export_engine(model, directory / "plans", "--quantize", "int4", "--max-seq-len", 384)
     else:
