@@ -91,7 +91,7 @@ class _Prefilling:
 
 @dataclass(frozen=True)
 class _Ride:
-    """A piece of a prompt in the verify call of a round."""
+    """A piece of a prompt in a call that it shares."""
 
     one: _Prefilling
     call: Call
@@ -239,7 +239,7 @@ class Scheduler:
                 continue
             if generation.request.prompt_logprobs is None:
                 self._take_prefix(row, workspace.kv_cache)
-            self._prefilling.append(_Prefilling(row, workspace))
+            self._go_on(_Prefilling(row, workspace))  # of some prompts nothing is left to prefill
 
     def _take_prefix(self, row: Row, kv_cache: KVCache) -> None:
         """Copy the keys and values of the prompt's beginning that are known."""
@@ -253,17 +253,19 @@ class Scheduler:
         row.session.prefill_from(at)
         row.cached_tokens = at
 
+    @property
+    def _most_prefilled(self) -> int:
+        """Tokens of prompts in a call."""
+        return self._options.prefill_tokens if self.running else self._engine.prefill_chunk
+
     def _next_rides(self) -> list[_Ride]:
         """Pieces of the next prompts that can share the call of a round: one, and more if they are whole prompts. Without rows
         that decode, several that share a call of their own, or none."""
         rides: list[_Ride] = []
         if not self._joint:
             return rides
-        for one in [one for one in self._prefilling if one.row.prefilled and not one.row.reports_prompt]:
-            self._prefilling.remove(one)
-            self._join(one)
         places = max(PARTS - sum(bool(group.active) for group in self._groups), 1)
-        left = self._options.prefill_tokens if self.running else self._engine.prefill_chunk
+        left = self._most_prefilled
         for one in [*self._prefilling]:
             if len(rides) == places or one.row.reports_prompt or (rides and one.row.unfilled > left):
                 break
@@ -279,7 +281,7 @@ class Scheduler:
 
     def _prefill_some(self) -> None:
         """Prefill prompts between rounds, each a piece in turn. Those that are complete join a group."""
-        left = most = self._options.prefill_tokens if self.running else self._engine.prefill_chunk
+        left = most = self._most_prefilled
         while self._prefilling and left > 0:
             row = self._prefilling[0].row
             piece = _piece(row.unfilled, left)

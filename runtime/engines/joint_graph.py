@@ -96,24 +96,25 @@ class _Joiner:
     def _write(self, node: NodeProto) -> Iterator[NodeProto]:
         """Each part writes its keys or values [B, KV, n, D] into its caches."""
         cache, new, indices = node.input
-        rows = f"{new}@rows"
-        yield helper.make_node("Reshape", [new, self._heads()], [rows])
+        yield from self._gather(new, KEYS)
         for part in self._parts:
-            own = name_of(new, part)
-            yield helper.make_node("Gather", [rows, name_of(KEYS, part)], [own], axis=0)
-            yield _copy(node, [name_of(cache, part), own, name_of(indices, part)], part)
+            yield _copy(node, [name_of(name, part) for name in (cache, new, indices)], part)
 
     def _attend(self, node: NodeProto) -> Iterator[NodeProto]:
         """Attention of each part, over its queries [B, heads, m, D]."""
         queries, keys, values, _ = node.input
         while self._producers[queries].op_type in FOLDS:
             queries = self._producers[queries].input[0]
-        rows = f"{queries}@rows"
-        yield helper.make_node("Reshape", [queries, self._heads()], [rows])
+        yield from self._gather(queries, QUERIES)
         for part in self._parts:
-            own = name_of(queries, part)
-            yield helper.make_node("Gather", [rows, name_of(QUERIES, part)], [own], axis=0)
-            yield _copy(node, [own, name_of(keys, part), name_of(values, part), name_of("attn_mask", part)], part)
+            yield _copy(node, [name_of(name, part) for name in (queries, keys, values, "attn_mask")], part)
+
+    def _gather(self, heads: str, rows: str) -> Iterator[NodeProto]:
+        """Each part takes the heads [1, heads, T, D] of its tokens, by its input ``rows``."""
+        everyone = f"{heads}@rows"
+        yield helper.make_node("Reshape", [heads, self._heads()], [everyone])
+        for part in self._parts:
+            yield helper.make_node("Gather", [everyone, name_of(rows, part)], [name_of(heads, part)], axis=0)
 
     def _collect(self, node: NodeProto, attended: str) -> Iterator[NodeProto]:
         """The rows [1, T, heads D] of the tokens, from what the parts attended to."""

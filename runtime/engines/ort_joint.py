@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from eesd.common.manifest import FEW_NODES, GraphInfo, Manifest
 from eesd.runtime.engines.base import Call, Part, StepOutputs
-from eesd.runtime.engines.joint_graph import ATTENDED, KEYS, QUERIES, name_of
+from eesd.runtime.engines.joint_graph import ATTENDED, KEYS, OWN, QUERIES, name_of
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import ResultMemory, bind_caches, buffer, set_mask
 from eesd.runtime.engines.recent import Recent
@@ -20,8 +20,8 @@ MOST_BINDINGS = 64
 
 
 class OrtJointEngine:
-    """See :class:`~eesd.runtime.engines.base.JointEngine`. In a part that is not given the first token attends to itself, and
-    nobody reads it."""
+    """See :class:`~eesd.runtime.engines.base.JointEngine`. A part that is not given has no token of its own: it takes heads of
+    others' tokens, and nobody reads what they attend to."""
 
     def __init__(self, manifest: Manifest, stages: Sequence[tuple[GraphInfo, Any]], parts: int) -> None:
         """``stages`` are those of verify, each with a session of its graph for so many parts."""
@@ -30,13 +30,8 @@ class OrtJointEngine:
         self._stages = stages
         self._takes = [{info.name for info in session.get_inputs()} for _, session in stages]
         self._nobody = Part(HostKVCache(manifest, 1), 0, [Call([0], [0], 0)], logits=False)
-        kv_heads = manifest.geometry.num_kv_heads
-        self._nothing: dict[str, NDArray[Any]] = {
-            QUERIES: np.zeros((1, kv_heads, 2), np.int64),
-            KEYS: np.zeros((1, kv_heads, 1), np.int64),
-            "write_indices": np.zeros(1, np.int64),
-            "attn_mask": np.zeros((1, 1, 2, 1), np.float32),
-        }
+        alone = _inputs([self._nobody], manifest)  # its rows are among those of any call
+        self._nothing = {name: alone[name_of(name, 0)] for name in (QUERIES, KEYS, *OWN)}
         self._results = ResultMemory()
         self._bindings = Recent[tuple[Any, ...], tuple[Sequence[Part], list[Any]]](MOST_BINDINGS)
 
