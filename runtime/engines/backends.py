@@ -98,6 +98,21 @@ def _open_ort(directory: Path, manifest: Manifest, threads: int, draft: bool, ex
         from eesd.runtime.engines.ort_gpu import open_ort_gpu
 
         return Engines(*open_ort_gpu(directory, manifest, threads, draft, exact=exact))
+    from eesd.runtime.engines import operators
+
+    if lacking := operators.missing():
+        return _open_standard(directory, manifest, threads, draft)._replace(notice=lacking)
+    from eesd.runtime.engines.cpu_engine import CpuEngine
+    from eesd.runtime.engines.packed import packed_directory
+
+    packed = packed_directory(directory, manifest)
+    drafter = CpuEngine(packed, manifest, [manifest.draft], threads) if draft else None
+    # Its sums have an order of their own, whatever else a call computes: equal bits by construction, in trees, too.
+    return Engines(CpuEngine(packed, manifest, manifest.verify, threads), drafter, exact=True)
+
+
+def _open_standard(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
+    """The engines of ONNX Runtime's own operators, on the CPU."""
     from eesd.runtime.engines.ort_cpu import OrtEngine
 
     widened: dict[str, Any] = {}

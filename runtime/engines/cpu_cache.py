@@ -1,0 +1,123 @@
+"""KV caches of the CPU engine: memory that is reserved once, in tiles that its attention reads without a copy.
+
+A sequence has one piece of memory, [L+E, 2, KV, S, width]. Keys lie in tiles of 16 slots, [S / 16, width, 16], so that scores
+need no sums across lanes; values in slots, [S, width]. ``width`` is the size of a head, rounded up to a multiple of 16. Pages
+come when they are written, and are given back when a long text ends.
+"""
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.common.errors import EESDError
+from eesd.common.manifest import Manifest
+from eesd.runtime.engines.base import KVCache, Rows, Values
+
+TILE = 16
+"""Slots whose keys lie in one tile."""
+KEPT = 64 << 20
+"""Bytes that a cache may keep when another text begins; of more, the pages are given back."""
+_NO_RESERVE = 0x4000
+"""MAP_NORESERVE of Linux: addresses are not counted as memory."""
+
+
+def slots_of(manifest: Manifest) -> int:
+    """Slots of a cache: those of the text, and room for the nodes of a round behind its last one."""
+    return -(-(manifest.max_seq_len + manifest.max_tree_nodes + 1) // TILE) * TILE
+
+
+class CpuKVCache:
+    """The keys and values of one sequence.
+
+    Attributes:
+        address: Of the memory; a multiple of 4096.
+        slots: S.
+        limit: Most slots of a text.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        geometry = manifest.geometry
+        self.slots, self.limit = slots_of(manifest), manifest.max_seq_len
+        self._head_dim, self._width = geometry.head_dim, -(-geometry.head_dim // TILE) * TILE
+        self._shape = (manifest.num_caches, 2, geometry.num_kv_heads, self.slots * self._width)
+        size = int(np.prod(self._shape)) * 4
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if hasattr(mmap, "MADV_DONTNEED") else 0)
+        try:
+            self._map = mmap.mmap(-1, size, flags=flags)
+        except (OSError, ValueError, OverflowError):
+            raise EESDError(f"There are no {size >> 20} MiB of addresses for a cache of {self.slots} slots.") from None
+        memory = np.frombuffer(self._map, np.float32).reshape(self._shape)
+        self.address = int(memory.ctypes.data)
+        self._keys = memory[:, 0].reshape(*self._shape[:1], self._shape[2], self.slots // TILE, self._width, TILE)
+        self._values = memory[:, 1].reshape(*self._shape[:1], self._shape[2], self.slots, self._width)
+        self._used = 0
+
+    def reserve(self, slots: int) -> None:
+        if slots > self.limit:
+            raise EESDError(f"{slots} tokens do not fit the cache of {self.limit} slots; export with a larger --max-seq-len.")
+        self._used = max(self._used, slots)
+
+    def reset(self) -> None:
+        per_slot = 4 * int(np.prod(self._shape)) // self.slots
+        if self._used * per_slot > KEPT and hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+        self._used = 0
+
+    def compact(self, start: int, sources: list[int]) -> None:
+        self.fill(start, self._gather(np.array(sources, np.intp)))
+
+    def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Keys and values of one layer, each [1, KV, S, D]: a copy."""
+        every = self._gather(np.arange(self.slots), slice(index, index + 1))
+        return every[0, 0][None].copy(), every[0, 1][None].copy()
+
+    def values(self, start: int, stop: int) -> Values:
+        """A copy [L+E, 2, KV, n, D] of the slots from ``start`` to ``stop - 1``."""
+        return self._gather(np.arange(start, stop))
+
+    def fill(self, start: int, values: NDArray[Any]) -> None:
+        count = values.shape[3]
+        slots = np.arange(start, start + count)
+        # An index array beside a slice: NumPy puts the slots first.
+        self._keys[:, :, slots // TILE, : self._head_dim, slots % TILE] = values[:, 0].transpose(2, 0, 1, 3)
+        self._values[:, :, start : start + count, : self._head_dim] = values[:, 1]
+
+    def _gather(self, slots: NDArray[np.intp], layers: slice = slice(None)) -> NDArray[np.float32]:
+        keys = self._keys[layers, :, slots // TILE, : self._head_dim, slots % TILE].transpose(1, 2, 0, 3)
+        return np.stack((keys, self._values[layers][:, :, slots, : self._head_dim]), 1)
+
+
+class CpuRows:
+    """The caches of several sequences, see :class:`~eesd.runtime.engines.base.Rows`: each has one of its own, with all slots."""
+
+    fixed, ragged = False, True
+
+    def __init__(self, manifest: Manifest, most: int) -> None:
+        self.caches = [CpuKVCache(manifest) for _ in range(most)]
+        geometry = manifest.geometry
+        self.slot_bytes = 8 * manifest.num_caches * geometry.num_kv_heads * geometry.head_dim
+
+    @property
+    def slots(self) -> int:
+        return self.caches[0].slots
+
+    def resize(self, slots: int, used: Sequence[int]) -> None:
+        pass
+
+    def move(self, source: int, target: int, used: int) -> None:
+        caches = self.caches
+        caches[source], caches[target] = caches[target], caches[source]
+
+    def take(self, row: int, kv_cache: KVCache, used: int) -> None:
+        assert isinstance(kv_cache, CpuKVCache)
+        self.caches[row].fill(0, kv_cache.values(0, used))
+
+    def take_over(self, row: int, other: Rows, source: int, used: int) -> None:
+        assert isinstance(other, CpuRows)
+        self.caches[row].fill(0, other.caches[source].values(0, used))
+
+    def values(self, row: int, start: int, stop: int) -> Values:
+        return self.caches[row].values(start, stop)

@@ -1,0 +1,273 @@
+"""Graphs of this project's operators, made from a directory's manifest: five nodes a layer, which read packed weights.
+
+A graph on disk is standard ONNX, and says the same in some twenty-five nodes a layer. What it computes follows from the manifest
+(geometry, exit head, layers), so this graph is written down from that, and not found by matching nodes: there is nothing that a
+match could miss. The names and sizes of all weights are compared with those of the graph on disk.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.manifest import GraphInfo, Manifest
+from eesd.common.weights import DRAFT, DRAFT_VOCAB, EMBEDDINGS, EXIT_HEAD, FINAL_NORM, LM_HEAD
+from eesd.runtime.engines.cpu_cache import slots_of
+from eesd.runtime.engines.operators import DOMAIN
+
+
+class Columns(NamedTuple):
+    """Columns of a linear weight: ``stop`` is None for all of them."""
+
+    weight: str
+    start: int = 0
+    stop: int | None = None
+
+
+class Located(NamedTuple):
+    """A packed weight: where it lies in the file of packed weights, and what the operators must know of it."""
+
+    offset: int
+    length: int
+    numbers: tuple[int, ...]
+
+
+@dataclass
+class Weights:
+    """What a graph is made of.
+
+    Attributes:
+        file: Name of the file of packed weights.
+        packed: Packed weights by what they hold.
+        small: Norms, biases and rotary tables by name, float32; the draft vocabulary, int64.
+    """
+
+    file: str
+    packed: Mapping[Columns, Located]
+    small: Mapping[str, NDArray[Any]]
+
+
+def products_of(manifest: Manifest, graph: GraphInfo) -> list[Columns]:
+    """What a graph multiplies by, and its embedding table, in the order of use."""
+    builder = _Builder(manifest, graph, None)
+    builder.build()
+    return builder.products
+
+
+def make_graph(manifest: Manifest, graph: GraphInfo, weights: Weights) -> bytes:
+    """The graph that stands for one on disk, as the bytes of an ``onnx.ModelProto``.
+
+    Its inputs are ``input_ids`` [T] int64, or ``hidden`` [T, H]; ``tokens`` [T, 5] int64: for each token the address of its
+    sequence's cache, its position, its slot, its context (it sees that many first slots) and the length of its path; ``paths``
+    [T, P] int32: the slots that it sees behind the context, in the order of positions, its own as the last; and ``logit_rows``
+    [R] int64 where logits are computed. Outputs are those of the graph on disk without the caches, of T tokens instead of B
+    times n.
+    """
+    return _Builder(manifest, graph, weights).build()
+
+
+@dataclass
+class _Builder:
+    manifest: Manifest
+    graph: GraphInfo
+    weights: Weights | None
+    """None: only to list what is multiplied."""
+    products: list[Columns] = field(default_factory=list)
+    nodes: list[Any] = field(default_factory=list)
+    initializers: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._names = self.manifest.weights_of(self.graph)
+        self._draft = self.graph == self.manifest.draft
+
+    @property
+    def _geometry(self) -> Geometry:
+        return self.manifest.geometry
+
+    @property
+    def _exit(self) -> ExitConfig:
+        return self.manifest.exit_head
+
+    def build(self) -> bytes:
+        layers = self.manifest.base_layers(self.graph)
+        x = "input_ids" if layers.start == 0 else "hidden"
+        first = _input(x, [None] if layers.start == 0 else [None, self._geometry.hidden_size], layers.start == 0)
+        if layers.start == 0:
+            x = self._embed(x)
+        for layer in layers:
+            x = self._block(f"model.layers.{layer}.", x, layer)
+            if layer == self._exit.layer - 1 and not self._draft:
+                self._write_exit_caches(x)
+        inputs, outputs = [first, _input("tokens", [None, 5]), _input("paths", [None, None], kind=TensorProto.INT32)], []
+        if self._draft:
+            outputs = self._predict_draft(x)
+        elif layers.stop == self._geometry.num_layers:
+            inputs.append(_input("logit_rows", [None]))
+            self._node("Gather", [x, "logit_rows"], "last", domain="", axis=0)
+            self._product("last", [self._columns(LM_HEAD)], "logits", norm=FINAL_NORM)
+            outputs = [_output("logits")]
+        else:
+            self._node("Identity", [x], "hidden_out", domain="")
+            outputs = [_output("hidden_out")]
+        return self._model(inputs, outputs)
+
+    def _embed(self, ids: str) -> str:
+        table = self._columns(EMBEDDINGS)
+        return self._node("Embed", [ids, self._packed(table)], "embedded", matrices=self._numbers([table]))
+
+    def _block(self, prefix: str, x: str, cache: int) -> str:
+        attended = self._attention(prefix, x, cache)
+        x = self._product(
+            attended, [self._columns(f"{prefix}self_attn.o_proj.weight")], f"{prefix}attended", bias=["self_attn.o_proj.bias"],
+            prefix=prefix, residual=x,
+        )  # fmt: skip
+        inner, width = f"{prefix}mlp.", self._geometry.intermediate_size
+        packed = self._find(f"{inner}gate_up_proj.weight")
+        if packed is not None:
+            parts = [Columns(packed, 0, width), Columns(packed, width, 2 * width)]
+        else:
+            parts = [self._columns(f"{inner}{name}_proj.weight") for name in ("gate", "up")]
+        gated = self._product(
+            x, parts, f"{prefix}gated", norm=f"{prefix}post_attention_layernorm.weight", prefix=prefix, swiglu=1,
+            bias=["mlp.gate_up_proj.bias"] if packed is not None else ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
+        )  # fmt: skip
+        down = [self._columns(f"{inner}down_proj.weight")]
+        return self._product(gated, down, f"{prefix}out", bias=["mlp.down_proj.bias"], prefix=prefix, residual=x)
+
+    def _attention(self, prefix: str, x: str, cache: int, attends: bool = True) -> str:
+        """Keys and values of x into a cache, and what queries attend to."""
+        wanted = ("q", "k", "v") if attends else ("k", "v")
+        packed = f"self_attn.{'qkv' if attends else 'kv'}_proj"
+        if self._find(f"{prefix}{packed}.weight") is not None:
+            modules = [packed]
+        else:
+            modules = [f"self_attn.{name}_proj" for name in wanted]
+        parts = [self._columns(f"{prefix}{module}.weight") for module in modules]
+        qkv = self._product(
+            x, parts, f"{prefix}qkv", norm=f"{prefix}input_layernorm.weight", bias=[f"{module}.bias" for module in modules],
+            prefix=prefix,
+        )  # fmt: skip
+        geometry = self._geometry
+        norms = [self._small(f"{prefix}self_attn.{name}_norm.weight") for name in ("q", "k")]
+        return self._node(
+            "Attention",
+            [qkv, "tokens", "paths", self._small("cos"), self._small("sin"), *norms],
+            f"{prefix}attention",
+            heads=geometry.num_heads if attends else 0,
+            kv_heads=geometry.num_kv_heads,
+            head_dim=geometry.head_dim,
+            slots=slots_of(self.manifest),
+            layer=cache,
+            scale=geometry.head_dim**-0.5,
+            epsilon=geometry.rms_norm_eps,
+        )
+
+    def _write_exit_caches(self, x: str) -> None:
+        """What verify computes of the exit head: the keys and values of its blocks."""
+        layers = self._geometry.num_layers
+        for block in range(self._exit.blocks - 1):
+            x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, layers + block)
+        last = self._exit.blocks - 1
+        self._attention(f"{EXIT_HEAD}blocks.{last}.", x, layers + last, attends=False)
+
+    def _predict_draft(self, x: str) -> list[Any]:
+        for block in range(self._exit.blocks):
+            x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, self._geometry.num_layers + block)
+        head = f"{EXIT_HEAD}{LM_HEAD}" if self._exit.own_lm_head else LM_HEAD
+        self._product(x, [self._columns(head)], "logits", norm=f"{EXIT_HEAD}norm.weight")
+        self._constant("top_k", np.array([self.manifest.draft_top_k]))
+        self._constant("last_axis", np.array([-1]))
+        self.nodes.append(helper.make_node("TopK", ["logits", "top_k"], ["values", "columns"], axis=-1))
+        self._node("ReduceLogSumExp", ["logits", "last_axis"], "normalizer", domain="", keepdims=1)
+        self._node("Sub", ["values", "normalizer"], "topk_logprobs", domain="")
+        if self._exit.draft_vocab:
+            self._node("Gather", [self._small(EXIT_HEAD + DRAFT_VOCAB), "columns"], "topk_ids", domain="", axis=0)
+        else:
+            self._node("Identity", ["columns"], "topk_ids", domain="")
+        return [_output("logits"), _output("topk_ids", TensorProto.INT64), _output("topk_logprobs")]
+
+    def _product(
+        self,
+        x: str,
+        parts: Sequence[Columns],
+        name: str,
+        norm: str = "",
+        bias: Sequence[str] = (),
+        prefix: str = "",
+        residual: str = "",
+        swiglu: int = 0,
+    ) -> str:
+        """x, normalized if there is a norm, times the parts side by side."""
+        found = [self._find(prefix + one) for one in bias]
+        biases = [one for one in found if one is not None]
+        assert not biases or len(biases) == len(bias)
+        joined = self._small(*biases)
+        given = [x, self._small(norm) if norm else self._small(), joined, residual or self._small()]
+        inputs = [*given, *map(self._packed, parts)]
+        epsilon = self._geometry.rms_norm_eps
+        return self._node("Product", inputs, name, epsilon=epsilon, swiglu=swiglu, matrices=self._numbers(parts))
+
+    def _find(self, name: str) -> str | None:
+        """The name that a weight has in this graph: its own, or that of the draft's copy."""
+        if name == LM_HEAD and name not in self._names and DRAFT + name not in self._names and self._geometry.tied_embeddings:
+            name = EMBEDDINGS
+        return next((found for found in (DRAFT + name, name) if found in self._names), None)
+
+    def _columns(self, name: str) -> Columns:
+        found = self._find(name)
+        assert found is not None, name
+        return Columns(found)
+
+    def _packed(self, part: Columns) -> str:
+        """The initializer of a packed weight."""
+        name = f"{part.weight}[{part.start}:{part.stop or ''}]"
+        if part not in self.products:
+            self.products.append(part)
+        if self.weights is not None and name not in self.initializers:
+            offset, length, _ = self.weights.packed[part]
+            tensor = TensorProto(name=name, data_type=TensorProto.UINT8, dims=[length], data_location=TensorProto.EXTERNAL)
+            for key, value in (("location", self.weights.file), ("offset", offset), ("length", length)):
+                tensor.external_data.add(key=key, value=str(value))
+            self.initializers[name] = tensor
+        return name
+
+    def _numbers(self, parts: Sequence[Columns]) -> list[int]:
+        return [0] if self.weights is None else [number for part in parts for number in self.weights.packed[part].numbers]
+
+    def _small(self, *names: str) -> str:
+        """The initializer of a norm, a table, or biases side by side; an empty one for names that the graph has not."""
+        found = [name for name in names if self._find(name) is not None]
+        name = "+".join(found) or "nothing"
+        if self.weights is not None and name not in self.initializers:
+            values = [self.weights.small[str(self._find(one))] for one in found]
+            self._constant(name, np.concatenate(values) if values else np.zeros(0, np.float32))
+        return name
+
+    def _constant(self, name: str, values: NDArray[Any]) -> None:
+        self.initializers[name] = numpy_helper.from_array(np.ascontiguousarray(values), name)
+
+    def _node(self, kind: str, inputs: Sequence[str], output: str, domain: str = DOMAIN, **attributes: Any) -> str:
+        self.nodes.append(helper.make_node(kind, list(inputs), [output], name=output, domain=domain, **attributes))
+        return output
+
+    def _model(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> bytes:
+        if self.weights is None:
+            return b""
+        graph = helper.make_graph(self.nodes, "eesd", inputs, outputs, [*self.initializers.values()])
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
+        model: onnx.ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=10, producer_name="eesd")
+        data: bytes = model.SerializeToString()
+        return data
+
+
+def _input(name: str, shape: Sequence[int | None], integer: bool = True, kind: int = TensorProto.INT64) -> Any:
+    return helper.make_tensor_value_info(name, kind if integer else TensorProto.FLOAT, shape)
+
+
+def _output(name: str, kind: int = TensorProto.FLOAT) -> Any:
+    return helper.make_tensor_value_info(name, kind, [None, None])

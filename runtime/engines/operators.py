@@ -1,0 +1,96 @@
+"""The library of this project's own operators, which ONNX Runtime on the CPU runs in the place of standard nodes.
+
+It is built with the package where there is a C++ compiler (``runtime/operators/``). Without it, or on a processor that has
+neither AVX2 nor AVX-512, ONNX Runtime's own operators run the graphs.
+"""
+
+import ctypes
+import platform
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import onnxruntime as ort
+
+from eesd.common.errors import EESDError
+
+DOMAIN = "eesd"
+LIBRARY = Path(__file__).with_name("libeesd_operators.so")
+KERNELS = ("avx512", "avx2", "scalar")
+"""Kernels by name, the fastest ones first."""
+MISSING = (
+    "The operators of this project are not built, so ONNX Runtime's own run the model: 2 to 6 times slower, and in float32. "
+    "Install a C++ compiler, and then eesd again."
+)
+SLOW = "This processor has neither AVX2 nor AVX-512, so ONNX Runtime's own operators run the model."
+_making = Lock()
+"""Held while a session is made: what its nodes take is set for the whole process."""
+
+
+@cache
+def _library() -> Any:
+    """The library; None if it is not built, or cannot be loaded here."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+    library.eesd_configure.restype = ctypes.c_char_p
+    library.eesd_configure.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int]
+    return library
+
+
+def missing() -> str:
+    """Why the operators cannot be used here, in one sentence; "" if they can."""
+    if _library() is None:
+        return MISSING
+    return SLOW if fastest() == "scalar" and platform.machine() in ("x86_64", "AMD64") else ""
+
+
+def fastest() -> str:
+    """Name of the fastest kernels that this processor supports."""
+    return configure("", 1, True)
+
+
+def configure(kernels: str, threads: int, int8_activations: bool) -> str:
+    """Set what the nodes of the next session take. Returns the name of the kernels.
+
+    Raises:
+        EESDError: This processor does not support them.
+    """
+    name = _library().eesd_configure(kernels.encode(), threads, int8_activations)
+    if name is None:
+        raise EESDError(f"This processor does not support the kernels {kernels!r}; choose from {', '.join(KERNELS)}.")
+    return str(name.decode())
+
+
+def make_session(graph: Path, threads: int, int8_activations: bool, kernels: str = "", profile: bool = False) -> Any:
+    """Load a graph with operators of this project into an ONNX Runtime session.
+
+    Args:
+        graph: The file.
+        threads: CPU threads of the session.
+        int8_activations: Whether products with levels round activations to 8 bits.
+        kernels: A name in :data:`KERNELS`; "" for the fastest ones.
+        profile: Whether to record how long nodes take.
+
+    Raises:
+        EESDError: The graph cannot be loaded, or the processor does not support the kernels.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.enable_profiling = profile
+    options.enable_mem_pattern = False
+    # Draft and verify alternate: threads that went on spinning behind a call would take the cores from the other session's.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    with _making:
+        configure(kernels, threads, int8_activations)
+        try:
+            options.register_custom_ops_library(str(LIBRARY))
+            return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime's exceptions have no common base class
+            reason = str(error).splitlines()[0][:200]
+            raise EESDError(f"ONNX Runtime cannot load {graph} ({reason}); delete it, and it is made again.") from None

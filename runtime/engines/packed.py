@@ -1,0 +1,204 @@
+"""What the CPU engine loads: packed weights and graphs of this project's operators, made once of an engine directory.
+
+They are in a directory ``cpu-KEY`` in the engine directory, or where that cannot be written in the user's cache. The key follows
+from the engine directory's contents and the version of the layout, so nothing stale is found. Whoever deletes it loses the
+seconds that it takes to make it again.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.common.errors import EESDError
+from eesd.common.files import directory_written_whole
+from eesd.common.json_input import read_json
+from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
+from eesd.runtime.engines.graph_file import read_graph
+from eesd.runtime.engines.panels import BFLOAT16, FLOAT16, FLOAT32, Levels, Packed, pack_floats, pack_levels
+
+if TYPE_CHECKING:
+    from eesd.runtime.engines.operator_graph import Columns, Located
+
+LAYOUT = 1
+"""Version of packed weights and graphs. Another one makes them again."""
+PREFIX = "cpu-"
+WEIGHTS, SIZES = "weights.bin", "sizes.json"
+ALIGNMENT = 4096
+_KINDS = {1: "float32", 2: "uint8", 3: "int8", 7: "int64", 10: "float16", 16: "bfloat16", 21: "uint4", 22: "int4"}
+"""Element types by their number in ``TensorProto.DataType``."""
+
+
+def packed_directory(directory: Path, manifest: Manifest) -> Path:
+    """The directory of packed weights and graphs, which is made if there is none.
+
+    Args:
+        directory: Engine directory.
+        manifest: Its manifest.
+
+    Raises:
+        EESDError: Graphs, weights and manifest do not fit each other, or there is no place to write to.
+    """
+    name = PREFIX + _key(manifest)
+    places = [directory / name, _user_cache() / name]
+    found = next((place for place in places if _is_complete(place, manifest)), None)
+    if found is not None:
+        return found
+    problem = ""
+    for place in places:
+        try:
+            with directory_written_whole(place) as new:
+                _write(directory, manifest, new)
+            return place
+        except OSError as error:
+            problem = str(error)
+    raise EESDError(f"The packed weights of {directory} cannot be written ({problem}); set XDG_CACHE_HOME to a directory.")
+
+
+def _key(manifest: Manifest) -> str:
+    """16 hexadecimal digits of everything that the packed files depend on."""
+    contents = {name: info.sha256 for name, info in manifest.files.items()}
+    contents |= {name: info.samples for name, info in manifest.linked.items()}
+    options = [LAYOUT, manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k]
+    return hashlib.sha256(json.dumps([options, contents], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eesd"
+
+
+def _is_complete(place: Path, manifest: Manifest) -> bool:
+    """Whether all files are there and have their sizes."""
+    try:
+        sizes = read_json(place / SIZES, "")
+        names = {WEIGHTS, *(graph.file for graph in manifest.graphs)}
+        return isinstance(sizes, dict) and sizes.keys() == names and all(
+            (place / name).stat().st_size == size for name, size in sizes.items()
+        )  # fmt: skip
+    except (EESDError, OSError):
+        return False
+
+
+def _write(directory: Path, manifest: Manifest, place: Path) -> None:
+    try:
+        from eesd.runtime.engines.operator_graph import Located, Weights, make_graph, products_of
+    except ImportError as error:
+        raise EESDError(f"Packing the weights of {directory} needs {error.name}; install it with: pip install onnx.") from None
+    packed: dict[Columns, Located] = {}
+    small: dict[str, NDArray[Any]] = {}
+    try:
+        with (place / WEIGHTS).open("wb") as file:
+            for graph in manifest.graphs:
+                reader = _Reader(directory, manifest, graph)
+                small |= reader.small()
+                for part in products_of(manifest, graph):
+                    if part in packed:
+                        continue
+                    weight = reader.pack(part)
+                    file.write(bytes(-file.tell() % ALIGNMENT))
+                    packed[part] = Located(file.tell(), weight.data.nbytes, weight.numbers)
+                    file.write(weight.data.data)
+            file.write(bytes(ALIGNMENT))  # what is fetched ahead of the last weight is there
+        for graph in manifest.graphs:
+            (place / graph.file).write_bytes(make_graph(manifest, graph, Weights(WEIGHTS, packed, small)))
+    except (KeyError, ValueError, TypeError, OverflowError, AssertionError):
+        raise EESDError(f"The graphs and weights in {directory} do not fit its manifest; export the model again.") from None
+    sizes = {path.name: path.stat().st_size for path in place.iterdir()}
+    (place / SIZES).write_text(json.dumps(sizes) + "\n")
+
+
+class _Reader:
+    """Reads the weights of a graph of an engine directory. Wrong types, shapes or places raise ValueError or KeyError."""
+
+    def __init__(self, directory: Path, manifest: Manifest, graph: GraphInfo) -> None:
+        from onnx import TensorProto
+
+        self._directory, self._manifest = directory, manifest
+        self._weights = manifest.weights_of(graph)
+        initializers = read_graph(directory / graph.file).graph.initializer
+        self._tensors = {tensor.name: tensor for tensor in initializers if tensor.data_location == TensorProto.EXTERNAL}
+        stored = {name for weight in self._weights.values() for name in weight.tensors}
+        if stored != self._tensors.keys():
+            raise ValueError("the graph has other weights")
+
+    def small(self) -> dict[str, NDArray[Any]]:
+        """Everything that is no matrix, in float32 or int64, and the rotary tables."""
+        return {name: self._small(name) for name in self._matrices(False)}
+
+    def _matrices(self, wanted: bool) -> Iterator[str]:
+        for name, weight in self._weights.items():
+            if (len(weight.shape) == 2 and name not in ("cos", "sin")) == wanted:
+                yield name
+
+    def _small(self, name: str) -> NDArray[Any]:
+        values, kind = self._read(name)
+        if values.shape != self._weights[name].shape:
+            raise ValueError(name)
+        return _to_float32(values, kind)
+
+    def pack(self, part: "Columns") -> Packed:
+        """Some columns of a weight, or all of them."""
+        weight = self._weights[part.weight]
+        values, kind = self._read(part.weight)
+        across = weight.transposed and self._tensor_file(part.weight) == WEIGHTS_FILE  # stored as [in, out]
+        if values.shape != (weight.shape[::-1] if across else weight.shape):
+            raise ValueError(part.weight)
+        columns = slice(part.start, part.stop)
+
+        def oriented(array: NDArray[Any]) -> NDArray[Any]:
+            return (array if across else array.T)[:, columns]
+
+        if weight.quantization is None:
+            form = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}[kind]
+            return pack_floats(oriented(values), form)
+        parts: dict[str, NDArray[Any]] = {}
+        for name in weight.tensors:
+            if name != part.weight:
+                raw, of = self._read(name)
+                parts[name.removeprefix(part.weight)] = oriented(_to_float32(raw, of) if raw.dtype != np.int8 else raw)
+        zeros, minimums = parts.get(".zeros"), parts.get(".minimums")
+        if not all(np.isfinite(array).all() for array in parts.values()):
+            raise ValueError(part.weight)
+        levels = oriented(values).astype(np.int16)
+        return pack_levels(Levels(levels, parts[".scales"], None if zeros is None else zeros.astype(np.int16), minimums))
+
+    def _tensor_file(self, name: str) -> str:
+        from onnx.external_data_helper import ExternalDataInfo
+
+        return str(ExternalDataInfo(self._tensors[name]).location)
+
+    def _read(self, name: str) -> tuple[NDArray[Any], str]:
+        """A tensor as it is stored, and its element type. 16-bit values are uint16; levels of 4 bits are widened."""
+        from onnx.external_data_helper import ExternalDataInfo
+
+        tensor = self._tensors[name]
+        info, kind, shape = ExternalDataInfo(tensor), _KINDS[tensor.data_type], tuple(tensor.dims)
+        if Path(info.location).name != info.location:
+            raise ValueError(name)
+        half = kind in ("uint4", "int4")
+        dtype = {"float16": "uint16", "bfloat16": "uint16"}.get(kind, "uint8" if half else kind)
+        count = int(np.prod(shape))
+        size = (count + 1) // 2 if half else count
+        if info.length != size * np.dtype(dtype).itemsize:
+            raise ValueError(name)
+        raw = np.memmap(self._directory / info.location, dtype, mode="r", offset=info.offset or 0, shape=(size,))
+        if not half:
+            return raw.reshape(shape), kind
+        both = np.stack((raw & 15, raw >> 4), -1).reshape(-1)[:count].view(np.int8)
+        if kind == "int4":
+            both = (both ^ 8) - 8
+        return both.reshape(shape), kind
+
+
+def _to_float32(values: NDArray[Any], kind: str) -> NDArray[Any]:
+    """16-bit values, which are given as uint16, in float32; others as they are."""
+    if kind == "float16":
+        return values.view(np.float16).astype(np.float32)
+    if kind == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values

@@ -1,0 +1,128 @@
+"""Weights as the operators of this project read them: panels of 16 columns, see ``runtime/operators/SPECIFICATION.md``.
+
+Nothing is rounded: levels, scales and minimums are those of the engine directory, in the fewest bits that hold them exactly.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+PANEL, BLOCK = 16, 32
+FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8 = range(7)
+"""Formats, as the operators number them."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A quantized weight: column j of input i is ``scale * (level - zero_point) + minimum``.
+
+    Attributes:
+        levels: Integers [inputs, outputs] from -128 to 255.
+        scales: [inputs / block, outputs] float32.
+        zeros: Zero points [inputs / block, outputs]; None: 0.
+        minimums: [inputs / block, outputs] float32; None: 0.
+    """
+
+    levels: NDArray[np.int16]
+    scales: NDArray[np.float32]
+    zeros: NDArray[np.int16] | None = None
+    minimums: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight in panels.
+
+    Attributes:
+        data: Its bytes.
+        numbers: What the operators must know: format, inputs, outputs, level of zero, whether a scale is for 16 inputs, whether
+            scales and minimums are float32, whether there are minimums.
+    """
+
+    data: NDArray[np.uint8]
+    numbers: tuple[int, ...]
+
+
+def pack_floats(weight: NDArray[np.generic], form: int) -> Packed:
+    """Pack a weight [inputs, outputs] of float32, or of 16 bits given as uint16, in one of the first three formats."""
+    inputs, outputs = weight.shape
+    panels = -(-outputs // PANEL)
+    padded = np.zeros((inputs, panels * PANEL), weight.dtype)
+    padded[:, :outputs] = weight
+    data = np.ascontiguousarray(padded.reshape(inputs, panels, PANEL).transpose(1, 0, 2))
+    return Packed(data.reshape(-1).view(np.uint8), (form, inputs, outputs, 0, 0, 0, 0))
+
+
+def pack_levels(weight: Levels) -> Packed:
+    """Pack levels in the narrowest format that holds them."""
+    inputs, outputs = weight.levels.shape
+    scales, minimums = weight.scales, weight.minimums
+    if weight.zeros is not None:
+        assert minimums is None
+        minimums = -(weight.zeros.astype(np.float32) * scales)
+    block = inputs // len(scales)
+    if block > BLOCK:  # a scale for more inputs is repeated
+        scales = np.repeat(scales, block // BLOCK, 0)
+        minimums = None if minimums is None else np.repeat(minimums, block // BLOCK, 0)
+    fine = block < BLOCK
+    form, zero = _format(int(weight.levels.min()), int(weight.levels.max()))
+    levels = (weight.levels + zero).astype(np.uint8)
+    wide = not all(_fits_float16(part) for part in (scales, minimums) if part is not None)
+    kind = np.dtype(np.float32 if wide else np.float16)
+    parts = [_pack_bits(_blocks(levels), form)]
+    for part in (scales, minimums):
+        if part is not None:
+            parts.append(_pack_scales(part, 2 if fine else 1, kind))
+    data = np.concatenate(parts, -1)
+    return Packed(data.reshape(-1), (form, inputs, outputs, zero, int(fine), int(wide), int(minimums is not None)))
+
+
+def _format(least: int, most: int) -> tuple[int, int]:
+    """The narrowest format that holds these levels, and what must be added to them."""
+    for form, size in ((BITS4, 16), (BITS5, 32), (BITS6, 64), (BITS8, 256)):
+        zero = 0 if least >= 0 else size // 2
+        if least + zero >= 0 and most + zero < size:
+            return form, zero
+    raise AssertionError(f"levels from {least} to {most}")
+
+
+def _fits_float16(values: NDArray[np.float32]) -> bool:
+    with np.errstate(over="ignore"):
+        return bool((values.astype(np.float16).astype(np.float32) == values).all())
+
+
+def _blocks(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Levels [inputs, outputs] as [panels, blocks, 8, 64]: of 4 inputs in turn, the levels of 16 columns."""
+    inputs, outputs = levels.shape
+    panels = -(-outputs // PANEL)
+    padded = np.zeros((inputs, panels * PANEL), np.uint8)
+    padded[:, :outputs] = levels
+    split = padded.reshape(inputs // BLOCK, 8, 4, panels, PANEL)
+    return np.ascontiguousarray(split.transpose(3, 0, 1, 4, 2)).reshape(panels, inputs // BLOCK, 8, 64)
+
+
+def _pack_bits(blocks: NDArray[np.uint8], form: int) -> NDArray[np.uint8]:
+    """Levels [panels, blocks, 8, 64] as the bytes of a block [panels, blocks, bytes]."""
+    shape = blocks.shape[:2]
+    if form == BITS8:
+        return blocks.reshape(*shape, 512)
+    low = blocks & 15
+    parts = [(low[:, :, :4] | low[:, :, 4:] << 4).reshape(*shape, 256)]
+    if form == BITS5:
+        parts.append(np.packbits(blocks >> 4, -1, bitorder="little").reshape(*shape, 64))
+    if form == BITS6:
+        high = (blocks >> 4).reshape(*shape, 2, 4, 64)
+        joined = high[:, :, :, 0] | high[:, :, :, 1] << 2 | high[:, :, :, 2] << 4 | high[:, :, :, 3] << 6
+        parts.append(joined.reshape(*shape, 128))
+    return np.concatenate(parts, -1)
+
+
+def _pack_scales(values: NDArray[np.float32], halves: int, kind: np.dtype[np.generic]) -> NDArray[np.uint8]:
+    """Scales or minimums [inputs / 32 or 16, outputs] as bytes [panels, blocks, bytes]."""
+    count, outputs = values.shape
+    panels = -(-outputs // PANEL)
+    padded = np.zeros((count, panels * PANEL), kind)
+    padded[:, :outputs] = values
+    split = padded.reshape(count // halves, halves, panels, PANEL).transpose(2, 0, 1, 3)
+    return np.ascontiguousarray(split).reshape(panels, count // halves, -1).view(np.uint8)

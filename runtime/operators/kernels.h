@@ -1,0 +1,126 @@
+// What the operators ask of a kernel file. There is one for each instruction set; all give the same bits, because each sum has
+// an order of its own that neither the number of rows, nor threads, nor the width of registers changes (SPECIFICATION.md).
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace eesd {
+
+constexpr int64_t PANEL = 16;  // columns of a weight that lie side by side
+constexpr int64_t BLOCK = 32;  // inputs that share a scale, of weights and of activations
+constexpr int64_t CHUNK = 64;  // positions whose softmax is computed at once
+constexpr int64_t MAX_WIDTH = 256;  // of a head
+
+enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8 };
+
+// A weight [inputs, outputs] in panels of 16 columns. Of levels, a block of a panel holds 32 inputs, then scales, then minimums.
+struct Matrix {
+  const uint8_t *data;
+  Format format;
+  int64_t inputs, outputs;
+  int32_t zero;      // the level that stands for 0
+  bool fine;         // a scale for 16 inputs, not 32
+  bool wide_scales;  // scales and minimums are float32, not float16
+  bool minimums;
+
+  bool has_levels() const { return format >= BITS4; }
+  int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
+  int64_t level_bytes() const {
+    return format == BITS4 ? 256 : format == BITS5 ? 320 : format == BITS6 ? 384 : 512;
+  }
+  int64_t block_bytes() const {
+    return level_bytes() + PANEL * (wide_scales ? 4 : 2) * (fine ? 2 : 1) * (minimums ? 2 : 1);
+  }
+  int64_t panel_bytes() const {
+    return has_levels() ? inputs / BLOCK * block_bytes() : inputs * PANEL * (format == FLOAT32 ? 4 : 2);
+  }
+};
+
+// A float16 as float32.
+static inline float float_of(uint16_t half) {
+  uint32_t sign = (uint32_t)(half >> 15) << 31, exponent = half >> 10 & 31, fraction = half & 1023, bits;
+  float value;
+  if (exponent == 0) {  // zero or subnormal: a multiple of 2^-24
+    value = (float)fraction * 0x1p-24f;
+    memcpy(&bits, &value, 4);
+    bits |= sign;
+  } else {
+    bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
+  }
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+// The activations of some rows as products read them. Index 0 of sums and shares is for blocks of 32 inputs, 1 for halves.
+struct Activations {
+  const float *x;          // [rows, inputs]
+  const int8_t *levels;    // [rows, inputs]; null: products are with x
+  const float *scales;     // [rows, inputs / 32]
+  const int32_t *sums[2];  // of levels, [rows, inputs / 32 or 16]
+  const float *shares[2];  // of x, or scale times sum: what a minimum is multiplied by
+};
+
+// Rows to be made ready: normalized if there is a norm, then rounded to 8 bits by blocks or added up by blocks, if wanted.
+struct Preparation {
+  const float *x, *norm;  // [rows, inputs], [inputs] or null
+  float epsilon;
+  int64_t inputs;
+  bool int8, blocks;
+  float *normed, *scales, *shares[2];
+  int8_t *levels;
+  int32_t *sums[2];
+};
+
+// y = x W + bias + residual, or for a gate and an up part silu(x gate) (x up).
+struct Product {
+  const Matrix *parts;
+  int64_t num_parts;
+  bool swiglu;
+  Activations a;
+  const float *bias, *residual;  // [outputs], [rows, outputs]; or null
+  float *y;
+  int64_t rows, outputs;
+};
+
+// A token of a call: where it is written, and what it sees: the slots before `context`, then those of its path.
+struct Token {
+  float *cache;
+  int64_t position, slot, context;
+  const int32_t *path;
+  int64_t path_length;
+  int64_t seen() const { return context + path_length; }
+};
+
+// One layer's attention over caches [layers, 2, kv_heads, slots, width], whose keys lie in tiles [slots / 16, width, 16].
+struct Attention {
+  const Token *tokens;
+  int64_t heads, kv_heads, head_dim, width, slots, layer;  // width: head_dim, rounded up to a multiple of 16
+  float scale, epsilon;
+  const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2]; [head_dim] or null
+  const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without heads only keys and values
+  float *q;                                  // [tokens, heads, width]
+  float *partial;                            // [tokens, heads, chunks, 2 + width]: maximum, sum, weighted values
+  int64_t chunks;                            // 1 if a unit of work covers all chunks of its tokens
+  float *y;                                  // [tokens, heads head_dim]
+
+  float *keys(const Token &t, int64_t kv) const { return t.cache + (layer * 2 * kv_heads + kv) * slots * width; }
+  float *values(const Token &t, int64_t kv) const { return keys(t, kv) + kv_heads * slots * width; }
+  float *part(int64_t token, int64_t head, int64_t chunk) const {
+    return partial + ((token * heads + head) * chunks + chunk) * (2 + width);
+  }
+};
+
+struct Kernels {
+  const char *name;
+  bool (*supported)();
+  void (*prepare)(const Preparation &, int64_t first_row, int64_t last_row);
+  void (*multiply)(const Product &, int64_t first_panel, int64_t last_panel);
+  void (*write)(const Attention &, int64_t first_token, int64_t last_token);  // rotate queries and keys, write the cache
+  void (*attend)(const Attention &, int64_t first_token, int64_t last_token, int64_t kv, int64_t first_chunk, int64_t last_chunk);
+  void (*finish)(const Attention &, int64_t first_token, int64_t last_token);  // from the parts of all chunks to y
+};
+
+extern const Kernels avx512_kernels, avx2_kernels, scalar_kernels;
+
+}  // namespace eesd

@@ -1,0 +1,29 @@
+// The kernels in AVX2 with FMA.
+#include "kernels.h"
+
+#include <math.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+namespace eesd {
+#ifdef __x86_64__
+namespace {
+#include "vector_avx2.h"
+//
+#include "rows.h"
+//
+#include "products.h"
+//
+#include "attention.h"
+
+bool supported() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+}  // namespace
+
+const Kernels avx2_kernels = {"avx2", supported, prepare, multiply, write, attend, finish};
+#else
+const Kernels avx2_kernels = {"avx2", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr};
+#endif
+}  // namespace eesd

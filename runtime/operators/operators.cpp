@@ -1,0 +1,333 @@
+// The operators of the domain `eesd`, and how ONNX Runtime registers them. docs/operators.md describes their inputs.
+#include "session.h"
+
+#include <string.h>
+
+namespace eesd {
+namespace {
+
+constexpr int64_t FEW = 8;          // rows that one thread makes ready faster than several
+constexpr int64_t LIMIT = 1 << 28;  // larger sizes than any model has
+
+// What nodes take when a session is made; see eesd_configure.
+struct Settings {
+  const Kernels *kernels = nullptr;
+  int64_t threads = 1;
+  bool int8 = true;
+} settings;
+
+int64_t positive(const Node &node, const char *name) {
+  const int64_t value = node.integer(name);
+  check(value > 0 && value < LIMIT, name);
+  return value;
+}
+
+// A packed weight. The attribute `matrices` describes each by 7 numbers: the members of Matrix behind its data, in order.
+std::vector<Matrix> read_matrices(const Node &node, size_t first_input) {
+  const std::vector<int64_t> numbers = node.integers("matrices");
+  check(!numbers.empty() && numbers.size() % 7 == 0, "matrices needs 7 numbers for each weight");
+  std::vector<Matrix> matrices;
+  for (size_t i = 0; i < numbers.size(); i += 7) {
+    const int64_t *n = &numbers[i];
+    check(n[0] >= FLOAT32 && n[0] <= BITS8 && n[1] > 0 && n[1] < LIMIT && n[2] > 0 && n[2] < LIMIT, "a weight has no such size");
+    check(n[3] >= 0 && n[3] <= 255, "the level of 0 is out of range");
+    const Tensor data = node.constant(first_input + i / 7);
+    const Matrix matrix = {static_cast<const uint8_t *>(data.data), static_cast<Format>(n[0]), n[1], n[2],
+                           static_cast<int32_t>(n[3]), n[4] != 0, n[5] != 0, n[6] != 0};
+    check(!matrix.has_levels() || matrix.inputs % BLOCK == 0, "levels need a multiple of 32 inputs");
+    check(data.type == ort::UINT8 && data.size() == matrix.panels() * matrix.panel_bytes(), "a weight has another size");
+    check(matrices.empty() || matrices[0].inputs == matrix.inputs, "weights of one product have the same inputs");
+    matrices.push_back(matrix);
+  }
+  return matrices;
+}
+
+// One value of a weight: that of a row of an embedding table, which is a column here.
+float weight_at(const Matrix &w, int64_t k, int64_t column) {
+  const uint8_t *panel = w.data + column / PANEL * w.panel_bytes();
+  const int64_t c = column % PANEL;
+  if (w.format == FLOAT32) return reinterpret_cast<const float *>(panel)[k * PANEL + c];
+  const uint16_t *narrow = reinterpret_cast<const uint16_t *>(panel) + k * PANEL + c;
+  if (w.format == BFLOAT16) {
+    const uint32_t bits = static_cast<uint32_t>(*narrow) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+  }
+  if (w.format == FLOAT16) return float_of(*narrow);
+  const uint8_t *block = panel + k / BLOCK * w.block_bytes(), *scales = block + w.level_bytes();
+  const int64_t i = k % BLOCK, group = i / 4, byte = c * 4 + i % 4;
+  int32_t level;
+  if (w.format == BITS8) {
+    level = block[group * 64 + byte];
+  } else {
+    level = block[group % 4 * 64 + byte] >> (group / 4 * 4) & 15;
+    if (w.format == BITS5) level |= (block[256 + group * 8 + byte / 8] >> byte % 8 & 1) << 4;
+    if (w.format == BITS6) level |= (block[256 + group / 4 * 64 + byte] >> group % 4 * 2 & 3) << 4;
+  }
+  const int64_t halves = w.fine ? 2 : 1, at = (w.fine ? i / 16 : 0) * PANEL + c;
+  const auto scale_at = [&](int64_t index) {
+    return w.wide_scales ? reinterpret_cast<const float *>(scales)[index]
+                         : float_of(reinterpret_cast<const uint16_t *>(scales)[index]);
+  };
+  const float value = static_cast<float>(level - w.zero) * scale_at(at);
+  return w.minimums ? value + scale_at(halves * PANEL + at) : value;
+}
+
+// ids [T] int64, table -> x [T, K]
+class Embed {
+ public:
+  static constexpr const char *name = "Embed";
+  explicit Embed(const Node &node) : table_(read_matrices(node, 1)) {}
+
+  void run(const Call &call) const {
+    const Tensor ids = call.input(0);
+    check(ids.type == ort::INT64, "ids are int64");
+    const Matrix &w = table_[0];
+    const int64_t *id = static_cast<const int64_t *>(ids.data), count = ids.size();
+    for (int64_t t = 0; t < count; t++) check(id[t] >= 0 && id[t] < w.outputs, "a token id is not in the vocabulary");
+    float *x = call.output<float>(0, {count, w.inputs});
+    call.parallel(count, count < FEW ? 1 : settings_.threads * 2, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; t++)
+        for (int64_t k = 0; k < w.inputs; k++) x[t * w.inputs + k] = weight_at(w, k, id[t]);
+    });
+  }
+
+ private:
+  const Settings settings_ = settings;
+  std::vector<Matrix> table_;
+};
+
+// x [T, K], norm [K] or [0], bias [N] or [0], residual [T, N] or [0], weights ... -> y [T, N]
+class Multiply {
+ public:
+  static constexpr const char *name = "Product";
+  explicit Multiply(const Node &node)
+      : epsilon_(node.real("epsilon")), swiglu_(node.integer("swiglu") != 0), parts_(read_matrices(node, 4)),
+        inputs_(parts_[0].inputs) {
+    for (const Matrix &part : parts_) columns_ += part.outputs, panels_ += part.panels(), levels_ |= part.has_levels();
+    norm_ = node.floats(1, inputs_, "the norm has another size");
+    bias_ = node.floats(2, columns_, "the bias has another size");
+    outputs_ = columns_;
+    if (!swiglu_) return;
+    check(parts_.size() == 2 && parts_[0].outputs == parts_[1].outputs, "gate and up have the same size");
+    check(parts_[0].has_levels() == parts_[1].has_levels() && (levels_ || parts_[0].format == parts_[1].format),
+          "gate and up are of one kind");
+    outputs_ /= 2, panels_ /= 2;
+  }
+
+  void run(const Call &call) const {
+    const Tensor x = call.input(0), residual = call.input(3);
+    check(x.type == ort::FLOAT && !x.shape.empty() && x.shape.back() == inputs_, "x has another width");
+    const int64_t rows = x.size() / inputs_;
+    check(residual.size() == 0 || (residual.type == ort::FLOAT && residual.size() == rows * outputs_),
+          "the residual has another size");
+    const bool int8 = settings_.int8 && levels_;
+    const int64_t blocks = levels_ ? rows * inputs_ / BLOCK : 0, size = rows * inputs_;
+    Scratch memory(Scratch::bytes_of<float>(size) + Scratch::bytes_of<int8_t>(size) + 3 * Scratch::bytes_of<float>(blocks) +
+                   2 * Scratch::bytes_of<float>(2 * blocks) + 512);
+    Preparation ready = {x.floats(), norm_, epsilon_, inputs_, int8, levels_, memory.take<float>(size), memory.take<float>(blocks),
+                         {memory.take<float>(blocks), memory.take<float>(2 * blocks)}, memory.take<int8_t>(size),
+                         {memory.take<int32_t>(blocks), memory.take<int32_t>(2 * blocks)}};
+    call.parallel(rows, rows < FEW || !(norm_ || levels_) ? 1 : settings_.threads,
+                  [&](int64_t first, int64_t last) { settings_.kernels->prepare(ready, first, last); });
+    Product job = {parts_.data(), static_cast<int64_t>(parts_.size()), swiglu_,
+                   {norm_ ? ready.normed : ready.x, int8 ? ready.levels : nullptr, ready.scales,
+                    {ready.sums[0], ready.sums[1]}, {ready.shares[0], ready.shares[1]}},
+                   bias_, residual.size() ? residual.floats() : nullptr, nullptr, rows, outputs_};
+    job.y = call.output<float>(0, {rows, outputs_});
+    if (rows > 0)
+      call.parallel(panels_, settings_.threads * PARTS, [&](int64_t first, int64_t last) { settings_.kernels->multiply(job, first, last); });
+  }
+
+ private:
+  static constexpr int64_t PARTS = 2;  // of a thread, so that one that others disturb does not hold up the rest
+  const Settings settings_ = settings;
+  float epsilon_;
+  bool swiglu_, levels_ = false;
+  std::vector<Matrix> parts_;
+  int64_t inputs_, outputs_ = 0, columns_ = 0, panels_ = 0;
+  const float *norm_, *bias_;
+};
+
+// qkv [T, (H + 2 KV) D], tokens [T, 5] int64, paths [T, P] int32, cos and sin [S, D / 2], norms of q and k [D] or [0]
+// -> y [T, H D]. A row of tokens: address of the cache, position, slot, context, length of the path.
+class Attend {
+ public:
+  static constexpr const char *name = "Attention";
+  explicit Attend(const Node &node) {
+    job_.heads = node.integer("heads");
+    job_.kv_heads = positive(node, "kv_heads");
+    job_.head_dim = positive(node, "head_dim");
+    job_.width = (job_.head_dim + 15) / 16 * 16;
+    job_.slots = positive(node, "slots");
+    job_.layer = node.integer("layer");
+    job_.scale = node.real("scale");
+    job_.epsilon = node.real("epsilon");
+    check(job_.heads >= 0 && job_.heads < LIMIT && job_.heads % job_.kv_heads == 0, "heads is no multiple of kv_heads");
+    check(job_.width <= MAX_WIDTH && job_.head_dim % 2 == 0, "a head has at most 256 values, an even number");
+    check(job_.slots % 16 == 0 && job_.layer >= 0 && job_.layer < LIMIT, "slots are a multiple of 16");
+    const Tensor cos = node.constant(3), sin = node.constant(4);
+    positions_ = cos.size() / (job_.head_dim / 2);
+    check(cos.type == ort::FLOAT && sin.type == ort::FLOAT && cos.size() == sin.size(), "cos and sin are tables of float32");
+    job_.cos = cos.floats(), job_.sin = sin.floats();
+    job_.q_norm = node.floats(5, job_.head_dim, "the norm of queries has another size");
+    job_.k_norm = node.floats(6, job_.head_dim, "the norm of keys has another size");
+  }
+
+  void run(const Call &call) const {
+    const Tensor qkv = call.input(0), rows = call.input(1), paths = call.input(2);
+    Attention job = job_;
+    const std::vector<Token> tokens = read_tokens(rows, paths);
+    const int64_t count = static_cast<int64_t>(tokens.size()), values = job.heads * job.head_dim;
+    check(qkv.type == ort::FLOAT && qkv.size() == count * (values + 2 * job.kv_heads * job.head_dim), "qkv has another size");
+    job.tokens = tokens.data();
+    job.qkv = qkv.floats();
+    job.y = call.output<float>(0, {count, values});
+    int64_t longest = 0;
+    for (const Token &token : tokens) longest = token.seen() > longest ? token.seen() : longest;
+    const std::vector<int64_t> groups = group(tokens);
+    const int64_t num_groups = static_cast<int64_t>(groups.size()) - 1, chunks = (longest + CHUNK - 1) / CHUNK;
+    // With enough groups of tokens a unit of work takes all chunks of one; otherwise units share the chunks.
+    const bool split = num_groups * job.kv_heads < 4 * settings_.threads;
+    job.chunks = split ? chunks : 1;
+    const int64_t q_size = count * job.heads * job.width, part_size = count * job.heads * job.chunks * (2 + job.width);
+    Scratch memory(Scratch::bytes_of<float>(q_size) + Scratch::bytes_of<float>(part_size) + 128);
+    job.q = memory.take<float>(q_size);
+    job.partial = memory.take<float>(part_size);
+    call.parallel(count, count < FEW ? 1 : settings_.threads, [&](int64_t first, int64_t last) { settings_.kernels->write(job, first, last); });
+    if (!job.heads) return;
+    const int64_t shares = split ? chunks : 1, units = num_groups * job.kv_heads * shares;
+    call.parallel(units, split ? units : settings_.threads * 4, [&](int64_t first, int64_t last) {
+      for (int64_t unit = first; unit < last; unit++) {
+        const int64_t share = unit % shares, kv = unit / shares % job.kv_heads, g = unit / shares / job.kv_heads;
+        const int64_t first_chunk = split ? share : 0, last_chunk = split ? share + 1 : chunks;
+        settings_.kernels->attend(job, groups[static_cast<size_t>(g)], groups[static_cast<size_t>(g + 1)], kv, first_chunk, last_chunk);
+      }
+    });
+    call.parallel(count, count * job.chunks < 4 * FEW ? 1 : settings_.threads,
+                  [&](int64_t first, int64_t last) { settings_.kernels->finish(job, first, last); });
+  }
+
+ private:
+  // Every number is checked, because it becomes an address.
+  std::vector<Token> read_tokens(const Tensor &rows, const Tensor &paths) const {
+    check(rows.type == ort::INT64 && rows.shape.size() == 2 && rows.shape[1] == 5, "tokens are [T, 5] int64");
+    check(paths.type == ort::INT32 && paths.shape.size() == 2 && paths.shape[0] == rows.shape[0], "paths are [T, P] int32");
+    std::vector<Token> tokens(static_cast<size_t>(rows.shape[0]));
+    const int64_t *row = static_cast<const int64_t *>(rows.data);
+    const int32_t *path = static_cast<const int32_t *>(paths.data);
+    for (Token &token : tokens) {
+      token = {reinterpret_cast<float *>(row[0]), row[1], row[2], row[3], path, row[4]};
+      check(row[0] && row[0] % 64 == 0, "a cache is not aligned to 64 bytes");
+      check(token.position >= 0 && token.position < positions_, "a position is behind the last one");
+      check(token.slot >= 0 && token.slot < job_.slots, "a slot is not in the cache");
+      check(token.context >= 0 && token.context <= job_.slots, "a context is longer than the cache");
+      check(token.path_length >= 0 && token.path_length <= paths.shape[1] && token.seen() > 0, "a path has another length");
+      for (int64_t i = 0; i < token.path_length; i++)
+        check(path[i] >= 0 && path[i] < job_.slots, "a slot of a path is not in the cache");
+      row += 5, path += paths.shape[1];
+    }
+    return tokens;
+  }
+
+  // Where groups of consecutive tokens of one cache begin, and the end. A group's keys are read once.
+  std::vector<int64_t> group(const std::vector<Token> &tokens) const {
+    std::vector<int64_t> starts;
+    const int64_t most = tokens.size() > 64 ? 16 : 64;
+    for (size_t t = 0; t < tokens.size(); t++)
+      if (!t || tokens[t].cache != tokens[t - 1].cache || static_cast<int64_t>(t) - starts.back() == most)
+        starts.push_back(static_cast<int64_t>(t));
+    starts.push_back(static_cast<int64_t>(tokens.size()));
+    return starts;
+  }
+
+  const Settings settings_ = settings;
+  int64_t positions_ = 0;
+  Attention job_ = {};
+};
+
+ort::Status *status_of(const std::string &why) {
+  return ort::call<ort::CREATE_STATUS>(table, ort::INVALID_ARGUMENT, why.c_str());
+}
+
+// An operator for ONNX Runtime. All inputs and outputs of a node are one variadic one, so that types may differ.
+template <typename Operator> const ort::CustomOp *custom_op() {
+  static ort::CustomOp op = [] {
+    ort::CustomOp own = {};
+    own.version = ort::VERSION;
+    own.name = [](const ort::CustomOp *) { return Operator::name; };
+    own.provider = [](const ort::CustomOp *) -> const char * { return nullptr; };
+    own.input_type = [](const ort::CustomOp *, size_t) { return static_cast<ort::Type>(0); };
+    own.output_type = [](const ort::CustomOp *, size_t) { return ort::FLOAT; };
+    own.num_inputs = own.num_outputs = [](const ort::CustomOp *) -> size_t { return 1; };
+    own.input_kind = [](const ort::CustomOp *, size_t) { return 2; };
+    own.output_kind = own.input_memory = [](const ort::CustomOp *, size_t) { return 0; };
+    own.least_inputs = own.least_outputs = own.one_output_type = own.first_version = [](const ort::CustomOp *) { return 1; };
+    own.one_input_type = [](const ort::CustomOp *) { return 0; };
+    own.last_version = [](const ort::CustomOp *) { return 1 << 30; };
+    own.create_with_status = [](const ort::CustomOp *, const ort::Table *, const ort::Info *info, void **made) -> ort::Status * {
+      try {
+        *made = new Operator(Node(info));
+        return nullptr;
+      } catch (const Refused &refused) {
+        return status_of(refused.why);
+      } catch (const std::exception &error) {
+        return status_of(error.what());
+      }
+    };
+    own.compute_with_status = [](void *made, ort::Context *context) -> ort::Status * {
+      try {
+        static_cast<const Operator *>(made)->run(Call(context));
+        return nullptr;
+      } catch (const Refused &refused) {
+        return status_of(refused.why);
+      } catch (const std::exception &error) {
+        return status_of(error.what());
+      }
+    };
+    own.destroy = [](void *made) { delete static_cast<Operator *>(made); };
+    return own;
+  }();
+  return &op;
+}
+
+const Kernels *const all_kernels[] = {&avx512_kernels, &avx2_kernels, &scalar_kernels};
+
+// The kernels with this name, or if it is empty the fastest ones; null: this processor does not support them.
+const Kernels *find_kernels(const char *name) {
+  for (const Kernels *one : all_kernels)
+    if (one->supported() && (!*name || !strcmp(name, one->name))) return one;
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace eesd
+
+extern "C" {
+
+// Choose what the nodes of the sessions take that are made from now on: the kernels (a name, or "" for the fastest ones), the
+// threads of the session, and whether activations are rounded to 8 bits where weights are levels. Returns the kernels' name;
+// null if this processor does not support them.
+__attribute__((visibility("default"))) const char *eesd_configure(const char *name, int64_t threads, int int8) {
+  const eesd::Kernels *found = eesd::find_kernels(name);
+  if (found) eesd::settings = {found, threads < 1 ? 1 : threads, int8 != 0};
+  return found ? found->name : nullptr;
+}
+
+__attribute__((visibility("default"))) ort::Status *RegisterCustomOps(ort::Options *options, const ort::ApiBase *base) {
+  eesd::table = base->get_table(ort::VERSION);
+  if (!eesd::table) return nullptr;  // an older ONNX Runtime, which then does not know the operators
+  if (!eesd::settings.kernels) return eesd::status_of("eesd_configure has chosen no kernels");
+  static ort::Domain *domain = [] {  // one for all sessions
+    ort::Domain *made = nullptr;
+    bool wrong = eesd::failed(ort::call<ort::CREATE_DOMAIN>(eesd::table, "eesd", &made));
+    for (const ort::CustomOp *op :
+         {eesd::custom_op<eesd::Embed>(), eesd::custom_op<eesd::Multiply>(), eesd::custom_op<eesd::Attend>()})
+      wrong = wrong || eesd::failed(ort::call<ort::ADD_TO_DOMAIN>(eesd::table, made, op));
+    return wrong ? nullptr : made;
+  }();
+  if (!domain) return eesd::status_of("the operators cannot be registered");
+  return ort::call<ort::ADD_DOMAIN>(eesd::table, options, domain);
+}
+}

@@ -1,0 +1,222 @@
+// Products of a few rows with panels of a weight: every (row, column) has a sum of its own, over the inputs in order.
+
+constexpr int64_t ROW_BLOCK = 64;  // rows whose activations stay in the cache while panels pass
+constexpr int64_t AHEAD = 2048;    // bytes that are fetched before they are needed
+
+static inline Floats load_weights(Format format, const uint8_t *panel, int64_t k) {
+  if (format == FLOAT32) return load((const float *)panel + k * PANEL);
+  const uint16_t *narrow = (const uint16_t *)panel + k * PANEL;
+  return format == FLOAT16 ? load_float16(narrow) : load_bfloat16(narrow);
+}
+
+// M rows of x times two panels (or one, if both are the same): sum = fma(x[k], w[k], sum), k = 0, 1, ...
+template <Format format, int M>
+static void multiply_floats(const uint8_t *const panels[2], const float *x, int64_t inputs, float *out) {
+  Floats left[M], right[M];
+  for (int m = 0; m < M; m++) left[m] = right[m] = all(0);
+  const int64_t bytes = PANEL * (format == FLOAT32 ? 4 : 2);
+  for (int64_t k = 0; k < inputs; k++) {
+    prefetch(panels[0] + k * bytes + AHEAD);
+    prefetch(panels[1] + k * bytes + AHEAD);
+    const Floats a = load_weights(format, panels[0], k), b = load_weights(format, panels[1], k);
+    for (int m = 0; m < M; m++) {
+      const Floats v = all(x[m * inputs + k]);
+      left[m] = fma(v, a, left[m]);
+      right[m] = fma(v, b, right[m]);
+    }
+  }
+  for (int m = 0; m < M; m++) {
+    store(out + m * 2 * PANEL, left[m]);
+    store(out + m * 2 * PANEL + PANEL, right[m]);
+  }
+}
+
+// The levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.
+template <Format format> static inline void load_levels(const uint8_t *p, Bytes levels[8]) {
+  if (format == BITS8) {
+    for (int i = 0; i < 8; i++) levels[i] = load_bytes(p + 64 * i);
+    return;
+  }
+  for (int i = 0; i < 4; i++) {
+    const Bytes pair = load_bytes(p + 64 * i);
+    levels[i] = low_bits(pair, 0, 15);
+    levels[i + 4] = low_bits(pair, 4, 15);
+  }
+  if (format == BITS5)
+    for (int i = 0; i < 8; i++) levels[i] = join_bits(levels[i], spread_bits(p + 256 + 8 * i, 16), 0);
+  if (format == BITS6)
+    for (int i = 0; i < 8; i++)
+      levels[i] = join_bits(levels[i], low_bits(load_bytes(p + 256 + 64 * (i / 4)), 2 * (i % 4), 3), 4);
+}
+
+static inline Floats load_scales(const Matrix &w, const uint8_t *p, int index) {
+  return w.wide_scales ? load((const float *)p + index * PANEL) : load_float16((const uint16_t *)p + index * PANEL);
+}
+
+// M rows of 8-bit activations times a panel of levels. Of each block, or half of one:
+//   sum = fma(float(sum of level x - zero sum of x), scale of w * scale of x, sum), then fma(minimum, share, sum)
+template <Format format, bool fine, int M>
+static void multiply_int8(const Matrix &w, const uint8_t *panel, const Activations &a, int64_t row, float *out) {
+  constexpr int halves = fine ? 2 : 1, groups = 8 / halves;
+  const int64_t blocks = w.inputs / BLOCK, bytes = w.block_bytes();
+  Floats sum[M];
+  for (int m = 0; m < M; m++) sum[m] = all(0);
+  for (int64_t b = 0; b < blocks; b++) {
+    const uint8_t *p = panel + b * bytes, *scales = p + w.level_bytes();
+    for (int64_t i = 0; i < bytes; i += 64) prefetch(p + AHEAD + i);
+    Bytes levels[8];
+    load_levels<format>(p, levels);
+    for (int h = 0; h < halves; h++) {
+      const Floats scale = load_scales(w, scales, h);
+      const Floats minimum = w.minimums ? load_scales(w, scales, halves + h) : all(0);
+      for (int m = 0; m < M; m++) {
+        const int64_t block = (row + m) * blocks + b, part = block * halves + h;
+        const int8_t *x = a.levels + block * BLOCK + h * 16;
+        Bytes even = all_sums(-w.zero * a.sums[fine][part]), odd = all_sums(0);
+        for (int i = 0; i < groups; i += 2) {
+          even = dot<format == BITS8>(even, levels[h * 4 + i], x + 4 * i);
+          odd = dot<format == BITS8>(odd, levels[h * 4 + i + 1], x + 4 * i + 4);
+        }
+        sum[m] = fma(to_floats(add_sums(even, odd)), mul(scale, all(a.scales[block])), sum[m]);
+        if (w.minimums) sum[m] = fma(minimum, all(a.shares[fine][part]), sum[m]);
+      }
+    }
+  }
+  for (int m = 0; m < M; m++) store(out + m * 2 * PANEL, sum[m]);
+}
+
+// M rows of float32 activations times a panel of levels. Of each block, or half of one, with sums of the even and the odd inputs:
+//   sum = fma(even + odd, scale, sum), then fma(minimum, share, sum)
+template <Format format, bool fine, int M>
+static void multiply_float32(const Matrix &w, const uint8_t *panel, const Activations &a, int64_t row, float *out) {
+  constexpr int halves = fine ? 2 : 1, groups = 8 / halves;
+  const int64_t blocks = w.inputs / BLOCK, bytes = w.block_bytes();
+  const Floats zero = all((float)w.zero);
+  Floats sum[M];
+  for (int m = 0; m < M; m++) sum[m] = all(0);
+  for (int64_t b = 0; b < blocks; b++) {
+    const uint8_t *p = panel + b * bytes, *scales = p + w.level_bytes();
+    for (int64_t i = 0; i < bytes; i += 64) prefetch(p + AHEAD + i);
+    Bytes levels[8];
+    load_levels<format>(p, levels);
+    for (int h = 0; h < halves; h++) {
+      Floats even[M], odd[M];
+      for (int m = 0; m < M; m++) even[m] = odd[m] = all(0);
+      for (int k = 0; k < 4 * groups; k += 2) {
+        const Floats first = sub(level(levels[h * 4 + k / 4], k % 4), zero);
+        const Floats second = sub(level(levels[h * 4 + k / 4], k % 4 + 1), zero);
+        const float *x = a.x + row * w.inputs + b * BLOCK + h * 16 + k;
+        for (int m = 0; m < M; m++) {
+          even[m] = fma(first, all(x[m * w.inputs]), even[m]);
+          odd[m] = fma(second, all(x[m * w.inputs + 1]), odd[m]);
+        }
+      }
+      const Floats scale = load_scales(w, scales, h);
+      const Floats minimum = w.minimums ? load_scales(w, scales, halves + h) : all(0);
+      for (int m = 0; m < M; m++) {
+        sum[m] = fma(add(even[m], odd[m]), scale, sum[m]);
+        if (w.minimums) sum[m] = fma(minimum, all(a.shares[fine][((row + m) * blocks + b) * halves + h]), sum[m]);
+      }
+    }
+  }
+  for (int m = 0; m < M; m++) store(out + m * 2 * PANEL, sum[m]);
+}
+
+template <Format format, int M>
+static void multiply_levels(const Matrix &w, const uint8_t *panel, const Activations &a, int64_t row, float *out) {
+  if (a.levels) (w.fine ? multiply_int8<format, true, M> : multiply_int8<format, false, M>)(w, panel, a, row, out);
+  else (w.fine ? multiply_float32<format, true, M> : multiply_float32<format, false, M>)(w, panel, a, row, out);
+}
+
+// M rows, from `row` on, times one or two panels of the same format; out [M, 2, 16].
+template <int M>
+static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int count, const Activations &a, int64_t row,
+                          float *out) {
+  const uint8_t *at[2] = {w[0]->data + panels[0] * w[0]->panel_bytes(), w[0]->data + panels[0] * w[0]->panel_bytes()};
+  if (count == 2) at[1] = w[1]->data + panels[1] * w[1]->panel_bytes();
+  const float *x = a.x + row * w[0]->inputs;
+  const int64_t inputs = w[0]->inputs;
+  if (w[0]->format == FLOAT32) return multiply_floats<FLOAT32, M>(at, x, inputs, out);
+  if (w[0]->format == FLOAT16) return multiply_floats<FLOAT16, M>(at, x, inputs, out);
+  if (w[0]->format == BFLOAT16) return multiply_floats<BFLOAT16, M>(at, x, inputs, out);
+  for (int i = 0; i < count; i++, out += PANEL) {
+    if (w[i]->format == BITS4) multiply_levels<BITS4, M>(*w[i], at[i], a, row, out);
+    if (w[i]->format == BITS5) multiply_levels<BITS5, M>(*w[i], at[i], a, row, out);
+    if (w[i]->format == BITS6) multiply_levels<BITS6, M>(*w[i], at[i], a, row, out);
+    if (w[i]->format == BITS8) multiply_levels<BITS8, M>(*w[i], at[i], a, row, out);
+  }
+}
+
+using MultiplyRows = void (*)(const Matrix *const[2], const int64_t[2], int, const Activations &, int64_t, float *);
+static const MultiplyRows multiply_some[] = {
+    nullptr, multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
+#if EESD_ROWS == 8
+    multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>,
+#endif
+};
+
+// Write rows of a panel's results where they belong.
+static void put(const Product &job, int64_t row, int rows, int64_t column, int64_t columns, const float *out) {
+  for (int m = 0; m < rows; m++) {
+    const int64_t at = (row + m) * job.outputs + column;
+    for (int64_t i = 0; i < columns; i++) {
+      float value = out[m * 2 * PANEL + i];
+      if (job.bias) value += job.bias[column + i];
+      if (job.residual) value += job.residual[at + i];
+      job.y[at + i] = value;
+    }
+  }
+}
+
+// Gate and up beside each other become silu(gate) up, in the place of the gate.
+static void gate(const Product &job, int rows, int64_t column, int64_t columns, float *out) {
+  for (int m = 0; m < rows; m++, out += 2 * PANEL) {
+    Floats g = load(out), u = load(out + PANEL);
+    if (job.bias) {
+      g = add(g, load_some(job.bias + column, columns));
+      u = add(u, load_some(job.bias + job.outputs + column, columns));
+    }
+    store(out, mul(div(g, add(all(1.f), exponential(sub(all(0), g)))), u));
+  }
+}
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// A panel, or two side by side, of all rows of a block.
+static void multiply_panels(const Product &job, const Matrix *const w[2], const int64_t panels[2], int count, int64_t offset,
+                            int64_t first_row, int64_t last_row) {
+  float out[EESD_ROWS * 2 * PANEL];
+  for (int64_t row = first_row; row < last_row; row += EESD_ROWS) {
+    const int rows = (int)least(EESD_ROWS, last_row - row);
+    multiply_some[rows](w, panels, count, job.a, row, out);
+    const int64_t column = panels[0] * PANEL, columns = least(PANEL, w[0]->outputs - column);
+    if (job.swiglu) {
+      const Product plain = {nullptr, 0, false, job.a, nullptr, job.residual, job.y, job.rows, job.outputs};
+      gate(job, rows, column, columns, out);
+      put(plain, row, rows, column, columns, out);
+      continue;
+    }
+    put(job, row, rows, offset + column, columns, out);
+    if (count == 2) put(job, row, rows, offset + column + PANEL, least(PANEL, w[0]->outputs - column - PANEL), out + PANEL);
+  }
+}
+
+// Panels are counted through all parts; of a gate and an up part, panel j is that of both.
+static void multiply(const Product &job, int64_t first_panel, int64_t last_panel) {
+  for (int64_t row = 0; row < job.rows; row += ROW_BLOCK) {
+    const int64_t last_row = least(row + ROW_BLOCK, job.rows);
+    int64_t before = 0, offset = 0;
+    for (const Matrix *w = job.parts; w < job.parts + (job.swiglu ? 1 : job.num_parts); w++) {
+      const int64_t last = least(last_panel - before, w->panels());
+      for (int64_t p = first_panel > before ? first_panel - before : 0; p < last;) {
+        const int pair = job.swiglu || (!w->has_levels() && p + 1 < last) ? 2 : 1;
+        const Matrix *const both[2] = {w, job.swiglu ? w + 1 : w};
+        const int64_t panels[2] = {p, job.swiglu ? p : p + 1};
+        multiply_panels(job, both, panels, pair, offset, row, last_row);
+        p += job.swiglu ? 1 : pair;
+      }
+      before += w->panels();
+      offset += w->outputs;
+    }
+  }
+}

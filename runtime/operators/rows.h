@@ -1,0 +1,98 @@
+// Activations: root mean square norm, rounding to 8 bits, and the functions of a row that other kernels need.
+
+static inline float add_lanes(Floats a) {
+  float lane[16];
+  store(lane, a);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+  return lane[0];
+}
+
+static inline float largest_lane(Floats a) {
+  float lane[16];
+  store(lane, a);
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
+  return lane[0];
+}
+
+// Sixteen values of which only the first `count` are there; the others are 0.
+static inline Floats load_some(const float *p, int64_t count) {
+  float lane[16] = {0};
+  for (int64_t i = 0; i < count; i++) lane[i] = p[i];
+  return load(lane);
+}
+
+// e^a, with an error of about 1 ulp, for a from -87 to 88; outside of it, that of the nearer end (Cephes, expf).
+static inline Floats exponential(Floats a) {
+  a = smaller(larger(a, all(-87.f)), all(88.f));
+  const Floats whole = nearest(mul(a, all(1.44269504f)));
+  Floats rest = fma(whole, all(-0.693359375f), a);
+  rest = fma(whole, all(2.12194440e-4f), rest);
+  Floats p = all(1.9875691500e-4f);
+  p = fma(p, rest, all(1.3981999507e-3f));
+  p = fma(p, rest, all(8.3334519073e-3f));
+  p = fma(p, rest, all(4.1665795894e-2f));
+  p = fma(p, rest, all(1.6666665459e-1f));
+  p = fma(p, rest, all(5.0000001201e-1f));
+  p = fma(p, mul(rest, rest), add(rest, all(1.f)));
+  return mul(p, power_of_two(whole));
+}
+
+// y = x / rms(x) * weight, of one row. x and y may be the same.
+static inline void normalize(const float *x, const float *weight, float epsilon, int64_t size, float *y) {
+  Floats squares = all(0);
+  int64_t i = 0;
+  for (; i + 16 <= size; i += 16) squares = fma(load(x + i), load(x + i), squares);
+  if (i < size) squares = fma(load_some(x + i, size - i), load_some(x + i, size - i), squares);
+  const float factor = 1.f / __builtin_sqrtf(add_lanes(squares) / (float)size + epsilon);
+  for (i = 0; i + 16 <= size; i += 16) store(y + i, mul(mul(load(x + i), all(factor)), load(weight + i)));
+  for (; i < size; i++) y[i] = x[i] * factor * weight[i];
+}
+
+// Blocks of 32 of one row in 8 bits: the largest becomes level 127 or -127.
+static inline void round_row(const Preparation &job, const float *x, int64_t row) {
+  const int64_t blocks = job.inputs / BLOCK;
+  for (int64_t b = 0; b < blocks; b++) {
+    const Floats first = load(x + b * BLOCK), second = load(x + b * BLOCK + 16);
+    const float largest = largest_lane(larger(absolute(first), absolute(second)));
+    const float scale = largest / 127.f, inverse = largest > 0 ? 127.f / largest : 0;
+    int8_t *levels = job.levels + row * job.inputs + b * BLOCK;
+    store_int8(levels, mul(first, all(inverse)));
+    store_int8(levels + 16, mul(second, all(inverse)));
+    int32_t half[2] = {0, 0};
+    for (int i = 0; i < 32; i++) half[i / 16] += levels[i];
+    const int64_t at = row * blocks + b;
+    job.scales[at] = scale;
+    job.sums[0][at] = half[0] + half[1];
+    job.shares[0][at] = scale * (float)(half[0] + half[1]);
+    for (int h = 0; h < 2; h++) {
+      job.sums[1][2 * at + h] = half[h];
+      job.shares[1][2 * at + h] = scale * (float)half[h];
+    }
+  }
+}
+
+static inline void add_up_row(const Preparation &job, const float *x, int64_t row) {
+  const int64_t blocks = job.inputs / BLOCK;
+  for (int64_t b = 0; b < blocks; b++) {
+    const Floats first = load(x + b * BLOCK), second = load(x + b * BLOCK + 16);
+    const int64_t at = row * blocks + b;
+    job.shares[0][at] = add_lanes(add(first, second));
+    job.shares[1][2 * at] = add_lanes(first);
+    job.shares[1][2 * at + 1] = add_lanes(second);
+  }
+}
+
+static void prepare(const Preparation &job, int64_t first_row, int64_t last_row) {
+  for (int64_t row = first_row; row < last_row; row++) {
+    const float *x = job.x + row * job.inputs;
+    if (job.norm) {
+      float *normed = job.normed + row * job.inputs;
+      normalize(x, job.norm, job.epsilon, job.inputs, normed);
+      x = normed;
+    }
+    if (job.int8) round_row(job, x, row);
+    else if (job.blocks) add_up_row(job, x, row);
+  }
+}

@@ -1,0 +1,55 @@
+// Sixteen lanes in one register: AVX-512 with VNNI.
+
+#define EESD_ROWS 8
+
+struct Floats { __m512 v; };
+struct Bytes { __m512i v; };
+
+static inline Floats load(const float *p) { return {_mm512_loadu_ps(p)}; }
+static inline void store(float *p, Floats a) { _mm512_storeu_ps(p, a.v); }
+static inline Floats all(float a) { return {_mm512_set1_ps(a)}; }
+static inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline Floats sub(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline Floats div(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline Floats larger(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline Floats smaller(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline Floats absolute(Floats a) { return {_mm512_abs_ps(a.v)}; }
+static inline Floats nearest(Floats a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+
+static inline Floats load_bfloat16(const uint16_t *p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16))};
+}
+static inline Floats load_float16(const uint16_t *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
+static inline Floats power_of_two(Floats a) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a.v), _mm512_set1_epi32(127)), 23))};
+}
+
+static inline void store_int8(int8_t *p, Floats a) {
+  _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+static inline Bytes load_bytes(const uint8_t *p) { return {_mm512_loadu_si512(p)}; }
+static inline Bytes all_sums(int32_t a) { return {_mm512_set1_epi32(a)}; }
+static inline Bytes add_sums(Bytes a, Bytes b) { return {_mm512_add_epi32(a.v, b.v)}; }
+static inline Floats to_floats(Bytes a) { return {_mm512_cvtepi32_ps(a.v)}; }
+static inline Bytes low_bits(Bytes a, int shift, int mask) {
+  return {_mm512_and_si512(_mm512_srli_epi16(a.v, shift), _mm512_set1_epi8((char)mask))};
+}
+static inline Bytes join_bits(Bytes low, Bytes high, int shift) {
+  return {_mm512_or_si512(low.v, _mm512_slli_epi16(high.v, shift))};  // high's bits do not leave their bytes
+}
+static inline Bytes spread_bits(const uint8_t *mask, int value) {
+  uint64_t bits;
+  memcpy(&bits, mask, 8);
+  return {_mm512_maskz_set1_epi8(bits, (char)value)};
+}
+template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, const int8_t *x) {
+  int32_t four;
+  memcpy(&four, x, 4);
+  return {_mm512_dpbusd_epi32(sums.v, levels.v, _mm512_set1_epi32(four))};
+}
+static inline Floats level(Bytes a, int k) {
+  return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(a.v, 8 * k), _mm512_set1_epi32(255)))};
+}
+static inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }

@@ -1,0 +1,72 @@
+// Sixteen lanes in plain C++: the specification of the other vector files, and what runs where there is none of them.
+
+#define EESD_ROWS 4 /* rows that a kernel holds in registers at most */
+
+struct Floats {
+  float lane[16];
+};
+struct Bytes {  // 64 bytes, which are four levels of each of 16 columns; or 16 sums
+  union {
+    uint8_t byte[64];
+    int32_t lane[16];
+  };
+};
+
+#define EACH for (int i = 0; i < 16; i++)
+
+static inline Floats load(const float *p) { Floats r; memcpy(r.lane, p, 64); return r; }
+static inline void store(float *p, Floats a) { memcpy(p, a.lane, 64); }
+static inline Floats all(float a) { Floats r; EACH r.lane[i] = a; return r; }
+static inline Floats add(Floats a, Floats b) { EACH a.lane[i] += b.lane[i]; return a; }
+static inline Floats sub(Floats a, Floats b) { EACH a.lane[i] -= b.lane[i]; return a; }
+static inline Floats mul(Floats a, Floats b) { EACH a.lane[i] *= b.lane[i]; return a; }
+static inline Floats div(Floats a, Floats b) { EACH a.lane[i] /= b.lane[i]; return a; }
+static inline Floats fma(Floats a, Floats b, Floats c) { EACH c.lane[i] = fmaf(a.lane[i], b.lane[i], c.lane[i]); return c; }
+static inline Floats larger(Floats a, Floats b) { EACH a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
+static inline Floats smaller(Floats a, Floats b) { EACH a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
+static inline Floats absolute(Floats a) { EACH a.lane[i] = fabsf(a.lane[i]); return a; }
+static inline Floats nearest(Floats a) { EACH a.lane[i] = nearbyintf(a.lane[i]); return a; }
+
+static inline Floats load_bfloat16(const uint16_t *p) {
+  Floats r;
+  EACH { uint32_t bits = (uint32_t)p[i] << 16; memcpy(&r.lane[i], &bits, 4); }
+  return r;
+}
+
+static inline Floats load_float16(const uint16_t *p) { Floats r; EACH r.lane[i] = float_of(p[i]); return r; }
+
+// 2^a for whole numbers a from -126 to 127.
+static inline Floats power_of_two(Floats a) {
+  EACH { uint32_t bits = (uint32_t)((int32_t)a.lane[i] + 127) << 23; memcpy(&a.lane[i], &bits, 4); }
+  return a;
+}
+
+static inline void store_int8(int8_t *p, Floats a) { EACH p[i] = (int8_t)nearbyintf(a.lane[i]); }
+static inline Bytes load_bytes(const uint8_t *p) { Bytes r; memcpy(r.byte, p, 64); return r; }
+static inline Bytes all_sums(int32_t a) { Bytes r; EACH r.lane[i] = a; return r; }
+static inline Bytes add_sums(Bytes a, Bytes b) { EACH a.lane[i] += b.lane[i]; return a; }
+static inline Floats to_floats(Bytes a) { Floats r; EACH r.lane[i] = (float)a.lane[i]; return r; }
+// The four bits of each byte from `shift` on.
+static inline Bytes low_bits(Bytes a, int shift, int mask) {
+  for (int i = 0; i < 64; i++) a.byte[i] = a.byte[i] >> shift & mask;
+  return a;
+}
+static inline Bytes join_bits(Bytes low, Bytes high, int shift) {
+  for (int i = 0; i < 64; i++) low.byte[i] |= high.byte[i] << shift;
+  return low;
+}
+// Bytes of which each has its bit of a mask of 64 bits, in the place of `value`.
+static inline Bytes spread_bits(const uint8_t *mask, int value) {
+  Bytes r;
+  for (int i = 0; i < 64; i++) r.byte[i] = mask[i / 8] >> i % 8 & 1 ? value : 0;
+  return r;
+}
+// sums + four unsigned levels of each column times four signed activations. `wide`: levels may be larger than 127.
+template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, const int8_t *x) {
+  EACH for (int k = 0; k < 4; k++) sums.lane[i] += levels.byte[4 * i + k] * x[k];
+  return sums;
+}
+// The k-th of the four levels of each column.
+static inline Floats level(Bytes a, int k) { Floats r; EACH r.lane[i] = (float)a.byte[4 * i + k]; return r; }
+static inline void prefetch(const void *) {}
+#undef EACH
