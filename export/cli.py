@@ -212,7 +212,7 @@ def _choose_quantization(
             return None
         return SEARCHED_INT4 if kind == "int4" and not symmetric else Quantization(str(kind), BLOCK)
 
-    return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft), tensors)
+    return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft), tensors=tensors)
 
 
 def _check_keep(checkpoint: Checkpoint, dtype: str, head: str | None, link_weights: bool) -> None:
@@ -226,7 +226,9 @@ def _check_keep(checkpoint: Checkpoint, dtype: str, head: str | None, link_weigh
             f"--quantize keep is for float32 engines, and these are {dtype}; give --dtype float32, or leave --quantize out."
         )
     if link_weights:
-        raise EESDError("--link-weights uses a checkpoint's weights in its own files, and --quantize keep stores levels; give one.")
+        raise EESDError(
+            "--link-weights uses a checkpoint's weights in its own files, and --quantize keep stores levels; give one."
+        )
     if head is not None:
         raise EESDError("--quantize keep also keeps the levels of the LM head; leave --quantize-head out, or give --quantize.")
 

@@ -307,7 +307,9 @@ def _pack_linear(graph: ir.Graph, quantization: Quantizations) -> None:
         found = [layer for layer in layers if layer is not None]
         if len(found) < len(layers):
             continue
-        shapes = {str(layer.weight.name): tuple(layer.weight.shape.numpy()) for layer in found if layer.weight.shape is not None}
+        shapes = {
+            str(layer.weight.name): tuple(layer.weight.shape.numpy()) for layer in found if layer.weight.shape is not None
+        }
         if not can_be_packed(list(shapes), shapes.__getitem__, quantization):
             continue
         x = found[0].x
@@ -402,7 +404,7 @@ def _use_stored_layout(graph: ir.Graph, weights: tuple[StoredWeight, ...]) -> No
 
 
 def _dequantize(graph: ir.Graph, value: ir.Value, weight: StoredWeight) -> None:
-    """Make a weight its levels, and dequantize them before their uses; of an embedding table only the rows that are gathered."""
+    """Make a weight its levels, and dequantize them where they are used: of a table that is gathered, only those rows."""
     assert weight.quantization is not None and value.dtype is not None
     uses, dtype = [(use.node, use.idx) for use in value.uses()], value.dtype
     value.dtype = ir.DataType[weight.quantization.weights.upper()]
@@ -474,7 +476,7 @@ def _dequantized(
     zeros = [parts[ZEROS]] if ZEROS in parts else []
     found = add("DequantizeLinear", [parts[""], widened[SCALES], *zeros], axis=axis, block_size=block)
     if MINIMUMS in parts:
-        blocks = shape[:axis] + (shape[axis] // block,)
+        blocks = (*shape[:axis], shape[axis] // block)
         found = reshaped(found, (*blocks, block, *shape[axis + 1 :]))
         found = add("Add", [found, reshaped(widened[MINIMUMS], (*blocks, 1, *shape[axis + 1 :]))])
         found = reshaped(found, shape)

@@ -37,8 +37,8 @@ OWN_LEVELS = {
     "Q5_K": Quantization("int8", 32, minimums=True, scales="float32"),
     "Q6_K": Quantization("int8", 16, scales="float32"),
 }
-"""The smallest element types that hold what a type of quantized tensors stores. The scales of K-quants are products of a float16
-and an integer, which float32 holds exactly."""
+"""The smallest element types that hold what a type of quantized tensors stores. The scales of K-quants are products of a
+float16 and an integer, which float32 holds exactly."""
 QUANTIZED = tuple(OWN_LEVELS)
 """The supported types of quantized tensors."""
 _ONE_SCALE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -291,21 +291,18 @@ def _unpack_blocks(
     kind: str, blocks: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int8], NDArray[np.floating[Any]], NDArray[np.floating[Any]] | None]:
     """Levels, scales and minimums of blocks [count, bytes] of a type, in order, as ggml-common.h defines the blocks."""
-    if kind in _ONE_SCALE:
-        scales, at = _halves(blocks, 0), 2
-        minimums = None
-        if kind.endswith("_1"):
-            minimums, at = _halves(blocks, 2), 4
-        if kind == "Q8_0":
-            return blocks[:, at:].view(np.int8), scales, minimums
-        if kind.startswith("Q4"):
-            levels = _fields(blocks[:, at:], 16, (0, 4), 4)
-        else:
-            high = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
-            levels = _fields(blocks[:, at + 4 :], 16, (0, 4), 4) | high << 4
-        offset = 0 if minimums is not None else 8 if kind == "Q4_0" else 16
-        return levels.view(np.int8) - np.int8(offset), scales, minimums
-    return _K_QUANTS[kind](blocks)
+    if kind in _K_QUANTS:
+        return _K_QUANTS[kind](blocks)
+    minimums = _halves(blocks, 2) if kind.endswith("_1") else None
+    scales, rest = _halves(blocks, 0), blocks[:, 2 if minimums is None else 4 :]
+    if kind == "Q8_0":
+        return rest.view(np.int8), scales, minimums
+    middle = np.int8(0 if minimums is not None else 8 if kind == "Q4_0" else 16)
+    if kind.startswith("Q4"):
+        return _fields(rest, 16, (0, 4), 4).view(np.int8) - middle, scales, minimums
+    high = np.unpackbits(rest[:, :4], axis=1, bitorder="little")
+    levels = _fields(rest[:, 4:], 16, (0, 4), 4) | high << 4
+    return levels.view(np.int8) - middle, scales, minimums
 
 
 def _q2_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eesd.common.weights import BITS, BLOCK
 
-_CLIPS = (1.0, 0.93, 0.86, 0.79)
+_CLIPS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
 """Factors of a block's range in the search for uint4."""
 _REFITS = 2
 """How often the best candidate for uint4 is fitted to its levels once more."""

@@ -107,7 +107,7 @@ class Quantizations:
     layers: Quantization | None = None
     head: Quantization | None = None
     draft: Quantization | None = None
-    tensors: dict[str, Quantization] = field(default_factory=dict, hash=False)
+    tensors: dict[str, Quantization] = field(default_factory=dict, hash=False, kw_only=True)
 
     @property
     def places(self) -> dict[str, Quantization | None]:
@@ -121,7 +121,7 @@ class Quantizations:
 
     @property
     def in_float32_only(self) -> bool:
-        """Whether ONNX Runtime has no product with int8 activations for verify: weights have minimums or a file's own levels."""
+        """Whether verify has weights with minimums or a file's own levels, which ONNX Runtime does not multiply by int8."""
         return bool(self.tensors) or any(one is not None and one.minimums for one in (self.layers, self.head))
 
     def of(self, name: str, shape: Shape) -> Quantization | None:
