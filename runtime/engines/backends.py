@@ -118,7 +118,8 @@ def _open_standard(directory: Path, manifest: Manifest, threads: int, draft: boo
     widened: dict[str, Any] = {}
     load = partial(OrtEngine, directory, manifest, manifest.verify, threads, widened)
     verify, checked, notice = load(), None, ""
-    int8_activations = bool(manifest.quantization.layers or manifest.quantization.head)
+    quantization = manifest.quantization
+    int8_activations = bool(quantization.layers or quantization.head) and not quantization.in_float32_only
     if int8_activations:
         checked = int8_activations = Exactness(manifest).check_quickly(verify)
     if checked is False:
