@@ -24,11 +24,24 @@ from support.command import add_tokenizer, export_engine, succeed  # noqa: E402
 from support.harness import Harness  # noqa: E402
 from support.lossless_checks import DRAFT_VOCAB  # noqa: E402
 from support.tiny_checkpoints import FAMILIES, build  # noqa: E402
+from support.without_operators import without_operators  # noqa: E402
 
 from eesd.export import onnx_graph  # noqa: E402
 from eesd.export.cli import main as export_main  # noqa: E402
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-operators", action="store_true", help="as if the library of operators were not built")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take the operators away before tests are collected: some are left out without them."""
+    if config.getoption("--without-operators"):
+        hidden = without_operators()
+        hidden.__enter__()
+        config.add_cleanup(lambda: hidden.__exit__(None, None, None))
 
 
 @pytest.fixture(scope="session")
