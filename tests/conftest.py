@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -39,9 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Take the operators away before tests are collected: some are left out without them."""
     if config.getoption("--without-operators"):
-        hidden = without_operators()
-        hidden.__enter__()
-        config.add_cleanup(lambda: hidden.__exit__(None, None, None))
+        hidden = ExitStack()
+        hidden.enter_context(without_operators())
+        config.add_cleanup(hidden.close)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -165,12 +166,8 @@ def test_all_kernels_give_the_same_logits(engine: Path) -> None:
 def test_slower_kernels_give_the_same_tokens(engine: Path, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernels not in operators.KERNELS[operators.KERNELS.index(operators.fastest()) :]:
         pytest.skip(f"this processor has no {kernels}")
-    expected, original = tokens_of(engine), CpuEngine.__init__
-
-    def with_kernels(*arguments: object, **options: object) -> None:
-        original(*arguments, **options, kernels=kernels)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(CpuEngine, "__init__", with_kernels)
+    expected = tokens_of(engine)
+    monkeypatch.setattr(CpuEngine, "__init__", partialmethod(CpuEngine.__init__, kernels=kernels))
     assert tokens_of(engine) == expected
 
 
