@@ -50,13 +50,14 @@ static inline void normalize(const float *x, const float *weight, float epsilon,
   for (; i < size; i++) y[i] = x[i] * factor * weight[i];
 }
 
-// Blocks of 32 of one row in 8 bits: the largest becomes level 127 or -127.
+// Blocks of 32 of one row in 8 bits: the largest becomes level 127 or -127. Where it is so small that 127 divided by it could be
+// infinite, all levels are 0.
 static inline void round_row(const Preparation &job, const float *x, int64_t row) {
   const int64_t blocks = job.inputs / BLOCK;
   for (int64_t b = 0; b < blocks; b++) {
     const Floats first = load(x + b * BLOCK), second = load(x + b * BLOCK + 16);
     const float largest = largest_lane(larger(absolute(first), absolute(second)));
-    const float scale = largest / 127.f, inverse = largest > 0 ? 127.f / largest : 0;
+    const float scale = largest / 127.f, inverse = largest >= 0x1p-100f ? 127.f / largest : 0;
     int8_t *levels = job.levels + row * job.inputs + b * BLOCK;
     store_int8(levels, mul(first, all(inverse)));
     store_int8(levels + 16, mul(second, all(inverse)));
