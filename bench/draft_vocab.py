@@ -13,8 +13,8 @@ from eesd.common.draft_vocab import most_used
 from eesd.common.errors import EESDError
 from eesd.common.json_input import json_lines, read_text
 from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.base import Binding
-from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.text import TextCodec
 
 REMEDY = "give a text, or JSON lines with text, prompt, turns or messages"
@@ -94,7 +94,8 @@ def time_draft_steps(directories: Sequence[Path], threads: int, rounds: int) -> 
     manifests = [load_manifest(directory) for directory in directories]
     bindings: list[Binding] = []
     for directory, manifest in zip(directories, manifests, strict=True):
-        engine = OrtEngine(directory, manifest, [manifest.draft], threads)
+        engine = open_engines(directory, manifest, "ort", threads, draft=True).draft
+        assert engine is not None
         kv_cache = engine.new_kv_cache()
         kv_cache.reserve(CONTEXT + 1)
         bindings.append(engine.bind(kv_cache))

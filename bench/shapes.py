@@ -34,6 +34,7 @@ from eesd.export.memory import estimate_memory, format_bytes
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
 from eesd.runtime.engines.backends import BACKENDS, Engines, open_engines
 from eesd.runtime.engines.base import Binding
+from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import LLM, Speculation
 
@@ -176,8 +177,9 @@ def time_passes(
     kv_cache.reserve(PROMPT + max(NODE_COUNTS))
 
     def predicted(graphs: tuple[GraphInfo, ...], nodes: int) -> float | None:
+        slots = PROMPT if isinstance(kv_cache, CpuKVCache) else kv_cache.slots  # type: ignore[attr-defined]
         computed = as_run_on_cpu(manifest) if isinstance(kv_cache, HostKVCache) else manifest
-        return call_seconds(computed, graphs, hardware, kv_cache.slots, nodes) if hardware else None  # type: ignore[attr-defined]
+        return call_seconds(computed, graphs, hardware, slots, nodes) if hardware else None
 
     chunk = engines.verify.prefill_chunk
     prefill = median_seconds(lambda: _prefill(verify, chunk), max(repeats // 10, 2))

@@ -21,9 +21,20 @@ from eesd.common.manifest import (
     WEIGHTS_FILE,
 )
 from eesd.common.terminal import notice, progress
-from eesd.common.weights import BLOCK, DTYPES, QUANTIZED, Quantization, Quantizations, is_linear, model_shapes, stored_weight
+from eesd.common.weights import (
+    BLOCK,
+    DTYPES,
+    QUANTIZED,
+    SEARCHED_INT4,
+    Quantization,
+    Quantizations,
+    is_linear,
+    model_shapes,
+    stored_weight,
+)
 
 QUANTIZED_OR_NONE = (*QUANTIZED, "none")
+KEEP = "keep"
 
 if TYPE_CHECKING:  # --help must not load torch
     from eesd.common.manifest import Manifest
@@ -46,8 +57,9 @@ if TYPE_CHECKING:  # --help must not load torch
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
 @click.option(
     "--quantize",
-    type=click.Choice(QUANTIZED_OR_NONE),
-    help="Quantize the linear weights of the layers to 8 or 4 bits.  [default: none]",
+    type=click.Choice((*QUANTIZED_OR_NONE, KEEP)),
+    help="Quantize the linear weights of the layers to 8 or 4 bits, or keep the file's own levels.  "
+    "[default: keep for float32 engines of a quantized GGUF file, else none]",
 )
 @click.option(
     "--quantize-head", type=click.Choice(QUANTIZED_OR_NONE), help="The same for the LM head.  [default: as --quantize]"
@@ -61,7 +73,7 @@ if TYPE_CHECKING:  # --help must not load torch
 @click.option(
     "--symmetric/--asymmetric",
     default=None,
-    help="4 bits without or with zero points, which are closer but TensorRT has none.  [default: symmetric for 16-bit engines]",
+    help="4 bits without or with minimums, which are closer but TensorRT has none.  [default: symmetric for 16-bit engines]",
 )
 @click.option("--layers", type=click.IntRange(2, 10_000), help="Export only the first layers of the model, for a trial.")
 @click.option(
@@ -150,6 +162,8 @@ def main(
         click.echo(line)
     for text in config.notices:
         notice(text)
+    if {quantize, quantize_head} & set(QUANTIZED) and checkpoint.own_levels:
+        notice("The file's weights are quantized, and --quantize rounds them a second time; --quantize keep does not.")
     if not head.config.trained:
         notice("The exit head is not trained, so acceptance will be low; train one with eesd-distill.")
 
@@ -173,7 +187,14 @@ def _choose_quantization(
     link_weights: bool,
 ) -> Quantizations:
     """What the options mean together. A checkpoint's own levels stay as they are."""
-    own = checkpoint.quantization
+    own, tensors = checkpoint.quantization, checkpoint.own_levels
+    if layers is None and tensors and dtype == "float32" and not link_weights:
+        layers = KEEP
+    if layers == KEEP:
+        _check_keep(checkpoint, dtype, head, link_weights)
+        layers = None
+    else:
+        tensors = {}
     if layers is not None and own is not None:
         raise EESDError("The checkpoint's weights are quantized already, and are taken as they are; leave --quantize out.")
     if link_weights and {layers, head, draft} - {None, "none"}:
@@ -189,9 +210,27 @@ def _choose_quantization(
     def scheme(kind: str | None) -> Quantization | None:
         if kind in (None, "none"):
             return None
-        return Quantization("uint4" if kind == "int4" and not symmetric else str(kind), BLOCK)
+        return SEARCHED_INT4 if kind == "int4" and not symmetric else Quantization(str(kind), BLOCK)
 
-    return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft))
+    return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft), tensors=tensors)
+
+
+def _check_keep(checkpoint: Checkpoint, dtype: str, head: str | None, link_weights: bool) -> None:
+    """Raise :class:`EESDError` if the file's own levels cannot be kept."""
+    if checkpoint.quantization is not None:
+        return  # as always
+    if not checkpoint.own_levels:
+        raise EESDError("--quantize keep is for quantized weights, and the checkpoint's are not; leave the option out.")
+    if dtype != "float32":
+        raise EESDError(
+            f"--quantize keep is for float32 engines, and these are {dtype}; give --dtype float32, or leave --quantize out."
+        )
+    if link_weights:
+        raise EESDError(
+            "--link-weights uses a checkpoint's weights in its own files, and --quantize keep stores levels; give one."
+        )
+    if head is not None:
+        raise EESDError("--quantize keep also keeps the levels of the LM head; leave --quantize-head out, or give --quantize.")
 
 
 def _types(options: ExportOptions, own: bool) -> str:
@@ -199,6 +238,9 @@ def _types(options: ExportOptions, own: bool) -> str:
     texts = [f"{one.weights} {place}" for place, one in options.quantization.places.items() if one is not None]
     if own:
         texts[0] = f"the checkpoint's own {texts[0]}"
+    kept = sorted({one.weights for one in options.quantization.tensors.values()})
+    if kept:
+        texts.insert(0, f"the file's own {' and '.join(kept)} levels")
     return f"{options.dtype} with {', '.join(texts)}" if texts else options.dtype
 
 

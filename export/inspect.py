@@ -1,6 +1,7 @@
 """``eesd-inspect``: show the content of an engine directory."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -235,7 +236,13 @@ def _draft_vocab(manifest: Manifest) -> str:
 
 def _linear_weights(manifest: Manifest) -> str:
     """How the linear weights of layers, LM head and draft are stored."""
-    places = manifest.quantization.places.items()
+    quantization = manifest.quantization
+    places = quantization.places.items()
+    if quantization.tensors:
+        kinds = Counter(one.description for one in quantization.tensors.values())
+        own = [f"{count} tensors as in the file: {kind}" for kind, count in kinds.most_common()]
+        draft = manifest.dtype if quantization.draft is None else quantization.draft.description
+        return "\n".join((*own, f"draft: {draft}"))
     words = {place: manifest.dtype if one is None else one.description for place, one in places}
     if len(set(words.values())) == 1:
         return words["layers"]

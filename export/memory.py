@@ -29,7 +29,7 @@ def split_layers(
         geometry: Geometry of the base model.
         exit_config: Configuration of the exit head.
         dtype: Element type of the engines.
-        quantization: Quantization of the linear weights.
+        quantization: Quantization of the weights.
         stages: Number of stages.
 
     Returns:
@@ -53,7 +53,8 @@ def split_layers(
         # Every device has rotary tables: count none.
         return graph_shapes(geometry, exit_config, 0, layers, draft, dtype, quantization)
 
-    layer, prefix = nbytes(layer_shapes(geometry, [0])), range(before_exit)
+    # Layers with levels of their own may differ a little: count the mean.
+    layer, prefix = nbytes(layer_shapes(geometry, range(layers))) // layers, range(before_exit)
     other = [0] * stages  # bytes on each device besides the layers
     other[0] = nbytes(graph(prefix, draft=True) | graph(prefix, draft=False)) - before_exit * layer
     other[-1] += nbytes(graph(range(layers - 1, layers), draft=False)) - layer

@@ -29,11 +29,13 @@ from eesd.common.manifest import (
     one_node_is_faster,
 )
 from eesd.common.weights import (
+    MINIMUMS,
     SCALES,
     UNQUANTIZED,
     ZEROS,
     Quantizations,
     StoredWeight,
+    can_be_packed,
     graph_name,
     packed_name,
     stored_weight,
@@ -57,6 +59,10 @@ graph but takes three times as long.
 """
 
 
+_ONNX_TYPES = {"float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16", "int64": "INT64"}
+"""ONNX's names of element types."""
+
+
 @dataclass(frozen=True)
 class ExportOptions:
     """Options of an export.
@@ -68,7 +74,7 @@ class ExportOptions:
         draft_top_k: K, the candidates that the draft reports for each node.
         stages: Number of stages of the verify graph.
         link_weights: Whether weights stay in the checkpoint's files where possible.
-        quantization: Quantization of the linear weights.
+        quantization: Quantization of the weights.
     """
 
     dtype: str
@@ -169,7 +175,7 @@ def trace(
     RemoveUnusedNodesPass()(model)
     _name_weights(model.graph)
     if not options.link_weights:  # the checkpoint's files have separate weights
-        _pack_linear(model.graph)
+        _pack_linear(model.graph, options.quantization)
         RemoveUnusedNodesPass()(model)
     _rename_weights(model.graph, geometry, options, draft=name == "draft")
     weights = _stored_weights(model.graph, options, linked)
@@ -291,12 +297,20 @@ def _name_weights(graph: ir.Graph) -> None:
             graph.initializers[value.name] = value
 
 
-def _pack_linear(graph: ir.Graph) -> None:
-    """Compute linear layers that read one input, and whose outputs are concatenated, as one product over a packed weight."""
+def _pack_linear(graph: ir.Graph, quantization: Quantizations) -> None:
+    """Compute linear layers that read one input, and whose outputs are concatenated, as one product over a packed weight.
+
+    Those whose weights are not quantized alike stay apart.
+    """
     for concat in [node for node in graph if node.op_type == "Concat"]:
         layers = [_match_linear(value) for value in concat.inputs if value is not None]
         found = [layer for layer in layers if layer is not None]
         if len(found) < len(layers):
+            continue
+        shapes = {
+            str(layer.weight.name): tuple(layer.weight.shape.numpy()) for layer in found if layer.weight.shape is not None
+        }
+        if not can_be_packed(list(shapes), shapes.__getitem__, quantization):
             continue
         x = found[0].x
         weight = _packed_weight(graph, [layer.weight for layer in found])
@@ -386,18 +400,90 @@ def _use_stored_layout(graph: ir.Graph, weights: tuple[StoredWeight, ...]) -> No
                 user.outputs[0].replace_all_uses_with(value)
                 graph.remove(user, safe=True)
         if weight.quantization is not None:
-            levels = ir.DataType[weight.quantization.weights.upper()]
-            types = {SCALES: value.dtype} | ({ZEROS: levels} if weight.quantization.zero_points else {})
-            parts = []
-            for suffix, dtype in types.items():
-                parts.append(ir.val(weight.name + suffix, dtype=dtype, shape=weight.scales_shape))
-                graph.initializers[weight.name + suffix] = parts[-1]
-            uses = [(use.node, use.idx) for use in value.uses()]
-            dequantize = ir.node("DequantizeLinear", [value, *parts], {"axis": 0, "block_size": weight.quantization.block})
-            graph.insert_before(uses[0][0], dequantize)
-            for node, index in uses:
-                node.replace_input_with(index, dequantize.outputs[0])
-            value.dtype = levels
+            _dequantize(graph, value, weight)
+
+
+def _dequantize(graph: ir.Graph, value: ir.Value, weight: StoredWeight) -> None:
+    """Make a weight its levels, and dequantize them where they are used: of a table that is gathered, only those rows."""
+    assert weight.quantization is not None and value.dtype is not None
+    uses, dtype = [(use.node, use.idx) for use in value.uses()], value.dtype
+    value.dtype = ir.DataType[weight.quantization.weights.upper()]
+    scales = dtype if weight.quantization.scales is None else ir.DataType[_ONNX_TYPES[weight.quantization.scales]]
+    suffixes = {SCALES: scales}
+    if weight.quantization.minimums:
+        suffixes[MINIMUMS] = scales
+    if weight.quantization.zero_points:
+        suffixes[ZEROS] = value.dtype
+    parts = {"": value}
+    for suffix, kind in suffixes.items():
+        parts[suffix] = ir.val(weight.name + suffix, dtype=kind, shape=weight.scales_shape)
+        graph.initializers[weight.name + suffix] = parts[suffix]
+    gathers = [node for node, _ in uses if node.op_type == "Gather"]
+    for gather in gathers:
+        rows = {suffix: ir.node("Gather", [part, gather.inputs[1]]) for suffix, part in parts.items()}
+        graph.insert_before(gather, list(rows.values()))
+        shape = (0, 0, weight.shape[1])  # 0: as many as there are
+        outputs = {suffix: node.outputs[0] for suffix, node in rows.items()}
+        new, old = _dequantized(graph, gather, outputs, weight, shape, 2, dtype), gather.outputs[0]
+        new.name, new.shape, new.type = old.name, old.shape, old.type
+        old.replace_all_uses_with(new)
+        graph.remove(gather, safe=True)
+    products = [(node, index) for node, index in uses if node.op_type != "Gather"]
+    if products:
+        new = _dequantized(graph, products[0][0], parts, weight, weight.stored_shape, 0 if weight.transposed else 1, dtype)
+        for node, index in products:
+            node.replace_input_with(index, new)
+
+
+def _dequantized(
+    graph: ir.Graph,
+    before: ir.Node,
+    parts: Mapping[str, ir.Value],
+    weight: StoredWeight,
+    shape: tuple[int, ...],
+    axis: int,
+    dtype: ir.DataType,
+) -> ir.Value:
+    """Dequantize the parts of a weight, by suffix, in nodes before another one.
+
+    Scales of another type than the directory's are made float32 first: DequantizeLinear returns the type of the scales, and
+    nothing may be rounded to 16 bits before the minimum is added.
+
+    Args:
+        graph: The graph.
+        before: Node that uses the weight.
+        parts: Levels, and what belongs to them.
+        weight: The weight.
+        shape: Shape of the levels; 0 for dimensions that are not known.
+        axis: Axis of the blocks.
+        dtype: Element type of the directory.
+    """
+    assert weight.quantization is not None
+    block, nodes = weight.quantization.block, list[ir.Node]()
+
+    def add(kind: str, inputs: list[ir.Value], **attributes: int) -> ir.Value:
+        nodes.append(ir.node(kind, inputs, attributes))
+        return nodes[-1].outputs[0]
+
+    def reshaped(value: ir.Value, sizes: tuple[int, ...]) -> ir.Value:
+        return add("Reshape", [value, constant(graph, "reshape", list(sizes))])
+
+    widened = {}
+    for suffix in (SCALES, MINIMUMS):
+        if suffix in parts:
+            narrow = weight.quantization.scales not in (None, "float32")
+            widened[suffix] = add("Cast", [parts[suffix]], to=ir.DataType.FLOAT) if narrow else parts[suffix]
+    zeros = [parts[ZEROS]] if ZEROS in parts else []
+    found = add("DequantizeLinear", [parts[""], widened[SCALES], *zeros], axis=axis, block_size=block)
+    if MINIMUMS in parts:
+        blocks = (*shape[:axis], shape[axis] // block)
+        found = reshaped(found, (*blocks, block, *shape[axis + 1 :]))
+        found = add("Add", [found, reshaped(widened[MINIMUMS], (*blocks, 1, *shape[axis + 1 :]))])
+        found = reshaped(found, shape)
+    if weight.quantization.scales is not None and dtype != ir.DataType.FLOAT:
+        found = add("Cast", [found], to=dtype)
+    graph.insert_before(before, nodes)
+    return found
 
 
 def _tensor_infos(values: Any) -> tuple[TensorInfo, ...]:
@@ -405,7 +491,7 @@ def _tensor_infos(values: Any) -> tuple[TensorInfo, ...]:
         TensorInfo(
             value.name,
             tuple(dim if isinstance(dim, int) else str(dim) for dim in value.shape),
-            {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16", "INT64": "int64"}[value.dtype.name],
+            {name: dtype for dtype, name in _ONNX_TYPES.items()}[value.dtype.name],
         )
         for value in values
     )

@@ -165,8 +165,9 @@ def _stored_value(name: str, shape: tuple[int, ...], source: TensorSource, manif
     weight = stored_weight(name, shape, manifest.dtype, manifest.quantization)
     if weight.quantization is None:
         return source.read().to(getattr(torch, manifest.dtype)).float()
-    levels = quantized(source, weight)
-    return dequantize(levels._replace(scales=levels.scales.float()), weight.quantization.weights).t()
+    kind = weight.quantization.weights
+    found = quantized(source, weight)
+    return dequantize(found, kind).t() if weight.transposed else dequantize(found, kind, 1)
 
 
 def _random_tree(checkpoint: Checkpoint, count: int) -> Inputs:

@@ -117,10 +117,17 @@ def check_precision(manifest: Manifest) -> None:
             f"The directory holds {manifest.dtype} graphs, and TensorRT's fused attention has no {manifest.dtype} kernel; "
             "export with --dtype float16 or --dtype bfloat16."
         )
+    if manifest.quantization.tensors:
+        raise EESDError(
+            "The directory's weights have the levels of their GGUF file, for which TensorRT has no kernels; export with "
+            "--quantize none or int4."
+        )
+    if any(one.minimums for one in manifest.quantization.used):
+        raise EESDError("The directory's weights have minimums, for which TensorRT has no kernels; export with --symmetric.")
     if any(one.zero_points for one in manifest.quantization.used):
         raise EESDError(
-            "The directory's weights have zero points, and TensorRT has none for 4 bits; export with --symmetric, "
-            "or a checkpoint that was quantized without zero points."
+            "The directory's weights have zero points, and TensorRT has none for 4 bits; "
+            "export a checkpoint that was quantized without zero points."
         )
 
 

@@ -24,10 +24,10 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, FileInfo, LinkInfo
-from eesd.common.weights import DRAFT_VOCAB, EXIT_HEAD, SCALES, ZEROS, Quantization, StoredWeight
+from eesd.common.weights import DRAFT_VOCAB, EXIT_HEAD, MINIMUMS, SCALES, ZEROS, StoredWeight
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.packed import PackedTensor
-from eesd.model.quantize import Quantized, join_quantized, quantize
+from eesd.model.quantize import LARGEST, Quantized, join_quantized, quantize
 from eesd.model.safetensors_file import CheckpointTensor, all_finite
 
 ALIGNMENT = 4096
@@ -150,15 +150,28 @@ def joined(parts: Sequence[TensorSource]) -> TensorSource:
 
 def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
     """The levels of a weight that is stored quantized: those of the checkpoint where they fit."""
-    assert weight.quantization is not None
-    dtype = getattr(torch, weight.dtype)
     parts = source.parts if isinstance(source, JointTensor) else [source]
-    return join_quantized([_levels(part, weight.quantization, dtype) for part in parts], weight.shape[1])
+    return join_quantized([_levels(part, weight) for part in parts], weight.shape[1])
 
 
-def _levels(part: TensorSource, quantization: Quantization, dtype: torch.dtype) -> Quantized:
-    own = part.levels(quantization, dtype) if isinstance(part, PackedTensor | GgufTensor) else None
-    return quantize(part.read(), quantization.weights, dtype) if own is None else own
+def _levels(part: TensorSource, weight: StoredWeight) -> Quantized:
+    quantization, dtype = weight.quantization, getattr(torch, weight.scales_dtype)
+    assert quantization is not None
+    own = None
+    if isinstance(part, PackedTensor):
+        own = part.levels(quantization, dtype)
+    elif isinstance(part, GgufTensor):
+        own = part.levels(quantization, dtype, weight.transposed)
+    if own is not None:
+        return own
+    assert weight.transposed and quantization.zero_points is False, "only a checkpoint's own levels are stored so"
+    values = part.read()
+    if quantization.minimums and not bool(values.abs().max() <= LARGEST):
+        raise EESDError(
+            f"The tensor {weight.name} has values beyond {LARGEST:.0f}, which int4 cannot hold; "
+            "give --quantize none and --quantize-draft none."
+        )
+    return quantize(values, quantization.weights, dtype)
 
 
 def _read(source: TensorSource, weight: StoredWeight) -> Tensor:
@@ -171,7 +184,7 @@ def _read(source: TensorSource, weight: StoredWeight) -> Tensor:
 def _encode(source: TensorSource, weight: StoredWeight) -> dict[str, memoryview]:
     """The bytes of each tensor that is stored for a weight, by name."""
     if weight.quantization is not None:
-        parts = zip(("", SCALES, ZEROS), quantized(source, weight), strict=True)
+        parts = zip(("", SCALES, ZEROS, MINIMUMS), quantized(source, weight), strict=True)
         return {weight.name + suffix: _bytes_of(part) for suffix, part in parts if part is not None}
     dtype: torch.dtype = getattr(torch, weight.dtype)
     tensor = _read(source, weight)

@@ -128,6 +128,17 @@ class Checkpoint:
             widths[name] = shapes[name][1]
         return self.config.packing.quantization(set(widths.values()))
 
+    @property
+    def own_levels(self) -> dict[str, Quantization]:
+        """The quantizations that keep the levels of a GGUF file, by the names of the tensors in use that have some.
+
+        The embedding table has 8-bit levels, because ONNX Runtime gathers rows of no others.
+        """
+        tensors = {name: self.tensors[name] for name in model_shapes(self.geometry)}
+        own = {name: tensor.quantization for name, tensor in tensors.items() if isinstance(tensor, GgufTensor)}
+        kept = {name: one for name, one in own.items() if one is not None}
+        return {name: replace(one, weights="int8") if name == EMBEDDINGS else one for name, one in kept.items()}
+
     def first_layers(self, count: int) -> "Checkpoint":
         """The same checkpoint reduced to its first ``count`` layers, for a trial export.
 

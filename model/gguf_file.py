@@ -2,14 +2,14 @@
 
 A file begins with ``GGUF``, a version, and the numbers of tensors and of metadata. The metadata follow, then a table of the
 tensors, then their data. All numbers are little-endian. A tensor of a quantized type consists of blocks of 32 or 256
-consecutive inputs of one output, which the ``gguf`` library dequantizes.
+consecutive inputs of one output. The ``gguf`` library dequantizes them; their levels, scales and minimums are read here, too.
 
 The header is parsed here and not by ``gguf.GGUFReader``, which believes whatever lengths a damaged file gives (decision 0064).
 """
 
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,11 +21,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eesd.common.errors import EESDError
-from eesd.common.weights import BLOCK, Quantization
-from eesd.model.quantize import Quantized, exact_levels
+from eesd.common.weights import BITS, BLOCK, SEARCHED_INT4, Quantization
+from eesd.model.quantize import Quantized, exact_levels, pack
 from eesd.model.safetensors_file import DTYPES, FINGERPRINTED, CheckpointTensor
 
-QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+OWN_LEVELS = {
+    "Q4_0": Quantization("int4", 32, scales="float16"),
+    "Q4_1": Quantization("uint4", 32, minimums=True, scales="float16"),
+    "Q5_0": Quantization("int8", 32, scales="float16"),
+    "Q5_1": Quantization("int8", 32, minimums=True, scales="float16"),
+    "Q8_0": Quantization("int8", 32, scales="float16"),
+    "Q2_K": Quantization("uint4", 16, minimums=True, scales="float32"),
+    "Q3_K": Quantization("int4", 16, scales="float32"),
+    "Q4_K": Quantization("uint4", 32, minimums=True, scales="float32"),
+    "Q5_K": Quantization("int8", 32, minimums=True, scales="float32"),
+    "Q6_K": Quantization("int8", 16, scales="float32"),
+}
+"""The smallest element types that hold what a type of quantized tensors stores. The scales of K-quants are products of a
+float16 and an integer, which float32 holds exactly."""
+QUANTIZED = tuple(OWN_LEVELS)
 """The supported types of quantized tensors."""
 _ONE_SCALE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """Those with one scale for 32 inputs: a block begins with it, as a float16."""
@@ -183,6 +197,11 @@ class GgufTensor:
             )
         return torch.float32
 
+    @property
+    def quantization(self) -> Quantization | None:
+        """The quantization that keeps the levels of a linear weight as they are; None for a tensor of floats."""
+        return OWN_LEVELS.get(self._stored.stored)
+
     def read(self) -> Tensor:
         """Read the tensor; a quantized one in float32.
 
@@ -197,19 +216,60 @@ class GgufTensor:
         values = self._values(self._rows(min(-(-FINGERPRINTED // row), self.shape[0])))
         return values.view(-1).view(torch.uint8).numpy().tobytes()[:FINGERPRINTED]
 
-    def levels(self, quantization: Quantization, dtype: torch.dtype) -> Quantized | None:
+    def levels(self, quantization: Quantization, dtype: torch.dtype, transposed: bool = True) -> Quantized | None:
         """The levels as they are, if the quantization can hold them exactly.
 
         Args:
             quantization: The wanted quantization.
-            dtype: Element type of the scales to return.
+            dtype: Element type of the scales to return, unless the quantization has one.
+            transposed: Whether to return levels [in, out]; otherwise [out, in], for an embedding table.
+
+        Raises:
+            EESDError: The file is truncated, or a scale or minimum is infinite or not a number.
         """
-        if self._stored.stored not in _ONE_SCALE or quantization.block != BLOCK:
+        own, stored = self.quantization, self._stored.stored
+        if own is None:
+            return None
+        if quantization in (own, replace(own, weights="int8")):
+            return self._stored_levels(quantization.weights, transposed)
+        if quantization == SEARCHED_INT4 and stored == "Q4_0":
+            return self._with_minimums()
+        if quantization.scales or quantization.minimums or stored not in _ONE_SCALE or quantization.block != BLOCK:
+            return None
+        if quantization.weights == "uint4":
             return None
         rows = self._rows(self.shape[0])
         blocks = rows.reshape(self.shape[0], self.shape[1] // BLOCK, -1)
         scales = torch.from_numpy(np.ascontiguousarray(blocks[:, :, :2])).view(torch.float16)[:, :, 0]
         return exact_levels(self._stored.checked(self._values(rows)), scales.float(), quantization.weights, dtype)
+
+    def _stored_levels(self, kind: str, transposed: bool) -> Quantized:
+        """What the file stores, with levels of this element type."""
+        rows = self._rows(self.shape[0])
+        size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self._stored.stored]][1]
+        with np.errstate(all="ignore"):  # damaged scales are reported below
+            found = _unpack_blocks(self._stored.stored, rows.reshape(-1, size))
+        levels, *shared = (None if part is None else torch.from_numpy(part).reshape(self.shape[0], -1) for part in found)
+        for part in shared:
+            if part is not None and not bool(torch.isfinite(part).all()):
+                raise EESDError(
+                    f"{self._stored.path}: the tensor {self.name} has scales or minimums that are not finite numbers; "
+                    "fetch it again."
+                )
+        assert levels is not None and shared[0] is not None
+        scales, minimums = (part if part is None or not transposed else part.t().contiguous() for part in shared)
+        assert scales is not None
+        levels = levels.view(torch.uint8)
+        return Quantized(pack(levels.t() if transposed else levels, BITS[kind]), scales, minimums=minimums)
+
+    def _with_minimums(self) -> Quantized | None:
+        """Q4_0 with the bytes of Q4_1: the levels count from the minimum, which is -8 scales. None if that is no float16."""
+        signed = self._stored_levels("int8", transposed=True)
+        minimums = signed.scales * -8
+        if not bool(torch.isfinite(minimums).all()):
+            return None
+        levels = (signed.levels.view(torch.int8) + 8).view(torch.uint8)
+        return Quantized(pack(levels, 4), signed.scales, minimums=minimums)
 
     def _rows(self, count: int) -> NDArray[np.uint8]:
         """The bytes of the first rows, in order."""
@@ -225,3 +285,73 @@ class GgufTensor:
             return torch.from_numpy(rows).view(self.dtype).view(shape)
         with np.errstate(all="ignore"):  # damaged scales are reported as values that are not finite
             return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[self._stored.stored])).view(shape)
+
+
+def _unpack_blocks(
+    kind: str, blocks: NDArray[np.uint8]
+) -> tuple[NDArray[np.int8], NDArray[np.floating[Any]], NDArray[np.floating[Any]] | None]:
+    """Levels, scales and minimums of blocks [count, bytes] of a type, in order, as ggml-common.h defines the blocks."""
+    if kind in _K_QUANTS:
+        return _K_QUANTS[kind](blocks)
+    minimums = _halves(blocks, 2) if kind.endswith("_1") else None
+    scales, rest = _halves(blocks, 0), blocks[:, 2 if minimums is None else 4 :]
+    if kind == "Q8_0":
+        return rest.view(np.int8), scales, minimums
+    middle = np.int8(0 if minimums is not None else 8 if kind == "Q4_0" else 16)
+    if kind.startswith("Q4"):
+        return _fields(rest, 16, (0, 4), 4).view(np.int8) - middle, scales, minimums
+    high = np.unpackbits(rest[:, :4], axis=1, bitorder="little")
+    levels = _fields(rest[:, 4:], 16, (0, 4), 4) | high << 4
+    return levels.view(np.int8) - middle, scales, minimums
+
+
+def _q2_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
+    scale, least = (_halves(blocks, at).astype(np.float32) for at in (80, 82))
+    levels = _fields(blocks[:, 16:80], 32, (0, 2, 4, 6), 2).view(np.int8)
+    return levels, scale * (blocks[:, :16] & 15), -(least * (blocks[:, :16] >> 4))
+
+
+def _q3_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32], None]:
+    high = _fields(blocks[:, :32], 32, range(8), 1).view(np.int8)
+    levels = _fields(blocks[:, 32:96], 32, (0, 2, 4, 6), 2).view(np.int8) + 4 * high - np.int8(4)
+    scales = _fields(blocks[:, 96:104], 8, (0, 4), 4) | _fields(blocks[:, 104:108], 4, (0, 2, 4, 6), 2) << 4
+    return levels, _halves(blocks, 108).astype(np.float32) * (scales.astype(np.float32) - 32), None
+
+
+def _q4_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
+    return _fields(blocks[:, 16:], 32, (0, 4), 4).view(np.int8), *_k_scales(blocks)
+
+
+def _q5_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
+    levels = _fields(blocks[:, 48:], 32, (0, 4), 4) | _fields(blocks[:, 16:48], 32, range(8), 1) << 4
+    return levels.view(np.int8), *_k_scales(blocks)
+
+
+def _q6_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32], None]:
+    levels = _fields(blocks[:, :128], 64, (0, 4), 4) | _fields(blocks[:, 128:192], 32, (0, 2, 4, 6), 2) << 4
+    scales = _halves(blocks, 208).astype(np.float32) * blocks[:, 192:208].view(np.int8)
+    return levels.view(np.int8) - np.int8(32), scales, None
+
+
+_K_QUANTS = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+
+
+def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The 8 scales and minimums of each block of Q4_K or Q5_K. Of their 6 bits, the upper two of the last four lie apart."""
+    scale, least = (_halves(blocks, at).astype(np.float32) for at in (0, 2))
+    first, second, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = np.concatenate((first & 63, (low & 15) | (first >> 6) << 4), axis=1)
+    minimums = np.concatenate((second & 63, (low >> 4) | (second >> 6) << 4), axis=1)
+    return scale * scales, -(least * minimums)
+
+
+def _halves(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float16]:
+    """The float16 at a place of each block [count, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
+
+
+def _fields(data: NDArray[np.uint8], group: int, shifts: Sequence[int], bits: int) -> NDArray[np.uint8]:
+    """Fields of some bits of bytes [count, bytes]: of each group of bytes all fields at the first shift, then at the second."""
+    shift = np.array(shifts, np.uint8)[:, None]
+    fields = (data.reshape(len(data), -1, 1, group) >> shift) & np.uint8((1 << bits) - 1)
+    return fields.reshape(len(data), -1)

@@ -200,7 +200,7 @@ class PackedTensor:
             dtype: Element type of the scales to return.
         """
         group = self.shape[1] // self._parts["scales"].shape[0]
-        if quantization.weights != self._kind or group % quantization.block:
+        if quantization.weights != self._kind or quantization.minimums or group % quantization.block:
             return None
         return self._quantized(dtype, group // quantization.block)
 

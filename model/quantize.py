@@ -1,15 +1,16 @@
-"""Weight-only quantization of linear layers: blocks of 32 weights share a scale, and in the type uint4 a zero point.
+"""Weight-only quantization of linear layers: blocks of 32 weights share a scale, and in the type uint4 a minimum.
 
 A block is 32 consecutive inputs of one output. Weights are stored as [in, out], so this is the layout of ONNX's blockwise
-``DequantizeLinear`` with axis 0. A stored level ``q`` stands for the weight ``scale * (q - zero_point)``.
+``DequantizeLinear`` with axis 0. A stored level ``q`` stands for the weight ``scale * (q - zero_point) + minimum``. Zero points
+occur only in checkpoints that were quantized before.
 
 * ``int8``: levels -127 .. 127. The scale maps the block's largest weight to the end of the range. With 16-bit scales all blocks
   of an output have the scale of its largest weight: only then TensorRT-RTX multiplies by int8 weights as they are.
-* ``uint4``: levels 0 .. 15, zero points 0 .. 15. Scale and zero point are searched by the block's squared error.
-* ``int4``: levels -8 .. 7 without zero points, for TensorRT, which has none. The scale is searched.
+* ``uint4``: levels 0 .. 15, with float16 scales and minimums. Both are searched by the block's squared error.
+* ``int4``: levels -8 .. 7 without minimums, for TensorRT, which has none. The scale is searched.
 
 Four bits are so few that losing the largest weights of a block can be better than coarse levels for all, hence the search: each
-candidate is rounded, and gets the scale that fits its levels best in closed form.
+candidate is rounded, and gets the scale and the minimum that fit its levels best in closed form.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,12 @@ from torch import Tensor
 
 from eesd.common.weights import BITS, BLOCK
 
-_CLIPS = (1.05, 0.97, 0.89, 0.81, 0.73)
+_CLIPS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
 """Factors of a block's range in the search for uint4."""
+_REFITS = 2
+"""How often the best candidate for uint4 is fitted to its levels once more."""
+LARGEST = 65504.0
+"""Largest absolute weight that uint4 can hold: the largest float16, which the minimum may be."""
 _STEPS = (0.82, 0.9, 0.98, 1.06, 1.14, 1.22)
 """Factors of the scale in the search for int4. At 1, the largest absolute weight is mapped to 8 steps."""
 _NEARBY = (0.96, 1.04)
@@ -41,25 +46,31 @@ class Quantized(NamedTuple):
         levels: The bytes of a tensor [in, out]. Two levels of 4 bits share a byte, the first in the low half.
         scales: Scales [in / block, out].
         zeros: The bytes of the zero points [in / block, out], packed like the levels; None where all are zero.
+        minimums: Minimums [in / block, out] in the type of the scales; None where all are zero.
+
+    An embedding table is the transpose of all this: levels [out, in], scales and minimums [out, in / block].
     """
 
     levels: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    minimums: Tensor | None = None
 
 
 def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
     """Quantize a weight, piece by piece, so that only the arguments and the results take much memory.
 
     Args:
-        weight: Weight [out, in]; ``in`` must be a multiple of 32.
+        weight: Weight [out, in]; ``in`` must be a multiple of 32. For uint4, no value may be beyond :data:`LARGEST`.
         kind: ``int8``, ``int4`` or ``uint4``.
-        dtype: Element type of the scales.
+        dtype: Element type of the scales; those of uint4 are float16.
     """
+    if kind == "uint4":
+        dtype = torch.float16
     outputs, inputs = weight.shape
     levels = torch.empty(inputs * outputs * BITS[kind] // 8, dtype=torch.uint8)
     scales = torch.empty(inputs // BLOCK, outputs, dtype=dtype)
-    zeros = torch.zeros(scales.shape, dtype=torch.uint8)
+    minimums = torch.zeros_like(scales)
     rows = BLOCK * max(1, _PIECE // (BLOCK * outputs))
     columns = max(1, _PIECE // rows)
     largest = torch.full((outputs,), torch.nan)
@@ -74,12 +85,15 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
         for first in range(0, outputs, columns):
             part = slice(first, first + columns)
             blocks = weight[part, begin:end].t().float().reshape(strip[:, :, part].shape)
-            strip[:, :, part], scales[at, part], zeros[at, part] = _quantize_blocks(blocks, largest[part], kind, dtype)
+            if kind == "uint4":
+                strip[:, :, part], scales[at, part], minimums[at, part] = _quantize_with_minimum(blocks)
+            else:
+                strip[:, :, part], scales[at, part] = _quantize_blocks(blocks, largest[part], kind, dtype)
         levels[begin * len(levels) // inputs : end * len(levels) // inputs] = pack(strip.view(torch.uint8), BITS[kind])
 
     with _one_thread_each() as pool:
         list(pool.map(quantize_strip, range(0, inputs, rows)))
-    return Quantized(levels, scales, pack(zeros, BITS[kind]) if kind == "uint4" else None)
+    return Quantized(levels, scales, minimums=minimums if kind == "uint4" else None)
 
 
 def exact_levels(weight: Tensor, scales: Tensor, kind: str, dtype: torch.dtype) -> Quantized | None:
@@ -89,21 +103,18 @@ def exact_levels(weight: Tensor, scales: Tensor, kind: str, dtype: torch.dtype) 
         weight: Weight [out, in] in float32.
         scales: Distance [out, in / 32] of neighbouring values of the grid. The sign does not matter: only positive scales are
             stored, because TensorRT asks for them.
-        kind: ``int8``, ``int4`` or ``uint4``.
+        kind: ``int8`` or ``int4``.
         dtype: Element type of the scales to return.
     """
     scales = scales.abs()
     scales[scales == 0] = 1
     blocks = weight.view(*scales.shape, BLOCK)
     levels = (blocks / scales[:, :, None]).round_()
-    low, high = levels.amin(-1).clamp_max_(0), levels.amax(-1).clamp_min_(0)
-    zeros = -low if kind == "uint4" else torch.zeros_like(low)
-    least, most = {"int8": (-128, 127), "int4": (-8, 7), "uint4": (0, 15)}[kind]
-    if (low + zeros).min() < least or (high + zeros).max() > most or not torch.equal(levels * scales[:, :, None], blocks):
+    least, most = {"int8": (-128, 127), "int4": (-8, 7)}[kind]
+    if levels.min() < least or levels.max() > most or not torch.equal(levels * scales[:, :, None], blocks):
         return None
-    stored = (levels + zeros[:, :, None]).to(torch.int8).view(torch.uint8).view(weight.shape).t()
-    shared = zeros.to(torch.uint8).t()
-    return Quantized(pack(stored, BITS[kind]), scales.t().contiguous().to(dtype), pack(shared, 4) if kind == "uint4" else None)
+    stored = levels.to(torch.int8).view(torch.uint8).view(weight.shape).t()
+    return Quantized(pack(stored, BITS[kind]), scales.t().contiguous().to(dtype))
 
 
 @contextmanager
@@ -123,72 +134,102 @@ def shares_scales(kind: str, dtype: torch.dtype) -> bool:
     return kind == "int8" and dtype != torch.float32
 
 
-def _quantize_blocks(blocks: Tensor, largest: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels, scales and zero points of blocks [count, 32, out]; ``largest`` [out] is each output's, for shared scales."""
+def _quantize_blocks(blocks: Tensor, largest: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Levels and scales of blocks [count, 32, out] as int8 or int4; ``largest`` [out] is each output's, for shared scales."""
     if kind == "int8":
         scale = (largest.repeat(len(blocks), 1) if shares_scales(kind, dtype) else blocks.abs().amax(1)) / 127
-        zero = torch.zeros_like(scale)
         least, most = -127, 127
     else:
-        scale, zero = _Search(blocks).run(kind)
-        least, most = 0, 15
+        scale = _ScaleSearch(blocks).run()
+        least, most = -8, 7
     # Half the smallest subnormal number: for subnormal scales it turns rounding to nearest into rounding up.
     half = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
     scale = (scale + half).to(dtype)
     scale[scale == 0] = 1
-    levels = (blocks / scale.float()[:, None]).round_().add_(zero[:, None]).clamp_(least, most)
-    if kind == "int4":
-        levels -= zero[:, None]
-    return levels.to(torch.int8), scale, zero.to(torch.uint8)
+    levels = (blocks / scale.float()[:, None]).round_().clamp_(least, most)
+    return levels.to(torch.int8), scale
 
 
-class _Search:
-    """Search of the scales and zero points with the least squared error for blocks [count, 32, out], with 16 levels.
+class _ScaleSearch:
+    """Search of the scales with the least squared error for blocks [count, 32, out], with the levels -8 .. 7.
 
-    For given levels l = q - zero_point, the best scale is sum(w l) / sum(l l), and its squared error is lower by
-    sum(w l)^2 / sum(l l) than that of levels that are all zero. Candidates are compared by this gain.
+    For given levels, the best scale is sum(w l) / sum(l l), and its squared error is lower by sum(w l)^2 / sum(l l) than that
+    of levels that are all zero. Candidates are compared by this gain.
     """
 
     def __init__(self, blocks: Tensor) -> None:
         self._blocks = blocks
         self._levels, self._products = torch.empty_like(blocks), torch.empty_like(blocks)
-        self._scale = self._zero = torch.zeros(blocks.shape[0], blocks.shape[2])
+        self._scale = torch.zeros(blocks.shape[0], blocks.shape[2])
         self._gain = torch.full_like(self._scale, -1)
 
-    def run(self, kind: str) -> tuple[Tensor, Tensor]:
-        """The scales and zero points [count, out]. int4 is searched as levels 0 .. 15 with the zero point 8."""
-        if kind == "int4":
-            largest = self._blocks.abs().amax(1)
-            for step in _STEPS:
-                self._try(largest * (step / 8), torch.full_like(largest, 8))
-        else:
-            low, high = self._blocks.amin(1).clamp_max_(0), self._blocks.amax(1).clamp_min_(0)
-            for clip in _CLIPS:
-                scale = (high - low) * (clip / 15)
-                self._try(scale, (7.5 - (high + low) / 2 / scale.clamp_min(_TINY)).round_().clamp_(0, 15))
-            scale, zero = self._scale, self._zero
-            for shift in (-1, 1):
-                self._try(scale, (zero + shift).clamp_(0, 15))
-        scale, zero = self._scale, self._zero
+    def run(self) -> Tensor:
+        """The scales [count, out]."""
+        largest = self._blocks.abs().amax(1)
+        for step in _STEPS:
+            self._try(largest * (step / 8))
+        scale = self._scale
         for factor in _NEARBY:
-            self._try(scale * factor, zero)
-        return self._fit(self._scale, self._zero)[0].clamp_min_(0), self._zero
+            self._try(scale * factor)
+        return self._fit(self._scale)[0].clamp_min_(0)
 
-    def _try(self, scale: Tensor, zero: Tensor) -> None:
-        """Take scales and zero points where they are better than the best so far. The scale is fitted first."""
-        fitted, gain = self._fit(scale, zero)
-        better = gain > self._gain
-        self._scale, self._zero = torch.where(better, fitted, self._scale), torch.where(better, zero, self._zero)
+    def _try(self, scale: Tensor) -> None:
+        """Take scales where they are better than the best so far. They are fitted first."""
+        fitted, gain = self._fit(scale)
+        self._scale = torch.where(gain > self._gain, fitted, self._scale)
         self._gain = torch.maximum(gain, self._gain)
 
-    def _fit(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-        """The best scale for the levels that a scale and a zero point give, and its gain."""
+    def _fit(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The best scale for the levels that a scale gives, and its gain."""
         levels, products = self._levels, self._products
         torch.mul(self._blocks, scale.clamp_min(_TINY).reciprocal_()[:, None], out=levels)
-        torch.clamp(levels.round_(), -zero[:, None], 15 - zero[:, None], out=levels)
+        torch.clamp(levels.round_(), -8, 7, out=levels)
         dot = torch.mul(self._blocks, levels, out=products).sum(1)
         best = dot / torch.mul(levels, levels, out=products).sum(1).clamp_min_(_TINY)
         return best, dot * best
+
+
+def _quantize_with_minimum(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels, scales and minimums of blocks [count, 32, out] as uint4.
+
+    Every candidate is rounded to float16 before its levels are chosen, and compared by the squared error of what is stored. The
+    first one maps the block's least and largest weight to the levels 0 and 15: it finds again what was quantized so before.
+    """
+    low, high = blocks.amin(1), blocks.amax(1)
+    best = _Candidate(blocks, (high - low) / 15, low)
+    for clip in _CLIPS:
+        scale = (high - low) * (clip / 15)
+        first = _Candidate(blocks, scale, (high + low) / 2 - 7.5 * scale)
+        best = best.better(_Candidate(blocks, *first.fitted(blocks)))
+    for _ in range(_REFITS):
+        best = best.better(_Candidate(blocks, *best.fitted(blocks)))
+    return best.levels.to(torch.int8), best.scale, best.minimum
+
+
+class _Candidate:
+    """Scales and minimums [count, out] for blocks [count, 32, out], rounded to float16, with the levels and squared errors."""
+
+    def __init__(self, blocks: Tensor, scale: Tensor, minimum: Tensor) -> None:
+        self.scale, self.minimum = scale.clamp(0, LARGEST).half(), minimum.clamp(-LARGEST, LARGEST).half()
+        scale, minimum = self.scale.float()[:, None], self.minimum.float()[:, None]
+        self.levels = ((blocks - minimum) * scale.clamp_min(_TINY).reciprocal()).round_().clamp_(0, 15)
+        self.error = (self.levels * scale).add_(minimum).sub_(blocks).square_().sum(1)
+
+    def better(self, other: "_Candidate") -> "_Candidate":
+        """The candidate with the smaller error, block by block. Reuses this one."""
+        worse = other.error < self.error
+        for name in ("scale", "minimum", "error"):
+            setattr(self, name, torch.where(worse, getattr(other, name), getattr(self, name)))
+        self.levels = torch.where(worse[:, None], other.levels, self.levels)
+        return self
+
+    def fitted(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales and minimums with the least squared error for the levels."""
+        count, levels, mean = blocks.shape[1], self.levels.mean(1), blocks.mean(1)
+        spread = self.levels.square().sum(1) - count * levels.square()
+        scale = ((blocks * self.levels).sum(1) - count * levels * mean) / spread.clamp_min(_TINY)
+        scale = torch.where(spread > 0, scale, self.scale)
+        return scale, mean - scale * levels
 
 
 def join_quantized(parts: Sequence[Quantized], inputs: int) -> Quantized:
@@ -197,10 +238,12 @@ def join_quantized(parts: Sequence[Quantized], inputs: int) -> Quantized:
         return parts[0]
     blocks = parts[0].scales.shape[0]
     zeros = [part.zeros.view(blocks, -1) for part in parts if part.zeros is not None]
+    minimums = [part.minimums for part in parts if part.minimums is not None]
     return Quantized(
         torch.cat([part.levels.view(inputs, -1) for part in parts], 1).view(-1),
         torch.cat([part.scales for part in parts], 1),
         torch.cat(zeros, 1).view(-1) if zeros else None,
+        torch.cat(minimums, 1) if minimums else None,
     )
 
 
@@ -228,19 +271,28 @@ def unpack(stored: Tensor, kind: str, count: int) -> Tensor:
     return values.to(torch.int16)
 
 
-def dequantize(quantized: Quantized, kind: str) -> Tensor:
+def dequantize(quantized: Quantized, kind: str, axis: int = 0) -> Tensor:
     """Undo :func:`quantize`, for blocks of any size.
 
     Args:
         quantized: The stored tensors.
         kind: Type of the levels and zero points.
+        axis: The axis of the inputs: 0 for a linear weight, 1 for an embedding table.
 
     Returns:
-        The weight [in, out] in the element type of the scales.
+        The weight [in, out], or the table [out, in], in float32.
     """
-    scales = quantized.scales
+    scales = quantized.scales.float()
+    rows, columns = scales.shape
+
+    def shared(values: Tensor) -> Tensor:
+        return values.view(scales.shape).unsqueeze(axis + 1)
+
     count = len(quantized.levels) * 8 // BITS[kind]
-    levels = unpack(quantized.levels, kind, count).view(scales.shape[0], -1, scales.shape[1])
+    levels = unpack(quantized.levels, kind, count).view((rows, -1, columns) if axis == 0 else (rows, columns, -1))
     if quantized.zeros is not None:
-        levels = levels - unpack(quantized.zeros, kind, scales.numel()).view(scales.shape)[:, None]
-    return (levels.to(scales.dtype) * scales[:, None]).view(-1, scales.shape[1])
+        levels = levels - shared(unpack(quantized.zeros, kind, scales.numel()))
+    values = levels.float().mul_(shared(scales))
+    if quantized.minimums is not None:
+        values += shared(quantized.minimums.float())
+    return values.view(-1, columns) if axis == 0 else values.view(rows, -1)

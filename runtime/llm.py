@@ -133,6 +133,7 @@ def load(
     verify_hashes: bool = False,
     generation_config: str = "auto",
     exact: bool | None = None,
+    activations: str | None = None,
 ) -> "LLM":
     """Open an engine directory that ``eesd-export`` wrote.
 
@@ -147,6 +148,7 @@ def load(
             none; ``none`` does not.
         exact: Whether drafting may change no bit of a logit, also in trees and on a GPU; see
             :func:`~eesd.runtime.engines.backends.open_engines`. Default: where that costs little.
+        activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. Default: int8.
 
     Raises:
         EESDError: The directory or an argument cannot be used.
@@ -160,7 +162,7 @@ def load(
     if verify_hashes:
         verify_files(directory, manifest)
     draft = isinstance(speculation, Speculation) and speculation.head_drafts
-    engines = open_engines(directory, manifest, backend, threads, draft, exact)
+    engines = open_engines(directory, manifest, backend, threads, draft, exact, activations)
     default = models_sampling(directory) if generation_config == "auto" else GREEDY
     llm = LLM(directory, manifest, engines, speculation, default)
     release_freed_memory()  # what packing weights and reading the tokenizer took for a while

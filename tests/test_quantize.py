@@ -6,6 +6,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+import gguf
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -21,7 +22,7 @@ from support.tiny_checkpoints import Family, build
 
 import eesd
 from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import BITS, BLOCK, LEVELS, SCALES, ZEROS, parts_of
+from eesd.common.weights import BITS, BLOCK, LEVELS, MINIMUMS, SCALES, ZEROS, parts_of
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.model.quantize import Quantized, dequantize, quantize
@@ -31,6 +32,8 @@ from eesd.runtime.llm import Speculation
 
 KINDS = ("int8", "int4")
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
+OWN = {"weights": "int8", "block": 32, "minimums": True, "scales": "float16"}
+"""Quantization of a tensor in a manifest."""
 SPECULATIONS = [Speculation("fixed:k=3", guard=False), Speculation("beta-ts", tree_width=3, guard=False)]
 Export = Callable[..., Path]
 
@@ -57,12 +60,12 @@ def unpacked(stored: torch.Tensor, kind: str, shape: tuple[int, int]) -> NDArray
 
 
 def by_definition(quantized: Quantized, kind: str) -> NDArray[np.float32]:
-    """The weight [in, out] that DequantizeLinear defines: scale times (level minus zero point)."""
+    """The weight [in, out] that the format defines: scale times level, plus minimum."""
     blocks, outputs = quantized.scales.shape
     levels = unpacked(quantized.levels, kind, (blocks * BLOCK, outputs))
-    if quantized.zeros is not None:
-        levels = levels - np.repeat(unpacked(quantized.zeros, kind, (blocks, outputs)), BLOCK, 0)
     result: NDArray[np.float32] = levels * np.repeat(quantized.scales.float().numpy(), BLOCK, 0)
+    if quantized.minimums is not None:
+        result += np.repeat(quantized.minimums.float().numpy(), BLOCK, 0)
     return result
 
 
@@ -77,13 +80,14 @@ def random_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.float32)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", LEVELS)
 def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: torch.dtype) -> None:
-    """The numbers of outputs, and of zero points, are odd."""
+    """The number of outputs is odd."""
     quantized = quantize(random_weight(37, 7 * BLOCK, dtype), kind, dtype)
-    assert quantized.scales.dtype == dtype and quantized.scales.shape == (7, 37) and (quantized.scales > 0).all()
-    assert len(quantized.levels) == 7 * BLOCK * 37 * BITS[kind] // 8
-    assert (quantized.zeros is not None) == (kind == "uint4")
-    exact = quantized._replace(scales=quantized.scales.float())
-    np.testing.assert_array_equal(dequantize(exact, kind).numpy(), by_definition(quantized, kind))
+    scales, minimums = quantized.scales, quantized.minimums
+    assert scales.dtype == (torch.float16 if kind == "uint4" else dtype) and scales.shape == (7, 37) and (scales >= 0).all()
+    assert len(quantized.levels) == 7 * BLOCK * 37 * BITS[kind] // 8 and quantized.zeros is None
+    assert (minimums is not None) == (kind == "uint4")
+    assert minimums is None or (minimums.dtype, minimums.shape) == (scales.dtype, scales.shape)
+    np.testing.assert_array_equal(dequantize(quantized, kind).numpy(), by_definition(quantized, kind))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -101,24 +105,37 @@ def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, 
     weight = random_weight(64, 8 * BLOCK)[20:].to(dtype)  # without the rows whose scales float16 rounds much
     found = torch.from_numpy(by_definition(quantize(weight, kind, dtype), kind)).T.reshape(-1, BLOCK)
     blocks = weight.float().reshape(-1, BLOCK)
-    low, high = blocks.amin(1, keepdim=True).clamp_max(0), blocks.amax(1, keepdim=True).clamp_min(0)
-    scale, zero = (high - low) / 15, (low * 15 / (low - high)).round()
+    low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+    scale, minimum, least, most = (high - low) / 15, low, 0, 15
     if kind == "int4":
-        scale, zero = torch.maximum(high, -low) / 7, torch.full_like(low, 8)
-    plain = ((blocks / scale).round().clamp(-zero, 15 - zero)) * scale
+        scale, minimum, least, most = torch.maximum(high, -low) / 7, torch.zeros_like(low), -8, 7
+    plain = ((blocks - minimum) / scale).round().clamp(least, most) * scale + minimum
     searched, whole = (((x - blocks) / scale).square().sum(1) for x in (found, plain))
-    assert (searched <= whole * 1.1).all() and float(searched.sum()) < {"int4": 0.82, "uint4": 0.92}[kind] * float(whole.sum())
+    assert (searched <= whole * 1.1).all() and float(searched.sum()) < {"int4": 0.82, "uint4": 0.86}[kind] * float(whole.sum())
     assert ((found - blocks).abs() <= 0.35 * blocks.abs().amax(1, keepdim=True)).all()
 
 
-def test_weights_on_a_grid_of_16_levels_stay_as_they_are() -> None:
-    """Whatever the zero point. All that changes is the last bit of a scale."""
-    torch.manual_seed(0)
-    levels, zeros = torch.randint(0, 16, (48, 6, BLOCK)), torch.randint(0, 16, (48, 6, 1))
-    levels[..., 0], levels[..., 1] = 0, 15
-    weight = ((levels - zeros) * torch.rand(48, 6, 1)).view(48, -1)
-    found = dequantize(quantize(weight, "uint4", torch.float32), "uint4").T
-    torch.testing.assert_close(found, weight, rtol=1e-5, atol=0)
+def test_a_checkpoint_that_was_dequantized_from_q4_1_gets_its_levels_back() -> None:
+    """Every weight is the same in every bit, as what GGUF's own quantizer made of a random model shows."""
+    random = np.random.default_rng(0)
+    values = random.normal(random.normal(0, 0.3, (64, 1)), np.logspace(-3, 1, 64)[:, None], (64, 8 * BLOCK)).astype(np.float32)
+    values[3], values[4], values[5, :BLOCK] = 0, 0.5, np.linspace(1, 2, BLOCK)
+    kind = gguf.GGMLQuantizationType.Q4_1
+    weight = torch.from_numpy(gguf.dequantize(gguf.quantize(values, kind), kind))
+    assert torch.equal(dequantize(quantize(weight, "uint4", torch.float32), "uint4").t(), weight)
+
+
+def test_weights_that_float16_cannot_hold_are_refused(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """int8 has float32 scales, and takes them."""
+    model = shutil.copytree(family_dir("qwen2"), tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name].copy()
+    tensors[name][3, 5] = 1e5
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    options = ("--model", model, "--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
+    assert_refused(run(export_main, *options, "--quantize", "int4"), name, "65504", "--quantize none")
+    succeed(export_main, *options, "--quantize", "int8", "--quantize-draft", "int8")
 
 
 def test_result_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,24 +144,21 @@ def test_result_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -
     for piece in (2 * BLOCK * 33, 7 * BLOCK):
         monkeypatch.setattr("eesd.model.quantize._PIECE", piece)
         for part, expected in zip(quantize(weight, "uint4", torch.float16), whole, strict=True):
-            assert part is not None and expected is not None and torch.equal(part, expected)
+            assert (part is None and expected is None) or torch.equal(part, expected)
 
 
-@pytest.mark.parametrize("kind", LEVELS)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_onnx_runtime_computes_with_the_dequantized_weights(kind: str) -> None:
     """The bare operator, with one row and several."""
     weight = torch.randn(24, 3 * BLOCK)
     quantized = quantize(weight, kind, torch.float32)
-    named = {"w": (quantized.levels, kind, weight.shape[::-1]), "z": (quantized.zeros, kind, quantized.scales.shape)}
+    data, levels = quantized.levels.numpy().tobytes(), TensorProto.DataType.Value(kind.upper())
     tensors = [
-        TensorProto(name=name, data_type=TensorProto.DataType.Value(kind.upper()), dims=shape, raw_data=part.numpy().tobytes())
-        for name, (part, kind, shape) in named.items()
-        if part is not None
+        TensorProto(name="w", data_type=levels, dims=weight.shape[::-1], raw_data=data),
+        numpy_helper.from_array(quantized.scales.numpy(), "s"),
     ]
-    tensors.append(numpy_helper.from_array(quantized.scales.numpy(), "s"))
-    inputs = ["w", "s", "z"][: len(tensors)]
     nodes = [
-        helper.make_node("DequantizeLinear", inputs, ["d"], axis=0, block_size=BLOCK),
+        helper.make_node("DequantizeLinear", ["w", "s"], ["d"], axis=0, block_size=BLOCK),
         helper.make_node("MatMul", ["x", "d"], ["y"]),
     ]
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", size]) for n, size in (("x", 96), ("y", 24)))
@@ -175,20 +189,27 @@ def test_graphs_are_standard_and_quantize_only_linear_weights(exported: Export, 
         quantized = {name for name in types if name + SCALES in types}
         levels = {"int8": TensorProto.INT8, "int4": TensorProto.UINT4}[kind]
         assert {types[name] for name in quantized} == {levels}
-        assert {types.get(name + ZEROS) for name in quantized} == {levels if kind == "int4" else None}
-        dequantized = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
-        products = [node.input[1] for node in model.graph.node if node.op_type == "MatMul"]
-        assert set(dequantized.values()) == quantized and dequantized.keys() <= set(products)
-        assert len(products) == len(dequantized) and "lm_head.weight" in quantized
+        scales = TensorProto.FLOAT16 if kind == "int4" else TensorProto.FLOAT
+        assert {types[name + SCALES] for name in quantized} == {scales} and not any(name + ZEROS in types for name in quantized)
+        assert {types.get(name + MINIMUMS) for name in quantized} == {scales if kind == "int4" else None}
+        dequantized = [node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"]
+        products = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
+        assert set(dequantized) == quantized and len(products) == len(dequantized)
+        assert not products & types.keys() and "lm_head.weight" in quantized
         assert not any(word in name for name in quantized for word in ("norm", "embed", "bias", "cos", "sin"))
         for name, location in tensor_locations(model).items():
             assert stored.setdefault(name, location) == location
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_onnx_runtime_keeps_quantized_weights_packed(exported: Export, tmp_path: Path, kind: str) -> None:
-    """They become MatMulNBits: four for each layer, keys and values of the exit head, the LM head."""
-    directory = exported("qwen2", kind)
+@pytest.mark.parametrize(("kind", "options", "packed"), [("int8", ("--quantize-draft", "int8"), True), ("int4", (), False)])
+def test_onnx_runtime_keeps_int8_weights_packed(
+    exported: Export, tmp_path: Path, kind: str, options: tuple[str, ...], packed: bool
+) -> None:
+    """They become MatMulNBits: four for each layer, keys and values of the exit head, the LM head.
+
+    Weights with minimums, which MatMulNBits does not have, become float32 when they are loaded.
+    """
+    directory = exported("qwen2", kind, *options)
     made: list[ort.SessionOptions] = []
     original = ort.SessionOptions
 
@@ -201,8 +222,9 @@ def test_onnx_runtime_keeps_quantized_weights_packed(exported: Export, tmp_path:
         patch.setattr(ort, "SessionOptions", recorded)
         eesd.load(directory, "ort", speculation=None)
     kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx", load_external_data=False).graph.node]
-    layers = load_manifest(directory).geometry.num_layers
-    assert (kinds.count("MatMulNBits"), kinds.count("MatMul"), kinds.count("DequantizeLinear")) == (4 * layers + 2, 0, 0)
+    products = 4 * load_manifest(directory).geometry.num_layers + 2
+    found = (kinds.count("MatMulNBits"), kinds.count("MatMul"), kinds.count("DequantizeLinear"))
+    assert found == ((products, 0, 0) if packed else (0, products, 0))
 
 
 @pytest.mark.parametrize("kind", slow_but(list(KINDS), "int4"))
@@ -215,12 +237,11 @@ def test_logits_are_those_of_the_dequantized_model(
     model = shutil.copytree(family_dir("qwen2"), tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     for name in [name for name in found if name + SCALES in found and parts_of(name)[0] in tensors]:
-        levels, scales = found[name].astype(np.float32), np.repeat(found[name + SCALES], BLOCK, 0)
-        if kind == "int4":
-            levels -= np.repeat(found[name + ZEROS].astype(np.float32), BLOCK, 0)
+        levels, scales = found[name].astype(np.float32), np.repeat(found[name + SCALES].astype(np.float32), BLOCK, 0)
+        minimums = np.repeat(found[name + MINIMUMS].astype(np.float32), BLOCK, 0) if kind == "int4" else 0
         parts = parts_of(name)
         borders = np.cumsum([len(tensors[part]) for part in parts])[:-1]
-        rows = np.split((levels * scales).T, borders)
+        rows = np.split((levels * scales + minimums).T, borders)
         tensors |= {part: np.ascontiguousarray(own) for part, own in zip(parts, rows, strict=True)}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     reference = eesd.load(export_engine(model, tmp_path / "reference"), "ort", speculation=None, threads=1)
@@ -332,17 +353,30 @@ def test_weights_without_whole_blocks_stay_unquantized(text_model: Path, tmp_pat
 
 def test_unknown_quantization_is_refused(text_model: Path, tmp_path: Path) -> None:
     result = run(export_main, "--model", text_model, "-o", tmp_path / "plans", "--exit-layer", 1, "--quantize", "int3")
-    assert result.exit_code == 2 and "'int3' is not one of 'int8', 'int4', 'none'" in result.stderr
+    assert result.exit_code == 2 and "'int3' is not one of 'int8', 'int4', 'none', 'keep'" in result.stderr
     assert not listing(tmp_path)
 
 
 def test_inspect_shows_the_quantization(exported: Export) -> None:
-    assert "uint4, one scale and zero point for 32 inputs" in succeed(inspect_main, exported("qwen2", "int4")).stdout
+    assert "uint4, one float16 scale and minimum for 32 inputs" in succeed(inspect_main, exported("qwen2", "int4")).stdout
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [("quantization", ...), ("quantization", "int4"), ("quantization/layers/weights", "int3"), ("quantization/draft/block", 0)],
+    [
+        ("quantization", ...),
+        ("quantization", "int4"),
+        ("quantization/layers/weights", "int3"),
+        ("quantization/draft/block", 0),
+        ("quantization/draft/block", 16),
+        ("quantization/head/scales", "int8"),
+        ("quantization/head/minimums", 1),
+        ("quantization/tensors", []),
+        ("quantization/tensors/model.norm.weight", OWN),
+        ("quantization/tensors/model.layers.9.mlp.up_proj.weight", OWN),
+        ("quantization/tensors/model.embed_tokens.weight", OWN | {"weights": "uint4"}),
+        ("quantization/tensors/model.embed_tokens.weight", OWN | {"block": 8}),
+    ],
 )
 def test_damaged_quantization_in_the_manifest_is_refused(exported: Export, tmp_path: Path, path: str, value: object) -> None:
     directory = shutil.copytree(exported("qwen2", "int4"), tmp_path / "plans")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.cpu_engine import CpuBinding
 from eesd.runtime.engines.ort_cpu import OrtBinding
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
@@ -100,7 +101,7 @@ def call_overhead(engines: Engines, repeats: int = 200) -> float | None:
     """Median seconds that our code adds to one draft step of the ONNX Runtime session; None for other backends."""
     assert engines.draft is not None
     draft = engines.draft.bind(engines.verify.new_kv_cache())
-    if not isinstance(draft, OrtBinding):
+    if not isinstance(draft, OrtBinding | CpuBinding):
         return None
     draft.forward([1], [0], 0)
     calls: dict[str, Callable[[], Any]] = {

@@ -99,5 +99,6 @@ def used_slots(row: Row) -> int:
 
 
 def mean_slots(groups: Sequence[Group]) -> float:
-    """Slots of a row, on average: attention pays for them."""
-    return sum(len(group.active) * group.rows.slots for group in groups) / sum(len(group.active) for group in groups)
+    """Slots of a row that attention pays for, on average: its own, or those of the longest row."""
+    slots = [used_slots(row) + 1 if group.rows.ragged else group.rows.slots for group in groups for row in group.active]
+    return sum(slots) / len(slots)

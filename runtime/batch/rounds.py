@@ -92,6 +92,8 @@ class RoundRunner:
         """One call for all groups, and for pieces of prompts. Returns what rows get, and how many nodes that took."""
         for group, own in zip(groups, calls, strict=True):
             group.make_room(max(len(call.tokens) for call in own))
+        if len(groups) == 1 and not pieces and groups[0].rows.ragged:
+            return groups[0].verify.forward(0, calls[0]), _nodes(calls[0])
         if len(groups) == 1 and not pieces:
             filled = len(calls[0]) * max(len(call.tokens) for call in calls[0])
             if self._joint is None or filled - _nodes(calls[0]) < WORTH_JOINING:
@@ -139,12 +141,14 @@ class RoundRunner:
 
 
 def _measure(group: Group, binding: RowsBinding, costs: CallCosts, count: int, nodes: int) -> None:
-    calls = [Call([0] * nodes, range(nodes), 0)] * count
+    # Rows that pay for their own text alone get one: what is in its slots does not matter.
+    slot = min(MEASURED_SLOTS, group.rows.slots) - nodes if group.rows.ragged else 0
+    calls = [Call([0] * nodes, range(slot, slot + nodes), slot)] * count
     for again in range(3):
         started = time.perf_counter()
         binding.forward(0, calls)
         if again:  # the first call prepares the others
-            costs.add(count, nodes, group.rows.slots, time.perf_counter() - started)
+            costs.add(count, nodes, slot + nodes if group.rows.ragged else group.rows.slots, time.perf_counter() - started)
 
 
 def _nodes(calls: Sequence[Call]) -> int:

@@ -131,7 +131,11 @@ class Scheduler:
         self._joint = None
         if isinstance(verify, JoiningEngine) and options.max_rows > 1:
             self._joint = verify.join(PARTS, options.join_memory)
-        sizes = [None] if rows.fixed else _group_sizes(llm.manifest.max_seq_len, *(JOINT if self._joint else SEPARATE))
+        sizes = (
+            [None]
+            if rows.fixed or rows.ragged
+            else _group_sizes(llm.manifest.max_seq_len, *(JOINT if self._joint else SEPARATE))
+        )
         memory = [rows, *(self._engine.new_rows(options.max_rows) for _ in sizes[1:])]
         self._groups = [self._new_group(*pair) for pair in zip(memory, sizes, strict=True)]
         self._rounds = RoundRunner(self.rule, self._joint)

@@ -1,6 +1,7 @@
 """The backends by name: open the engines of a directory with one of them, or with the best one for this machine."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from eesd.runtime.engines.ort_packages import check_onnxruntime
 
 MAX_THREADS = 1024
 """More is taken for a typing error: the engines would start that many threads."""
+ACTIVATIONS = ("int8", "float32")
+"""What quantized weights are multiplied by on the CPU."""
 INEXACT = (
     "On this processor ONNX Runtime's logits depend on how many tokens a call has, so quantized products keep float32 "
     "activations: slower, but drafting does not change tokens."
@@ -29,9 +32,11 @@ class Engines(NamedTuple):
         verify: The verify engine.
         draft: The draft engine; None if it was not loaded.
         notice: What the user should know about how this machine runs the directory; empty if there is nothing.
-        exact: Whether a check found that calls of every number of rows give the same bits here; None: it was not checked.
-        int8_activations: Whether verify rounds activations to int8. A tree's nodes lie in other slots than a chain's, which
-            changes the last bit of a sum, and so may change a logit by a whole int8 step.
+        exact: Whether calls of every number of rows give the same bits here, by construction or as a check found; None: it was
+            not checked.
+        int8_activations: Whether verify rounds activations to int8. Where a tree's nodes have other last bits than a chain's,
+            this may change a logit by a whole int8 step.
+        exact_trees: Whether a tree's nodes have the bits of their path as a chain.
         in_place: Whether only logits of nodes count that are in the slot that they would have in a chain.
         last_positions: The last positions whose tokens one kernel of verify computes, ascending. No round shall reach beyond
             the next one, or tokens would depend on what is drafted.
@@ -42,12 +47,36 @@ class Engines(NamedTuple):
     notice: str = ""
     exact: bool | None = None
     int8_activations: bool = False
+    exact_trees: bool = False
     in_place: bool = False
     last_positions: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Opening:
+    """How to open engines.
+
+    Attributes:
+        threads: CPU threads of an engine.
+        draft: Whether to load the draft engine.
+        exact: See :func:`open_engines`.
+        activations: A name in :data:`ACTIVATIONS`; None: the default.
+    """
+
+    threads: int
+    draft: bool
+    exact: bool | None = None
+    activations: str | None = None
+
+
 def open_engines(
-    directory: Path, manifest: Manifest, backend: str, threads: int | None, draft: bool, exact: bool | None = None
+    directory: Path,
+    manifest: Manifest,
+    backend: str,
+    threads: int | None,
+    draft: bool,
+    exact: bool | None = None,
+    activations: str | None = None,
 ) -> Engines:
     """Load the engines of a directory.
 
@@ -57,18 +86,23 @@ def open_engines(
         backend: A name in :data:`BACKENDS`.
         threads: CPU threads of an engine; None: :func:`default_threads`.
         draft: Whether to load the draft engine.
-        exact: True: drafting changes no bit of a logit. On a GPU every pass of verify has one node count, and a tree's path is
-            cut where its bits would differ. None: on a GPU one node count where that costs little; trees are cut only where
-            activations are int8. False: on a GPU as few nodes as possible.
+        exact: True: drafting changes no bit of a logit. On a GPU every pass of verify has one node count, and where trees round
+            otherwise than chains, a tree's path is cut where its bits would differ. None: on a GPU one node count where that
+            costs little; trees are cut only where activations are int8. False: on a GPU as few nodes as possible.
+        activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. None: int8, by blocks of 32.
+            Weights of 16 and 32 bits are always multiplied by float32.
 
     Raises:
-        EESDError: There is no such backend, or it cannot run this directory on this machine.
+        EESDError: There is no such backend, or it cannot run this directory on this machine, or not with these activations.
     """
     check_choice("backend", backend, BACKENDS)
     if threads is not None:
         check_integer("threads", threads, 1, MAX_THREADS)
-    engines = BACKENDS[backend](directory, manifest, threads or default_threads(), draft, exact)
-    return engines._replace(in_place=engines.int8_activations or exact is True)
+    if activations is not None:
+        check_choice("activations", activations, ACTIVATIONS)
+    engines = BACKENDS[backend](directory, manifest, Opening(threads or default_threads(), draft, exact, activations))
+    cuts = (engines.int8_activations or exact is True) and not engines.exact_trees
+    return engines._replace(in_place=cuts)
 
 
 def default_threads() -> int:
@@ -77,38 +111,50 @@ def default_threads() -> int:
     return available if available <= 4 else available - 1
 
 
-def _open_auto(directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None) -> Engines:
-    """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU, ``ort``, or ``torch`` where a
-    16-bit directory fits the memory only as it is."""
+def _open_auto(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
+    """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU, ``ort``, or ``torch`` where
+    ONNX Runtime's own operators must run a 16-bit directory, and it fits the memory only as it is."""
     if torch_sees_gpu():
-        return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, threads, draft, exact)
+        return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, opening)
+    from eesd.runtime.engines.operators import missing
     from eesd.runtime.engines.widened import widening_memory
 
-    if manifest.dtype == "float32" or widening_memory(manifest) <= available_memory():
-        return _open_ort(directory, manifest, threads, draft, exact)
+    if not missing() or manifest.dtype == "float32" or widening_memory(manifest) <= available_memory():
+        return _open_ort(directory, manifest, opening)
     notice = f"There is too little memory to run {manifest.dtype} weights in float32, so torch runs them as they are: slowly."
-    return _open_torch(directory, manifest, threads, draft, exact)._replace(notice=notice)
+    return _open_torch(directory, manifest, opening)._replace(notice=notice)
 
 
-def _open_ort(directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None) -> Engines:
+def _open_ort(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
     check_onnxruntime()
     from onnxruntime import get_available_providers
 
     if "CUDAExecutionProvider" in get_available_providers() and torch_sees_gpu():
         from eesd.runtime.engines.ort_gpu import open_ort_gpu
 
-        return Engines(*open_ort_gpu(directory, manifest, threads, draft, exact=exact))
+        _refuse_activations(opening, "ort on a GPU")
+        return Engines(*open_ort_gpu(directory, manifest, opening.threads, opening.draft, exact=opening.exact))
     from eesd.runtime.engines import operators
 
     if lacking := operators.missing():
-        return _open_standard(directory, manifest, threads, draft)._replace(notice=lacking)
+        _refuse_activations(opening, "ort without this project's operators")
+        engines = _open_standard(directory, manifest, opening.threads, opening.draft)
+        return engines._replace(notice=f"{lacking} {engines.notice}".strip())
     from eesd.runtime.engines.cpu_engine import CpuEngine
     from eesd.runtime.engines.packed import packed_directory
 
+    int8 = opening.activations != "float32"
     packed = packed_directory(directory, manifest)
-    drafter = CpuEngine(packed, manifest, [manifest.draft], threads) if draft else None
-    # Its sums have an order of their own, whatever else a call computes: equal bits by construction, in trees, too.
-    return Engines(CpuEngine(packed, manifest, manifest.verify, threads), drafter, exact=True)
+    verify = CpuEngine(packed, manifest, manifest.verify, opening.threads, int8)
+    drafter = CpuEngine(packed, manifest, [manifest.draft], opening.threads, int8) if opening.draft else None
+    # A sum has an order of its own, whatever else a call computes: bits are equal by construction, in trees, too.
+    quantized = manifest.quantization.layers or manifest.quantization.head or manifest.quantization.tensors
+    return Engines(verify, drafter, exact=True, int8_activations=int8 and bool(quantized), exact_trees=True)
+
+
+def _refuse_activations(opening: Opening, backend: str) -> None:
+    if opening.activations is not None:
+        raise EESDError(f"The backend {backend} cannot choose its activations; leave activations out.")
 
 
 def _open_standard(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
@@ -118,7 +164,8 @@ def _open_standard(directory: Path, manifest: Manifest, threads: int, draft: boo
     widened: dict[str, Any] = {}
     load = partial(OrtEngine, directory, manifest, manifest.verify, threads, widened)
     verify, checked, notice = load(), None, ""
-    int8_activations = bool(manifest.quantization.layers or manifest.quantization.head)
+    quantization = manifest.quantization
+    int8_activations = bool(quantization.layers or quantization.head) and not quantization.in_float32_only
     if int8_activations:
         checked = int8_activations = Exactness(manifest).check_quickly(verify)
     if checked is False:
@@ -133,15 +180,17 @@ def _open_standard(directory: Path, manifest: Manifest, threads: int, draft: boo
     return Engines(verify, drafter, notice, checked, int8_activations)
 
 
-def _open_torch(directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None) -> Engines:
+def _open_torch(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
+    _refuse_activations(opening, "torch")
     try:
         from eesd.runtime.engines.torch_engine import open_torch
     except ImportError as error:
         raise EESDError(f"The torch backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
-    return Engines(*open_torch(directory, manifest, threads, draft, exact=exact))
+    return Engines(*open_torch(directory, manifest, opening.threads, opening.draft, exact=opening.exact))
 
 
-def _open_tensorrt(directory: Path, manifest: Manifest, _threads: int, draft: bool, exact: bool | None) -> Engines:
+def _open_tensorrt(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
+    _refuse_activations(opening, "tensorrt")
     from eesd.runtime.engines.trt_plans import PlanDirectory
 
     plans = PlanDirectory(directory, manifest)
@@ -149,11 +198,11 @@ def _open_tensorrt(directory: Path, manifest: Manifest, _threads: int, draft: bo
         from eesd.runtime.engines.trt_engine import open_tensorrt
     except ImportError as error:
         raise EESDError(f"The tensorrt backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
-    verify, drafter = open_tensorrt(manifest, plans, draft, exact=exact)
+    verify, drafter = open_tensorrt(manifest, plans, opening.draft, exact=opening.exact)
     return Engines(verify, drafter, last_positions=verify.last_positions)
 
 
-BACKENDS: dict[str, Callable[[Path, Manifest, int, bool, bool | None], Engines]] = {
+BACKENDS: dict[str, Callable[[Path, Manifest, Opening], Engines]] = {
     "auto": _open_auto,
     "tensorrt": _open_tensorrt,
     "ort": _open_ort,

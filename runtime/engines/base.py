@@ -112,6 +112,11 @@ class Rows(Protocol):
         """Whether all rows have all slots from the beginning, and keep them; else S follows the longest text."""
         ...
 
+    @property
+    def ragged(self) -> bool:
+        """Whether each row has slots and nodes of its own, so that no row pays for another one's text or draft."""
+        ...
+
     def resize(self, slots: int, used: Sequence[int]) -> None:
         """Have at least this many slots, and not many more.
 

@@ -66,6 +66,13 @@ class CpuKVCache:
             self._map.madvise(mmap.MADV_DONTNEED)
         self._used = 0
 
+    def copy(self, other: "CpuKVCache", used: int) -> None:
+        """Take over the first slots of another cache."""
+        tiles = -(-used // TILE)
+        self._keys[:, :, :tiles] = other._keys[:, :, :tiles]
+        self._values[:, :, :used] = other._values[:, :, :used]
+        self._used = max(self._used, used)
+
     def compact(self, start: int, sources: list[int]) -> None:
         self.fill(start, self._gather(np.array(sources, np.intp)))
 
@@ -91,7 +98,7 @@ class CpuKVCache:
 
 
 class CpuRows:
-    """The caches of several sequences, see :class:`~eesd.runtime.engines.base.Rows`: each has one of its own, with all slots."""
+    """The caches of several sequences, see :class:`~eesd.runtime.engines.base.Rows`: each has all slots of its own."""
 
     fixed, ragged = False, True
 
@@ -113,11 +120,11 @@ class CpuRows:
 
     def take(self, row: int, kv_cache: KVCache, used: int) -> None:
         assert isinstance(kv_cache, CpuKVCache)
-        self.caches[row].fill(0, kv_cache.values(0, used))
+        self.caches[row].copy(kv_cache, used)
 
     def take_over(self, row: int, other: Rows, source: int, used: int) -> None:
         assert isinstance(other, CpuRows)
-        self.caches[row].fill(0, other.caches[source].values(0, used))
+        self.caches[row].copy(other.caches[source], used)
 
     def values(self, row: int, start: int, stop: int) -> Values:
         return self.caches[row].values(start, stop)

@@ -127,7 +127,8 @@ class CpuEngine:
             "logit_rows": np.zeros(logit_rows, np.int64),
         }
         x: NDArray[Any] = ids
-        io_bindings, kept, outputs = [], [], []
+        io_bindings, kept = [], []
+        outputs: list[NDArray[Any]] = []
         for number, (graph, session) in enumerate(self.stages, start=1):
             io_binding = session.io_binding()
             for node in session.get_inputs():
@@ -170,7 +171,8 @@ class _Pass:
             bound = self._engine.bind_pass(*key, self._results)
         else:
             bound = self._bound.get(key, lambda: self._engine.bind_pass(*key, self._results))
-        at, rows = 0, []
+        at = 0
+        rows: list[int] = []
         for request, own in zip(requests, paths, strict=True):
             stop = at + len(request.call.tokens)
             _fill(bound, at, request, own)
@@ -248,9 +250,9 @@ class CpuBinding:
         call = Call(tokens, range(slot, slot + len(tokens)), slot)
         self._pass.run([Request(self._kv_cache, call, logits=False)])
 
-    def run_again(self) -> None:
-        """Repeat the session calls of the last pass without the code around them, to time them."""
-        assert self._pass.last is not None
+    def run_again(self, count: int) -> None:
+        """Repeat the session calls of the last pass, over ``count`` tokens, without the code around them, to time them."""
+        assert self._pass.last is not None and len(self._pass.last.ids) == count
         self._engine.run(self._pass.last)
 
 

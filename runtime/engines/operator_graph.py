@@ -1,8 +1,8 @@
 """Graphs of this project's operators, made from a directory's manifest: five nodes a layer, which read packed weights.
 
-A graph on disk is standard ONNX, and says the same in some twenty-five nodes a layer. What it computes follows from the manifest
-(geometry, exit head, layers), so this graph is written down from that, and not found by matching nodes: there is nothing that a
-match could miss. The names and sizes of all weights are compared with those of the graph on disk.
+A graph on disk is standard ONNX, and says the same in some twenty-five nodes a layer. What it computes follows from the
+manifest (geometry, exit head, layers), so this graph is written down from that, and not found by matching nodes: there is
+nothing that a match could miss. The names and sizes of all weights are compared with those of the graph on disk.
 """
 
 from collections.abc import Mapping, Sequence

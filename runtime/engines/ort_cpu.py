@@ -193,7 +193,7 @@ def load_session(
             the manifest says.
     """
     path = directory / graph.file
-    options = _options(manifest, threads, int8_activations)
+    options = _options(manifest, graph, threads, int8_activations)
     options.enable_mem_pattern = not parts  # joint calls have too many shapes to plan the memory of each
     model = _model(path, options, threads, widened, parts)
     try:
@@ -211,7 +211,7 @@ def load_session(
     return session
 
 
-def _options(manifest: Manifest, threads: int, int8_activations: bool) -> ort.SessionOptions:
+def _options(manifest: Manifest, graph: GraphInfo, threads: int, int8_activations: bool) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -220,7 +220,10 @@ def _options(manifest: Manifest, threads: int, int8_activations: bool) -> ort.Se
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
     level = INT8_ACTIVATIONS if int8_activations else FLOAT32_ACTIVATIONS
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", level)
-    if not int8_activations and any(one.weights == "int8" for one in manifest.quantization.used):
+    used = {weight.quantization for weight in manifest.weights_of(graph).values()} - {None}
+    fused = {one for one in used if one is not None and not one.minimums}  # MatMulNBits has no minimums
+    unfused = bool(manifest.quantization.tensors) or (bool(used) and not fused)
+    if unfused or (not int8_activations and any(one.weights == "int8" for one in fused)):
         # With float32 activations, MatMulNBits is fast for 4 bits only. Without it, weights become float32 at load time.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     else:

@@ -1,8 +1,8 @@
 """What the CPU engine loads: packed weights and graphs of this project's operators, made once of an engine directory.
 
-They are in a directory ``cpu-KEY`` in the engine directory, or where that cannot be written in the user's cache. The key follows
-from the engine directory's contents and the version of the layout, so nothing stale is found. Whoever deletes it loses the
-seconds that it takes to make it again.
+They are in a directory ``cpu-KEY`` in the engine directory, or where that cannot be written in the user's cache. The key
+follows from the engine directory's contents and the version of the layout, so nothing stale is found. It may be deleted: it is
+made again in seconds.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from eesd.runtime.engines.graph_file import read_graph
 from eesd.runtime.engines.panels import BFLOAT16, FLOAT16, FLOAT32, Levels, Packed, pack_floats, pack_levels
 
 if TYPE_CHECKING:
-    from eesd.runtime.engines.operator_graph import Columns, Located
+    from eesd.runtime.engines.operator_graph import Columns
 
 LAYOUT = 1
 """Version of packed weights and graphs. Another one makes them again."""

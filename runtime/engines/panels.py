@@ -4,6 +4,7 @@ Nothing is rounded: levels, scales and minimums are those of the engine director
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,10 +71,8 @@ def pack_levels(weight: Levels) -> Packed:
     levels = (weight.levels + zero).astype(np.uint8)
     wide = not all(_fits_float16(part) for part in (scales, minimums) if part is not None)
     kind = np.dtype(np.float32 if wide else np.float16)
-    parts = [_pack_bits(_blocks(levels), form)]
-    for part in (scales, minimums):
-        if part is not None:
-            parts.append(_pack_scales(part, 2 if fine else 1, kind))
+    parts: list[Any] = [_pack_bits(_blocks(levels), form)]
+    parts.extend(_pack_scales(part, 2 if fine else 1, kind) for part in (scales, minimums) if part is not None)
     data = np.concatenate(parts, -1)
     return Packed(data.reshape(-1), (form, inputs, outputs, zero, int(fine), int(wide), int(minimums is not None)))
 
@@ -108,7 +107,7 @@ def _pack_bits(blocks: NDArray[np.uint8], form: int) -> NDArray[np.uint8]:
     if form == BITS8:
         return blocks.reshape(*shape, 512)
     low = blocks & 15
-    parts = [(low[:, :, :4] | low[:, :, 4:] << 4).reshape(*shape, 256)]
+    parts: list[Any] = [(low[:, :, :4] | low[:, :, 4:] << 4).reshape(*shape, 256)]
     if form == BITS5:
         parts.append(np.packbits(blocks >> 4, -1, bitorder="little").reshape(*shape, 64))
     if form == BITS6:

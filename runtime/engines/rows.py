@@ -27,7 +27,7 @@ class GrowingRows:
     """
 
     shards: list[Any]
-    fixed = False
+    fixed = ragged = False
 
     def __init__(self, manifest: Manifest, most: int, slots: int = STEP, layers: Sequence[Sequence[int]] | None = None) -> None:
         """``layers`` lists the layers of each shard; None: all in one."""

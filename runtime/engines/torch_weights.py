@@ -18,7 +18,18 @@ from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, GraphInfo, Manifest
-from eesd.common.weights import DRAFT, LEVELS, LM_HEAD, ROTARY_TABLES, SCALES, ZEROS, StoredWeight, part_shapes, parts_of
+from eesd.common.weights import (
+    DRAFT,
+    LEVELS,
+    LM_HEAD,
+    MINIMUMS,
+    ROTARY_TABLES,
+    SCALES,
+    ZEROS,
+    StoredWeight,
+    part_shapes,
+    parts_of,
+)
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
@@ -127,7 +138,7 @@ def _load_weights(
                 linked = ExternalDataInfo(stored[name]).location != WEIGHTS_FILE
                 as_stored = replace(weight, transposed=False, quantization=None) if linked else weight
                 weights[name] = _load_weight(as_stored, stored, files)
-        if any(name.removesuffix(SCALES).removesuffix(ZEROS) not in expected for name in stored):
+        if not stored.keys() <= {name for weight in expected.values() for name in weight.tensors}:
             raise ValueError("a weight that is not in the manifest")
     return weights
 
@@ -145,12 +156,14 @@ def _load_weight(weight: StoredWeight, stored: dict[str, TensorProto], files: di
     if quantization is None:
         tensor = _stored_tensor(stored[weight.name], weight.dtype, weight.stored_shape, files)
     else:
-        kind, shape, zeros = quantization.weights, weight.scales_shape, None
+        kind, shape = quantization.weights, weight.scales_shape
         levels = _stored_tensor(stored[weight.name], kind, weight.stored_shape, files)
-        scales = _stored_tensor(stored[weight.name + SCALES], weight.dtype, shape, files)
-        if quantization.zero_points:
-            zeros = _stored_tensor(stored[weight.name + ZEROS], kind, shape, files)
-        tensor = dequantize(Quantized(levels, scales, zeros), kind)
+        types = {SCALES: weight.scales_dtype}
+        types |= {ZEROS: kind} if quantization.zero_points else {}
+        types |= {MINIMUMS: weight.scales_dtype} if quantization.minimums else {}
+        parts = {suffix: _stored_tensor(stored[weight.name + suffix], dtype, shape, files) for suffix, dtype in types.items()}
+        whole = Quantized(levels, parts[SCALES], parts.get(ZEROS), parts.get(MINIMUMS))
+        tensor = dequantize(whole, kind, 0 if weight.transposed else 1).to(getattr(torch, weight.dtype))
     return tensor.t() if weight.transposed else tensor
 
 

@@ -19,13 +19,17 @@ struct Matrix {
   const uint8_t *data;
   Format format;
   int64_t inputs, outputs;
-  int32_t zero;      // the level that stands for 0
+  int32_t zero;      // the level that stands for 0; 0 if there are minimums
   bool fine;         // a scale for 16 inputs, not 32
   bool wide_scales;  // scales and minimums are float32, not float16
   bool minimums;
 
   bool has_levels() const { return format >= BITS4; }
   int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
+  bool same_kind(const Matrix &other) const {
+    return format == other.format && zero == other.zero && fine == other.fine && wide_scales == other.wide_scales &&
+           minimums == other.minimums;
+  }
   int64_t level_bytes() const {
     return format == BITS4 ? 256 : format == BITS5 ? 320 : format == BITS6 ? 384 : 512;
   }

@@ -34,6 +34,7 @@ std::vector<Matrix> read_matrices(const Node &node, size_t first_input) {
     const Tensor data = node.constant(first_input + i / 7);
     const Matrix matrix = {static_cast<const uint8_t *>(data.data), static_cast<Format>(n[0]), n[1], n[2],
                            static_cast<int32_t>(n[3]), n[4] != 0, n[5] != 0, n[6] != 0};
+    check(!matrix.minimums || matrix.zero == 0, "a weight has either a level of 0 or minimums");
     check(!matrix.has_levels() || matrix.inputs % BLOCK == 0, "levels need a multiple of 32 inputs");
     check(data.type == ort::UINT8 && data.size() == matrix.panels() * matrix.panel_bytes(), "a weight has another size");
     check(matrices.empty() || matrices[0].inputs == matrix.inputs, "weights of one product have the same inputs");

@@ -31,6 +31,13 @@ static void multiply_floats(const uint8_t *const panels[2], const float *x, int6
   }
 }
 
+template <Format format>
+constexpr int64_t LEVEL_BYTES = format == BITS4 ? 256 : format == BITS5 ? 320 : format == BITS6 ? 384 : 512;
+
+template <Format format> static inline void fetch_ahead(const uint8_t *block) {
+  for (int64_t i = 0; i < LEVEL_BYTES<format> + 64; i += 64) prefetch(block + AHEAD + i);
+}
+
 // The levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.
 template <Format format> static inline void load_levels(const uint8_t *p, Bytes levels[8]) {
   if (format == BITS8) {
@@ -53,36 +60,47 @@ static inline Floats load_scales(const Matrix &w, const uint8_t *p, int index) {
   return w.wide_scales ? load((const float *)p + index * PANEL) : load_float16((const uint16_t *)p + index * PANEL);
 }
 
-// M rows of 8-bit activations times a panel of levels. Of each block, or half of one:
+// M rows of 8-bit activations times P panels of levels. Of each block, or half of one:
 //   sum = fma(float(sum of level x - zero sum of x), scale of w * scale of x, sum), then fma(minimum, share, sum)
-template <Format format, bool fine, int M>
-static void multiply_int8(const Matrix &w, const uint8_t *panel, const Activations &a, int64_t row, float *out) {
+template <Format format, bool fine, bool minimums, int P, int M>
+static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
   constexpr int halves = fine ? 2 : 1, groups = 8 / halves;
   const int64_t blocks = w.inputs / BLOCK, bytes = w.block_bytes();
-  Floats sum[M];
-  for (int m = 0; m < M; m++) sum[m] = all(0);
+  Floats sum[M][P];
+  for (int m = 0; m < M; m++)
+    for (int i = 0; i < P; i++) sum[m][i] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
-    const uint8_t *p = panel + b * bytes, *scales = p + w.level_bytes();
-    for (int64_t i = 0; i < bytes; i += 64) prefetch(p + AHEAD + i);
-    Bytes levels[8];
-    load_levels<format>(p, levels);
+    Bytes levels[P][8];
+    for (int i = 0; i < P; i++) {
+      fetch_ahead<format>(panels[i] + b * bytes);
+      load_levels<format>(panels[i] + b * bytes, levels[i]);
+    }
     for (int h = 0; h < halves; h++) {
-      const Floats scale = load_scales(w, scales, h);
-      const Floats minimum = w.minimums ? load_scales(w, scales, halves + h) : all(0);
+      Floats scale[P], minimum[P];
+      for (int i = 0; i < P; i++) {
+        const uint8_t *scales = panels[i] + b * bytes + LEVEL_BYTES<format>;
+        scale[i] = load_scales(w, scales, h);
+        if (minimums) minimum[i] = load_scales(w, scales, halves + h);
+      }
       for (int m = 0; m < M; m++) {
         const int64_t block = (row + m) * blocks + b, part = block * halves + h;
         const int8_t *x = a.levels + block * BLOCK + h * 16;
-        Bytes even = all_sums(-w.zero * a.sums[fine][part]), odd = all_sums(0);
-        for (int i = 0; i < groups; i += 2) {
-          even = dot<format == BITS8>(even, levels[h * 4 + i], x + 4 * i);
-          odd = dot<format == BITS8>(odd, levels[h * 4 + i + 1], x + 4 * i + 4);
+        const Bytes zero = all_sums(minimums ? 0 : -w.zero * a.sums[fine][part]);
+        Bytes products[P];
+        for (int i = 0; i < P; i++) products[i] = zero;
+        for (int k = 0; k < groups; k++) {
+          const Four four = all_fours(x + 4 * k);
+          for (int i = 0; i < P; i++) products[i] = dot<format == BITS8>(products[i], levels[i][h * groups + k], four);
         }
-        sum[m] = fma(to_floats(add_sums(even, odd)), mul(scale, all(a.scales[block])), sum[m]);
-        if (w.minimums) sum[m] = fma(minimum, all(a.shares[fine][part]), sum[m]);
+        for (int i = 0; i < P; i++) {
+          sum[m][i] = fma(to_floats(products[i]), mul(scale[i], all(a.scales[block])), sum[m][i]);
+          if (minimums) sum[m][i] = fma(minimum[i], all(a.shares[fine][part]), sum[m][i]);
+        }
       }
     }
   }
-  for (int m = 0; m < M; m++) store(out + m * 2 * PANEL, sum[m]);
+  for (int m = 0; m < M; m++)
+    for (int i = 0; i < P; i++) store(out + (m * 2 + i) * PANEL, sum[m][i]);
 }
 
 // M rows of float32 activations times a panel of levels. Of each block, or half of one, with sums of the even and the odd inputs:
@@ -95,8 +113,8 @@ static void multiply_float32(const Matrix &w, const uint8_t *panel, const Activa
   Floats sum[M];
   for (int m = 0; m < M; m++) sum[m] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
-    const uint8_t *p = panel + b * bytes, *scales = p + w.level_bytes();
-    for (int64_t i = 0; i < bytes; i += 64) prefetch(p + AHEAD + i);
+    const uint8_t *p = panel + b * bytes, *scales = p + LEVEL_BYTES<format>;
+    fetch_ahead<format>(p);
     Bytes levels[8];
     load_levels<format>(p, levels);
     for (int h = 0; h < halves; h++) {
@@ -122,13 +140,26 @@ static void multiply_float32(const Matrix &w, const uint8_t *panel, const Activa
   for (int m = 0; m < M; m++) store(out + m * 2 * PANEL, sum[m]);
 }
 
-template <Format format, int M>
-static void multiply_levels(const Matrix &w, const uint8_t *panel, const Activations &a, int64_t row, float *out) {
-  if (a.levels) (w.fine ? multiply_int8<format, true, M> : multiply_int8<format, false, M>)(w, panel, a, row, out);
-  else (w.fine ? multiply_float32<format, true, M> : multiply_float32<format, false, M>)(w, panel, a, row, out);
+// Panels of one kind of levels: P of them, times M rows.
+template <Format format, int P, int M>
+static void multiply_levels(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
+  if (a.levels && w.fine)
+    return (w.minimums ? multiply_int8<format, true, true, P, M> : multiply_int8<format, true, false, P, M>)(w, panels, a, row, out);
+  if (a.levels)
+    return (w.minimums ? multiply_int8<format, false, true, P, M> : multiply_int8<format, false, false, P, M>)(w, panels, a, row, out);
+  for (int i = 0; i < P; i++)
+    (w.fine ? multiply_float32<format, true, M> : multiply_float32<format, false, M>)(w, panels[i], a, row, out + i * PANEL);
 }
 
-// M rows, from `row` on, times one or two panels of the same format; out [M, 2, 16].
+template <int P, int M>
+static void multiply_panels(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
+  if (w.format == BITS4) multiply_levels<BITS4, P, M>(w, panels, a, row, out);
+  if (w.format == BITS5) multiply_levels<BITS5, P, M>(w, panels, a, row, out);
+  if (w.format == BITS6) multiply_levels<BITS6, P, M>(w, panels, a, row, out);
+  if (w.format == BITS8) multiply_levels<BITS8, P, M>(w, panels, a, row, out);
+}
+
+// M rows, from `row` on, times one panel or two; out [M, 2, 16].
 template <int M>
 static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int count, const Activations &a, int64_t row,
                           float *out) {
@@ -139,12 +170,9 @@ static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int
   if (w[0]->format == FLOAT32) return multiply_floats<FLOAT32, M>(at, x, inputs, out);
   if (w[0]->format == FLOAT16) return multiply_floats<FLOAT16, M>(at, x, inputs, out);
   if (w[0]->format == BFLOAT16) return multiply_floats<BFLOAT16, M>(at, x, inputs, out);
-  for (int i = 0; i < count; i++, out += PANEL) {
-    if (w[i]->format == BITS4) multiply_levels<BITS4, M>(*w[i], at[i], a, row, out);
-    if (w[i]->format == BITS5) multiply_levels<BITS5, M>(*w[i], at[i], a, row, out);
-    if (w[i]->format == BITS6) multiply_levels<BITS6, M>(*w[i], at[i], a, row, out);
-    if (w[i]->format == BITS8) multiply_levels<BITS8, M>(*w[i], at[i], a, row, out);
-  }
+  if (count == 2 && w[0]->same_kind(*w[1])) return multiply_panels<2, M>(*w[0], at, a, row, out);
+  multiply_panels<1, M>(*w[0], at, a, row, out);
+  if (count == 2) multiply_panels<1, M>(*w[1], at + 1, a, row, out + PANEL);
 }
 
 using MultiplyRows = void (*)(const Matrix *const[2], const int64_t[2], int, const Activations &, int64_t, float *);
@@ -183,7 +211,7 @@ static void gate(const Product &job, int rows, int64_t column, int64_t columns, 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // A panel, or two side by side, of all rows of a block.
-static void multiply_panels(const Product &job, const Matrix *const w[2], const int64_t panels[2], int count, int64_t offset,
+static void multiply_block(const Product &job, const Matrix *const w[2], const int64_t panels[2], int count, int64_t offset,
                             int64_t first_row, int64_t last_row) {
   float out[EESD_ROWS * 2 * PANEL];
   for (int64_t row = first_row; row < last_row; row += EESD_ROWS) {
@@ -209,10 +237,10 @@ static void multiply(const Product &job, int64_t first_panel, int64_t last_panel
     for (const Matrix *w = job.parts; w < job.parts + (job.swiglu ? 1 : job.num_parts); w++) {
       const int64_t last = least(last_panel - before, w->panels());
       for (int64_t p = first_panel > before ? first_panel - before : 0; p < last;) {
-        const int pair = job.swiglu || (!w->has_levels() && p + 1 < last) ? 2 : 1;
+        const int pair = job.swiglu || p + 1 < last ? 2 : 1;
         const Matrix *const both[2] = {w, job.swiglu ? w + 1 : w};
         const int64_t panels[2] = {p, job.swiglu ? p : p + 1};
-        multiply_panels(job, both, panels, pair, offset, row, last_row);
+        multiply_block(job, both, panels, pair, offset, row, last_row);
         p += job.swiglu ? 1 : pair;
       }
       before += w->panels();

@@ -1,21 +1,5 @@
 // Activations: root mean square norm, rounding to 8 bits, and the functions of a row that other kernels need.
 
-static inline float add_lanes(Floats a) {
-  float lane[16];
-  store(lane, a);
-  for (int width = 8; width; width /= 2)
-    for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-  return lane[0];
-}
-
-static inline float largest_lane(Floats a) {
-  float lane[16];
-  store(lane, a);
-  for (int width = 8; width; width /= 2)
-    for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-  return lane[0];
-}
-
 // Sixteen values of which only the first `count` are there; the others are 0.
 static inline Floats load_some(const float *p, int64_t count) {
   float lane[16] = {0};
@@ -55,22 +39,21 @@ static inline void normalize(const float *x, const float *weight, float epsilon,
 static inline void round_row(const Preparation &job, const float *x, int64_t row) {
   const int64_t blocks = job.inputs / BLOCK;
   for (int64_t b = 0; b < blocks; b++) {
-    const Floats first = load(x + b * BLOCK), second = load(x + b * BLOCK + 16);
-    const float largest = largest_lane(larger(absolute(first), absolute(second)));
+    const Floats half[2] = {load(x + b * BLOCK), load(x + b * BLOCK + 16)};
+    const float largest = largest_lane(larger(absolute(half[0]), absolute(half[1])));
     const float scale = largest / 127.f, inverse = largest >= 0x1p-100f ? 127.f / largest : 0;
-    int8_t *levels = job.levels + row * job.inputs + b * BLOCK;
-    store_int8(levels, mul(first, all(inverse)));
-    store_int8(levels + 16, mul(second, all(inverse)));
-    int32_t half[2] = {0, 0};
-    for (int i = 0; i < 32; i++) half[i / 16] += levels[i];
     const int64_t at = row * blocks + b;
-    job.scales[at] = scale;
-    job.sums[0][at] = half[0] + half[1];
-    job.shares[0][at] = scale * (float)(half[0] + half[1]);
+    int32_t sums[2];
     for (int h = 0; h < 2; h++) {
-      job.sums[1][2 * at + h] = half[h];
-      job.shares[1][2 * at + h] = scale * (float)half[h];
+      const Floats levels = nearest(mul(half[h], all(inverse)));
+      store_int8(job.levels + at * BLOCK + h * 16, levels);
+      sums[h] = (int32_t)add_lanes(levels);
+      job.sums[1][2 * at + h] = sums[h];
+      job.shares[1][2 * at + h] = scale * (float)sums[h];
     }
+    job.scales[at] = scale;
+    job.sums[0][at] = sums[0] + sums[1];
+    job.shares[0][at] = scale * (float)(sums[0] + sums[1]);
   }
 }
 

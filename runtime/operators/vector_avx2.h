@@ -22,6 +22,22 @@ static inline Floats absolute(Floats x) {
   const Floats y = {_mm256_set1_ps(-0.f), _mm256_set1_ps(-0.f)};
   return {_mm256_andnot_ps(y.a, x.a), _mm256_andnot_ps(y.b, x.b)};
 }
+static inline float add_quarter(__m128 a) {
+  a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+  return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+}
+static inline float largest_quarter(__m128 a) {
+  a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+  return _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)));
+}
+static inline float add_lanes(Floats x) {
+  const __m256 half = _mm256_add_ps(x.a, x.b);
+  return add_quarter(_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+static inline float largest_lane(Floats x) {
+  const __m256 half = _mm256_max_ps(x.a, x.b);
+  return largest_quarter(_mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
 static inline Floats nearest(Floats x) {
   const int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
@@ -77,11 +93,14 @@ template <bool wide> static inline __m256i dot_half(__m256i levels, __m256i x) {
   const __m256i sums = _mm256_madd_epi16(_mm256_maddubs_epi16(high, x), ones);
   return _mm256_add_epi32(_mm256_slli_epi32(sums, 4), _mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones));
 }
-template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, const int8_t *x) {
+struct Four { __m256i v; };
+static inline Four all_fours(const int8_t *x) {
   int32_t four;
   memcpy(&four, x, 4);
-  const __m256i every = _mm256_set1_epi32(four);
-  return {_mm256_add_epi32(sums.a, dot_half<wide>(levels.a, every)), _mm256_add_epi32(sums.b, dot_half<wide>(levels.b, every))};
+  return {_mm256_set1_epi32(four)};
+}
+template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four) {
+  return {_mm256_add_epi32(sums.a, dot_half<wide>(levels.a, four.v)), _mm256_add_epi32(sums.b, dot_half<wide>(levels.b, four.v))};
 }
 static inline Floats level(Bytes x, int k) {
   const __m256i m = _mm256_set1_epi32(255);

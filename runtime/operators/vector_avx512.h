@@ -16,6 +16,23 @@ static inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps
 static inline Floats larger(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline Floats smaller(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
 static inline Floats absolute(Floats a) { return {_mm512_abs_ps(a.v)}; }
+static inline float add_quarter(__m128 a) {
+  a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+  return _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)));
+}
+static inline float largest_quarter(__m128 a) {
+  a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+  return _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)));
+}
+static inline __m256 upper_half(__m512 a) { return _mm512_extractf32x8_ps(a, 1); }
+static inline float add_lanes(Floats a) {
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(a.v), upper_half(a.v));
+  return add_quarter(_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+static inline float largest_lane(Floats a) {
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(a.v), upper_half(a.v));
+  return largest_quarter(_mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
 static inline Floats nearest(Floats a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
 static inline Floats load_bfloat16(const uint16_t *p) {
@@ -44,10 +61,14 @@ static inline Bytes spread_bits(const uint8_t *mask, int value) {
   memcpy(&bits, mask, 8);
   return {_mm512_maskz_set1_epi8(bits, (char)value)};
 }
-template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, const int8_t *x) {
+struct Four { __m512i v; };
+static inline Four all_fours(const int8_t *x) {
   int32_t four;
   memcpy(&four, x, 4);
-  return {_mm512_dpbusd_epi32(sums.v, levels.v, _mm512_set1_epi32(four))};
+  return {_mm512_set1_epi32(four)};
+}
+template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four) {
+  return {_mm512_dpbusd_epi32(sums.v, levels.v, four.v)};
 }
 static inline Floats level(Bytes a, int k) {
   return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(a.v, 8 * k), _mm512_set1_epi32(255)))};

@@ -25,6 +25,17 @@ static inline Floats fma(Floats a, Floats b, Floats c) { EACH c.lane[i] = fmaf(a
 static inline Floats larger(Floats a, Floats b) { EACH a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
 static inline Floats smaller(Floats a, Floats b) { EACH a.lane[i] = a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; return a; }
 static inline Floats absolute(Floats a) { EACH a.lane[i] = fabsf(a.lane[i]); return a; }
+// Sums and maxima of all lanes by halves: lanes i and i + 8, then i and i + 4, i + 2, i + 1.
+static inline float add_lanes(Floats a) {
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) a.lane[i] += a.lane[i + width];
+  return a.lane[0];
+}
+static inline float largest_lane(Floats a) {
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) a.lane[i] = a.lane[i] > a.lane[i + width] ? a.lane[i] : a.lane[i + width];
+  return a.lane[0];
+}
 static inline Floats nearest(Floats a) { EACH a.lane[i] = nearbyintf(a.lane[i]); return a; }
 
 static inline Floats load_bfloat16(const uint16_t *p) {
@@ -61,9 +72,13 @@ static inline Bytes spread_bits(const uint8_t *mask, int value) {
   for (int i = 0; i < 64; i++) r.byte[i] = mask[i / 8] >> i % 8 & 1 ? value : 0;
   return r;
 }
+struct Four {  // four activations, for all columns
+  const int8_t *x;
+};
+static inline Four all_fours(const int8_t *x) { return {x}; }
 // sums + four unsigned levels of each column times four signed activations. `wide`: levels may be larger than 127.
-template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, const int8_t *x) {
-  EACH for (int k = 0; k < 4; k++) sums.lane[i] += levels.byte[4 * i + k] * x[k];
+template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four) {
+  EACH for (int k = 0; k < 4; k++) sums.lane[i] += levels.byte[4 * i + k] * four.x[k];
   return sums;
 }
 // The k-th of the four levels of each column.

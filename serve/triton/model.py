@@ -39,6 +39,7 @@ class TritonPythonModel:
                 threads=settings.threads,
                 generation_config=settings.generation_config,
                 exact=settings.exact,
+                activations=settings.activations,
             )
             self._service = Service(llm, settings.batch)
         except EESDError as error:

@@ -52,6 +52,7 @@ def write_triton_repository(
     batch: BatchOptions = BATCH,
     generation_config: str = "auto",
     exact: bool | None = None,
+    activations: str | None = None,
 ) -> Path:
     """Write the model ``name`` into a model repository, which may have other models and need not exist.
 
@@ -61,7 +62,7 @@ def write_triton_repository(
         engine_dir: A directory that ``eesd-export`` wrote.
         output: The repository.
         name: The model's name, and its directory in the repository.
-        backend, threads, speculation, generation_config, exact: As for :func:`eesd.load`.
+        backend, threads, speculation, generation_config, exact, activations: As for :func:`eesd.load`.
         batch: Limits of the batch.
 
     Returns:
@@ -87,6 +88,7 @@ def write_triton_repository(
         batch=batch,
         generation_config=generation_config,
         exact=exact,
+        activations=activations,
     )
     with directory_written_whole(directory) as new:
         (new / "1").mkdir()

@@ -26,7 +26,7 @@ class Settings:
         threads: CPU threads of an engine; None: the processors of the process.
         speculation: How to draft; None decodes plainly.
         batch: Limits of the batch.
-        generation_config, exact: As for :func:`eesd.load`.
+        generation_config, exact, activations: As for :func:`eesd.load`.
 
     Raises:
         EESDError: A value has another type, or is out of range.
@@ -39,6 +39,7 @@ class Settings:
     batch: BatchOptions = BATCH
     generation_config: str = "auto"
     exact: bool | None = None
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         check_path("engine_dir", self.engine_dir, "the output directory of eesd-export")

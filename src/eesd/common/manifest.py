@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.weights import Quantizations, StoredWeight, graph_shapes, stored_weight
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DRAFT_VOCAB_FILE = "draft_vocab.bin"
@@ -155,7 +155,7 @@ class Manifest:
         geometry: Geometry of the base model.
         exit_head: Configuration of the exit head.
         dtype: Element type of weights, caches and activations.
-        quantization: Quantization of the linear weights.
+        quantization: Quantization of the weights.
         max_seq_len: S, the slots of the KV cache.
         max_tree_nodes: M, the drafted nodes that fit a round.
         draft_top_k: K, the candidates that the draft reports for each node.
@@ -230,7 +230,7 @@ class Manifest:
         return {name: stored_weight(name, shape, self.dtype, self.quantization) for name, shape in shapes.items()}
 
     def weight_bytes(self, graph: GraphInfo) -> int:
-        """Bytes of the weights that ``graph`` uses, scales and zero points included."""
+        """Bytes of the weights that ``graph`` uses, scales, zero points and minimums included."""
         return sum(weight.nbytes for weight in self.weights_of(graph).values())
 
     def base_layers(self, graph: GraphInfo) -> range:

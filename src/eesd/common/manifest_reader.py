@@ -23,7 +23,17 @@ from eesd.common.manifest import (
     Manifest,
     TensorInfo,
 )
-from eesd.common.weights import BLOCKS, DTYPES, LEVELS
+from eesd.common.weights import (
+    BLOCKS,
+    DTYPES,
+    EMBEDDINGS,
+    LEVELS,
+    OWN_BLOCKS,
+    SCALE_TYPES,
+    Quantizations,
+    is_linear,
+    model_shapes,
+)
 
 _MOST = {"max_seq_len": MAX_SLOTS, "max_tree_nodes": MAX_TREE_NODES, "draft_top_k": MAX_TOP_K}
 
@@ -48,7 +58,9 @@ def load_manifest(directory: Path) -> Manifest:
     if version is None:
         raise EESDError(f"{path} is not an EESD manifest; give the output directory of eesd-export.")
     if version == 5:
-        raw, version = _without_draft_vocab(raw), FORMAT_VERSION
+        raw, version = _without_draft_vocab(raw), 6
+    if version == 6:
+        raw, version = _without_minimums(raw), FORMAT_VERSION
     if version != FORMAT_VERSION:
         raise EESDError(
             f"{path} has format version {shown(version)}, this EESD reads version {FORMAT_VERSION}; export the model again."
@@ -72,6 +84,16 @@ def _without_draft_vocab(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {"format_version": 6, "exit_head": {**head, "draft_vocab": 0} if isinstance(head, dict) else head}
 
 
+def _without_minimums(raw: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of version 6 as one of version 7, which can have minimums and quantize single tensors."""
+    found = raw.get("quantization")
+    if isinstance(found, dict):
+        added = {"minimums": False, "scales": None}
+        places = {name: {**place, **added} if isinstance(place, dict) else place for name, place in found.items()}
+        found = {**places, "tensors": {}}
+    return raw | {"format_version": 7, "quantization": found}
+
+
 def _parse(raw: Mapping[str, Any]) -> Manifest:
     """Build a manifest from JSON. Raises ValueError if a value is missing or invalid."""
     manifest: Manifest = _from_json(Manifest, raw)
@@ -85,14 +107,14 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("the exit head does not fit the model")
     if not _draft_vocab_fits(manifest):
         raise ValueError("the draft vocabulary")
-    if not all(one.weights in LEVELS and one.block in BLOCKS for one in manifest.quantization.used):
-        raise ValueError("an unknown quantization")
+    _check_quantization(manifest.quantization)
     if not {WEIGHTS_FILE, *(graph.file for graph in manifest.graphs)} <= manifest.files.keys():
         raise ValueError("a file is not listed")
     if not all(is_file_name(name) for name in (*manifest.files, *manifest.linked)):
         raise ValueError("a file is outside the directory")
     _check_graph(manifest.draft, draft_caches(manifest.geometry, exit_head), manifest, first=True, last=True)
     _check_stages(manifest)
+    _check_tensors(manifest)
     if not manifest.plans.keys() <= {graph.file for graph in manifest.graphs}:
         raise ValueError("a plan of no graph")
     if not all(is_file_name(plan.file) for plan in manifest.plans.values()):
@@ -107,6 +129,28 @@ def _draft_vocab_fits(manifest: Manifest) -> bool:
         return not listed
     fits = manifest.draft_top_k <= head.draft_vocab <= manifest.geometry.vocab_size
     return fits and head.own_lm_head and listed and manifest.files[DRAFT_VOCAB_FILE].size == 8 * head.draft_vocab
+
+
+def _check_quantization(quantization: Quantizations) -> None:
+    """Check that every kind of quantization is known."""
+    for one in quantization.used:
+        if one.weights not in LEVELS or one.block not in OWN_BLOCKS or one.scales not in (None, *SCALE_TYPES):
+            raise ValueError("an unknown quantization")
+    if not all(one is None or one.block in BLOCKS for one in quantization.places.values()):
+        raise ValueError("an unknown quantization")
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    """Check that the tensors with levels of their own are the model's, and consist of whole blocks."""
+    tensors = manifest.quantization.tensors
+    shapes = model_shapes(manifest.geometry) if tensors else {}
+    for name, one in tensors.items():
+        if not (is_linear(name) or name == EMBEDDINGS) or name not in shapes or shapes[name][1] % one.block:
+            raise ValueError(f"quantization.tensors.{shown(name)}")
+        if name == EMBEDDINGS and one.weights != "int8":
+            raise ValueError("the quantization of the embedding table")
+    if tensors and manifest.linked:
+        raise ValueError("linked weights with levels of their own")
 
 
 def _check_stages(manifest: Manifest) -> None:

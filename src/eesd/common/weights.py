@@ -3,8 +3,8 @@
 All code that writes, reads, links, splits or counts weights uses these rules. The module needs no torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_columns
@@ -14,12 +14,16 @@ DTYPES = ("float32", "float16", "bfloat16")
 QUANTIZED = ("int8", "int4")
 """What linear weights can be quantized to."""
 LEVELS = ("int8", "int4", "uint4")
-"""Element types of quantized weights. Unsigned ones have zero points."""
+"""Element types of quantized weights. Unsigned ones have zero points or minimums."""
 BITS = {"int64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "uint4": 4}
 BLOCK = 32
 """Number of consecutive inputs of one output that share a scale. ONNX Runtime and TensorRT have kernels for 32."""
 BLOCKS = (32, 64, 128)
 """Numbers that a checkpoint with quantized weights may have instead."""
+OWN_BLOCKS = (16, *BLOCKS)
+"""Numbers that a single tensor with the levels of its file may have."""
+SCALE_TYPES = ("float16", "float32")
+"""Element types that scales and minimums may have instead of the directory's."""
 
 EMBEDDINGS = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -35,6 +39,8 @@ SCALES = ".scales"
 """Suffix that turns the name of a quantized weight into the name of its scales."""
 ZEROS = ".zeros"
 """Suffix that turns the name of a quantized weight into the name of its zero points."""
+MINIMUMS = ".minimums"
+"""Suffix that turns the name of a quantized weight into the name of its minimums."""
 
 PACKED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -51,68 +57,93 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantization of the linear weights of an engine directory.
+    """Quantization of weights of an engine directory: ``scale * (level - zero_point) + minimum``.
 
-    The scales have the directory's element type. A weight whose number of inputs is not a multiple of ``block`` is not
-    quantized.
+    A weight whose number of inputs is not a multiple of ``block`` is not quantized.
 
     Attributes:
-        weights: Element type of the weights, and of their zero points: ``int8``, ``int4`` or ``uint4``.
-        block: Number of consecutive inputs of one output that share a scale and a zero point.
+        weights: Element type of the levels, and of their zero points: ``int8``, ``int4`` or ``uint4``.
+        block: Number of consecutive inputs of one output that share a scale, and a zero point or a minimum.
+        minimums: Whether weights have minimums. Then they have no zero points.
+        scales: Element type of scales and minimums: ``float16`` or ``float32``. None: the directory's.
     """
 
     weights: str
     block: int
+    minimums: bool = False
+    scales: str | None = None
 
     @property
     def zero_points(self) -> bool:
         """Whether weights have zero points."""
-        return self.weights.startswith("u")
+        return self.weights.startswith("u") and not self.minimums
 
     @property
     def description(self) -> str:
         """The scheme in words."""
-        shared = "scale and zero point" if self.zero_points else "scale"
-        return f"{self.weights}, one {shared} for {self.block} inputs of an output"
+        shared = "scale and minimum" if self.minimums else "scale and zero point" if self.zero_points else "scale"
+        kind = f"{self.scales} " if self.scales else ""
+        return f"{self.weights}, one {kind}{shared} for {self.block} inputs of an output"
+
+
+SEARCHED_INT4 = Quantization("uint4", BLOCK, minimums=True, scales="float16")
+"""What ``--quantize int4`` makes of float32 weights. Its bytes are those of GGUF's Q4_1."""
 
 
 @dataclass(frozen=True)
 class Quantizations:
-    """Quantization of the linear weights by where they are used. None: they keep the directory's element type.
+    """Quantization of the weights by where they are used. None: they keep the directory's element type.
 
     Attributes:
         layers: Of the base layers.
         head: Of the base model's LM head. A head that is tied to the embedding table then has a quantized copy of its own.
         draft: Of what only the draft's tokens depend on: the exit head, and the draft's copies of base layers and LM head. The
             draft has copies only if they take fewer bits than those of verify.
+        tensors: Of single tensors, by their names in the checkpoint, instead of the above. They have the levels of the
+            checkpoint's own file. Only here the embedding table can be quantized, with 8 bits, and a tied LM head is then the
+            same tensor. The draft has no copies of them.
     """
 
     layers: Quantization | None = None
     head: Quantization | None = None
     draft: Quantization | None = None
+    tensors: dict[str, Quantization] = field(default_factory=dict, hash=False, kw_only=True)
 
     @property
     def places(self) -> dict[str, Quantization | None]:
-        """All three by the words for where they are used."""
+        """Those that are not of single tensors, by the words for where they are used."""
         return {"layers": self.layers, "LM head": self.head, "draft": self.draft}
 
     @property
     def used(self) -> tuple[Quantization, ...]:
         """Those that are not None."""
-        return tuple(one for one in self.places.values() if one is not None)
+        return (*(one for one in self.places.values() if one is not None), *self.tensors.values())
+
+    @property
+    def in_float32_only(self) -> bool:
+        """Whether verify has weights with minimums or a file's own levels, which ONNX Runtime does not multiply by int8."""
+        return bool(self.tensors) or any(one is not None and one.minimums for one in (self.layers, self.head))
 
     def of(self, name: str, shape: Shape) -> Quantization | None:
-        """Quantization of a weight of a graph, by its name there and its shape in the checkpoint."""
-        if not is_linear(name):
-            return None
+        """Quantization of a weight of a graph, by its name there and its shape in the checkpoint.
+
+        The parts of a packed weight have the same, or they are not packed.
+        """
+        own = self._own(name)
+        if own is not None or not is_linear(name):
+            return own
         chosen = self.head if name == LM_HEAD else self.layers
         if name.startswith((DRAFT, EXIT_HEAD)):
             chosen = self.draft
         return None if chosen is None or shape[1] % chosen.block else chosen
 
+    def _own(self, name: str) -> Quantization | None:
+        """What a weight, or the first part of a packed one, has as a single tensor."""
+        return self.tensors.get(parts_of(name)[0])
+
     def draft_name(self, name: str, shape: Shape, dtype: str) -> str:
         """Name in the draft graph of a weight that verify has as ``name``: the same, or that of the draft's copy."""
-        if not is_linear(name) or name.startswith(EXIT_HEAD):
+        if not is_linear(name) or name.startswith(EXIT_HEAD) or self._own(name) is not None:
             return name
         own, copy = self.of(name, shape), self.of(DRAFT + name, shape)
         bits = BITS[dtype if own is None else own.weights]
@@ -137,8 +168,9 @@ class StoredWeight:
         name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the exit head's.
         shape: Shape in the checkpoint; [out, in] for a linear layer.
         dtype: Element type of the weight, or of its scales: the directory's, but float32 for the rotary tables and int64 for
-            the draft vocabulary.
-        transposed: Whether the weight is stored as [in, out], the layout that MatMul takes. Linked weights are not.
+            the draft vocabulary. The quantization may name another one for scales.
+        transposed: Whether the weight is stored as [in, out], the layout that MatMul takes. Linked weights are not, and the
+            embedding table is not.
         quantization: None if the weight is stored in ``dtype``.
     """
 
@@ -155,18 +187,31 @@ class StoredWeight:
 
     @property
     def scales_shape(self) -> Shape:
-        """[in / block, out], the shape of scales and zero points; only for quantized weights."""
+        """Shape of scales, zero points and minimums: [in / block, out], or [out, in / block] if the weight is not transposed.
+
+        Only for quantized weights.
+        """
         assert self.quantization is not None
-        return self.shape[1] // self.quantization.block, self.shape[0]
+        shape = self.shape[0], self.shape[1] // self.quantization.block
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def scales_dtype(self) -> str:
+        """Element type of scales and minimums; only for quantized weights."""
+        assert self.quantization is not None
+        return self.quantization.scales or self.dtype
 
     @property
     def tensors(self) -> dict[str, int]:
-        """Name and bytes of each stored tensor: the weight and, if it is quantized, its scales and zero points."""
+        """Name and bytes of each stored tensor: the weight and, if it is quantized, scales and zero points or minimums."""
         count = prod(self.shape)
         if self.quantization is None:
             return {self.name: count * BITS[self.dtype] // 8}
         bits, blocks = BITS[self.quantization.weights], prod(self.scales_shape)
-        tensors = {self.name: count * bits // 8, self.name + SCALES: blocks * BITS[self.dtype] // 8}
+        scales = blocks * BITS[self.scales_dtype] // 8
+        tensors = {self.name: count * bits // 8, self.name + SCALES: scales}
+        if self.quantization.minimums:
+            return tensors | {self.name + MINIMUMS: scales}
         return tensors | ({self.name + ZEROS: (blocks * bits + 7) // 8} if self.quantization.zero_points else {})
 
     @property
@@ -189,7 +234,7 @@ def stored_weight(
         name: Name in the graphs.
         shape: Shape in the checkpoint.
         dtype: Element type of the directory.
-        quantization: Quantization of the directory's linear weights.
+        quantization: Quantization of the directory's weights.
         linked: Whether the weight stays in the checkpoint's own file, and so in its layout.
     """
     shape = tuple(shape)
@@ -197,9 +242,9 @@ def stored_weight(
         return StoredWeight(name, shape, "float32")  # rounded where they are used; see the module that is traced
     if name == EXIT_HEAD + DRAFT_VOCAB:
         return StoredWeight(name, shape, "int64")
-    if linked or not is_linear(name):
+    if linked:
         return StoredWeight(name, shape, dtype)
-    return StoredWeight(name, shape, dtype, True, quantization.of(name, shape))
+    return StoredWeight(name, shape, dtype, is_linear(name), quantization.of(name, shape))
 
 
 def packed_name(parts: Sequence[str]) -> str:
@@ -223,15 +268,32 @@ def part_shapes(parts: Iterable[str], geometry: Geometry) -> list[Shape]:
     return [shapes[".".join(part.split(".")[-3:])] for part in parts]
 
 
-def _packed_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+def can_be_packed(parts: Sequence[str], shape_of: Callable[[str], Shape], quantization: Quantizations) -> bool:
+    """Whether the weights or biases of some layers can be one: the layers' weights must be quantized alike.
+
+    Args:
+        parts: Their names.
+        shape_of: Gives the shape of a weight by its name.
+        quantization: Quantization of the directory.
+    """
+    weights = [f"{part.rpartition('.')[0]}.weight" for part in parts]
+    return len({quantization.of(weight, shape_of(weight)) for weight in weights}) == 1
+
+
+def _packed_shapes(shapes: Mapping[str, Shape], quantization: Quantizations) -> dict[str, Shape]:
     """The shapes with packed layers in the place of their parts."""
-    left = dict(shapes)
+    left, apart = dict(shapes), set[str]()
     for packed, modules in PACKED.items():
         for name in [name for name in left if f"{modules[0]}." in name]:
             whole = name.replace(modules[0], packed)
-            if left.keys() >= set(parts_of(whole)):
-                parts = [left.pop(part) for part in parts_of(whole)]
-                left[whole] = (sum(shape[0] for shape in parts), *parts[0][1:])
+            names = parts_of(whole)
+            if not left.keys() >= set(names) or apart & set(names):
+                continue
+            if not can_be_packed(names, shapes.__getitem__, quantization):
+                apart |= set(names)  # keys and values are not packed without the queries
+                continue
+            parts = [left.pop(part) for part in names]
+            left[whole] = (sum(shape[0] for shape in parts), *parts[0][1:])
     return left
 
 
@@ -303,7 +365,7 @@ def graph_shapes(
         draft: True for the draft graph, False for verify or one of its stages.
         dtype: Element type of the directory.
         quantization: Quantization of the directory.
-        packed: Whether layers that read the same input are packed. Linked weights are not.
+        packed: Whether layers that read the same input and are quantized alike are packed. Linked weights are not.
     """
     layers, base = list(layers), model_shapes(geometry)
     shapes: dict[str, Shape] = dict.fromkeys(ROTARY_TABLES, (slots, geometry.head_dim // 2))
@@ -320,7 +382,7 @@ def graph_shapes(
         if layers[-1] == geometry.num_layers - 1:
             ends += [FINAL_NORM, LM_HEAD]
     shapes |= {name: base[lm_head_name(geometry) if name == LM_HEAD else name] for name in ends}
-    shapes = _packed_shapes(shapes) if packed else shapes
+    shapes = _packed_shapes(shapes, quantization) if packed else shapes
     return {graph_name(name, shape, geometry, draft, dtype, quantization): shape for name, shape in shapes.items()}
 
 
@@ -335,7 +397,8 @@ def graph_name(name: str, shape: Shape, geometry: Geometry, draft: bool, dtype: 
         dtype: Element type of the directory.
         quantization: Quantization of the directory.
     """
-    if draft:
+    own_table = name == LM_HEAD and geometry.tied_embeddings and EMBEDDINGS in quantization.tensors
+    if draft and not own_table:
         name = quantization.draft_name(name, shape, dtype)
     tied = name == LM_HEAD and geometry.tied_embeddings and quantization.of(name, shape) is None
     return EMBEDDINGS if tied else name
