@@ -34,13 +34,14 @@ static inline void normalize(const float *x, const float *weight, float epsilon,
   for (; i < size; i++) y[i] = x[i] * factor * weight[i];
 }
 
-// Blocks of 32 of one row in 8 bits: the largest becomes level 127 or -127.
+// Blocks of 32 of one row in 8 bits: the largest becomes level 127 or -127. Where it is so small that 127 divided by it could be
+// infinite, all levels are 0.
 static inline void round_row(const Preparation &job, const float *x, int64_t row) {
   const int64_t blocks = job.inputs / BLOCK;
   for (int64_t b = 0; b < blocks; b++) {
     const Floats half[2] = {load(x + b * BLOCK), load(x + b * BLOCK + 16)};
     const float largest = largest_lane(larger(absolute(half[0]), absolute(half[1])));
-    const float scale = largest / 127.f, inverse = largest > 0 ? 127.f / largest : 0;
+    const float scale = largest / 127.f, inverse = largest >= 0x1p-100f ? 127.f / largest : 0;
     const int64_t at = row * blocks + b;
     int32_t sums[2];
     for (int h = 0; h < 2; h++) {

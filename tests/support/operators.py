@@ -1,0 +1,368 @@
+"""Models of one operator of this project, random inputs for them, and checks of what they give."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from eesd.common.errors import EESDError
+from eesd.runtime.engines import operators
+from eesd.runtime.engines.panels import BFLOAT16, FLOAT16, FLOAT32, Levels, Packed, pack_floats, pack_levels
+from support import specification
+from support.specification import BITS, BLOCK, Floats, Heads, Weight
+
+NOTHING = np.zeros(0, np.float32)
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 70, 130)
+MOST = max(ROWS)
+Array = NDArray[Any]
+
+
+def one_node(path: Path, kind: str, inputs: Sequence[tuple[str, Array | int]], **attributes: Any) -> Path:
+    """Write a model of one node. An input is a constant, or the element type of one that calls give."""
+    given, constants = [], []
+    for name, value in inputs:
+        if isinstance(value, np.ndarray):
+            constants.append(numpy_helper.from_array(value, name))
+        else:
+            given.append(helper.make_tensor_value_info(name, value, None))
+    names = [name for name, _ in inputs]
+    node = helper.make_node(kind, names, ["y"], domain=operators.DOMAIN, **attributes)
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph([node], "one", given, [output], constants)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(operators.DOMAIN, 1)]
+    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+    return path
+
+
+def run(session: Any, **given: Array) -> Floats:
+    found: Floats = session.run(None, given)[0]
+    return found
+
+
+def kernels() -> list[str]:
+    """Kernels that this processor supports."""
+    supported = []
+    for name in operators.KERNELS:
+        try:
+            operators.configure(name, 1, True)
+        except EESDError:
+            continue
+        supported.append(name)
+    return supported
+
+
+def bits(values: Floats) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(values).view(np.uint32)
+
+
+def assert_same(found: Floats, expected: Floats, what: object = "") -> None:
+    assert found.shape == expected.shape, what
+    differ = bits(found) != bits(expected)
+    assert not differ.any(), f"{what}: {differ.sum()} of {differ.size} values have other bits, e.g. {found[differ][0]!r}"
+
+
+def random_weight(
+    random: np.random.Generator,
+    form: str,
+    inputs: int,
+    outputs: int,
+    fine: bool,
+    wide: bool,
+    minimums: bool,
+    signed: bool = True,
+) -> Weight:
+    """A weight that needs just this format."""
+    if form not in BITS:
+        values = random.normal(0, 0.4, (inputs, outputs)).astype(np.float32)
+        if form == "float16":
+            values = values.astype(np.float16).astype(np.float32)
+        if form == "bfloat16":
+            values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+        return Weight(form, values)
+    size = 1 << BITS[form]
+    levels = random.integers(0, size, (inputs, outputs))
+    levels[0, 0], levels[-1, -1] = 0, size - 1
+    shape = inputs // (16 if fine else 32), outputs
+    scales = random.uniform(0.3, 1, shape).astype(np.float32) / np.float32(size)
+    found = -random.uniform(0.2, 0.6, shape).astype(np.float32) if minimums else None
+    if not wide:
+        scales = scales.astype(np.float16).astype(np.float32)
+        found = None if found is None else found.astype(np.float16).astype(np.float32)
+    return Weight(form, None, levels, size // 2 if signed and not minimums else 0, scales, found)
+
+
+def pack(weight: Weight) -> Packed:
+    if weight.values is None:
+        return pack_levels(Levels((weight.levels - weight.zero).astype(np.int16), weight.scales, None, weight.minimums))
+    if weight.form == "float32":
+        return pack_floats(weight.values, FLOAT32)
+    if weight.form == "float16":
+        return pack_floats(weight.values.astype(np.float16).view(np.uint16), FLOAT16)
+    return pack_floats((weight.values.view(np.uint32) >> 16).astype(np.uint16), BFLOAT16)
+
+
+@dataclass
+class Product:
+    """A product, with random inputs of :data:`MOST` rows."""
+
+    parts: list[Weight]
+    norm: Floats | None = None
+    bias: Floats | None = None
+    residual: bool = False
+    swiglu: bool = False
+    epsilon: float = 1e-3
+    seed: int = 0
+    x: Floats = field(init=False)
+    added: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(self.seed)
+        inputs, outputs = self.parts[0].shape[0], sum(part.shape[1] for part in self.parts) // (2 if self.swiglu else 1)
+        # Blocks differ in size, so that a scale of another block is noticed; one is 0, one far below all others.
+        sizes = random.uniform(0.05, 3, (MOST, inputs // BLOCK + 1, 1))
+        sizes[3, 0], sizes[4, -2:] = 0, 1e-38
+        self.x = (
+            (random.normal(0, 1, (MOST, inputs // BLOCK + 1, BLOCK)) * sizes).reshape(MOST, -1)[:, :inputs].astype(np.float32)
+        )
+        self.added = random.normal(0, 1, (MOST, outputs)).astype(np.float32)
+
+    def write(self, path: Path) -> Path:
+        packed = [pack(part) for part in self.parts]
+        given: list[tuple[str, Array | int]] = [
+            ("x", TensorProto.FLOAT),
+            ("norm", NOTHING if self.norm is None else self.norm),
+            ("bias", NOTHING if self.bias is None else self.bias),
+            ("residual", TensorProto.FLOAT),
+            *((f"w{i}", one.data) for i, one in enumerate(packed)),
+        ]
+        numbers = [number for one in packed for number in one.numbers]
+        return one_node(path, "Product", given, epsilon=self.epsilon, swiglu=int(self.swiglu), matrices=numbers)
+
+    def run(self, session: Any, first: int = 0, last: int = MOST) -> Floats:
+        residual = self.added[first:last] if self.residual else NOTHING
+        return run(session, x=self.x[first:last], residual=residual)
+
+    def specified(self, int8: bool) -> Floats:
+        residual = self.added if self.residual else None
+        with np.errstate(over="ignore"):
+            return specification.product(self.x, self.parts, int8, self.norm, self.epsilon, self.bias, residual, self.swiglu)
+
+    def in_float64(self, int8: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The result, and what its error is measured by: the sum of the absolute products."""
+        x = self.x.astype(np.float64)
+        if self.norm is not None:
+            x = x / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(self.epsilon)) * self.norm
+        rounded = specification.round_blocks(x.astype(np.float32)).dequantized() if len(x[0]) % BLOCK == 0 and int8 else x
+        inputs = [rounded if part.values is None else x for part in self.parts]
+        each = [(own, part.dequantized().astype(np.float64)) for own, part in zip(inputs, self.parts, strict=True)]
+        y = np.concatenate([own @ w for own, w in each], 1)
+        size = np.concatenate([np.abs(own) @ np.abs(w) for own, w in each], 1) + 1e-30
+        if self.bias is not None:
+            y += self.bias
+            size += np.abs(self.bias)
+        if self.swiglu:
+            (gate, up), (g, u) = np.split(y, 2, 1), np.split(size, 2, 1)
+            y, size = gate / (1 + np.exp(-gate)) * up, g * u + g + u
+        return (y + self.added, size + np.abs(self.added)) if self.residual else (y, size)
+
+
+def check_product(product: Product, path: Path, int8: bool, names: Sequence[str], threads: Sequence[int] = (1, 2, 3)) -> None:
+    """All kernels, numbers of rows and threads give the bits of the specification, which are near those of float64."""
+    product.write(path)
+    expected = product.specified(int8)
+    exact, size = product.in_float64(int8)
+    # Norm and rounding to 8 bits in float32: a level on the edge may become its neighbour.
+    tolerance = 1e-2 if int8 and product.norm is not None else 3e-6
+    assert (np.abs(expected - exact) <= tolerance * size).all(), f"off by {(np.abs(expected - exact) / size).max()}"
+    for name in names:
+        session = operators.make_session(path, 1, int8, name)
+        for rows in ROWS:
+            first = (MOST - rows) * 2 // 3
+            assert_same(product.run(session, first, first + rows), expected[first : first + rows], f"{name}, {rows} rows")
+    for count in threads[1:]:
+        session = operators.make_session(path, count, int8, names[0])
+        for rows in (1, 5, 17, 70, MOST):
+            assert_same(product.run(session, 0, rows), expected[:rows], f"{count} threads, {rows} rows")
+
+
+class Cache:
+    """Caches of layers as the operators take them, filled with numbers that nothing may read: an unwritten slot shows."""
+
+    def __init__(self, layers: int, kv_heads: int, slots: int, head_dim: int) -> None:
+        self.width = -(-head_dim // 16) * 16
+        size = layers * 2 * kv_heads * slots * self.width
+        memory = np.full(size + 16, 7e9, np.float32)
+        self.array = memory[-(memory.ctypes.data // 4) % 16 :][:size]
+        shape = layers, 2, kv_heads
+        self.keys = self.array.reshape(*shape, slots // 16, self.width, 16)[:, 0]
+        self.values = self.array.reshape(*shape, slots, self.width)[:, 1]
+        # What is beside a head's values is multiplied but not used, so it must not be a NaN's neighbour.
+        self.keys[..., head_dim:, :], self.values[..., head_dim:] = 0, 0
+
+    @property
+    def address(self) -> int:
+        return int(self.array.ctypes.data)
+
+
+@dataclass
+class Text:
+    """A sequence: queries, keys and values of tokens, of which each has a place in a tree.
+
+    Attributes:
+        qkv: [nodes, (H + 2 KV) D].
+        paths: The nodes that each node sees, in the order of positions, itself as the last.
+    """
+
+    qkv: Floats
+    paths: list[list[int]]
+    cache: Cache
+
+
+@dataclass
+class Attention:
+    """An attention layer with random tables and norms."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    slots: int = 384
+    layers: int = 2
+    layer: int = 1
+    norms: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        random = self.random = np.random.default_rng(self.seed)
+        angles = random.uniform(0, 6.3, (self.slots, self.head_dim // 2))
+        norms = random.normal(1, 0.3, (2, self.head_dim)).astype(np.float32)
+        self.spec = Heads(
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            np.cos(angles).astype(np.float32),
+            np.sin(angles).astype(np.float32),
+            self.head_dim**-0.5,
+            1e-3,
+            *(norms if self.norms else (None, None)),
+        )
+
+    def write(self, path: Path, heads: int | None = None) -> Path:
+        spec = self.spec
+        given: list[tuple[str, Array | int]] = [
+            ("qkv", TensorProto.FLOAT),
+            ("tokens", TensorProto.INT64),
+            ("paths", TensorProto.INT32),
+            ("cos", spec.cos),
+            ("sin", spec.sin),
+            ("q_norm", NOTHING if spec.q_norm is None else spec.q_norm),
+            ("k_norm", NOTHING if spec.k_norm is None else spec.k_norm),
+        ]
+        return one_node(path, "Attention", given, **self.attributes() | ({} if heads is None else {"heads": heads}))
+
+    def attributes(self) -> dict[str, Any]:
+        return {
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "slots": self.slots,
+            "layer": self.layer,
+            "scale": float(self.spec.scale),
+            "epsilon": self.spec.epsilon,
+        }
+
+    def text(self, nodes: int, parents: Sequence[int] = ()) -> Text:
+        """A text of so many tokens in a chain, and behind them nodes with these parents (numbers of tokens)."""
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        qkv = self.random.normal(0, 1.2, (nodes + len(parents), width)).astype(np.float32)
+        paths = [list(range(node + 1)) for node in range(nodes)]
+        for node, parent in enumerate(parents, start=nodes):
+            paths.append([*paths[parent], node])
+        return Text(qkv, paths, Cache(self.layers, self.kv_heads, self.slots, self.head_dim))
+
+    def specified(self, text: Text, nodes: Sequence[int]) -> Floats:
+        """[nodes, H D]."""
+        q, k, v = self.spec.split(text.qkv)
+        keys = np.stack([self.spec.turned(k[i], len(path) - 1, self.spec.k_norm) for i, path in enumerate(text.paths)], 1)
+        values = v.transpose(1, 0, 2)
+        found = []
+        for node in nodes:
+            path = text.paths[node]
+            query = self.spec.turned(q[node], len(path) - 1, self.spec.q_norm)
+            found.append(self.spec.attend(query, keys[:, path], values[:, path]).reshape(-1))
+        return np.stack(found)
+
+    def in_float64(self, text: Text, nodes: Sequence[int]) -> NDArray[np.float64]:
+        q, k, v = (part.astype(np.float64) for part in self.spec.split(text.qkv))
+
+        def turned(x: NDArray[np.float64], position: int, norm: Floats | None) -> NDArray[np.float64]:
+            if norm is not None:
+                x = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.spec.epsilon) * norm
+            angle = self.spec.cos[position] + 1j * self.spec.sin[position].astype(np.float64)
+            half = self.head_dim // 2
+            pairs = (x[..., :half] + 1j * x[..., half:]) * angle
+            return np.concatenate([pairs.real, pairs.imag], -1)
+
+        found = []
+        for node in nodes:
+            path = text.paths[node]
+            keys = np.stack([turned(k[i], j, self.spec.k_norm) for j, i in enumerate(path)], 1)
+            query = turned(q[node], len(path) - 1, self.spec.q_norm).reshape(self.kv_heads, -1, self.head_dim)
+            scores = np.einsum("ghd,gsd->ghs", query, keys) * self.spec.scale
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            found.append(np.einsum("ghs,sgd->ghd", weights, v[path]).reshape(-1))
+        return np.stack(found)
+
+
+def chain(text: Text, first: int, last: int) -> tuple[Floats, Array, list[list[int]]]:
+    """A call over consecutive tokens of a text, which lie in the slots of their numbers: qkv, tokens, paths."""
+    tokens = [(text.cache.address, t, t, t + 1, 0) for t in range(first, last)]
+    return text.qkv[first:last], np.array(tokens, np.int64).reshape(-1, 5), [[] for _ in tokens]
+
+
+def tree(text: Text, first: int, last: int, slot: int | None = None) -> tuple[Floats, Array, list[list[int]]]:
+    """A call over the nodes from ``first`` on, behind a context of all tokens before them, in the slots from ``slot`` on."""
+    shift = 0 if slot is None else slot - first
+    own = [[node + shift for node in text.paths[node] if node >= first] for node in range(first, last)]
+    tokens = [
+        (text.cache.address, len(text.paths[node]) - 1, node + shift, first, len(path))
+        for node, path in zip(range(first, last), own, strict=True)
+    ]
+    return text.qkv[first:last], np.array(tokens, np.int64).reshape(-1, 5), own
+
+
+def attend(session: Any, *calls: tuple[Floats, Array, list[list[int]]]) -> list[Floats]:
+    """Run calls as one; what each gets."""
+    longest = max((len(path) for _, _, paths in calls for path in paths), default=0)
+    paths = np.full((sum(len(call[2]) for call in calls), longest), -1, np.int32)
+    row = 0
+    for call in calls:
+        for path in call[2]:
+            paths[row, : len(path)] = path
+            row += 1
+    qkv, tokens = np.concatenate([call[0] for call in calls]), np.concatenate([call[1] for call in calls])
+    y = run(session, qkv=qkv, tokens=tokens, paths=paths)
+    return np.split(y, np.cumsum([len(call[0]) for call in calls])[:-1])
+
+
+def prefill(session: Any, text: Text, count: int, pieces: Sequence[int] = (1 << 30,)) -> Floats:
+    """Run the first ``count`` tokens in pieces of these sizes, in turn."""
+    found, at, number = [], 0, 0
+    while at < count:
+        stop = min(count, at + pieces[number % len(pieces)])
+        found += attend(session, chain(text, at, stop))
+        at, number = stop, number + 1
+    return np.concatenate(found)
+
+
+def load(library: Path, monkeypatch: Any) -> None:
+    """Take another library of operators for the sessions that are made from now on."""
+    ctypes.CDLL(str(library), os.RTLD_LOCAL)
+    monkeypatch.setattr(operators, "LIBRARY", library)
+    operators._library.cache_clear()

@@ -1,0 +1,245 @@
+"""What the operators of this project compute, in NumPy: ``runtime/operators/SPECIFICATION.md`` a second time, bit for bit.
+
+Everything is float32, rounded once in each step. Arrays have a column or a head in each lane, so an operation here is one of a
+sum's steps for all of them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+PANEL, BLOCK, CHUNK = 16, 32, 64
+BITS = {"bits4": 4, "bits5": 5, "bits6": 6, "bits8": 8}
+
+
+def fma(a: Any, b: Any, c: Any) -> Floats:
+    """a b + c, rounded once.
+
+    The product of two float32 is exact in float64. The sum is rounded to odd there, so that rounding it to float32 rounds as if
+    it had been exact (Boldo and Melquiond, 2008).
+    """
+    product = np.float64(a) * np.float64(b)
+    other = np.float64(c)
+    total = np.asarray(product + other)
+    rest = total - product
+    error = (product - (total - rest)) + (other - rest)
+    bits = total.view(np.int64)
+    wrong = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
+    step = np.where((error > 0) == (total > 0), 1, -1)
+    return np.asarray((bits + np.where(wrong, step, 0)).view(np.float64)).astype(np.float32)
+
+
+def add_lanes(values: Floats) -> Floats:
+    """Sum over the last axis of 16: halves are added until one value is left."""
+    width = values.shape[-1] // 2
+    while width:
+        values = values[..., :width] + values[..., width : 2 * width]
+        width //= 2
+    found: Floats = values[..., 0]
+    return found
+
+
+def lanes(values: Floats) -> Floats:
+    """[..., n] as [..., ceil(n / 16), 16], with zeros behind the end."""
+    size = values.shape[-1]
+    padded = np.zeros((*values.shape[:-1], -(-size // 16) * 16), np.float32)
+    padded[..., :size] = values
+    return padded.reshape(*values.shape[:-1], -1, 16)
+
+
+def exponential(a: Floats) -> Floats:
+    a = np.clip(a, np.float32(-87), np.float32(88))
+    whole = np.rint(a * np.float32(1.44269504))
+    rest = fma(whole, np.float32(-0.693359375), a)
+    rest = fma(whole, np.float32(2.12194440e-4), rest)
+    p: Any = np.float32(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = fma(p, rest, np.float32(c))
+    p = fma(p, rest * rest, rest + np.float32(1))
+    found: Floats = np.ldexp(p, whole.astype(np.int32))
+    return found
+
+
+def normalize(x: Floats, weight: Floats, epsilon: float) -> Floats:
+    """x [..., n] by its root mean square, times the weight."""
+    squares = np.zeros((*x.shape[:-1], 16), np.float32)
+    split = lanes(x)
+    for i in range(split.shape[-2]):
+        squares = fma(split[..., i, :], split[..., i, :], squares)
+    mean = add_lanes(squares) / np.float32(x.shape[-1])
+    factor = np.float32(1) / np.sqrt(mean + np.float32(epsilon))
+    found: Floats = x * factor[..., None] * weight
+    return found
+
+
+@dataclass
+class Weight:
+    """A weight of [K, N] as the operators take it.
+
+    Attributes:
+        form: ``float32``, ``float16``, ``bfloat16`` or one of :data:`BITS`.
+        values: Of a format of floats, the values.
+        levels: [K, N] from 0 on.
+        zero: The level of 0.
+        scales, minimums: [K / 32 or 16, N]; minimums may be None.
+    """
+
+    form: str
+    values: Floats | None = None
+    levels: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    zero: int = 0
+    scales: Floats = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    minimums: Floats | None = None
+
+    @property
+    def fine(self) -> bool:
+        return len(self.levels) // len(self.scales) == 16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.levels if self.values is None else self.values).shape
+
+    def dequantized(self) -> Floats:
+        """[K, N], as Embed gives its columns."""
+        if self.values is not None:
+            return self.values
+        block = len(self.levels) // len(self.scales)
+        found: Floats = (self.levels - self.zero).astype(np.float32) * np.repeat(self.scales, block, 0)
+        return found if self.minimums is None else found + np.repeat(self.minimums, block, 0)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Activations of 8 bits: levels [T, K], and a scale for each block [T, K / 32]."""
+
+    levels: NDArray[np.int64]
+    scales: Floats
+
+    def dequantized(self) -> NDArray[np.float64]:
+        return self.levels.astype(np.float64) * np.repeat(self.scales.astype(np.float64), BLOCK, 1)
+
+
+def round_blocks(x: Floats) -> Rounded:
+    blocks = x.reshape(len(x), -1, BLOCK)
+    largest = np.abs(blocks).max(-1)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(largest >= SMALLEST, np.float32(127) / largest, np.float32(0))
+    levels = np.rint(blocks * inverse[..., None]).astype(np.int64)
+    return Rounded(levels.reshape(x.shape), largest / np.float32(127))
+
+
+SMALLEST = np.float32(2.0**-100)
+"""Blocks whose largest value is smaller have the levels 0."""
+
+
+def multiply(x: Floats, weight: Weight, int8: bool) -> Floats:
+    """x [T, K] times a weight, [T, N]."""
+    total = np.zeros((len(x), weight.shape[1]), np.float32)
+    if weight.values is not None:
+        for k in range(x.shape[1]):
+            total = fma(x[:, k : k + 1], weight.values[k], total)
+        return total
+    size = 16 if weight.fine else 32
+    rounded = round_blocks(x)
+    for part in range(x.shape[1] // size):
+        inputs = slice(part * size, part * size + size)
+        levels, scale = weight.levels[inputs] - weight.zero, weight.scales[part]
+        if int8:
+            own = rounded.scales[:, part * size // BLOCK, None]
+            sums = rounded.levels[:, inputs] @ levels
+            total = fma(sums.astype(np.float32), scale * own, total)
+            share = own * rounded.levels[:, inputs].sum(1)[:, None].astype(np.float32)
+        else:
+            both = [np.zeros_like(total), np.zeros_like(total)]
+            for k in range(size):
+                both[k % 2] = fma(levels[k].astype(np.float32), x[:, inputs.start + k, None], both[k % 2])
+            total = fma(both[0] + both[1], scale, total)
+            values = x[:, inputs]
+            share = add_lanes(values if weight.fine else values[:, :16] + values[:, 16:])[:, None]
+        if weight.minimums is not None:
+            total = fma(weight.minimums[part], share, total)
+    return total
+
+
+def product(
+    x: Floats,
+    parts: list[Weight],
+    int8: bool,
+    norm: Floats | None = None,
+    epsilon: float = 0,
+    bias: Floats | None = None,
+    residual: Floats | None = None,
+    swiglu: bool = False,
+) -> Floats:
+    x = x if norm is None else normalize(x, norm, epsilon)
+    y = np.concatenate([multiply(x, part, int8) for part in parts], 1)
+    y = y if bias is None else y + bias
+    if swiglu:
+        gate, up = np.split(y, 2, 1)
+        y = gate / (np.float32(1) + exponential(np.float32(0) - gate)) * up
+    return y if residual is None else y + residual
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What attention must know besides its inputs."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    cos: Floats
+    sin: Floats
+    scale: float
+    epsilon: float = 0
+    q_norm: Floats | None = None
+    k_norm: Floats | None = None
+
+    def split(self, qkv: Floats) -> tuple[Floats, Floats, Floats]:
+        """Queries, keys and values [T, heads, D] of qkv."""
+        every = qkv.reshape(len(qkv), -1, self.head_dim)
+        return every[:, : self.heads], every[:, self.heads : self.heads + self.kv_heads], every[:, self.heads + self.kv_heads :]
+
+    def turned(self, x: Floats, position: int, norm: Floats | None) -> Floats:
+        """Heads [..., D] normalized, then rotated."""
+        x = x if norm is None else normalize(x, norm, self.epsilon)
+        half = self.head_dim // 2
+        cos, sin = self.cos[position], self.sin[position]
+        first, second = x[..., :half], x[..., half:]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def attend(self, query: Floats, keys: Floats, values: Floats) -> Floats:
+        """A token's rotated queries [heads, D] over keys and values [KV, positions, D] in the order of positions."""
+        group, seen = self.heads // self.kv_heads, keys.shape[1]
+        keys, values = np.repeat(keys, group, 0), np.repeat(values, group, 0)
+        scores = np.zeros((self.heads, seen), np.float32)
+        for d in range(self.head_dim):
+            scores = fma(keys[:, :, d], query[:, d, None], scores)
+        scores = scores * np.float32(self.scale)
+        total: list[Floats] = []
+        for start in range(0, seen, CHUNK):
+            part = _chunk(scores[:, start : start + CHUNK], values[:, start : start + CHUNK])
+            total = part if not total else _merge(total, part)
+        return total[2] * (np.float32(1) / total[1])[:, None]
+
+
+def _chunk(scores: Floats, values: Floats) -> list[Floats]:
+    """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most 64 positions."""
+    most = scores.max(1)
+    weights = exponential(scores - most[:, None])
+    split = lanes(weights)
+    sums = split[:, 0]
+    for i in range(1, split.shape[1]):
+        sums = sums + split[:, i]
+    out = np.zeros((len(scores), values.shape[2]), np.float32)
+    for j in range(scores.shape[1]):
+        out = fma(weights[:, j, None], values[:, j], out)
+    return [most, add_lanes(sums), out]
+
+
+def _merge(total: list[Floats], part: list[Floats]) -> list[Floats]:
+    most = np.maximum(total[0], part[0])
+    old, new = exponential(total[0] - most), exponential(part[0] - most)
+    return [most, fma(total[1], old, part[1] * new), fma(total[2], old[:, None], part[2] * new[:, None])]

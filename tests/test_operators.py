@@ -1,0 +1,541 @@
+"""The operators of this project against their specification in NumPy, bit for bit, and float64; bad inputs are refused."""
+
+from itertools import product as combinations
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto
+from support import specification
+from support.operators import (
+    MOST,
+    NOTHING,
+    Attention,
+    Product,
+    assert_same,
+    attend,
+    chain,
+    check_product,
+    kernels,
+    one_node,
+    pack,
+    prefill,
+    random_weight,
+    run,
+    tree,
+)
+from support.specification import BITS, Weight
+
+from eesd.common.errors import EESDError
+from eesd.runtime.engines import operators
+from eesd.runtime.engines.operators import make_session
+
+pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
+
+SIZES = [(32, 1), (64, 49), (96, 16), (160, 33), (32, 97), (128, 80)]
+VARIANTS = list(combinations((False, True), repeat=3))
+
+
+@pytest.fixture(scope="module")
+def names() -> list[str]:
+    return kernels()
+
+
+def seeded(*values: object) -> np.random.Generator:
+    return np.random.default_rng(sum(map(ord, repr(values))))
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
+@pytest.mark.parametrize("fine, wide, minimums", VARIANTS)
+@pytest.mark.parametrize("form", BITS)
+def test_products_with_levels(
+    tmp_path: Path, names: list[str], form: str, fine: bool, wide: bool, minimums: bool, int8: bool
+) -> None:
+    number = VARIANTS.index((fine, wide, minimums))
+    random = seeded(form, number)
+    inputs, outputs = SIZES[(number + int8) % len(SIZES)]
+    weight = random_weight(random, form, inputs, outputs, fine, wide, minimums, signed=number % 3 != 1)
+    packed = pack(weight)
+    expected = (list(BITS).index(form) + 3, inputs, outputs, weight.zero, fine, wide, minimums)
+    assert packed.numbers == expected
+    check_product(Product([weight], seed=number), tmp_path / "model", int8, names)
+
+
+@pytest.mark.parametrize("inputs, outputs", [(1, 1), (20, 49), (48, 16), (33, 97), (129, 65)])
+@pytest.mark.parametrize("form", ["float32", "float16", "bfloat16"])
+def test_products_with_floats(tmp_path: Path, names: list[str], form: str, inputs: int, outputs: int) -> None:
+    weight = random_weight(seeded(form, inputs), form, inputs, outputs, False, False, False)
+    check_product(Product([weight]), tmp_path / "model", True, names)
+
+
+def parts(random: np.random.Generator, inputs: int, *forms: str, outputs: int = 0) -> list[Weight]:
+    sizes = (49, 16, 33, 5)
+    return [
+        random_weight(random, form, inputs, outputs or sizes[i % 4], i % 2 == 1, i % 3 == 1, i % 2 == 0)
+        for i, form in enumerate(forms)
+    ]
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
+@pytest.mark.parametrize(
+    "forms", [("bits4", "bits6", "bits8"), ("float32", "bits5", "float16", "bits4"), ("bfloat16", "float32")]
+)
+@pytest.mark.parametrize("norm, bias, residual", VARIANTS[1:])
+def test_products_of_several_parts(
+    tmp_path: Path, names: list[str], forms: tuple[str, ...], norm: bool, bias: bool, residual: bool, int8: bool
+) -> None:
+    random = seeded(forms, norm, bias)
+    own = parts(random, 96, *forms)
+    columns = sum(part.shape[1] for part in own)
+    weight = random.normal(1, 0.3, 96).astype(np.float32) if norm else None
+    added = random.normal(0, 1, columns).astype(np.float32) if bias else None
+    check_product(Product(own, weight, added, residual), tmp_path / "model", int8, names)
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
+@pytest.mark.parametrize("forms", [("bits4", "bits4"), ("bits6", "bits8"), ("float32", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize("norm, bias, residual", [(False, False, False), (True, True, False), (True, False, True)])
+def test_swiglu(
+    tmp_path: Path, names: list[str], forms: tuple[str, ...], norm: bool, bias: bool, residual: bool, int8: bool
+) -> None:
+    random = seeded(forms, norm, bias)
+    own = parts(random, 64, *forms, outputs=49)
+    weight = random.normal(1, 0.3, 64).astype(np.float32) if norm else None
+    added = random.normal(0, 1, 98).astype(np.float32) if bias else None
+    check_product(Product(own, weight, added, residual, swiglu=True), tmp_path / "model", int8, names)
+
+
+def test_no_rows_give_none(tmp_path: Path) -> None:
+    product = Product(parts(seeded(), 64, "bits4"))
+    assert product.run(make_session(product.write(tmp_path / "model"), 2, True), 0, 0).shape == (0, 49)
+
+
+BLOCK_PLACES = list(combinations(range(8), range(16), range(4)))
+"""Groups of four inputs, columns, inputs of a group."""
+
+
+def packed_by_hand(weight: Weight) -> bytes:
+    """The bytes of a weight's panels, value by value as SPECIFICATION.md lists them."""
+    inputs, outputs = weight.shape
+    found = bytearray()
+    kind = np.float32 if (weight.scales != weight.scales.astype(np.float16)).any() else np.float16
+
+    def level(k: int, column: int) -> int:
+        return int(weight.levels[k, column]) if column < outputs else 0
+
+    for panel in range(-(-outputs // 16)):
+        for block in range(inputs // 32):
+            every = [
+                level(block * 32 + group * 4 + i, panel * 16 + c) for group in range(8) for c in range(16) for i in range(4)
+            ]
+            if weight.form == "bits8":
+                found += bytes(every)
+            else:
+                found += bytes(every[j] & 15 | (every[j + 256] & 15) << 4 for j in range(256))
+            if weight.form == "bits5":
+                found += bytes(sum((every[8 * j + i] >> 4) << i for i in range(8)) for j in range(64))
+            if weight.form == "bits6":
+                found += bytes(
+                    sum((every[half * 256 + i * 64 + j] >> 4) << 2 * i for i in range(4))
+                    for half in range(2)
+                    for j in range(64)
+                )
+            halves = 2 if weight.fine else 1
+            for values in (weight.scales, weight.minimums):
+                for half in range(halves if values is not None else 0):
+                    assert values is not None
+                    row = values[block * halves + half, panel * 16 : panel * 16 + 16]
+                    found += np.pad(row, (0, 16 - len(row))).astype(kind).tobytes()
+    return bytes(found)
+
+
+@pytest.mark.parametrize("fine, wide, minimums", VARIANTS)
+@pytest.mark.parametrize("form", BITS)
+def test_panels_have_the_specified_bytes(form: str, fine: bool, wide: bool, minimums: bool) -> None:
+    weight = random_weight(seeded(form), form, 64, 37, fine, wide, minimums, signed=False)
+    assert pack(weight).data.tobytes() == packed_by_hand(weight)
+
+
+@pytest.mark.parametrize("fine, wide, minimums", VARIANTS)
+@pytest.mark.parametrize("form", ["float32", "float16", "bfloat16", *BITS])
+def test_embed_gives_the_table(tmp_path: Path, form: str, fine: bool, wide: bool, minimums: bool) -> None:
+    weight = random_weight(seeded(form), form, 96, 49, fine, wide, minimums)
+    packed = pack(weight)
+    given: list[tuple[str, Any]] = [("ids", TensorProto.INT64), ("table", packed.data)]
+    path = one_node(tmp_path / "model", "Embed", given, matrices=packed.numbers)
+    for threads in (1, 3):
+        session = make_session(path, threads, True)
+        for ids in (np.arange(49), np.array([48]), np.array([7, 7, 0])):
+            assert_same(run(session, ids=ids), weight.dequantized().T[ids])
+
+
+BORDERS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
+LAYERS = {
+    "grouped": Attention(),
+    "MQA, 8": Attention(heads=3, kv_heads=1, head_dim=8),
+    "MHA, 20": Attention(heads=3, kv_heads=3, head_dim=20),
+    "64": Attention(heads=2, kv_heads=1, head_dim=64, norms=True),
+    "80": Attention(heads=2, kv_heads=2, head_dim=80),
+    "128": Attention(heads=5, kv_heads=1, head_dim=128),
+    "norms": Attention(head_dim=20, norms=True, layer=0),
+    "many heads": Attention(heads=36, kv_heads=1, head_dim=2),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_attention_over_chains(tmp_path: Path, names: list[str], kind: str) -> None:
+    layer = LAYERS[kind]
+    path, text = layer.write(tmp_path / "model"), layer.text(300)
+    some = [length - 1 for length in BORDERS]
+    expected = layer.specified(text, some)
+    np.testing.assert_allclose(expected, layer.in_float64(text, some), rtol=0, atol=2e-5)
+    first = prefill(make_session(path, 1, True, names[0]), text, 300)
+    assert_same(first[some], expected)
+    for name, threads in [*((name, 1) for name in names[1:]), (names[0], 2), (names[0], 3)]:
+        session = make_session(path, threads, True, name)
+        for pieces in ((300,), (64, 1, 7), (17, 33)) if name != "scalar" else ((90, 1, 40),):
+            text.cache.array[:] = 7e9
+            assert_same(prefill(session, text, 300, pieces), first, (name, threads, pieces))
+    session = make_session(path, 1, True, names[0])
+    for length in BORDERS:
+        assert_same(attend(session, chain(text, length - 1, length))[0], first[length - 1 : length], length)
+
+
+def random_tree(random: np.random.Generator, context: int, nodes: int) -> list[int]:
+    """Parents: the first node's is the last token of the context."""
+    return [context - 1, *(int(random.integers(context, context + node)) for node in range(1, nodes))]
+
+
+@pytest.mark.parametrize("context", [*BORDERS[:-1], 290])
+@pytest.mark.parametrize("kind", ["grouped", "MQA, 8", "norms", "64"])
+def test_a_node_of_a_tree_has_the_bits_of_its_path(tmp_path: Path, names: list[str], kind: str, context: int) -> None:
+    layer = LAYERS[kind]
+    path, random = layer.write(tmp_path / "model"), np.random.default_rng(context)
+    nodes = 24
+    text = layer.text(context, random_tree(random, context, nodes))
+    session = make_session(path, 1, True, names[0])
+    prefill(session, text, context)
+    found = attend(session, tree(text, context, context + nodes))[0]
+    some = [context, context + nodes // 2, context + nodes - 1]
+    assert_same(found[[node - context for node in some]], layer.specified(text, some))
+    for name, threads in [(names[0], 2), *((name, 1) for name in names[1:])]:
+        assert_same(attend(make_session(path, threads, True, name), tree(text, context, context + nodes))[0], found, name)
+    for node in range(context, context + nodes):  # as a chain in other slots than the tree's
+        own = text.paths[node][context:]
+        as_chain = layer.text(0)
+        as_chain.qkv, as_chain.cache = np.concatenate([text.qkv[:context], text.qkv[own]]), text.cache
+        as_chain.paths = [list(range(i + 1)) for i in range(context + len(own))]
+        assert_same(attend(session, chain(as_chain, context, context + len(own)))[0][-1], found[node - context], node)
+
+
+def test_several_sequences_in_a_call(tmp_path: Path, names: list[str]) -> None:
+    layer = LAYERS["grouped"]
+    path, random = layer.write(tmp_path / "model"), np.random.default_rng(0)
+    lengths = (5, 130, 64, 17)
+    texts = [layer.text(length, random_tree(random, length, 6)) for length in lengths]
+    session = make_session(path, 1, True, names[0])
+    for text, length in zip(texts, lengths, strict=True):
+        prefill(session, text, length)
+    alone = [attend(session, tree(text, length, length + 6))[0] for text, length in zip(texts, lengths, strict=True)]
+    alone.append(attend(session, chain(texts[1], 40, 129))[0])
+    for name in names:
+        for threads in (1, 2, 3):
+            shared = make_session(path, threads, True, name)
+            calls = [tree(text, length, length + 6) for text, length in zip(texts, lengths, strict=True)]
+            together = attend(shared, *calls, chain(texts[1], 40, 129))
+            for one, own in zip(together, alone, strict=True):
+                assert_same(one, own, (name, threads))
+
+
+def test_a_layer_without_queries_only_writes(tmp_path: Path, names: list[str]) -> None:
+    layer = LAYERS["norms"]
+    text = layer.text(40)
+    prefill(make_session(layer.write(tmp_path / "all"), 1, True), text, 40)
+    written = text.cache.array.copy()
+    path = layer.write(tmp_path / "model", heads=0)
+    for name in names:
+        text.cache.array[:] = 7e9
+        qkv, tokens, _ = chain(text, 0, 40)
+        given = qkv[:, layer.heads * layer.head_dim :].copy()
+        y = run(make_session(path, 2, True, name), qkv=given, tokens=tokens, paths=np.zeros((40, 0), np.int32))
+        assert y.shape == (40, 0)
+        _, keys, values = layer.spec.split(text.qkv)
+        for slot in range(40):
+            expected = layer.spec.turned(keys[slot], slot, layer.spec.k_norm)
+            assert_same(text.cache.keys[layer.layer, :, slot // 16, :20, slot % 16], expected)
+            assert_same(text.cache.values[layer.layer, :, slot, :20], values[slot])
+        assert_same(text.cache.keys[0, :, :2, :20], written.reshape(2, 2, 2, 24, 32, 16)[0, 0, :, :2, :20])
+        assert (text.cache.keys[1] == np.float32(7e9)).all(), "another layer was written"
+
+
+def test_of_no_tokens_attention_gives_none(tmp_path: Path) -> None:
+    layer = LAYERS["grouped"]
+    session = make_session(layer.write(tmp_path / "model"), 2, True)
+    tokens, paths = np.zeros((0, 5), np.int64), np.zeros((0, 3), np.int32)
+    assert run(session, qkv=np.zeros((0, 128), np.float32), tokens=tokens, paths=paths).shape == (0, 64)
+
+
+def refused(session: Any, message: str, **given: Any) -> None:
+    with pytest.raises(Exception, match=message) as caught:
+        session.run(None, given)
+    assert "onnxruntime" in type(caught.value).__module__
+
+
+def test_bad_calls_of_attention_are_refused(tmp_path: Path) -> None:
+    layer = LAYERS["grouped"]
+    session, text = make_session(layer.write(tmp_path / "model"), 2, True), layer.text(3)
+    address = text.cache.address
+    qkv, paths = text.qkv[:1], np.zeros((1, 4), np.int32)
+    tokens = np.array([[address, 2, 2, 1, 2]], np.int64)
+    for column, values, message in (
+        (0, (0, address + 4, address + 32), "aligned"),
+        (1, (-1, layer.slots, 1 << 62, -(1 << 63)), "position"),
+        (2, (-1, layer.slots, 1 << 40), "slot"),
+        (3, (-1, layer.slots + 1, 1 << 62), "context"),
+        (4, (-1, 5, 1 << 62), "path"),
+    ):
+        for value in values:
+            bad = tokens.copy()
+            bad[0, column] = value
+            refused(session, message, qkv=qkv, tokens=bad, paths=paths)
+    nothing_seen = np.array([[address, 2, 2, 0, 0]], np.int64)
+    refused(session, "path", qkv=qkv, tokens=nothing_seen, paths=paths)
+    for slot in (-1, layer.slots, 1 << 30):
+        refused(session, "slot", qkv=qkv, tokens=tokens, paths=np.array([[0, slot, 0, 0]], np.int32))
+    shapes: list[tuple[str, dict[str, Any]]] = [
+        ("tokens", {"tokens": tokens[:, :4]}),
+        ("tokens", {"tokens": tokens[0]}),
+        ("data type", {"tokens": tokens.astype(np.int32)}),
+        ("data type", {"paths": paths.astype(np.int64)}),
+        ("paths", {"paths": paths[0]}),
+        ("paths", {"paths": np.zeros((2, 4), np.int32)}),
+        ("qkv", {"qkv": qkv[:, :-1]}),
+        ("qkv", {"qkv": text.qkv[:2]}),
+        ("data type", {"qkv": qkv.astype(np.float64)}),
+        ("qkv", {"qkv": np.zeros(0, np.float32)}),
+    ]
+    for message, change in shapes:
+        refused(session, message, **({"qkv": qkv, "tokens": tokens, "paths": paths} | change))
+    assert (text.cache.array[text.cache.array != 0] == np.float32(7e9)).all(), "a refused call wrote"
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"heads": -1},
+        {"heads": 3},
+        {"heads": 1 << 40},
+        {"kv_heads": 0},
+        {"kv_heads": -2},
+        {"head_dim": 0},
+        {"head_dim": 15},
+        {"head_dim": 258},
+        {"head_dim": 1 << 40},
+        {"slots": 0},
+        {"slots": 20},
+        {"slots": 1 << 60},
+        {"layer": -1},
+        {"layer": 1 << 60},
+        {"heads": 2.5},
+        {"scale": 1},
+        {"heads": None},
+        {"epsilon": None},
+        {"slots": [384]},
+    ],
+    ids=str,
+)
+def test_bad_attributes_of_attention_are_refused(tmp_path: Path, attributes: dict[str, Any]) -> None:
+    layer = LAYERS["grouped"]
+    given = layer.attributes() | attributes
+    inputs = attention_inputs(layer)
+    one_node(tmp_path / "model", "Attention", inputs, **{name: value for name, value in given.items() if value is not None})
+    with pytest.raises(EESDError, match="cannot load"):
+        make_session(tmp_path / "model", 1, True)
+
+
+def attention_inputs(layer: Attention) -> list[tuple[str, Any]]:
+    return [
+        ("qkv", TensorProto.FLOAT),
+        ("tokens", TensorProto.INT64),
+        ("paths", TensorProto.INT32),
+        ("cos", layer.spec.cos),
+        ("sin", layer.spec.sin),
+        ("q_norm", NOTHING),
+        ("k_norm", NOTHING),
+    ]
+
+
+@pytest.mark.parametrize(
+    "index, value",
+    [
+        (3, np.zeros((384, 7), np.float32)),
+        (4, np.zeros((384, 8), np.float64)),
+        (3, TensorProto.FLOAT),
+        (5, np.ones(15, np.float32)),
+        (6, np.ones(16, np.float64)),
+        (6, TensorProto.FLOAT),
+    ],
+)
+def test_bad_constants_of_attention_are_refused(tmp_path: Path, index: int, value: Any) -> None:
+    layer = LAYERS["grouped"]
+    inputs = attention_inputs(layer)
+    inputs[index] = inputs[index][0], value
+    one_node(tmp_path / "model", "Attention", inputs, **layer.attributes())
+    with pytest.raises(EESDError, match="cannot load"):
+        make_session(tmp_path / "model", 1, True)
+
+
+def product_inputs(data: Any) -> list[tuple[str, Any]]:
+    return [("x", TensorProto.FLOAT), ("n", NOTHING), ("b", NOTHING), ("r", NOTHING), ("w", data)]
+
+
+def test_missing_inputs_are_refused(tmp_path: Path) -> None:
+    layer = LAYERS["grouped"]
+    for count in range(1, 7):
+        one_node(tmp_path / "model", "Attention", attention_inputs(layer)[:count], **layer.attributes())
+        with pytest.raises(EESDError, match="cannot load"):
+            make_session(tmp_path / "model", 1, True)
+    product = Product(parts(seeded(), 64, "bits4"))
+    packed = pack(product.parts[0])
+    inputs: list[tuple[str, Any]] = [
+        ("x", TensorProto.FLOAT),
+        ("n", NOTHING),
+        ("b", NOTHING),
+        ("r", NOTHING),
+        ("w", packed.data),
+    ]
+    for count in range(1, 5):
+        one_node(tmp_path / "model", "Product", inputs[:count], epsilon=1.0, swiglu=0, matrices=packed.numbers)
+        with pytest.raises(EESDError, match="cannot load"):
+            make_session(tmp_path / "model", 1, True)
+
+
+def test_bad_calls_of_products_are_refused(tmp_path: Path) -> None:
+    product = Product(parts(seeded(), 64, "bits4"), residual=True)
+    session = make_session(product.write(tmp_path / "model"), 2, True)
+    x, residual = product.x[:3], product.added[:3]
+    for change in (
+        {"x": x[:, :32]},
+        {"x": x.astype(np.float64)},
+        {"x": np.zeros((), np.float32)},
+        {"x": np.zeros((3, 0), np.float32)},
+        {"residual": residual[:2]},
+        {"residual": residual.astype(np.float16)},
+        {"x": np.zeros((64, 3), np.float32)},
+    ):
+        refused(session, "width|size|data type", **({"x": x, "residual": residual} | change))
+    assert_same(run(session, x=x, residual=residual), product.specified(True)[:3])
+
+
+def test_bad_ids_are_refused(tmp_path: Path) -> None:
+    packed = pack(random_weight(seeded(), "bits4", 64, 49, False, False, False))
+    given: list[tuple[str, Any]] = [("ids", TensorProto.INT64), ("table", packed.data)]
+    session = make_session(one_node(tmp_path / "model", "Embed", given, matrices=packed.numbers), 2, True)
+    for ids in ([49], [-1], [0, 1, 1 << 40], [-(1 << 63)]):
+        refused(session, "vocabulary", ids=np.array(ids, np.int64))
+    refused(session, "data type", ids=np.array([3], np.int32))
+    assert run(session, ids=np.zeros(0, np.int64)).shape == (0, 64)
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Numbers of a weight are changed at random: what is taken has the size that the numbers say."""
+    random = np.random.default_rng(5)
+    product = Product(parts(seeded(), 64, "bits4"))
+    packed = pack(product.parts[0])
+    taken = 0
+    for attempt in range(300):
+        numbers = list(packed.numbers) * int(random.choice([1, 1, 1, 2]))
+        for _ in range(int(random.integers(1, 3))):
+            change = [-1, 0, 1, 2, 7, 31, 33, 63, 65, 256, 1 << 28, 1 << 31, 1 << 62, -(1 << 63)]
+            numbers[int(random.integers(len(numbers)))] = change[int(random.integers(len(change)))]
+        if attempt % 10 == 0:
+            numbers = numbers[: int(random.integers(1, 8))]
+        data = packed.data[: int(random.choice([len(packed.data)] * 3 + [0, 1, len(packed.data) - 1]))]
+        inputs = product_inputs(data)
+        one_node(tmp_path / "model", "Product", inputs, epsilon=1.0, swiglu=int(attempt % 4 == 0), matrices=numbers)
+        try:
+            session = make_session(tmp_path / "model", 1, True)
+        except EESDError:
+            continue
+        taken += 1
+        assert run(session, x=product.x).shape == (MOST, numbers[2])
+    assert 0 < taken < 100
+
+
+def test_gate_and_up_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    random = seeded("gate")
+    for forms, sizes in (
+        (("bits4", "float32"), (16, 16)),
+        (("float16", "float32"), (16, 16)),
+        (("bits4", "bits4"), (16, 17)),
+        (("bits4",), (16,)),
+        (("bits4", "bits4", "bits4"), (16, 16, 16)),
+    ):
+        own = [random_weight(random, form, 64, size, False, False, False) for form, size in zip(forms, sizes, strict=True)]
+        plain = Product(own)
+        plain.swiglu = True
+        plain.write(tmp_path / "model")
+        with pytest.raises(EESDError, match="gate and up"):
+            make_session(tmp_path / "model", 1, True)
+
+
+def test_blocks_of_tiny_values_have_equal_bits(tmp_path: Path, names: list[str]) -> None:
+    """127 divided by the largest value is infinite here."""
+    product = Product(parts(seeded("tiny"), 64, "bits4"))
+    for row, size in enumerate((1e-29, 1e-30, 1e-31, 1e-36, 1e-37, 1e-40, 1.5e-45, 0)):
+        product.x[row] = np.sign(product.x[row]) * np.float32(size)
+    check_product(product, tmp_path / "model", True, names, (1,))
+
+
+def test_two_sessions_at_once(tmp_path: Path) -> None:
+    random = seeded("two")
+    products = [Product(parts(random, 96, form, "bits6"), residual=True, seed=i) for i, form in enumerate(("bits4", "bits8"))]
+    layer = LAYERS["grouped"]
+    attention = make_session(layer.write(tmp_path / "attention"), 2, True)
+    text = layer.text(200)
+    attended = prefill(attention, text, 200)
+    wrong: list[str] = []
+
+    def repeat(number: int) -> None:
+        product = products[number]
+        session = make_session(product.write(tmp_path / f"model{number}"), 2, True)
+        expected = product.specified(True)
+        own = layer.text(0)
+        own.qkv, own.paths = text.qkv, text.paths
+        for _ in range(50):
+            try:
+                assert_same(product.run(session), expected)
+                assert_same(prefill(attention, own, 200, (120, 80)), attended)
+            except Exception as error:
+                wrong.append(str(error))
+
+    threads = [Thread(target=repeat, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+def test_kernels_are_chosen_by_name(names: list[str]) -> None:
+    assert operators.fastest() == names[0] and names[-1] == "scalar"
+    with pytest.raises(EESDError, match="does not support the kernels 'sse'"):
+        operators.configure("sse", 1, True)
+
+
+def test_the_specification_rounds_once() -> None:
+    """``fma`` of the specification against exact fractions."""
+    from fractions import Fraction
+
+    random = np.random.default_rng(0)
+    a, b = random.normal(0, 1, (2, 4000)).astype(np.float32)
+    near = (-(a * b)).astype(np.float32)
+    c = np.where(random.random(4000) < 0.5, near, random.normal(0, 1e-4, 4000) ** 3).astype(np.float32)
+    found = specification.fma(a, b, c)
+    for x, y, z, one in zip(a.tolist(), b.tolist(), c.tolist(), found.tolist(), strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        error = abs(Fraction(one) - exact)
+        for other in (np.nextafter(np.float32(one), np.float32(np.inf)), np.nextafter(np.float32(one), np.float32(-np.inf))):
+            assert error <= abs(Fraction(float(other)) - exact)
