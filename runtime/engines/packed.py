@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
+from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
 from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
 from eesd.runtime.engines.graph_file import read_graph
@@ -45,6 +46,9 @@ def packed_directory(directory: Path, manifest: Manifest) -> Path:
     Raises:
         EESDError: Graphs, weights and manifest do not fit each other, or there is no place to write to.
     """
+    for graph in manifest.graphs:  # what was packed would run, whatever became of them
+        if sha256_of(directory / graph.file) != manifest.files[graph.file].sha256:
+            raise EESDError(f"{directory / graph.file} is not the graph that the manifest describes; export again.")
     name = f"cpu-{_key(manifest)}"
     places = [directory / name, _user_cache() / name]
     found = next((place for place in places if _is_complete(place, manifest)), None)
