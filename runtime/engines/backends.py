@@ -101,7 +101,8 @@ def _open_ort(directory: Path, manifest: Manifest, threads: int, draft: bool, ex
     from eesd.runtime.engines import operators
 
     if lacking := operators.missing():
-        return _open_standard(directory, manifest, threads, draft)._replace(notice=lacking)
+        standard = _open_standard(directory, manifest, threads, draft)
+        return standard._replace(notice=f"{lacking} {standard.notice}".strip())
     from eesd.runtime.engines.cpu_engine import CpuEngine
     from eesd.runtime.engines.packed import packed_directory
 
