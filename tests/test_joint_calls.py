@@ -1,6 +1,5 @@
 """Joint calls: sequences in several memories, each with nodes and slots of its own, get the bits of calls of their own."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -183,12 +182,6 @@ def test_a_second_copy_of_the_weights_has_a_limit(llm: LLM, noted: Noted) -> Non
     records = run(Scheduler(llm, replace(OPTIONS, join_memory=size - 1)), given, every=3)
     assert [record.tokens for record in records] == [alone(llm, request) for request in given]
     assert not noted.calls
-
-
-def test_without_onnx_every_group_has_its_own_calls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "eesd.runtime.engines.ort_joint", None)
-    engine = llm.engines.verify
-    assert isinstance(engine, OrtEngine) and engine.join(3, ENOUGH) is None
 
 
 @pytest.mark.usefixtures("noted")
