@@ -2,44 +2,51 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+LIBRARY := runtime/engines/libeesd_operators.so
 SMOLLM2 := build/SmolLM2-135M-Instruct.Q4_1.gguf
 # Two processes, a processor each; the tests of a file stay together because they share engines.
 PARALLEL := -n 2 --dist loadfile
+# Tests of what runs on the CPU where the operators are not built.
+STANDARD := $(addprefix tests/test_,lossless.py exactness.py batch.py joint_calls.py widened.py cli.py)
 
-.PHONY: run run-smollm2 run-pycode test pytest test-fast test-slow triton-venv ray-venv containers-venv lint bench clean
+.PHONY: run run-smollm2 run-pycode operators test pytest test-fast test-slow test-standard triton-venv ray-venv containers-venv lint bench clean
 
 # A model that people know, where it can be fetched (93 MB); else the model of the repository.
-run: $(VENV)/installed
+run: operators
 	@if $(BIN)/python examples/smollm2/fetch.py $(SMOLLM2); then $(MAKE) --no-print-directory run-smollm2; \
 	else echo "Running the bundled model instead."; $(MAKE) --no-print-directory run-pycode; fi
 
-run-smollm2: build/smollm2/manifest.json
+run-smollm2: build/smollm2/manifest.json operators
 	$(BIN)/eesd-run --engine-dir build/smollm2 --chat --prompt-file examples/smollm2/prompt.txt --max-new-tokens 200 --compare
 
-run-pycode: build/pycode/manifest.json
+run-pycode: build/pycode/manifest.json operators
 	$(BIN)/eesd-run --engine-dir build/pycode --prompt-file examples/pycode/prompt.txt --max-new-tokens 160 --compare
 
-build/smollm2/manifest.json: $(VENV)/installed $(SMOLLM2) $(wildcard examples/smollm2/head/*)
+build/smollm2/manifest.json: $(VENV)/installed $(SMOLLM2) $(wildcard examples/smollm2/head/*) | operators
 	$(BIN)/eesd-export --model $(SMOLLM2) --exit-head examples/smollm2/head --output build/smollm2
 
-build/pycode/manifest.json: $(VENV)/installed
+build/pycode/manifest.json: $(VENV)/installed | operators
 	$(BIN)/eesd-export --model examples/pycode/model --dtype float32 --output build/pycode
 
 $(SMOLLM2): | $(VENV)/installed
 	$(BIN)/python examples/smollm2/fetch.py $@
 
 # Lint runs beside the tests: type checking takes one processor for a minute.
-test: $(VENV)/installed
+test: operators
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
-pytest: $(VENV)/installed
+pytest: operators
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-fast: $(VENV)/installed
+test-fast: operators
 	$(BIN)/python -m pytest $(PARALLEL) -m "fast and not slow"
 
-test-slow: $(VENV)/installed
+test-slow: operators
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# As if there were no C++ compiler.
+test-standard: $(VENV)/installed
+	$(BIN)/python -m pytest $(PARALLEL) --without-operators $(STANDARD)
 
 # What the tests of Triton, Ray and the container files run, beside this project's packages. The tests make it if it is missing.
 triton-venv ray-venv containers-venv: $(VENV)/installed
@@ -50,14 +57,21 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src/eesd tests
 
-bench: build/pycode/manifest.json
+bench: build/pycode/manifest.json operators
 	$(BIN)/eesd-bench --engine-dir build/pycode --output bench-results --overwrite
 
 # src/eesd links to the top-level folders, so an editable install sees new files without being made again.
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# The library of our own operators, which the installation has built already. Here it is built again when its sources change.
+# Without a C++ compiler there is a warning instead, and ONNX Runtime's own operators run the models.
+operators: $(LIBRARY)
+
+$(LIBRARY): $(wildcard runtime/operators/*.cpp runtime/operators/*.h) setup.py | $(VENV)/installed
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) build $(LIBRARY)

@@ -10,7 +10,7 @@ import click
 from eesd.common.cli import NAME, PATH, command
 from eesd.common.errors import EESDError
 from eesd.common.geometry import draft_columns
-from eesd.common.machine import available_memory
+from eesd.common.machine import available_memory, torch_sees_gpu
 from eesd.common.manifest import (
     DEFAULT_SLOTS,
     DEFAULT_TOP_K,
@@ -98,6 +98,11 @@ if TYPE_CHECKING:  # --help must not load torch
 )
 @click.option("--link-weights", is_flag=True, help="Hard-link the checkpoint's files instead of copying the weights.")
 @click.option("--check/--no-check", default=None, help="Compare graphs and torch modules.  [default: if memory allows]")
+@click.option(
+    "--pack/--no-pack",
+    default=None,
+    help="Make what the CPU loads at once, not in the first run.  [default: if there is no GPU, and memory allows]",
+)
 def main(
     model: str,
     exit_layer: int | None,
@@ -115,6 +120,7 @@ def main(
     stages: int,
     link_weights: bool,
     check: bool | None,
+    pack: bool | None,
 ) -> None:
     """Export a model and its exit head to an engine directory: draft and verify graphs, shared weights, tokenizer, manifest."""
     try:
@@ -150,6 +156,8 @@ def main(
             check=lambda directory, manifest: report.extend(_check(directory, manifest, checkpoint, head, check)),
             progress=lambda text, size, total: bar.update(task, description=text, advance=size, total=total or None),
         )
+        bar.update(task, description="packing the weights for the CPU", total=None)
+        report += _pack(output, manifest, pack)
     types = _types(options, own=checkpoint.quantization is not None)
     click.echo(f"{output}: {config.geometry.architecture}, {types}, exit after layer {head.config.layer}, {slots} slots")
     if unquantized:
@@ -275,6 +283,26 @@ def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path
     if exit_layer is None:
         raise EESDError("The model has no trained exit head; give --exit-head DIR or --exit-layer N.")
     return untrained_head(checkpoint, exit_layer)
+
+
+def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]:
+    """Make what the CPU loads, so that the first run need not. Returns a line if that did not work."""
+    size = sum(manifest.weight_bytes(graph) for graph in manifest.graphs)
+    if wanted is False or (wanted is None and (torch_sees_gpu() or size > available_memory())):
+        return []  # this machine will hardly run it on the CPU
+    try:
+        from eesd.runtime.engines import operators
+        from eesd.runtime.engines.packed import packed_directory
+    except ImportError as error:  # an ONNX Runtime that is broken
+        return [f"weights not packed for the CPU: {error}"]
+    problem = operators.missing()
+    if problem:  # every run will say so
+        return [f"weights not packed for the CPU: {problem}"] if wanted else []
+    try:
+        packed_directory(directory, manifest)
+    except EESDError as error:
+        return [f"weights not packed for the CPU; the first run will try again: {error}"]
+    return []
 
 
 def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head, wanted: bool | None) -> list[str]:

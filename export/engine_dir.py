@@ -46,6 +46,7 @@ from eesd.model.checkpoint import Checkpoint, exit_head_tensors, stored_draft_vo
 from eesd.model.rotary import rotary_tables
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines.packed import is_packed
 
 _REPLACEABLE = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache", ".kernels")
 """Suffixes of the files that exports, builds and the runtime write. An export replaces a directory with only such files."""
@@ -262,7 +263,7 @@ def _tools() -> dict[str, str]:
 def check_output(output: Path) -> None:
     """Check that an export may write to ``output``, and remove what killed runs left beside it and in it.
 
-    A directory that exists must be empty, or an engine directory without other files.
+    A directory that exists must be empty, or an engine directory without other files. Packed weights are part of it.
 
     Raises:
         EESDError: ``output`` holds files that replacing it would delete, or one of its parents is a file.
@@ -280,7 +281,8 @@ def check_output(output: Path) -> None:
         raise EESDError(f"{output} exists and is not an engine directory; give another --output.")
     links = manifest.get("linked") if manifest else None
     linked = set(links) if isinstance(links, dict) else set()
-    other = next((p.name for p in paths if p.is_dir() or (p.suffix not in _REPLACEABLE and p.name not in linked)), None)
+    unknown = [path for path in paths if path.is_dir() or (path.suffix not in _REPLACEABLE and path.name not in linked)]
+    other = next((path.name for path in unknown if not is_packed(path)), None)
     if other is not None and is_temporary(other):
         raise EESDError(f"Another run writes to {output} ({other}); wait for its end, or give another --output.")
     if other is not None:

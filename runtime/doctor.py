@@ -18,17 +18,19 @@ from eesd.runtime.engines.trt_flavours import library_version, supported_capabil
 PACKAGES = (
     ("eesd", ""),
     ("numpy", ""),
+    ("onnx", ""),
     ("onnxruntime", ""),
     ("tokenizers", ""),
     ("torch", "export"),
     ("transformers", "export"),
-    ("onnx", "export"),
     ("onnxscript", "export"),
     ("safetensors", "export"),
     ("tensorrt", "tensorrt"),
     ("tensorrt-rtx", "tensorrt-rtx"),
 )
 """Name, and the extra that installs it; "" for what every installation has."""
+BUILD = "install a C++ compiler (g++), then: pip install --force-reinstall --no-deps --no-cache-dir eesd"
+"""What builds the operators. pip would take a wheel without them from its cache."""
 
 
 @cli.command()
@@ -75,7 +77,8 @@ def jobs() -> dict[str, str]:
     torch = _missing("pip install 'eesd[torch]'", *machine.TORCH_ENGINE)
     exporting = _missing("pip install 'eesd[export]'", *(name for name, extra in PACKAGES if extra == "export"))
     found = {
-        "run on the CPU (ort)": _ort_lacks() or f"yes, engines of every type in float32{_widening_lacks()}",
+        "run on the CPU (ort)": _ort_lacks() or "yes, engines of every type",
+        "own operators": _operators(),
         "run on the CPU (torch)": torch or "yes, engines of every type",
         "run on a GPU (ort)": _ort_lacks() or torch or _gpu_lacks() or _ort_gpu_lacks() or "yes, engines of every type",
         "run on a GPU (torch)": torch or _gpu_lacks() or "yes, engines of every type",
@@ -108,8 +111,19 @@ def _ort_gpu_lacks() -> str:
     return f"no: the installed ONNX Runtime is for the CPU; {FOR_GPUS}"
 
 
-def _widening_lacks() -> str:
-    return "" if installed("onnx") else "; for 16-bit engines: pip install onnx"
+def _operators() -> str:
+    """Which kernels of the project's operators this processor gets, or why none, and what to do."""
+    if onnxruntime_problem():
+        return "no: they run in ONNX Runtime"
+    from eesd.runtime.engines import operators
+
+    if not operators.missing():
+        return f"yes, {operators.fastest()} kernels"
+    if not operators.LIBRARY.exists():
+        return f"no: not built, so models run 2 to 6 times slower; {BUILD}"
+    if operators.missing() == operators.SLOW:
+        return "no: this processor has neither AVX2 nor AVX-512, so ONNX Runtime's own operators run models"
+    return f"no: {operators.LIBRARY.name} cannot be loaded on this system; {BUILD}"
 
 
 def _tensorrt(flavour: str) -> str:

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -24,11 +25,24 @@ from support.command import add_tokenizer, export_engine, succeed  # noqa: E402
 from support.harness import Harness  # noqa: E402
 from support.lossless_checks import DRAFT_VOCAB  # noqa: E402
 from support.tiny_checkpoints import FAMILIES, build  # noqa: E402
+from support.without_operators import without_operators  # noqa: E402
 
 from eesd.export import onnx_graph  # noqa: E402
 from eesd.export.cli import main as export_main  # noqa: E402
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-operators", action="store_true", help="as if the library of operators were not built")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take the operators away before tests are collected: some are left out without them."""
+    if config.getoption("--without-operators"):
+        hidden = ExitStack()
+        hidden.enter_context(without_operators())
+        config.add_cleanup(hidden.close)
 
 
 @pytest.fixture(scope="session")

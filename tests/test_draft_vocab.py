@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.command import assert_refused, export_engine, run, succeed
 from support.distilling import SMALL, distill, read_losses, read_metrics
-from support.engine_dirs import assert_weights_match_manifest, edit_manifest, logits_of
+from support.engine_dirs import assert_weights_match_manifest, edit_manifest, logits_of, make_version_6
 from support.harness import Harness
 from support.lossless_checks import DRAFT_VOCAB, PROMPTS
 from torch.nn.functional import cross_entropy, log_softmax
@@ -193,12 +193,14 @@ def test_the_python_api_is_lossless_with_it(reduced_harness: Harness) -> None:
             assert drafted.tokens == plain.tokens and drafted.stats.accepted_tokens > 3
 
 
-def test_directories_of_version_5_have_the_whole_vocabulary(engine_copy: Path) -> None:
-    expected = load_manifest(engine_copy)
-    edit_manifest(engine_copy, "exit_head/draft_vocab", ...)
-    edit_manifest(engine_copy, "format_version", 5)
-    assert load_manifest(engine_copy) == expected and load_draft_vocab(engine_copy, expected) is None
-    assert "all 97 tokens" in succeed(inspect_main, engine_copy).stdout
+def test_directories_of_version_5_have_the_whole_vocabulary(text_model: Path, tmp_path: Path) -> None:
+    directory = export_engine(text_model, tmp_path / "plans", "--quantize-draft", "int8", "--no-check")
+    expected = load_manifest(directory)
+    make_version_6(directory)
+    edit_manifest(directory, "exit_head/draft_vocab", ...)
+    edit_manifest(directory, "format_version", 5)
+    assert load_manifest(directory) == expected and load_draft_vocab(directory, expected) is None
+    assert "all 97 tokens" in succeed(inspect_main, directory).stdout
 
 
 def test_inspect_shows_it_and_damage_is_refused(learner: Path, reduced_head: Path, tmp_path: Path) -> None:

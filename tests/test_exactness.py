@@ -29,7 +29,8 @@ from eesd.runtime.llm import LLM, Speculation
 
 KINDS = {
     "float32": (),
-    "int4": ("--quantize", "int4"),
+    "int4": ("--quantize", "int4", "--symmetric"),
+    "minimums": ("--quantize", "int4"),
     "int8": ("--quantize", "int8"),
     "two stages": ("--stages", 2),
     "no groups": (),
@@ -196,7 +197,7 @@ def test_kernels_that_are_not_exact_get_float32_activations(
 
 
 def test_the_check_when_loading_is_seen_in_the_statistics(exported: Export) -> None:
-    for kind, exact in (("float32", None), ("int4", True)):
+    for kind, exact in (("float32", None), ("minimums", None), ("int4", True)):
         engines = open_engines(exported(kind), load_manifest(exported(kind)), "ort", 1, draft=False)
         assert isinstance(engines, Engines) and engines.exact is exact and not engines.notice
         stats = eesd.load(exported(kind), "ort", threads=1).generate(PROMPT, max_new_tokens=3).stats

@@ -14,7 +14,7 @@ import pytest
 import torch
 from onnx import TensorProto
 from support import tiny_models
-from support.command import export_engine, listing, run, succeed
+from support.command import export_engine, exported_files, listing, run, succeed
 from support.engine_dirs import graph_of, tensor_locations, trained_head
 from transformers import AutoModelForCausalLM
 
@@ -73,7 +73,7 @@ def test_manifest_describes_the_export(exported: Callable[[str], Path], family_d
     assert (manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k) == (256, 32, 8)
     assert (manifest.bos_token_id, manifest.eos_token_ids) == (1, (2,))
     assert manifest.exit_head.base == Checkpoint(family_dir(family)).fingerprint()
-    assert listing(directory) == sorted([MANIFEST_FILE, *manifest.files])
+    assert exported_files(directory) == sorted([MANIFEST_FILE, *manifest.files])
     assert {*GRAPHS, WEIGHTS_FILE} <= manifest.files.keys()
     verify_files(directory, manifest)
     assert {"eesd", "torch", "onnx"} <= manifest.tools.keys()
@@ -271,8 +271,8 @@ def test_limits_out_of_range_are_refused(text_model: Path, tmp_path: Path, optio
     assert listing(tmp_path) == []
 
 
-def test_manifest_is_json_of_format_version_6(engine: Path) -> None:
+def test_manifest_is_json_of_format_version_7(engine: Path) -> None:
     raw = json.loads((engine / MANIFEST_FILE).read_text())
-    assert raw["format_version"] == 6 and raw["verify"][0]["inputs"][5]["shape"] == ["B", 2, "S", 8]
+    assert raw["format_version"] == 7 and raw["verify"][0]["inputs"][5]["shape"] == ["B", 2, "S", 8]
     assert raw["geometry"]["rope_theta"] == 10000.0 and raw["geometry"]["rope_scaling"] is None
     assert raw["exit_head"].keys() == {"layer", "blocks", "own_lm_head", "base", "trained", "calibration", "draft_vocab"}

@@ -13,11 +13,16 @@ import pytest
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 from support.command import assert_one_line, assert_refused, contents, export_engine, listing, run, succeed
+from support.without_operators import needs_operators, without_operators
 
 from eesd.common.geometry import ExitConfig
+from eesd.common.manifest_reader import load_manifest
 from eesd.export.cli import main as export_main
+from eesd.export.inspect import main as inspect_main
 from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
+from eesd.runtime.engines import packed as packed_weights
+from eesd.runtime.engines.packed import packed_directory
 
 WEIGHTS = "model.safetensors"
 
@@ -165,6 +170,54 @@ def test_engine_directory_of_any_version_is_replaced_with_its_plans(text_model: 
     assert json.loads((engine_copy / "manifest.json").read_text())["dtype"] == "bfloat16"
     assert not {"draft.plan", "draft.kernels", "timing.cache"} & set(listing(engine_copy))
     assert listing(engine_copy.parent) == ["plans"]
+
+
+@needs_operators()
+def test_packed_weights_are_part_of_the_directory(text_model: Path, engine_copy: Path) -> None:
+    """Those of the last export go with it, and a check of the files leaves them out."""
+    manifest = load_manifest(engine_copy)
+    (packed,) = engine_copy.glob("cpu-*")
+    assert packed_directory(engine_copy, manifest) == packed
+    assert "all files are as exported" in succeed(inspect_main, engine_copy, "--verify").stdout
+    export_engine(text_model, engine_copy, "--dtype", "bfloat16")
+    (other,) = engine_copy.glob("cpu-*")
+    assert other.name != packed.name and packed_directory(engine_copy, load_manifest(engine_copy)) == other
+    export_engine(text_model, engine_copy, "--no-pack")
+    assert not list(engine_copy.glob("cpu-*")) and listing(engine_copy.parent) == ["plans"]
+
+
+@needs_operators()
+@pytest.mark.parametrize("name", ["cpu-mine/", "{packed}/notes.txt", "{packed}/src/", "cpu-0123456789abcdef"])
+def test_what_only_looks_like_packed_weights_is_kept(text_model: Path, engine_copy: Path, name: str) -> None:
+    packed = next(engine_copy.glob("cpu-*")).name
+    path = engine_copy / name.format(packed=packed)
+    path.mkdir() if name.endswith("/") else path.write_text("mine")
+    other = path.relative_to(engine_copy).parts[0]
+    assert_refused(export_to(engine_copy, text_model), "also holds", other, "another --output")
+    assert path.exists()
+
+
+@needs_operators()
+def test_weights_that_cannot_be_packed_do_not_fail_the_export(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(packed_weights, "_write", full)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arguments = ("--model", text_model, "--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
+    result = succeed(export_main, *arguments)
+    (line,) = [line for line in result.stdout.splitlines() if "not packed" in line]
+    assert "No space left" in line and not list((tmp_path / "plans").glob("*cpu-*"))
+
+
+def test_nothing_is_packed_where_the_operators_are_missing(text_model: Path, tmp_path: Path) -> None:
+    arguments = ("--model", text_model, "--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
+    with without_operators():
+        assert "not packed" in succeed(export_main, *arguments, "--pack").stdout
+        assert "not packed" not in succeed(export_main, *arguments).stdout
+    assert not list((tmp_path / "plans").glob("cpu-*"))
 
 
 def test_output_may_be_a_link_to_an_empty_directory(text_model: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 from click import Command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.command import assert_one_line, run
+from support import gguf_files
+from support.command import assert_one_line, export_engine, run, succeed
 from support.engine_dirs import trained_head
 from support.fuzz import ODD, damaged_json
 
@@ -24,6 +25,7 @@ from eesd.bench.measure.tasks import LOADERS, load_task
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import CONTROLLERS
+from eesd.export.inspect import main as inspect_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import load_config
 from eesd.runtime.cli import main, read_prompts
@@ -110,6 +112,22 @@ def test_manifest(engine_copy: Path, limits: settings) -> None:
         load_manifest(engine_copy)
         llm = eesd.load(engine_copy, "ort", threads=1)
         assert llm.generate([1, 40, 50], max_new_tokens=3, ignore_eos=True).tokens == expected
+
+    check(damaged_json(json.loads(path.read_text())), use, limits)
+
+
+@both
+def test_manifest_of_a_file_with_levels_of_its_own(tmp_path: Path, limits: settings) -> None:
+    """What is accepted describes its weights."""
+    types = {"blk.1.attn_k.weight": "Q6_K", "blk.2.ffn_up.weight": "F16"}
+    model = gguf_files.write(tmp_path / "model.gguf", gguf_files.Spec(matrices="Q4_K", table="Q8_0", tied=True, types=types))
+    path = export_engine(model, tmp_path / "plans", "--max-seq-len", 64, "--no-check") / "manifest.json"
+
+    def use(text: str) -> None:
+        path.write_text(text, errors="surrogatepass")
+        manifest = load_manifest(path.parent)
+        assert all(manifest.weight_bytes(graph) > 0 for graph in manifest.graphs)
+        succeed(inspect_main, path.parent, "--memory")
 
     check(damaged_json(json.loads(path.read_text())), use, limits)
 

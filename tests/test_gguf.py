@@ -2,6 +2,7 @@
 
 import shutil
 import struct
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,33 @@ from hypothesis import strategies as st
 from onnx import load, numpy_helper
 from support import gguf_files
 from support.command import assert_refused, export_engine, run, slow_but, succeed
+from support.engine_dirs import assert_weights_match_manifest, logits_of
 from support.gguf_files import HIDDEN, Spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.weights import BLOCK, SCALES, Quantization
+from eesd.common.manifest_reader import load_manifest
+from eesd.common.weights import (
+    BLOCK,
+    DRAFT,
+    EMBEDDINGS,
+    EXIT_HEAD,
+    LM_HEAD,
+    MINIMUMS,
+    SCALES,
+    SEARCHED_INT4,
+    UNQUANTIZED,
+    Quantization,
+    parts_of,
+)
 from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.gguf_file import QUANTIZED, GgufTensor
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.quantize import dequantize
 from eesd.model.tokenizer_files import resolved_tokenizer
+from eesd.runtime.llm import Speculation
 from eesd.runtime.text import TextCodec
 
 PROMPT = [0, 40, 77, 5, 210, 99, 33]
@@ -155,29 +171,150 @@ def test_rope_scaling_is_that_of_the_file(
     assert (ours.geometry.rope_scaling is None) == (scaling is None)
 
 
-def kept(directory: Path, name: str) -> tuple[Any, Any]:
-    """The levels minus the zero points and the scales of a stored weight [in, out]."""
-    found = {tensor.name: numpy_helper.to_array(tensor) for tensor in load(directory / "verify.onnx").graph.initializer}
-    levels = found[name].astype(np.int64)
-    if f"{name}.zeros" in found:
-        levels = levels - np.repeat(found[f"{name}.zeros"].astype(np.int64), BLOCK, 0)
-    return levels, found[name + SCALES]
+def stored_weights(directory: Path) -> dict[str, Any]:
+    """Every weight of the graphs as the format defines it, with float32 arithmetic; linear ones as [out, in]."""
+    found: dict[str, Any] = {}
+    weights = {}
+    for graph in ("draft", "verify"):
+        found |= {tensor.name: numpy_helper.to_array(tensor) for tensor in load(directory / f"{graph}.onnx").graph.initializer}
+    for name in [name for name in found if name + SCALES in found]:
+        axis = 1 if name == EMBEDDINGS else 0
+        block = found[name].shape[axis] // found[name + SCALES].shape[axis]
+        wide = {suffix: found.get(name + suffix, np.zeros(())).astype(np.float32) for suffix in ("", SCALES, MINIMUMS)}
+        scales, minimums = (np.repeat(part, block, axis) if part.ndim else part for part in (wide[SCALES], wide[MINIMUMS]))
+        values = wide[""] * scales + minimums
+        weights[name] = values if axis else values.T
+    return weights
 
 
-@pytest.mark.parametrize(("kind", "option"), slow_but([("Q4_0", "int4"), ("Q8_0", "int8"), ("Q5_0", "int8")], ("Q4_0", "int4")))
-def test_export_keeps_levels_that_fit(tmp_path: Path, kind: str, option: str) -> None:
-    """The stored levels and scales give the values of the file, and the logits change by nothing but their use."""
+SIZES = ("--max-seq-len", 64, "--max-tree-nodes", 4)
+MIXED = {
+    "token_embd.weight": "Q6_K",
+    "output.weight": "Q8_0",
+    "blk.0.attn_v.weight": "Q6_K",
+    "blk.1.attn_k.weight": "F16",
+    "blk.2.ffn_up.weight": "Q5_1",
+    "blk.2.ffn_down.weight": "F32",
+}
+KEPT = {
+    **{kind: Spec("qwen2" if number % 2 else "llama", kind, kind, tied=number % 3 > 0, biases=number % 2 > 0)
+       for number, kind in enumerate(QUANTIZED)},
+    "mixed": Spec("llama", "Q4_K", types=MIXED),
+    "mixed-biases": Spec("qwen2", "Q3_K", biases=True, types=MIXED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_but(list(KEPT), "Q4_0", "Q4_1", "Q4_K", "mixed", "mixed-biases"))
+def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> None:
+    """The dequantized weights are those of the gguf library in every bit, and every backend decodes the same tokens."""
+    path = gguf_files.write(tmp_path / "model.gguf", KEPT[name])
+    directory = export_engine(path, tmp_path / "kept", *SIZES, "--check")
+    plain = export_engine(path, tmp_path / "plain", *SIZES, "--quantize", "none", "--quantize-draft", "none")
+    checkpoint, manifest = Checkpoint(path), load_manifest(directory)
+    assert_weights_match_manifest(directory)
+    assert manifest.quantization.tensors == checkpoint.own_levels
+    weights, seen = stored_weights(directory), set()
+    assert not any(weight.startswith(DRAFT) and DRAFT + EXIT_HEAD not in weight for weight in weights) or "mixed" in name
+    for weight, values in weights.items():
+        if not weight.startswith((DRAFT, EXIT_HEAD)):
+            parts = [checkpoint.tensors[part].read().numpy() for part in parts_of(weight)]
+            np.testing.assert_array_equal(values, np.concatenate(parts), weight)
+            seen |= set(parts_of(weight))
+    assert seen == checkpoint.own_levels.keys()
+    assert (LM_HEAD in seen) != checkpoint.geometry.tied_embeddings
+    expected = logits_of(plain, "ort")[:2]
+    for backend in ("ort", "torch"):
+        for found, wanted in zip(logits_of(directory, backend)[:2], expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+    tokens = set()
+    for backend, speculation in product(("ort", "torch"), (None, Speculation("fixed:k=3", guard=False))):
+        llm = eesd.load(directory, backend, speculation=speculation, threads=1)
+        tokens.add(tuple(llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens))
+    assert len(tokens) == 1
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_levels_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
+    """Scales and minimums of all bytes, too: of K-quants they have 4 to 8 bits."""
+    checkpoint = Checkpoint(gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=kind), seed=3))
+    for name, own in checkpoint.own_levels.items():
+        tensor, transposed = checkpoint.tensors[name], name != EMBEDDINGS
+        assert isinstance(tensor, GgufTensor)
+        levels = tensor.levels(own, torch.float32, transposed)
+        assert levels is not None
+        values = dequantize(levels, own.weights, 0 if transposed else 1)
+        assert torch.equal(values.t() if transposed else values, tensor.read()), name
+
+
+def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> None:
+    """Keys and values are not packed without the queries. Stages have the weights that the manifest says."""
+    path = gguf_files.write(tmp_path / "model.gguf", KEPT["mixed-biases"])
+    directory = export_engine(path, tmp_path / "plans", *SIZES, "--stages", 2, "--check")
+    manifest = load_manifest(directory)
+    names = {name for graph in manifest.verify for name in manifest.weights_of(graph) if name.startswith("model.layers")}
+    products = {name.removeprefix("model.layers.") for name in names if name.endswith("_proj.weight")}
+    apart = {f"{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qkv"}
+    assert apart | {"2.self_attn.qkv_proj.weight", "0.mlp.gate_up_proj.weight", "2.mlp.up_proj.weight"} <= products
+    assert "0.self_attn.kv_proj.weight" not in products and "2.mlp.gate_up_proj.weight" not in products
+    assert_weights_match_manifest(directory)
+
+
+def test_damaged_scales_are_refused(tmp_path: Path) -> None:
+    for number, (kind, at) in enumerate((("Q4_0", 0), ("Q4_1", 2), ("Q4_K", 2), ("Q6_K", 208))):
+        path = gguf_files.write(tmp_path / f"{number}.gguf", Spec(matrices=kind))
+        entry = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.1.ffn_up.weight")
+        data = bytearray(path.read_bytes())
+        data[entry.data_offset + at : entry.data_offset + at + 2] = np.float16(np.inf).tobytes()
+        path.write_bytes(data)
+        result = run(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
+        assert_refused(result, f"{number}.gguf", "blk.1.ffn_up.weight", "scales or minimums", "fetch")
+        assert not (tmp_path / "plans").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--quantize", "keep", "--dtype", "float16"), ("keep", "float16", "--dtype float32")),
+        (("--quantize", "keep", "--link-weights"), ("--link-weights", "keep")),
+        (("--quantize", "keep", "--quantize-head", "int8"), ("keep", "--quantize-head")),
+        (("--quantize-head", "int8"), ("keep", "--quantize-head")),
+    ],
+)
+def test_levels_that_cannot_be_kept_are_refused(tmp_path: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_1"))
+    assert_refused(run(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans", *options), *words)
+
+
+def test_a_file_of_floats_has_no_levels_to_keep(tmp_path: Path) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="F16"))
+    options = ("--model", path, "--exit-layer", 1, "-o", tmp_path / "plans", *SIZES, "--no-check")
+    assert_refused(run(export_main, *options, "--quantize", "keep"), "keep", "leave the option out")
+    succeed(export_main, *options)
+    assert load_manifest(tmp_path / "plans").quantization.tensors == {}
+
+
+def test_sixteen_bit_engines_have_weights_of_sixteen_bits(tmp_path: Path) -> None:
+    """TensorRT builds plans from them."""
+    path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_1"))
+    directory = export_engine(path, tmp_path / "plans", *SIZES, "--dtype", "float16", "--no-check")
+    assert load_manifest(directory).quantization == UNQUANTIZED
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    slow_but([("Q4_0", "int4"), ("Q4_1", "int4"), ("Q8_0", "int8"), ("Q5_0", "int8")], ("Q4_1", "int4"), ("Q8_0", "int8")),
+)
+def test_quantizing_again_keeps_levels_that_fit(tmp_path: Path, kind: str, option: str) -> None:
+    """The stored levels and scales give the values of the file. A notice says that this is not so for all."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind))
-    options = ("--quantize", option, "--quantize-head", "none", "--max-seq-len", 64, "--max-tree-nodes", 4, "--check")
+    options = ("--quantize", option, "--quantize-head", "none", *SIZES, "--check")
     result = succeed(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans", *options)
-    assert "logits change by 0.0%" in result.stdout
-    levels, scales = kept(tmp_path / "plans", "model.layers.1.mlp.down_proj.weight")
-    values = Checkpoint(path).tensors["model.layers.1.mlp.down_proj.weight"].read().numpy()
-    np.testing.assert_array_equal((levels * np.repeat(scales, BLOCK, 0)).T, values)
-    assert scales.min() > 0
+    assert "logits change by 0.0%" in result.stdout and "--quantize keep" in result.stderr
+    name = "model.layers.1.mlp.down_proj.weight"
+    np.testing.assert_array_equal(stored_weights(tmp_path / "plans")[name], Checkpoint(path).tensors[name].read().numpy())
 
 
-INT4, UINT4, INT8 = (Quantization(kind, BLOCK) for kind in ("int4", "uint4", "int8"))
+INT4, UINT4, INT8 = Quantization("int4", BLOCK), SEARCHED_INT4, Quantization("int8", BLOCK)
 
 
 def tensor_of(path: Path) -> GgufTensor:
@@ -188,17 +325,27 @@ def tensor_of(path: Path) -> GgufTensor:
 
 @pytest.mark.parametrize(
     ("kind", "fitting"),
-    [("Q4_0", (UINT4, INT8)), ("Q5_0", (INT8,)), ("Q8_0", (INT8,)), ("Q4_1", ()), ("Q5_1", ()), ("Q4_K", ()), ("Q6_K", ())],
+    [
+        ("Q4_0", (UINT4, INT8)),
+        ("Q5_0", (INT8,)),
+        ("Q8_0", (INT8,)),
+        ("Q4_1", (UINT4,)),
+        ("Q5_1", ()),
+        ("Q4_K", ()),
+        ("Q6_K", ()),
+    ],
 )
 def test_levels_that_fit_exactly(tmp_path: Path, kind: str, fitting: tuple[Quantization, ...]) -> None:
-    """Q4_0 has negative scales, so its levels do not fit int4, which has no zero points. Q4_1's minimum is on no grid."""
+    """Q4_0 has negative scales, so its levels do not fit int4, which has positive ones. As uint4 it has minimums."""
     tensor = tensor_of(gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind)))
     for quantization in (INT4, UINT4, INT8):
-        assert (tensor.levels(quantization, torch.float32) is not None) == (quantization in fitting)
+        levels = tensor.levels(quantization, torch.float32)
+        assert (levels is not None) == (quantization in fitting)
+        assert levels is None or torch.equal(dequantize(levels, quantization.weights).t(), tensor.read())
 
 
 def test_levels_whose_minimum_is_a_multiple_of_the_scale(tmp_path: Path) -> None:
-    """Then Q4_1 has integer zero points. Blocks of zeros have no scale."""
+    """Then Q4_1 needs no minimum. Blocks of zeros have no scale."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_1"))
     entry = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.0.ffn_up.weight")
     blocks = np.array(entry.data).reshape(-1, 20)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx.external_data_helper import ExternalDataInfo
-from support.command import assert_one_line, assert_refused, export_engine, listing, run, slow_but, succeed
+from support.command import assert_one_line, assert_refused, export_engine, exported_files, listing, run, slow_but, succeed
 from support.engine_dirs import logits_of, trained_head
 from support.synthetic import LLAMA_70B, write_checkpoint
 
@@ -75,7 +75,7 @@ def test_linked_export_copies_only_the_rotary_tables(pair: tuple[Path, Path], fa
     assert {name for name, file in locations(directory).items() if file == WEIGHTS_FILE} == {"cos", "sin"}
     assert set(locations(directory, "draft.onnx").values()) <= {WEIGHTS_FILE, *manifest.linked}
     verify_files(directory, manifest)
-    assert sorted(listing(directory)) == sorted(["manifest.json", *manifest.sizes])
+    assert sorted(exported_files(directory)) == sorted(["manifest.json", *manifest.sizes])
 
 
 def test_onnx_runtime_computes_the_same_with_links(pair: tuple[Path, Path]) -> None:

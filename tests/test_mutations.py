@@ -344,11 +344,11 @@ def test_attention_over_a_single_query_is_caught(tmp_path: Path, monkeypatch: py
     assert "rows" in exactness.chains.kinds and exactness.chains.largest < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("options", [("int4", "--symmetric"), ("int8",)])
 def test_int8_activations_that_are_not_exact_are_noticed_when_loading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
-    directory = export_unfolded(monkeypatch, tmp_path, "--quantize", kind)
+    directory = export_unfolded(monkeypatch, tmp_path, "--quantize", *options)
     engines = open_engines(directory, load_manifest(directory), "ort", 1, draft=False)
     assert not engines.int8_activations and not engines.exact and "float32 activations" in engines.notice
 

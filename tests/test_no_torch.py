@@ -1,4 +1,4 @@
-"""The runtime lives without torch and onnx: everything but exporting works where they cannot be imported."""
+"""The runtime lives without torch: everything but exporting works where it and the packages of exporting are missing."""
 
 import json
 import subprocess
@@ -7,11 +7,12 @@ from pathlib import Path
 
 from support.command import assert_one_line
 from support.no_torch import BLOCK
+from support.without_operators import needs_operators
 
 IMPORT = """
 import json
 import eesd
-print(json.dumps(sorted({"numpy", "onnxruntime", "tokenizers", "click", "rich"} & sys.modules.keys())))
+print(json.dumps(sorted({"numpy", "onnx", "onnxruntime", "tokenizers", "click", "rich"} & sys.modules.keys())))
 assert set(eesd.__all__) == {name for name in eesd.__all__ if getattr(eesd, name)}
 """
 
@@ -42,6 +43,13 @@ for command, arguments in (
 assert not Blocker.blocked & sys.modules.keys()
 """
 
+AGAIN = """
+import eesd
+
+Blocker.blocked.add("onnx")
+eesd.load(sys.argv[1], threads=1).generate([5, 6], max_new_tokens=3)
+"""
+
 EXPORT = """
 from eesd.export.cli import main
 main()
@@ -61,6 +69,14 @@ def test_importing_costs_nothing() -> None:
 
 def test_everything_but_exporting_works(engine: Path) -> None:
     done = python(USE, engine)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_operators()
+def test_a_directory_that_was_loaded_before_does_not_import_onnx(engine: Path) -> None:
+    """Only packing the weights needs it."""
+    assert python(USE, engine).returncode == 0
+    done = python(AGAIN, engine)
     assert done.returncode == 0, done.stderr
 
 

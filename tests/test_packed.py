@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, load, numpy_helper
 from safetensors.torch import load_file, save_file
 from support.command import assert_refused, export_engine, run
-from support.engine_dirs import assert_weights_match_manifest
+from support.engine_dirs import assert_weights_match_manifest, edit_manifest, make_version_6
 from support.tiny_checkpoints import Family, build
 
 import eesd
@@ -138,6 +138,20 @@ def test_values_are_those_of_the_definition(pairs: Callable[[str], Pair], name: 
         torch.testing.assert_close(tensors[weight].read(), tensor, rtol=0, atol=0)
     for weight, parameter in Checkpoint(packed).decoder().named_parameters():  # the teacher of eesd-distill
         assert torch.equal(parameter, expected[weight])
+
+
+def test_directories_of_version_6_are_read(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+    """Their unsigned levels have zero points."""
+    directory = export_engine(pairs("awq")[0], tmp_path / "plans", "--quantize-head", "int8", "--quantize-draft", "none")
+    expected = load_manifest(directory)
+    tokens = eesd.load(directory, "ort", threads=1).generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
+    make_version_6(directory)
+    assert load_manifest(directory) == expected
+    for backend in ("ort", "torch"):
+        assert eesd.load(directory, backend, threads=1).generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens == tokens
+    edit_manifest(directory, "quantization/layers/block", 16)
+    with pytest.raises(EESDError, match=r"is damaged \(an unknown quantization\)"):
+        load_manifest(directory)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

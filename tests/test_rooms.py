@@ -49,6 +49,10 @@ TORCH_FILES = {
 }
 
 
+ONNX_FILES = {"operator_graph.py", "joint_graph.py", "torch_weights.py"}
+"""Of these rooms, the files that load onnx when they are loaded themselves, which is only where a graph is made or read."""
+
+
 def modules() -> Iterator[tuple[str, Path]]:
     """Dotted name inside eesd, and file, of every module."""
     for room in MAY_IMPORT:
@@ -130,6 +134,12 @@ def test_torch_is_imported_where_it_belongs() -> None:
     for name, path in modules():
         if name.partition(".")[0] in TORCH_FREE and path.name not in TORCH_FILES:
             assert not any(imported.partition(".")[0] == "torch" and at_load for imported, at_load in imports(path)), path
+
+
+def test_onnx_is_imported_where_graphs_are_made() -> None:
+    for name, path in modules():
+        if name.partition(".")[0] in TORCH_FREE and path.name not in ONNX_FILES | TORCH_FILES:
+            assert not any(imported.partition(".")[0] == "onnx" and at_load for imported, at_load in imports(path)), path
 
 
 def test_every_import_of_the_package_is_a_file() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from support import tiny_models
-from support.command import assert_refused, contents, export_engine, listing, run, slow_but, succeed
+from support.command import assert_refused, contents, export_engine, exported_files, listing, run, slow_but, succeed
 from support.engine_dirs import edit_manifest, graph_of, tensor_locations
 from support.harness import Harness
 from support.lossless_checks import cache_of, check_cache, check_same_tokens
@@ -137,7 +137,7 @@ def test_stages_share_the_weights_of_one_stage(exported: Export, family: str, st
 def test_stages_are_standard_graphs_that_pass_on_a_hidden_state(exported: Export) -> None:
     directory = exported("llama-head-dim", 3, "--dtype", "bfloat16", "--check")
     manifest = load_manifest(directory)
-    assert listing(directory) == sorted(["manifest.json", *manifest.files])
+    assert exported_files(directory) == sorted(["manifest.json", *manifest.files])
     assert [graph.file for graph in manifest.verify] == ["verify_0.onnx", "verify_1.onnx", "verify_2.onnx"]
     for graph in manifest.verify:
         onnx.checker.check_model(directory / graph.file, full_check=True)

@@ -412,6 +412,7 @@ def test_doctor_says_whether_the_torch_engine_can_run(monkeypatch: pytest.Monkey
     jobs = json.loads(succeed(doctor.main, "--json").stdout)["jobs"]
     assert jobs["run on the CPU (torch)"] == "yes, engines of every type"
     assert jobs["run on a GPU (torch)"].startswith("yes" if torch.cuda.is_available() else "no: ")
-    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "onnx" else "1.0")
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "safetensors" else "1.0")
     jobs = json.loads(succeed(doctor.main, "--json").stdout)["jobs"]
-    assert jobs["run on the CPU (torch)"] == jobs["run on a GPU (torch)"] == "no: onnx missing; pip install 'eesd[torch]'"
+    lacking = "no: safetensors missing; pip install 'eesd[torch]'"
+    assert jobs["run on the CPU (torch)"] == jobs["run on a GPU (torch)"] == lacking

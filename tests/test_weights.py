@@ -12,8 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from eesd.common.geometry import ExitConfig, Geometry, RopeScaling, draft_caches, exit_caches
 from eesd.common.weights import (
+    EMBEDDINGS,
     EXIT_HEAD,
+    LM_HEAD,
     ROTARY_TABLES,
+    SCALES,
     Quantization,
     Quantizations,
     Shape,
@@ -22,6 +25,7 @@ from eesd.common.weights import (
     model_shapes,
     packed_name,
     parts_of,
+    stored_weight,
 )
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead, initial_names
@@ -171,3 +175,24 @@ INT8, INT4 = Quantization("int8", 32), Quantization("int4", 32)
 )
 def test_a_draft_has_int8_weights_unless_it_has_smaller_copies(quantization: Quantizations, drafts_with_int8: bool) -> None:
     assert quantization.drafts_with_int8 == drafts_with_int8
+
+
+def test_layers_with_levels_of_their_own_are_packed_if_they_are_alike() -> None:
+    """A tied LM head is the table, which the draft has no copy of. Biases stay apart with their layers."""
+    geometry = replace(LLAMA, qkv_bias=True, tied_embeddings=True)
+    layer, own = "model.layers.0", {EMBEDDINGS: replace(INT8, scales="float16")}
+    own |= {f"{layer}.self_attn.{part}_proj.weight": INT4 for part in "qk"}
+    own |= {f"{layer}.mlp.{part}_proj.weight": replace(INT4, minimums=True, scales="float32") for part in ("gate", "up")}
+    quantization = Quantizations(draft=INT4, tensors=own)
+    for draft in (True, False):
+        shapes = graph_shapes(geometry, ExitConfig(1), SLOTS, range(4), draft, quantization=quantization)
+        of_layer = {name for name in shapes if name.removeprefix("draft.").startswith(layer)}
+        first = {name for name in of_layer if "self_attn" in name and "o_proj" not in name}
+        value = f"{'draft.' * draft}{layer}.self_attn.v_proj.weight"
+        apart = {f"{layer}.self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")}
+        assert first == apart - {f"{layer}.self_attn.v_proj.weight"} | {value}
+        assert f"{layer}.mlp.gate_up_proj.weight" in of_layer and LM_HEAD not in shapes and "draft.lm_head.weight" not in shapes
+        table = stored_weight(EMBEDDINGS, shapes[EMBEDDINGS], "float32", quantization)
+        rows, width = shapes[EMBEDDINGS]
+        assert not table.transposed and table.scales_shape == (rows, width // 32)
+        assert table.tensors == {EMBEDDINGS: rows * width, EMBEDDINGS + SCALES: rows * width // 32 * 2}

@@ -1,15 +1,12 @@
 """16-bit engine directories on ONNX Runtime's CPU: widened to float32, they compute what a float32 directory computes."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.command import assert_one_line, assert_refused, export_engine, run, succeed
+from support.command import assert_refused, export_engine, run, succeed
 from support.engine_dirs import Damage, edit_manifest, garble, logits_of
-from support.no_torch import BLOCK
 
 import eesd
 from eesd.common.manifest import WEIGHTS_FILE
@@ -24,7 +21,6 @@ from eesd.runtime.llm import Speculation
 
 CHECKPOINTS = {"bfloat16": "llama3", "float16": "llama2"}
 """A model family by the element type of its checkpoint."""
-RUN = "from eesd.runtime.cli import main\nmain()"
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +65,6 @@ def test_command_runs_and_says_so_in_one_line(narrow: Path, text_model: Path, tm
     assert drafting.generate("hello", max_new_tokens=40, ignore_eos=True).tokens == tokens
     wide = export_engine(text_model, tmp_path / "plans", "--dtype", "float32", "--no-check")
     assert "float32" not in succeed(main, "--engine-dir", wide, "-p", "hello", "-n", 8, "--no-stats").stderr
-
-
-def test_without_onnx_the_remedy_is_named(narrow: Path) -> None:
-    command = [sys.executable, "-c", BLOCK + RUN, "--engine-dir", str(narrow), "-p", "hello"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert_one_line(done.stderr, "16-bit engines", "pip install onnx", "--dtype float32")
 
 
 def test_torch_runs_what_fits_the_memory_only_as_it_is(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def _convert(model: str, output: Path, peer: str, variant: str, python: str, sec
 
 def _export(model: str, output: Path, variant: str, options: list[str]) -> None:
     """Export for EESD with the benchmark's own interpreter."""
-    quantize = [] if variant == "float32" else ["--quantize", variant]
+    quantize = ["--quantize", "none" if variant == "float32" else variant]
     command = [sys.executable, "-m", "eesd.export.cli", "--model", model, "--output", str(output), "--dtype", "float32"]
     done = subprocess.run([*command, *quantize, *options], capture_output=True, text=True, check=False)
     if done.returncode:

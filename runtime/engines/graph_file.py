@@ -17,7 +17,6 @@ def read_graph(path: Path) -> Any:
 
     Raises:
         EESDError: onnx cannot read it.
-        ImportError: onnx is not installed.
     """
     import onnx
 

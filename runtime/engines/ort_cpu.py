@@ -103,10 +103,8 @@ class OrtEngine:
         wide = replace(self.manifest, dtype="float32")
         if sum(wide.weight_bytes(graph) for graph, _ in self.stages) > memory:
             return None
-        try:
-            from eesd.runtime.engines.ort_joint import OrtJointEngine
-        except ImportError:  # onnx is not installed
-            return None
+        from eesd.runtime.engines.ort_joint import OrtJointEngine
+
         return OrtJointEngine(self.manifest, [(graph, self._load(graph=graph, parts=parts)) for graph, _ in self.stages], parts)
 
     def run(self, call: "BoundCall") -> None:

@@ -8,6 +8,7 @@ made again in seconds.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
+from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
 from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
 from eesd.runtime.engines.graph_file import read_graph
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 LAYOUT = 1
 """Version of packed weights and graphs. Another one makes them again."""
-PREFIX = "cpu-"
+_NAME = re.compile("cpu-[0-9a-f]{16}")
 WEIGHTS, SIZES = "weights.bin", "sizes.json"
 ALIGNMENT = 4096
 _KINDS = {1: "float32", 2: "uint8", 3: "int8", 7: "int64", 10: "float16", 16: "bfloat16", 21: "uint4", 22: "int4"}
@@ -44,7 +46,10 @@ def packed_directory(directory: Path, manifest: Manifest) -> Path:
     Raises:
         EESDError: Graphs, weights and manifest do not fit each other, or there is no place to write to.
     """
-    name = PREFIX + _key(manifest)
+    for graph in manifest.graphs:  # what was packed would run, whatever became of them
+        if sha256_of(directory / graph.file) != manifest.files[graph.file].sha256:
+            raise EESDError(f"{directory / graph.file} is not the graph that the manifest describes; export again.")
+    name = f"cpu-{_key(manifest)}"
     places = [directory / name, _user_cache() / name]
     found = next((place for place in places if _is_complete(place, manifest)), None)
     if found is not None:
@@ -58,6 +63,13 @@ def packed_directory(directory: Path, manifest: Manifest) -> Path:
         except OSError as error:
             problem = str(error)
     raise EESDError(f"The packed weights of {directory} cannot be written ({problem}); set XDG_CACHE_HOME to a directory.")
+
+
+def is_packed(path: Path) -> bool:
+    """Whether this is a directory that :func:`packed_directory` made, and nobody put anything else into it."""
+    if not _NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+        return False
+    return all(file.is_file() and (file.suffix == ".onnx" or file.name in (WEIGHTS, SIZES)) for file in path.iterdir())
 
 
 def _key(manifest: Manifest) -> str:
@@ -85,10 +97,8 @@ def _is_complete(place: Path, manifest: Manifest) -> bool:
 
 
 def _write(directory: Path, manifest: Manifest, place: Path) -> None:
-    try:
-        from eesd.runtime.engines.operator_graph import Located, Weights, make_graph, products_of
-    except ImportError as error:
-        raise EESDError(f"Packing the weights of {directory} needs {error.name}; install it with: pip install onnx.") from None
+    from eesd.runtime.engines.operator_graph import Located, Weights, make_graph, products_of
+
     packed: dict[Columns, Located] = {}
     small: dict[str, NDArray[Any]] = {}
     try:

@@ -56,16 +56,11 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
         The changed graph, an ``onnx.ModelProto``.
 
     Raises:
-        EESDError: onnx is not installed, or cannot read the graph; or the weights are not where the graph says.
+        EESDError: onnx cannot read the graph, or the weights are not where the graph says.
     """
-    try:
-        from onnx import TensorProto
-        from onnx.external_data_helper import ExternalDataInfo
-    except ImportError:
-        raise EESDError(
-            f"{path.parent} holds 16-bit engines, and ONNX Runtime on the CPU needs the package onnx to run them: "
-            "install it with: pip install onnx; or export with --dtype float32."
-        ) from None
+    from onnx import TensorProto
+    from onnx.external_data_helper import ExternalDataInfo
+
     model = read_graph(path)
     kinds = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
     narrow = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type in kinds}

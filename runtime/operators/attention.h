@@ -1,5 +1,5 @@
 // Attention over caches in place. A token sees positions in order: those of its context lie in slots of the same number, those
-// behind it in the slots of its path. Tiles of 16 and chunks of 64 are counted by position, so a token of a tree has the bits
+// behind it in the slots of its path. Tiles of 16 and chunks of 128 are counted by position, so a token of a tree has the bits
 // that it has in a chain.
 
 constexpr int64_t TILES = CHUNK / 16;
@@ -34,7 +34,8 @@ static void write(const Attention &job, int64_t first_token, int64_t last_token)
   }
 }
 
-// The keys and values of a chunk's positions by tiles: those of the cache, or copies where a path is part of the tile.
+// The keys and values of a chunk's positions by tiles: those of the cache, or copies where a path is part of the tile. Keys are
+// read two tiles at a time, so the last one may stand twice.
 struct Tiles {
   const float *keys[TILES], *values[TILES];
 };
@@ -60,25 +61,34 @@ static void find_tiles(const Attention &job, const Token &token, int64_t kv, int
     tiles->keys[i] = key;
     tiles->values[i] = value;
   }
+  for (int64_t i = 1; i < TILES; i++)
+    if (!tiles->keys[i]) tiles->keys[i] = tiles->keys[i - 1];
 }
 
-// Scores of Q queries with the 16 keys of a tile: score = fma(key[d], query[d], score), d = 0, 1, ..., then times the scale.
+// Scores of Q queries with the keys of two tiles: score = fma(key[d], query[d], score), d = 0, 1, ..., then times the scale.
 template <int Q>
-static void score_tile(const float *keys, const float *const *queries, int64_t size, float scale, float *scores) {
-  Floats sum[Q];
-  for (int q = 0; q < Q; q++) sum[q] = all(0);
+static void score_tiles(const float *const *keys, const float *const *queries, int64_t size, float scale, float *scores) {
+  Floats left[Q], right[Q];
+  for (int q = 0; q < Q; q++) left[q] = right[q] = all(0);
   for (int64_t d = 0; d < size; d++) {
-    const Floats key = load(keys + d * 16);
-    for (int q = 0; q < Q; q++) sum[q] = fma(key, all(queries[q][d]), sum[q]);
+    const Floats first = load(keys[0] + d * 16), second = load(keys[1] + d * 16);
+    for (int q = 0; q < Q; q++) {
+      const Floats value = all(queries[q][d]);
+      left[q] = fma(first, value, left[q]);
+      right[q] = fma(second, value, right[q]);
+    }
   }
-  for (int q = 0; q < Q; q++) store(scores + q * CHUNK, mul(sum[q], all(scale)));
+  for (int q = 0; q < Q; q++) {
+    store(scores + q * CHUNK, mul(left[q], all(scale)));
+    store(scores + q * CHUNK + 16, mul(right[q], all(scale)));
+  }
 }
 
-using ScoreTile = void (*)(const float *, const float *const *, int64_t, float, float *);
-static const ScoreTile score_some[] = {
-    nullptr, score_tile<1>, score_tile<2>, score_tile<3>, score_tile<4>,
+using ScoreTiles = void (*)(const float *const *, const float *const *, int64_t, float, float *);
+static const ScoreTiles score_some[] = {
+    nullptr, score_tiles<1>, score_tiles<2>, score_tiles<3>, score_tiles<4>,
 #if EESD_ROWS == 8
-    score_tile<5>, score_tile<6>, score_tile<7>, score_tile<8>,
+    score_tiles<5>, score_tiles<6>, score_tiles<7>, score_tiles<8>,
 #endif
 };
 
@@ -106,11 +116,14 @@ static void add_some(const Tiles &tiles, int64_t width, int64_t first, int64_t l
   for (int64_t d = 0; d < width;) {
     const int64_t step = width - d >= 64 ? 64 : 16;
     for (int q = 0; q < Q; q++) to[q] = out[q] + d;
-    for (int64_t i = 0; i < TILES; i++) moved.values[i] = tiles.values[i] + d;
+    for (int64_t i = first / 16; i * 16 < last; i++) moved.values[i] = tiles.values[i] + d;
     (step == 64 ? add_values<Q, 4> : add_values<Q, 1>)(moved, width, first, last, weights, to);
     d += step;
   }
 }
+
+using AddSome = void (*)(const Tiles &, int64_t, int64_t, int64_t, const float *, float *const *);
+static const AddSome add_few[] = {nullptr, add_some<1>, add_some<2>, add_some<3>, add_some<4>};
 
 // The softmax weights of a query over `seen` positions of a chunk, in place of the scores. Gives the maximum and the sum.
 static void weigh(float *scores, int64_t seen, float *result) {
@@ -128,11 +141,12 @@ static void weigh(float *scores, int64_t seen, float *result) {
 
 // Add a chunk's part [2 + width] to that of the chunks before it.
 static void merge(float *part, const float *chunk, int64_t width) {
-  const float most = part[0] > chunk[0] ? part[0] : chunk[0];
-  const Floats old_factor = exponential(all(part[0] - most)), factor = exponential(all(chunk[0] - most));
+  const bool grows = chunk[0] > part[0];
+  const Floats less = exponential(all(grows ? part[0] - chunk[0] : chunk[0] - part[0])), one = all(1.f);
+  const Floats old_factor = grows ? less : one, factor = grows ? one : less;
   float sums[16];
   store(sums, fma(all(part[1]), old_factor, mul(all(chunk[1]), factor)));
-  part[0] = most;
+  part[0] = grows ? chunk[0] : part[0];
   part[1] = sums[0];
   for (int64_t d = 2; d < 2 + width; d += 16)
     store(part + d, fma(load(part + d), old_factor, mul(load(chunk + d), factor)));
@@ -157,17 +171,16 @@ static void attend_chunk(const Attention &job, const Tiles &tiles, const Query *
     most = queries[i].seen > most ? queries[i].seen : most;
     fewest = least(fewest, queries[i].seen);
   }
-  for (int64_t tile = 0; tile * 16 < most; tile++)
+  for (int64_t tile = 0; tile * 16 < most; tile += 2)
     for (int64_t i = 0; i < count; i += EESD_ROWS)
-      score_some[least(EESD_ROWS, count - i)](tiles.keys[tile], q + i, job.head_dim, job.scale, scores + i * CHUNK + tile * 16);
+      score_some[least(EESD_ROWS, count - i)](tiles.keys + tile, q + i, job.head_dim, job.scale, scores + i * CHUNK + tile * 16);
   for (int64_t i = 0; i < count; i++) {
     weigh(scores + i * CHUNK, queries[i].seen, queries[i].part);
     for (int64_t d = 0; d < job.width; d += 16) store(out[i] + d, all(0));
   }
-  int64_t i = 0;
-  for (; i + 4 <= count; i += 4) add_some<4>(tiles, job.width, 0, fewest, scores + i * CHUNK, out + i);
-  for (int64_t n = 0; n < count; n++)  // what the four have not in common, and the queries that are left
-    add_some<1>(tiles, job.width, n < i ? fewest : 0, queries[n].seen, scores + n * CHUNK, out + n);
+  for (int64_t i = 0; i < count; i += 4) add_few[least(4, count - i)](tiles, job.width, 0, fewest, scores + i * CHUNK, out + i);
+  for (int64_t i = 0; i < count; i++)  // the positions that not all of them see
+    if (queries[i].seen > fewest) add_some<1>(tiles, job.width, fewest, queries[i].seen, scores + i * CHUNK, out + i);
 }
 
 // Tokens of one sequence with the same tiles (those of a chain, or a single one), over one chunk, for the heads of one KV head.

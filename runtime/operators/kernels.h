@@ -9,7 +9,7 @@ namespace eesd {
 
 constexpr int64_t PANEL = 16;  // columns of a weight that lie side by side
 constexpr int64_t BLOCK = 32;  // inputs that share a scale, of weights and of activations
-constexpr int64_t CHUNK = 64;  // positions whose softmax is computed at once
+constexpr int64_t CHUNK = 128; // positions whose softmax is computed at once
 constexpr int64_t MAX_WIDTH = 256;  // of a head
 
 enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8 };

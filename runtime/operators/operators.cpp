@@ -7,6 +7,7 @@ namespace eesd {
 namespace {
 
 constexpr int64_t FEW = 8;          // rows that one thread makes ready faster than several
+constexpr int64_t MANY = 64;        // rows that take so long that a thread should not have to wait for another one
 constexpr int64_t LIMIT = 1 << 28;  // larger sizes than any model has
 
 // What nodes take when a session is made; see eesd_configure.
@@ -138,11 +139,10 @@ class Multiply {
                    bias_, residual.size() ? residual.floats() : nullptr, nullptr, rows, outputs_};
     job.y = call.output<float>(0, {rows, outputs_});
     if (rows > 0)
-      call.parallel(panels_, settings_.threads * PARTS, [&](int64_t first, int64_t last) { settings_.kernels->multiply(job, first, last); });
+      call.parallel(panels_, settings_.threads * (rows < MANY ? 1 : 4), [&](int64_t first, int64_t last) { settings_.kernels->multiply(job, first, last); });
   }
 
  private:
-  static constexpr int64_t PARTS = 2;  // of a thread, so that one that others disturb does not hold up the rest
   const Settings settings_ = settings;
   float epsilon_;
   bool swiglu_, levels_ = false;

@@ -66,6 +66,11 @@ def listing(directory: Path) -> Sequence[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def exported_files(directory: Path) -> Sequence[str]:
+    """Names of everything in an engine directory but packed weights."""
+    return [name for name in listing(directory) if not name.startswith("cpu-")]
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file below a directory."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}

@@ -88,6 +88,16 @@ def edit_manifest(directory: Path, path: str, value: Any) -> None:
     (directory / "manifest.json").write_text(json.dumps(raw))
 
 
+def make_version_6(directory: Path) -> None:
+    """Make the manifest one of format version 6, which had neither minimums nor tensors with levels of their own."""
+    raw = json.loads((directory / "manifest.json").read_text())
+    quantization = raw["quantization"]
+    assert quantization.pop("tensors") == {}
+    for place in filter(None, quantization.values()):
+        assert (place.pop("minimums"), place.pop("scales")) == (False, None)
+    (directory / "manifest.json").write_text(json.dumps(raw | {"format_version": 6}))
+
+
 def garble(directory: Path) -> None:
     """Overwrite the verify graph."""
     path = directory / "verify.onnx"

@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-TORCH_ENGINE = ("torch", "onnx", "safetensors")
-"""What the torch engine imports."""
+TORCH_ENGINE = ("torch", "safetensors")
+"""What the torch engine imports, besides what every installation has."""
 
 
 def installed(package: str) -> str | None:
