@@ -171,7 +171,7 @@ def test_embed_gives_the_table(tmp_path: Path, form: str, fine: bool, wide: bool
             assert_same(run(session, ids=ids), weight.dequantized().T[ids])
 
 
-BORDERS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
+BORDERS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
 LAYERS = {
     "grouped": Attention(),
     "MQA, 8": Attention(heads=3, kv_heads=1, head_dim=8),

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-PANEL, BLOCK, CHUNK = 16, 32, 64
+BLOCK, CHUNK = 32, 128
 BITS = {"bits4": 4, "bits5": 5, "bits6": 6, "bits8": 8}
 
 
@@ -226,7 +226,7 @@ class Heads:
 
 
 def _chunk(scores: Floats, values: Floats) -> list[Floats]:
-    """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most 64 positions."""
+    """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most 128 positions."""
     most = scores.max(1)
     weights = exponential(scores - most[:, None])
     split = lanes(weights)

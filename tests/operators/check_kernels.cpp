@@ -1,0 +1,166 @@
+// Runs the kernels without ONNX Runtime over odd sizes, in buffers of just the size that they need: AddressSanitizer sees a byte
+// that is read or written beside one. All kernels that this processor has must give the same bits.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+
+using namespace eesd;
+
+static uint32_t state = 1;
+static float noise() {
+  state = state * 1664525u + 1013904223u;
+  return (float)(int32_t)state * 0x1p-30f;
+}
+
+// Memory that ends where its last value ends. A vector may be longer.
+template <typename T> struct Exact {
+  std::unique_ptr<T[]> data;
+  int64_t size;
+  explicit Exact(int64_t count) : data(new T[count]()), size(count) {}
+  T *get() { return data.get(); }
+};
+static void fill(Exact<float> &values) {
+  for (int64_t i = 0; i < values.size; i++) values.get()[i] = noise();
+}
+
+static int failures = 0;
+static void compare(const char *what, const char *kernel, Exact<float> &found, Exact<float> &expected) {
+  if (memcmp(found.get(), expected.get(), found.size * 4)) printf("%s: %s gives other bits\n", what, kernel), failures++;
+  for (int64_t i = 0; i < found.size; i++)
+    if (!isfinite(found.get()[i])) {
+      printf("%s: %s gives no number\n", what, kernel), failures++;
+      break;
+    }
+}
+
+static const Kernels *const every[] = {&scalar_kernels, &avx2_kernels, &avx512_kernels};
+
+static void fill_weight(const Matrix &w, Exact<uint8_t> &data) {
+  for (int64_t i = 0; i < data.size; i++) data.get()[i] = (uint8_t)(noise() * 128);
+  if (!w.has_levels()) {
+    for (int64_t i = 0; i < data.size; i += w.format == FLOAT32 ? 4 : 2) {
+      const float value = noise();
+      uint32_t bits;
+      memcpy(&bits, &value, 4);
+      const uint16_t narrow = w.format == BFLOAT16 ? bits >> 16 : 0x3000 | (bits & 0x83ff);
+      memcpy(data.get() + i, w.format == FLOAT32 ? (void *)&bits : (void *)&narrow, w.format == FLOAT32 ? 4 : 2);
+    }
+    return;
+  }
+  const int64_t bytes = w.block_bytes();
+  for (int64_t block = 0; block < data.size / bytes; block++)
+    for (int64_t i = w.level_bytes(); i < bytes; i += w.wide_scales ? 4 : 2) {
+      const float wide = noise() * 0.01f;
+      const uint16_t narrow = 0x2000 | ((uint32_t)(noise() * 512) & 0x83ff);
+      memcpy(data.get() + block * bytes + i, w.wide_scales ? (void *)&wide : (void *)&narrow, w.wide_scales ? 4 : 2);
+    }
+}
+
+static void check_product(Format format, bool fine, bool wide, bool minimums, bool int8, bool swiglu, int64_t rows, int64_t inputs,
+                          int64_t outputs) {
+  Matrix w = {nullptr, format, inputs, outputs, minimums || format < BITS4 ? 0 : 5, fine, wide, minimums};
+  Exact<uint8_t> first(w.panels() * w.panel_bytes()), second(w.panels() * w.panel_bytes());
+  fill_weight(w, first), fill_weight(w, second);
+  Matrix parts[2] = {w, w};
+  parts[0].data = first.get(), parts[1].data = second.get();
+  const int64_t columns = outputs * (swiglu ? 1 : 2), blocks = w.has_levels() ? rows * inputs / BLOCK : 0;
+  Exact<float> x(rows * inputs), norm(inputs), bias(2 * outputs), residual(rows * columns), expected(rows * columns);
+  fill(x), fill(norm), fill(bias), fill(residual);
+  for (const Kernels *kernels : every) {
+    if (!kernels->supported()) continue;
+    Exact<float> normed(rows * inputs), scales(blocks), shares(blocks), fine_shares(2 * blocks), y(rows * columns);
+    Exact<int8_t> levels(w.has_levels() ? rows * inputs : 0);
+    Exact<int32_t> sums(blocks), fine_sums(2 * blocks);
+    Preparation ready = {};
+    ready.x = x.get(), ready.norm = norm.get(), ready.epsilon = 1e-5f, ready.inputs = inputs;
+    ready.int8 = int8 && w.has_levels(), ready.blocks = w.has_levels();
+    ready.normed = normed.get(), ready.scales = scales.get(), ready.levels = levels.get();
+    ready.shares[0] = shares.get(), ready.shares[1] = fine_shares.get();
+    ready.sums[0] = sums.get(), ready.sums[1] = fine_sums.get();
+    kernels->prepare(ready, 0, rows);
+    Product job = {};
+    job.parts = parts, job.num_parts = 2, job.swiglu = swiglu;
+    job.a.x = normed.get(), job.a.levels = ready.int8 ? levels.get() : nullptr, job.a.scales = scales.get();
+    for (int i = 0; i < 2; i++) job.a.sums[i] = ready.sums[i], job.a.shares[i] = ready.shares[i];
+    job.bias = bias.get(), job.residual = residual.get(), job.y = y.get(), job.rows = rows, job.outputs = columns;
+    const int64_t panels = w.panels() * (swiglu ? 1 : 2), middle = panels / 3;
+    kernels->multiply(job, middle, panels);
+    kernels->multiply(job, 0, middle);
+    char what[160];
+    snprintf(what, sizeof what, "format %d fine %d wide %d minimums %d int8 %d swiglu %d rows %d inputs %d outputs %d", format, fine,
+             wide, minimums, int8, swiglu, (int)rows, (int)inputs, (int)outputs);
+    if (kernels == every[0]) expected = std::move(y);
+    else compare(what, kernels->name, y, expected);
+  }
+}
+
+// A chain behind a context, then a tree in other slots with the same paths.
+static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t context, int64_t count) {
+  const int64_t width = (head_dim + 15) / 16 * 16, slots = (context + 3 * count + 16) / 16 * 16, all = context + count;
+  Exact<float> qkv(all * (heads + 2 * kv_heads) * head_dim), cos(slots * head_dim / 2), sin(slots * head_dim / 2), norm(head_dim);
+  Exact<float> expected(count * heads * head_dim);
+  fill(qkv), fill(cos), fill(sin), fill(norm);
+  for (const Kernels *kernels : every) {
+    if (!kernels->supported()) continue;
+    for (int split = 0; split < 2; split++) {
+      Exact<float> cache(2 * kv_heads * slots * width + 16);
+      float *aligned = (float *)(((uintptr_t)cache.get() + 63) / 64 * 64);
+      std::vector<Token> tokens;
+      for (int64_t t = 0; t < all; t++) tokens.push_back({aligned, t, t, t + 1, nullptr, 0});
+      Attention job = {};
+      job.heads = heads, job.kv_heads = kv_heads, job.head_dim = head_dim, job.width = width, job.slots = slots;
+      job.scale = 0.2f, job.epsilon = 1e-5f, job.cos = cos.get(), job.sin = sin.get();
+      job.q_norm = job.k_norm = norm.get(), job.qkv = qkv.get(), job.tokens = tokens.data();
+      const int64_t chunks = (all + CHUNK - 1) / CHUNK;
+      job.chunks = split ? chunks : 1;
+      Exact<float> q(all * heads * width), partial(all * heads * job.chunks * (2 + width)), y(all * heads * head_dim);
+      job.q = q.get(), job.partial = partial.get(), job.y = y.get();
+      kernels->write(job, 0, all);
+      for (int64_t first = 0; first < all; first += 16)
+        for (int64_t kv = 0; kv < kv_heads; kv++)
+          kernels->attend(job, first, first + 16 < all ? first + 16 : all, kv, 0, chunks);
+      kernels->finish(job, 0, all);
+      Exact<float> chain(count * heads * head_dim), tree(count * heads * head_dim);
+      memcpy(chain.get(), y.get() + context * heads * head_dim, chain.size * 4);
+      std::vector<std::vector<int32_t>> paths;  // the same chain in every second slot from the last one down
+      for (int64_t t = 0; t < count; t++) {
+        paths.emplace_back();
+        for (int64_t i = 0; i <= t; i++) paths.back().push_back((int32_t)(slots - 1 - 2 * i));
+      }
+      for (int64_t t = 0; t < count; t++)
+        tokens[(size_t)t] = {aligned, context + t, slots - 1 - 2 * t, context, paths[(size_t)t].data(), t + 1};
+      job.qkv = qkv.get() + context * (heads + 2 * kv_heads) * head_dim, job.y = tree.get();
+      kernels->write(job, 0, count);
+      for (int64_t kv = 0; kv < kv_heads; kv++) kernels->attend(job, 0, count, kv, 0, chunks);
+      kernels->finish(job, 0, count);
+      char what[120];
+      snprintf(what, sizeof what, "attention %d/%d heads of %d, context %d, %d tokens, split %d", (int)heads, (int)kv_heads,
+               (int)head_dim, (int)context, (int)count, split);
+      if (kernels == every[0] && !split) expected = std::move(chain);
+      else compare(what, kernels->name, chain, expected);
+      compare(what, "a tree", tree, expected);
+    }
+  }
+}
+
+int main() {
+  const int64_t sizes[][3] = {{1, 32, 1}, {2, 96, 49}, {5, 64, 16}, {9, 32, 33}, {17, 64, 80}, {70, 32, 20}};
+  for (int format = FLOAT32; format <= BITS8; format++)
+    for (int variant = 0; variant < (format < BITS4 ? 1 : 16); variant++)
+      for (const auto &size : sizes)
+        for (int swiglu = 0; swiglu < 2; swiglu++)
+          check_product((Format)format, variant & 1, variant & 2, variant & 4, variant & 8, swiglu, size[0], size[1], size[2]);
+  for (int64_t inputs : {1, 20, 33})
+    for (int format = FLOAT32; format <= BFLOAT16; format++) check_product((Format)format, 0, 0, 0, 0, 0, 3, inputs, 17);
+  const int64_t shapes[][3] = {{2, 1, 8}, {3, 3, 20}, {4, 2, 64}, {2, 2, 80}, {5, 1, 128}, {40, 1, 2}, {1, 1, 256}};
+  for (const auto &shape : shapes)
+    for (int64_t context : {0, 1, 15, 16, 63, 65, 127, 129, 200})
+      for (int64_t count : {1, 5, 18}) check_attention(shape[0], shape[1], shape[2], context, count);
+  if (!failures) printf("equal bits\n");
+  return failures != 0;
+}

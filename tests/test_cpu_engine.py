@@ -1,0 +1,404 @@
+"""The CPU engine through the real export: near the untouched graphs, equal to itself in every bit, over packed directories."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import helper
+from support import gguf_files, tiny_models
+from support.command import contents, export_engine, slow_but
+from support.engine_dirs import edit_manifest, graph_of
+from support.lossless_checks import DRAFT_VOCAB
+from support.operators import kernels
+
+from eesd.common.errors import EESDError
+from eesd.common.integrity import sha256_of
+from eesd.common.manifest import Manifest
+from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.engines import operators, packed
+from eesd.runtime.engines.base import Engine, StepOutputs
+from eesd.runtime.engines.cpu_cache import CpuKVCache, CpuRows, slots_of
+from eesd.runtime.engines.cpu_engine import CpuEngine
+from eesd.runtime.engines.exactness import Exactness
+from eesd.runtime.engines.ort_cpu import CPU_PROVIDERS, OrtEngine, load_session
+from eesd.runtime.engines.packed import packed_directory
+
+pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
+
+PROMPT = 70
+FAMILIES = {
+    "llama-bias": (),
+    "llama2": (),
+    "llama3": (),
+    "mistral": ("--dtype", "float32"),
+    "qwen3": ("--dtype", "float32"),
+    "qwen3-bias": ("--stages", 2),
+    "qwen2.5-tied": ("--stages", 3),
+    "llama-tied": ("--quantize", "int4"),
+    "llama-head-dim": ("--quantize", "int8", "--stages", 2),
+    "codellama": ("--link-weights",),
+}
+GGUF = ("Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+REDUCED = "draft vocabulary"
+KINDS = (*FAMILIES, *GGUF, REDUCED)
+Directory = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def directory(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Directory:
+    """Engines by kind. Tests must not change them."""
+
+    @cache
+    def exported(kind: str) -> Path:
+        base = tmp_path_factory.mktemp("cpu")
+        if kind == REDUCED:
+            model = tiny_models.build(base / "model", 97, layers=4, damping=0.3, seed=0, head_dim=20)
+            ids = DRAFT_VOCAB.tolist()
+            return tiny_models.export_tiny(model, base / "plans", slots=256, blocks=2, own_lm_head=True, draft_vocab=ids)
+        if kind in GGUF:
+            model = gguf_files.write(base / "model.gguf", gguf_files.Spec("llama", matrices=kind, table=kind))
+            return export_engine(model, base / "plans", "--max-seq-len", 160)
+        return export_engine(family_dir(kind), base / "plans", "--max-seq-len", 160, *FAMILIES[kind])
+
+    return exported
+
+
+def cpu_engine(directory: Path, draft: bool = False, threads: int = 1, int8: bool = True, kernel: str = "") -> CpuEngine:
+    manifest = load_manifest(directory)
+    stages = [manifest.draft] if draft else manifest.verify
+    return CpuEngine(packed_directory(directory, manifest), manifest, stages, threads, int8, kernel)
+
+
+class Pass:
+    """What an engine pair computes of one text: a prompt in two pieces, a token, a chain, a tree, and draft steps."""
+
+    def __init__(self, verify: Engine, draft: Engine) -> None:
+        manifest = verify.manifest  # type: ignore[attr-defined]
+        tokens = np.random.default_rng(0).integers(0, manifest.geometry.vocab_size, PROMPT + 20).tolist()
+        cache = verify.new_kv_cache()
+        cache.reserve(PROMPT + 20)
+        own, drafting = verify.bind(cache), draft.bind(cache)
+        own.prefill(tokens[:33], 0)
+        own.prefill(tokens[33:PROMPT], 33)
+        self.steps: list[list[NDArray[Any]]] = []
+        at = PROMPT
+        self._keep(drafting.forward(tokens[at : at + 2], [at, at + 1], at))
+        self._keep(own.forward(tokens[at : at + 1], [at], at))
+        self._keep(own.forward(tokens[at : at + 6], range(at, at + 6), at))
+        seen = np.eye(6, dtype=np.bool_)
+        seen[:, 0] = True
+        seen[3:5, 1], seen[4, 3], seen[5, 2] = True, True, True
+        depths = [0, 1, 1, 2, 3, 2]
+        positions = [at + depth for depth in depths]
+        self._keep(own.forward(tokens[at : at + 6], positions, at, at, seen))
+        cache.compact(at + 1, [at + 2, at + 5])
+        at += 3
+        self._keep(own.forward(tokens[at : at + 2], [at, at + 1], at))
+        self.caches = [np.stack(cache.read(layer))[..., : at + 2, :] for layer in range(manifest.num_caches)]
+
+    def _keep(self, outputs: StepOutputs) -> None:
+        self.steps.append([outputs.logits.copy()])
+        if outputs.topk_ids is not None and outputs.topk_logprobs is not None:
+            self.steps[-1] += [outputs.topk_ids.copy(), outputs.topk_logprobs.copy()]
+
+    def assert_near(self, other: "Pass", tolerance: float) -> None:
+        """Errors are compared with the size of the values, of whole arrays: rounding to 8 bits makes single ones larger."""
+        for ours, theirs in zip(self.steps, other.steps, strict=True):
+            assert_near(ours[0], theirs[0], tolerance)
+            if len(theirs) > 1 and tolerance < 1e-3:
+                assert (ours[1] == theirs[1]).all()
+                assert_near(ours[2], theirs[2], 10 * tolerance)
+        for mine, its in zip(self.caches, other.caches, strict=True):
+            assert_near(mine, its, tolerance)
+
+
+def assert_near(found: NDArray[Any], expected: NDArray[Any], tolerance: float) -> None:
+    assert found.shape == expected.shape
+    error = np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected)
+    assert error <= tolerance, f"off by {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", slow_but(KINDS, "llama-bias", "qwen3-bias", "llama-tied", "Q4_K", REDUCED))
+def test_logits_caches_and_drafts_are_near_those_of_the_untouched_graphs(directory: Directory, kind: str) -> None:
+    plans = directory(kind)
+    manifest = load_manifest(plans)
+    expected = Pass(
+        OrtEngine(plans, manifest, manifest.verify, 1, int8_activations=False),
+        OrtEngine(plans, manifest, [manifest.draft], 1, int8_activations=False),
+    )
+    exact = Pass(cpu_engine(plans, int8=False), cpu_engine(plans, draft=True, int8=False))
+    exact.assert_near(expected, 1e-5)
+    rounded = Pass(cpu_engine(plans), cpu_engine(plans, draft=True))
+    rounded.assert_near(expected, 0.1)
+    chosen = manifest.quantization
+    same = bool((rounded.steps[3][0] == exact.steps[3][0]).all())
+    assert same != bool(chosen.layers or chosen.head or chosen.tensors), "activations are int8 only with levels"
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
+@pytest.mark.parametrize(
+    "kind", slow_but(("llama-bias", "qwen3-bias", "llama-tied", "Q4_K", REDUCED), "qwen3-bias", "llama-tied")
+)
+def test_bits_are_equal_in_chains_and_trees(directory: Directory, kind: str, int8: bool) -> None:
+    """One :class:`Exactness` for all kernels: the first one's bits are what the others must give."""
+    exactness = Exactness(load_manifest(directory(kind)))
+    for name, threads in [("", 1), ("", 2), *((name, 1) for name in kernels())]:
+        exactness.check(cpu_engine(directory(kind), threads=threads, int8=int8, kernel=name))
+    assert not exactness.chains.differing, exactness.chains
+    assert not exactness.trees.differing, exactness.trees
+    assert exactness.trees.positions
+
+
+@pytest.fixture(scope="module")
+def manifest(directory: Directory) -> Manifest:
+    return load_manifest(directory(REDUCED))
+
+
+def test_a_cache_keeps_what_is_filled(manifest: Manifest) -> None:
+    kv_cache, random = CpuKVCache(manifest), np.random.default_rng(0)
+    geometry = manifest.geometry
+    shape = manifest.num_caches, 2, geometry.num_kv_heads
+    assert kv_cache.address % 4096 == 0 and kv_cache.slots == slots_of(manifest) and kv_cache.slots % 16 == 0
+    truth = np.zeros((*shape, kv_cache.slots, geometry.head_dim), np.float32)
+    assert (kv_cache.values(0, kv_cache.slots) == truth).all()
+    for start, count in ((0, 1), (15, 2), (16, 16), (3, 60), (kv_cache.slots - 5, 5), (40, 0)):
+        values = random.normal(0, 1, (*shape, count, geometry.head_dim)).astype(np.float32)
+        kv_cache.fill(start, values)
+        truth[..., start : start + count, :] = values
+        assert (kv_cache.values(start, start + count) == values).all()
+    for start, sources in ((5, [5, 7, 30]), (14, [20, 21, 40, 62]), (0, [1])):
+        kv_cache.compact(start, sources)
+        truth[..., start : start + len(sources), :] = truth[..., sources, :].copy()
+    assert (kv_cache.values(0, kv_cache.slots) == truth).all()
+    for layer in range(manifest.num_caches):
+        keys, values = kv_cache.read(layer)
+        assert keys.shape == (1, *truth.shape[2:])
+        assert (keys[0] == truth[layer, 0]).all() and (values[0] == truth[layer, 1]).all()
+    other = CpuKVCache(manifest)
+    other.fill(0, kv_cache.values(0, 37))
+    assert (other.values(0, 37) == truth[..., :37, :]).all() and not other.values(37, 48).any()
+
+
+def test_a_cache_has_limits(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv_cache = CpuKVCache(manifest)
+    kv_cache.reserve(manifest.max_seq_len)
+    with pytest.raises(EESDError, match="do not fit the cache"):
+        kv_cache.reserve(manifest.max_seq_len + 1)
+    kv_cache.fill(0, np.ones_like(kv_cache.values(0, 9)))
+    kv_cache.reset()
+    kv_cache.reserve(9)
+    monkeypatch.setattr("eesd.runtime.engines.cpu_cache.KEPT", 0)
+    kv_cache.reset()
+    assert not kv_cache.values(0, kv_cache.slots).any(), "the pages were not given back"
+
+
+def test_rows_take_and_move_texts(manifest: Manifest) -> None:
+    rows, kv_cache = CpuRows(manifest, 3), CpuKVCache(manifest)
+    values = np.random.default_rng(0).normal(0, 1, kv_cache.values(0, 37).shape).astype(np.float32)
+    kv_cache.fill(0, values)
+    rows.resize(37, [])
+    rows.take(1, kv_cache, 37)
+    rows.move(1, 0, 37)
+    assert (rows.values(0, 0, 37) == values).all()
+    others = CpuRows(manifest, 1)
+    others.take_over(0, rows, 0, 20)
+    assert (others.values(0, 3, 20) == values[..., 3:20, :]).all()
+
+
+@pytest.fixture
+def plans(directory: Directory, tmp_path: Path) -> Path:
+    """Engines without packed weights, which the test may change."""
+    return shutil.copytree(directory("llama-tied"), tmp_path / "plans", ignore=shutil.ignore_patterns("cpu-*"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The directories that were written, whole or not."""
+    written: list[Path] = []
+    write = packed._write
+
+    def note(directory: Path, manifest: Manifest, place: Path) -> None:
+        written.append(place)
+        write(directory, manifest, place)
+
+    monkeypatch.setattr(packed, "_write", note)
+    return written
+
+
+def test_a_packed_directory_is_made_once(plans: Path, made: list[Path]) -> None:
+    manifest = load_manifest(plans)
+    place = packed_directory(plans, manifest)
+    assert place.parent == plans and place.name.startswith("cpu-")
+    before = contents(place)
+    assert packed_directory(plans, manifest) == place and len(made) == 1
+    for name in sorted(before):
+        for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-1])):
+            damage(place / name)
+            if name == "sizes.json" and (place / name).exists():
+                (place / name).write_text("{")
+            assert packed_directory(plans, load_manifest(plans)) == place
+            assert contents(place) == before, name
+    assert len(made) == 2 * len(before) + 1
+
+
+def test_another_export_has_another_packed_directory(plans: Path) -> None:
+    manifest = load_manifest(plans)
+    first = packed_directory(plans, manifest)
+    raw = json.loads((plans / "manifest.json").read_text())
+    edit_manifest(plans, "files/verify.onnx/sha256", raw["files"]["draft.onnx"]["sha256"])
+    assert packed._key(load_manifest(plans)) != first.name.removeprefix("cpu-")
+
+
+def test_where_the_engine_directory_cannot_be_written_the_users_cache_is_used(
+    plans: Path, own_cache: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = load_manifest(plans)
+    forbid(plans, monkeypatch)
+    place = packed_directory(plans, manifest)
+    assert place.parent == own_cache / "eesd" and packed_directory(plans, manifest) == place
+    assert not list(plans.glob("cpu-*")) and len(made) == 1
+    CpuEngine(place, manifest, manifest.verify, 1)
+    forbid(plans.parent, monkeypatch)
+    shutil.rmtree(own_cache)
+    with pytest.raises(EESDError, match=r"cannot be written .* set XDG_CACHE_HOME"):
+        packed_directory(plans, manifest)
+
+
+def forbid(forbidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permissions do not stop the superuser, who may run the tests."""
+    write = packed.directory_written_whole
+
+    def refuse(place: Path) -> Any:
+        if place.is_relative_to(forbidden):
+            raise PermissionError(f"Permission denied: {place}")
+        return write(place)
+
+    monkeypatch.setattr(packed, "directory_written_whole", refuse)
+
+
+def test_several_may_make_a_packed_directory_at_once(plans: Path) -> None:
+    manifest, problems = load_manifest(plans), []
+    places: list[Path] = []
+
+    def make() -> None:
+        try:
+            place = packed_directory(plans, manifest)
+            CpuEngine(place, manifest, manifest.verify, 1)
+            places.append(place)
+        except Exception as error:
+            problems.append(repr(error))
+
+    threads = [Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems and len(places) == 4
+    assert packed._is_complete(places[0], manifest)
+    assert len(list(plans.glob("cpu-*"))) == 1
+
+
+def put(plans: Path, graph: str, model: onnx.ModelProto) -> None:
+    """Write a graph, with the size and the hash that the manifest says."""
+    (plans / graph).write_bytes(model.SerializeToString())
+    edit_manifest(plans, f"files/{graph}/size", (plans / graph).stat().st_size)
+    edit_manifest(plans, f"files/{graph}/sha256", sha256_of(plans / graph))
+
+
+def matrix(model: onnx.ModelProto) -> onnx.TensorProto:
+    """A weight in a file, not at its beginning."""
+    return [t for t in model.graph.initializer if len(t.dims) == 2 and t.external_data and t.name not in ("cos", "sin")][-1]
+
+
+def renamed(model: onnx.ModelProto) -> None:
+    matrix(model).name += "_other"
+
+
+def moved(model: onnx.ModelProto) -> None:
+    next(entry for entry in matrix(model).external_data if entry.key == "offset").value = str(1 << 40)
+
+
+def elsewhere(model: onnx.ModelProto) -> None:
+    next(entry for entry in matrix(model).external_data if entry.key == "location").value = "../other.bin"
+
+
+def other_shape(model: onnx.ModelProto) -> None:
+    matrix(model).dims[0] += 1
+
+
+def other_type(model: onnx.ModelProto) -> None:
+    matrix(model).data_type = onnx.TensorProto.DOUBLE
+
+
+@pytest.mark.parametrize("damage", [renamed, moved, elsewhere, other_shape, other_type])
+@pytest.mark.parametrize("graph", ["verify.onnx", "draft.onnx"])
+def test_graphs_that_do_not_fit_the_manifest_are_refused(
+    plans: Path, graph: str, damage: Callable[[onnx.ModelProto], None]
+) -> None:
+    model = graph_of(plans, graph)
+    damage(model)
+    put(plans, graph, model)
+    with pytest.raises(EESDError, match="do not fit its manifest; export the model again") as caught:
+        packed_directory(plans, load_manifest(plans))
+    assert "\n" not in str(caught.value)
+    assert not list(plans.glob("cpu-*")), "something half made was left"
+
+
+def test_a_graph_that_was_changed_is_refused_although_it_was_packed(plans: Path) -> None:
+    manifest = load_manifest(plans)
+    packed_directory(plans, manifest)
+    data = bytearray((plans / "draft.onnx").read_bytes())
+    data[len(data) // 2] ^= 1
+    (plans / "draft.onnx").write_bytes(data)
+    with pytest.raises(EESDError, match=r"draft.onnx is not the graph that the manifest describes"):
+        packed_directory(plans, manifest)
+
+
+def test_scales_that_are_not_finite_are_refused(plans: Path) -> None:
+    manifest = load_manifest(plans)
+    scales = next(t for t in graph_of(plans, "verify.onnx").graph.initializer if t.name.endswith(".scales"))
+    offset = next(int(entry.value) for entry in scales.external_data if entry.key == "offset")
+    for value in (np.inf, np.nan):
+        kind = {1: np.float32, 10: np.float16}[scales.data_type]
+        with (plans / "weights.bin").open("r+b") as file:
+            file.seek(offset)
+            file.write(np.array([value], kind).tobytes())
+        with pytest.raises(EESDError, match="do not fit its manifest"):
+            packed_directory(plans, manifest)
+
+
+def test_a_graph_on_disk_must_not_have_operators_of_this_project(plans: Path) -> None:
+    """Exported graphs are standard ONNX; what has nodes of the domain is not one."""
+    model = graph_of(plans, "verify.onnx")
+    node = helper.make_node("Embed", [model.graph.input[0].name], ["never"], domain=operators.DOMAIN)
+    model.graph.node.insert(0, node)
+    model.opset_import.append(helper.make_opsetid(operators.DOMAIN, 1))
+    put(plans, "verify.onnx", model)
+    manifest = load_manifest(plans)
+    operators.fastest()
+    with pytest.raises(EESDError, match=r"ONNX Runtime cannot load .*verify.onnx \(.*\); export again") as caught:
+        load_session(plans, manifest, manifest.verify[0], 1, CPU_PROVIDERS)
+    assert "eesd" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_packed_graph_that_is_damaged_is_refused(plans: Path) -> None:
+    manifest = load_manifest(plans)
+    place = packed_directory(plans, manifest)
+    path = place / manifest.verify[0].file
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    with pytest.raises(EESDError, match="delete it, and it is made again"):
+        CpuEngine(place, manifest, manifest.verify, 1)
