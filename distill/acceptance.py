@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 
 from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
-from eesd.distill.continuing import continue_prompts, padded
+from eesd.distill.continuing import TorchWriter, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.distill.teacher import LOGITS_PER_CHUNK, Teacher, full_sequence_inputs
 from eesd.model.decoder import Decoder
@@ -169,9 +169,9 @@ class ValidationSet:
         Returns:
             The validation set.
         """
-        greedy = torch.zeros(len(prompts))
+        greedy, writer = [0.0] * len(prompts), TorchWriter(decoder)
         limits = [len(prompt) + new_tokens for prompt in prompts]
-        texts = continue_prompts(decoder, prompts, limits, greedy, torch.Generator(), eos_token_ids, VALIDATION_ROWS)
+        texts = continue_prompts(writer, prompts, limits, greedy, np.random.default_rng, eos_token_ids, VALIDATION_ROWS)
         tokens, ends = padded(texts, max(map(len, texts)))
         weight = decoder.lm_head.weight
         precision = "bf16" if weight.dtype == torch.bfloat16 else "float32"

@@ -1,8 +1,14 @@
-"""Continuing prompts in rows that are decoded together. A row whose text has ended takes the next prompt."""
+"""Continuing prompts in rows that are decoded together. A row whose text has ended takes the next prompt.
 
-from collections.abc import Sequence
+A text has random numbers of its own, so it does not depend on how many rows there are, nor on which one it has.
+"""
 
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eesd.common.manifest import MASKED
@@ -13,11 +19,56 @@ from eesd.model.rotary import rotary_tables
 SLOT_BUCKET = 64
 """Attention covers the slots in use, rounded up to a multiple of this number."""
 PREFILL_ROWS = 16
-"""First prompts that are prefilled together, padded to the longest."""
+"""First prompts that torch prefills together, padded to the longest."""
+BLOCK = 64
+"""Tokens whose probabilities are summed first, so that few sums depend on each other."""
+
+Logits = NDArray[np.float32]
+RandomNumbers = Callable[[int], np.random.Generator]
+"""Gives the random numbers of a text by its number."""
 
 
-class _Rows:
-    """KV caches of B rows [B, KV, S, D], each at its own position."""
+class TextRows(Protocol):
+    """The texts of B rows, each at its own position."""
+
+    most_idle: float
+    """Fraction of the rows that may be without a text before they are dropped."""
+
+    def prefill(self, first: int, texts: Sequence[Sequence[int]]) -> None:
+        """Put texts into consecutive rows, from ``first`` on."""
+        ...
+
+    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Sequence[Logits]:
+        """Logits [V] behind one token of each row at its position."""
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all other rows."""
+        ...
+
+
+class Writer(Protocol):
+    """A model that writes."""
+
+    def rows(self, count: int, slots: int) -> TextRows:
+        """Rows for so many texts of at most ``slots`` tokens."""
+        ...
+
+
+class TorchWriter:
+    """Writes with torch, on the decoder's device."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def rows(self, count: int, slots: int) -> TextRows:
+        return _TorchRows(self._decoder, count, slots)
+
+
+class _TorchRows:
+    """KV caches [B, KV, S, D]."""
+
+    most_idle = 0.5
 
     def __init__(self, decoder: Decoder, count: int, slots: int) -> None:
         self._decoder, self._slots = decoder, slots
@@ -28,10 +79,12 @@ class _Rows:
             self._cos, self._sin = (table.to(weight.dtype) for table in rotary_tables(decoder.geometry, slots))
 
     def prefill(self, first: int, texts: Sequence[Sequence[int]]) -> None:
-        """Put texts into the slots of consecutive rows, from ``first`` on.
+        """See :class:`TextRows`. The slots behind a short text get values, too, which its own tokens replace before they are
+        seen."""
+        for start in range(0, len(texts), PREFILL_ROWS):
+            self._prefill(first + start, texts[start : start + PREFILL_ROWS])
 
-        The slots behind a short text get values, too, which its own tokens replace before they are seen.
-        """
+    def _prefill(self, first: int, texts: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, texts))
         if not longest:
             return
@@ -41,18 +94,17 @@ class _Rows:
         views = [(k[rows, :, :longest], v[rows, :, :longest]) for k, v in self._caches]
         self._hidden(padded(texts, longest)[0], inputs, views)
 
-    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits [B, V], float32, behind one token [B] of each row at its position [B]."""
-        used = min(self._slots, -(-(int(positions.max()) + 1) // SLOT_BUCKET) * SLOT_BUCKET)
-        mask = torch.where(torch.arange(used) > positions[:, None], MASKED, 0.0)[:, None, None]
-        inputs = self._inputs(positions[:, None], positions, mask)
+    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Logits:
+        at = torch.tensor(positions)
+        used = min(self._slots, -(-(max(positions) + 1) // SLOT_BUCKET) * SLOT_BUCKET)
+        mask = torch.where(torch.arange(used) > at[:, None], MASKED, 0.0)[:, None, None]
+        inputs = self._inputs(at[:, None], at, mask)
         views = [(k[:, :, :used], v[:, :, :used]) for k, v in self._caches]
-        x = self._hidden(tokens[:, None], inputs, views)[:, 0]
-        logits: Tensor = self._decoder.lm_head(self._decoder.model.norm(x))
-        return logits.float().cpu()
+        x = self._hidden(torch.tensor(tokens)[:, None], inputs, views)[:, 0]
+        logits: Logits = self._decoder.lm_head(self._decoder.model.norm(x)).float().cpu().numpy()
+        return logits
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all other rows."""
         self._caches = [(k[rows], v[rows]) for k, v in self._caches]
 
     def _inputs(self, positions: Tensor, write_indices: Tensor, mask: Tensor) -> Inputs:
@@ -69,22 +121,22 @@ class _Rows:
 
 @torch.inference_mode()
 def continue_prompts(
-    decoder: Decoder,
+    writer: Writer,
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
-    temperatures: Tensor,
-    generator: torch.Generator,
+    temperatures: Sequence[float],
+    numbers: RandomNumbers,
     eos_token_ids: Sequence[int],
     rows: int | None = None,
 ) -> list[list[int]]:
     """Continue all prompts.
 
     Args:
-        decoder: The model.
+        writer: The model.
         prompts: Token ids of each prompt; lengths may differ.
         limits: Maximum number of tokens of each text, its prompt included. A text also ends behind its first EOS token.
-        temperatures: Sampling temperature of each text [N]. 0 is greedy.
-        generator: Source of the random numbers.
+        temperatures: Sampling temperature of each text. 0 is greedy.
+        numbers: The random numbers of each text.
         eos_token_ids: Tokens that end a text.
         rows: Texts that are decoded together; None: all.
 
@@ -96,26 +148,28 @@ def continue_prompts(
     if not waiting:
         return texts
     busy = [waiting.pop() for _ in range(min(rows or len(waiting), len(waiting)))]
-    batch = _Rows(decoder, len(busy), max(limits))
-    for row in range(0, len(busy), PREFILL_ROWS):
-        batch.prefill(row, [texts[index][:-1] for index in busy[row : row + PREFILL_ROWS]])
+    batch = writer.rows(len(busy), max(limits))
+    batch.prefill(0, [texts[index][:-1] for index in busy])
+    random = {index: numbers(index) for index, temperature in enumerate(temperatures) if temperature}
     ended: set[int] = set()
     while len(ended) < len(busy):
-        lengths = torch.tensor([len(texts[index]) for index in busy])
-        logits = batch.step(torch.tensor([texts[index][-1] for index in busy]), lengths - 1)
-        sampled = _sample(logits, temperatures[busy], generator)
-        for row, (index, token) in enumerate(zip(busy, sampled.tolist(), strict=True)):
+        logits = batch.step([texts[index][-1] for index in busy], [len(texts[index]) - 1 for index in busy])
+        begun: list[int] = []
+        for row, index in enumerate(busy):
             if row in ended:
                 continue
+            token = _sample(logits[row], temperatures[index], random.get(index))
             texts[index].append(token)
             if token not in eos_token_ids and len(texts[index]) < limits[index]:
                 continue
             if waiting:
                 busy[row] = waiting.pop()
-                batch.prefill(row, [texts[busy[row]][:-1]])
+                begun.append(row)
             else:
                 ended.add(row)
-        if 2 * len(ended) > len(busy):
+        for row in begun:  # behind the loop, because logits may be memory that this overwrites
+            batch.prefill(row, [texts[busy[row]][:-1]])
+        if len(ended) > batch.most_idle * len(busy):
             kept = [row for row in range(len(busy)) if row not in ended]
             batch.keep(kept)
             busy, ended = [busy[row] for row in kept], set()
@@ -130,13 +184,18 @@ def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor([len(text) for text in texts])
 
 
-def _sample(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """A token for each row, by inversion of the cumulative distribution; greedy at temperature 0. Overwrites logits [B, V]."""
-    best, greedy = logits.max(-1, keepdim=True)
-    if not temperatures.any():
-        return greedy[:, 0]
-    # In place: memory for a large vocabulary takes longer to get than to fill.
-    cumulative = logits.sub_(best).div_(temperatures.clamp_min(1e-4)[:, None]).exp_().cumsum_(-1)
-    drawn = torch.rand(len(logits), 1, generator=generator) * cumulative[:, -1:]
-    sampled = torch.searchsorted(cumulative, drawn, right=True)[:, 0].clamp_max(logits.shape[1] - 1)
-    return torch.where(temperatures > 0, sampled, greedy[:, 0])
+def _sample(logits: Logits, temperature: float, random: np.random.Generator | None) -> int:
+    """A token by inversion of the cumulative distribution; the most likely one at temperature 0."""
+    best = int(logits.argmax())
+    if random is None:
+        return best
+    weights = np.zeros(-(-len(logits) // BLOCK) * BLOCK, np.float32)
+    weights[: len(logits)] = np.exp((logits - logits[best]) / np.float32(max(temperature, 1e-4)))
+    blocks = weights.reshape(-1, BLOCK)
+    ends = blocks.sum(1, dtype=np.float64).cumsum()
+    drawn = random.random() * ends[-1]
+    block = int(np.searchsorted(ends, drawn, side="right"))
+    inside = blocks[block].cumsum(dtype=np.float64) + (ends[block - 1] if block else 0.0)
+    within = int(np.searchsorted(inside, drawn, side="right"))
+    # Its sums may round to less than the block's own: the last token that has a probability then is meant.
+    return block * BLOCK + (within if within < BLOCK else int(blocks[block].nonzero()[0][-1]))

@@ -3,22 +3,27 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.json_input import read_json_object
-from eesd.distill.continuing import continue_prompts, padded
+from eesd.distill.continuing import Writer, continue_prompts, padded
 from eesd.distill.data import shard_name, shuffled_indices
 from eesd.distill.options import first_difference
 from eesd.distill.stored import damaged, load_tensors, saving
-from eesd.model.decoder import Decoder
+from eesd.runtime.decoding.sampling import philox
 
 SHARD_BATCHES = 4
 """Texts in a shard, as a multiple of those that are decoded together: at a shard's end fewer and fewer rows are busy."""
+
+STREAM = 2
+"""Of the random numbers of own text; prompts that the model writes have the next one."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class GenerationOptions:
 
 
 def self_generate(
-    decoder: Decoder,
+    writer: Writer,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     directory: Path,
@@ -64,7 +69,7 @@ def self_generate(
     processes share the work.
 
     Args:
-        decoder: The model.
+        writer: The model.
         prompts: Token ids of each prompt.
         options: Options of the text.
         directory: Directory of the shards.
@@ -83,17 +88,22 @@ def self_generate(
         path = directory / shard_name(number)
         if number % processes == process and not path.exists():
             chosen = [prompts[i] for i in shuffled_indices(len(prompts), start, count, options.seed)]
-            temperatures = torch.tensor([options.temperatures[(start + i) % len(options.temperatures)] for i in range(count)])
-            generator = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
+            temperatures = [options.temperatures[(start + i) % len(options.temperatures)] for i in range(count)]
+            numbers = partial(_random_numbers, options.seed, start)
             limits = [options.length + 1] * count
-            texts = continue_prompts(decoder, chosen, limits, temperatures, generator, eos_token_ids, options.batch)
+            texts = continue_prompts(writer, chosen, limits, temperatures, numbers, eos_token_ids, options.batch)
             tokens, lengths = padded([text[: options.length + 1] for text in texts], options.length + 1)
-            shard = {"tokens": tokens.int(), "lengths": lengths, "temperatures": temperatures}
+            shard = {"tokens": tokens.int(), "lengths": lengths, "temperatures": torch.tensor(temperatures)}
             with saving(path), written_whole(path) as temporary:
                 save_file(shard, temporary)
         elif number % processes == process:
             _check_shard(path, count)
         advance(count)
+
+
+def _random_numbers(seed: int, start: int, text: int) -> np.random.Generator:
+    """Those of a text of the shard that begins with the text ``start``."""
+    return philox(seed, STREAM, start + text)
 
 
 def _check_shard(path: Path, count: int) -> None:

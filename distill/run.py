@@ -22,8 +22,10 @@ from eesd.common.draft_vocab import most_used
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers, written_whole
 from eesd.common.geometry import ExitConfig
+from eesd.common.terminal import notice
 from eesd.distill.acceptance import Acceptance, ValidationSet, replay_acceptance
 from eesd.distill.calibrate import CalibrationResult, calibrate
+from eesd.distill.continuing import TorchWriter, Writer
 from eesd.distill.data import (
     Rows,
     add_mixed_rows,
@@ -33,6 +35,7 @@ from eesd.distill.data import (
     read_rows,
     split_documents,
 )
+from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions, digest
 from eesd.distill.self_prompt import SelfPromptOptions, self_prompts
@@ -45,8 +48,13 @@ from eesd.model.exit_head import ExitHead, check_exit
 from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, save_config
 from eesd.model.hub import find_model
 from eesd.model.tokenizer_files import resolved_tokenizer
+from eesd.runtime.engines import operators
 from eesd.runtime.text import TextCodec
 
+SLOWLY = (
+    "torch writes the model's own text, several times slower than this project's operators: they are not built (install a C++ "
+    "compiler, and then eesd again), or this processor has neither AVX2 nor AVX-512."
+)
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Opens a progress bar with a label and a total; gives a function that advances it."""
 
@@ -119,8 +127,8 @@ class Run:
 
     def _generate_rows(self) -> list[Path]:
         """Generate the missing shards of own text; returns all shards."""
-        data = self.data
-        prompts = self._prompts([*data.prompts, *self._write_prompts()], data.own_rows)
+        data, writer = self.data, self._writer()
+        prompts = self._prompts([*data.prompts, *self._write_prompts(writer)], data.own_rows)
         options = GenerationOptions(
             rows=data.own_rows,
             batch=data.own_batch,
@@ -133,11 +141,27 @@ class Run:
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         with self.progress("own text", data.own_rows) as advance:
             eos_token_ids = self.checkpoint.config.eos_token_ids
-            self_generate(self.decoder, prompts, options, data.own_text, eos_token_ids, advance, process, processes)
+            self_generate(writer, prompts, options, data.own_text, eos_token_ids, advance, process, processes)
         self.accelerator.wait_for_everyone()
+        shutil.rmtree(self._engine_directory, ignore_errors=True)
         return sorted(data.own_text.glob("shard-*.safetensors"))
 
-    def _write_prompts(self) -> list[Path]:
+    @property
+    def _engine_directory(self) -> Path:
+        """The engine that writes in this process. It stays until all text is written."""
+        return self.data.own_text / f"engine-{self.accelerator.process_index}"
+
+    def _writer(self) -> Writer:
+        """What writes the model's own text: on a CPU this project's operators, which read the weights as they are stored."""
+        if self.accelerator.device.type != "cpu":
+            return TorchWriter(self.decoder)
+        if not operators.missing():
+            return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
+        if self.is_main:
+            notice(SLOWLY)
+        return TorchWriter(self.decoder)
+
+    def _write_prompts(self, writer: Writer) -> list[Path]:
         """Let the model write its own prompts, on the main process; returns their files."""
         data = self.data
         if not data.self_prompt:
@@ -154,7 +178,7 @@ class Run:
         write = partial(self_prompts, codec=self.codec, options=options, directory=data.own_text, rows=data.own_batch)
         eos_token_ids = self.checkpoint.config.eos_token_ids
         with self.accelerator.main_process_first(), self.progress("own prompts", data.self_prompt) as advance:
-            return write(self.decoder, eos_token_ids=eos_token_ids, advance=advance)
+            return write(writer, eos_token_ids=eos_token_ids, advance=advance)
 
     def _prompts(self, paths: Sequence[Path], count: int) -> list[list[int]]:
         return read_prompts(

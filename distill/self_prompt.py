@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
-from eesd.distill.continuing import continue_prompts
+from eesd.distill.continuing import Writer, continue_prompts
+from eesd.distill.generate import STREAM
 from eesd.distill.options import digest
 from eesd.distill.stored import saving
-from eesd.model.decoder import Decoder
+from eesd.runtime.decoding.sampling import philox
 from eesd.runtime.text import TextCodec
 
 MARK = "eesd-user-turn"
@@ -46,7 +47,7 @@ class SelfPromptOptions:
 
 
 def self_prompts(
-    decoder: Decoder,
+    writer: Writer,
     codec: TextCodec,
     options: SelfPromptOptions,
     directory: Path,
@@ -59,8 +60,8 @@ def self_prompts(
     Each file is a function of the options and of its number, so a stopped run continues where it stopped.
 
     Args:
-        decoder: The model.
-        codec: Its tokenizer and chat template.
+        writer: The model.
+        codec: The tokenizer and chat template.
         options: Options of the prompts.
         directory: Directory of the files.
         eos_token_ids: Tokens that end a turn, besides the first token that the template puts behind one.
@@ -80,7 +81,7 @@ def self_prompts(
     for number in count():
         path = directory / f"self-prompts-{key}-{number:05}.jsonl"
         if not path.exists():
-            turns = _user_turns(decoder, codec, options, number, eos_token_ids, rows)
+            turns = _user_turns(writer, codec, options, number, eos_token_ids, rows)
             lines = (json.dumps({"messages": [{"role": "user", "content": turn}]}) + "\n" for turn in turns)
             with saving(path), written_whole(path) as temporary:
                 temporary.write_text("".join(lines))
@@ -97,7 +98,7 @@ def self_prompts(
 
 
 def _user_turns(
-    decoder: Decoder, codec: TextCodec, options: SelfPromptOptions, number: int, eos_token_ids: Sequence[int], rows: int
+    writer: Writer, codec: TextCodec, options: SelfPromptOptions, number: int, eos_token_ids: Sequence[int], rows: int
 ) -> list[str]:
     """The different user turns of one file that the model has ended."""
     opening, _, closing = codec.render([{"role": "user", "content": MARK}]).partition(MARK)
@@ -106,8 +107,11 @@ def _user_turns(
     starts = [options.starts[i % len(options.starts)] for i in range(SHARD_TRIES)]
     prompts = [encode(opening + start, add_special_tokens=False).ids for start in starts]
     limits = [min(len(prompt) + MAX_TOKENS, options.max_positions) for prompt in prompts]
-    generator = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
-    texts = continue_prompts(decoder, prompts, limits, torch.ones(len(prompts)), generator, tuple(ends), rows)
+
+    def numbers(text: int) -> np.random.Generator:
+        return philox(options.seed, STREAM + 1, number * SHARD_TRIES + text)
+
+    texts = continue_prompts(writer, prompts, limits, [1.0] * len(prompts), numbers, tuple(ends), rows)
     turns: dict[str, None] = {}
     for start, prompt, text in zip(starts, prompts, texts, strict=True):
         turn = (start + codec.decode(text[len(prompt) : -1])).strip()

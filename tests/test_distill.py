@@ -6,22 +6,30 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from support import gguf_files
 from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
 from support.distilling import SMALL, distill, read_losses, read_metrics
+from support.engine_dirs import edit_manifest
+from support.gguf_files import Spec
 
 import eesd
 from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main
-from eesd.distill.continuing import continue_prompts
+from eesd.distill.continuing import TorchWriter, Writer, continue_prompts
 from eesd.distill.data import Rows, batch_indices, split_documents
+from eesd.distill.engine_writer import EngineWriter
+from eesd.distill.run import SLOWLY
 from eesd.distill.teacher import Teacher
 from eesd.model.checkpoint import Checkpoint
+from eesd.runtime.engines import operators
 from eesd.runtime.llm import Speculation
 
 SHARDED = str(Path(__file__).parent / "support/sharded.py")
@@ -129,6 +137,31 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
     assert shards[0].stat().st_mtime_ns == kept
 
 
+@pytest.mark.parametrize("batch", [4, 40])
+def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(learner: Path, tmp_path: Path, batch: int) -> None:
+    """Sampled ones, too. The engine that wrote them is gone at the end."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc def"}\n{"text": "x = 1"}\n')
+    arguments = ("--model", learner, "--exit-layer", 1, "--self-generate", prompts, *SMALL, "--own-rows", 40, "--steps", 1)
+    found = []
+    for size in (1, batch):
+        output = tmp_path / str(size)
+        succeed(main, *arguments, "--own-batch", size, "-o", output)
+        shards = [load_file(path) for path in sorted((output / "own-text").glob("shard-*"))]
+        found.append(torch.cat([shard["tokens"] for shard in shards]))
+        assert not list((output / "own-text").glob("engine-*"))
+    assert torch.equal(*found)
+
+
+def test_without_operators_torch_writes_and_says_so(learner: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc def"}\n')
+    monkeypatch.setattr(operators, "missing", lambda: "They are not there.")
+    monkeypatch.setattr(EngineWriter, "rows", lambda *_: pytest.fail("the operators were used"))
+    arguments = ("--model", learner, "--exit-layer", 1, "--self-generate", tmp_path / "prompts.jsonl", *SMALL)
+    result = succeed(main, *arguments, "--own-rows", 20, "--steps", 1, "-o", tmp_path / "out")
+    assert SLOWLY in result.stderr and len(list((tmp_path / "out" / "own-text").glob("shard-*"))) == 1
+
+
 def test_the_model_writes_its_own_prompts(learner: Path, tmp_path: Path) -> None:
     """Turns begin as asked, are whole, and are continued; files that are there stay."""
     arguments = ("--model", learner, "--exit-layer", 1, "--self-prompt", 8, "-o", tmp_path / "out", *SMALL)
@@ -152,30 +185,94 @@ def test_a_model_without_a_chat_template_writes_no_prompts(learner: Path, tmp_pa
     assert_refused(run(main, *arguments), "chat template")
 
 
-def test_continuations_in_a_batch_equal_those_of_single_prompts(learner: Path) -> None:
-    """Also where a row takes another prompt when its text has ended, and at the end, when rows are dropped."""
-    decoder = Checkpoint(learner).decoder()
+@pytest.fixture(params=["torch", "operators"])
+def writer(request: pytest.FixtureRequest, learner: Path, tmp_path: Path) -> Writer:
+    """Both ways to write text."""
+    checkpoint = Checkpoint(learner)
+    if request.param == "torch":
+        return TorchWriter(checkpoint.decoder())
+    needs_operators()
+    return EngineWriter(checkpoint, tmp_path / "engine", 2)
+
+
+def needs_operators() -> None:
+    if operators.missing():
+        pytest.skip(operators.missing())
+
+
+def test_continuations_in_a_batch_equal_those_of_single_prompts(writer: Writer) -> None:
+    """Also sampled ones, where a row takes another prompt when its text has ended, and at the end, when rows are dropped."""
     prompts = [[5, 6, 7], [10] * 70, [40, 41], [9], [50, 51, 52], [8, 9], [3] * 12, [7, 4]]
     limits = [23, 90, 7, 21, 30, 40, 12, 64]
+    temperatures = [0, 0.7, 1, 0, 1, 0.7, 1, 0.7]
     alone = [
-        continue_prompts(decoder, [prompt], [limit], torch.zeros(1), torch.Generator(), (2,))[0]
-        for prompt, limit in zip(prompts, limits, strict=True)
+        continue_prompts(writer, [prompt], [limit], [temperature], partial(numbers, number), (2,))[0]
+        for number, (prompt, limit, temperature) in enumerate(zip(prompts, limits, temperatures, strict=True))
     ]
     assert all(len(text) == limit or text[-1] == 2 for text, limit in zip(alone, limits, strict=True))
     for rows in (None, 1, 3, 5):
-        assert continue_prompts(decoder, prompts, limits, torch.zeros(8), torch.Generator(), (2,), rows) == alone
+        assert continue_prompts(writer, prompts, limits, temperatures, partial(numbers, 0), (2,), rows) == alone
 
 
-def test_sampled_continuations_follow_the_model_distribution(learner: Path) -> None:
+def numbers(first: int, text: int) -> np.random.Generator:
+    return np.random.default_rng([7, first + text])
+
+
+def test_sampled_continuations_follow_the_model_distribution(learner: Path, writer: Writer) -> None:
     """2000 first tokens at temperature 1, compared with the model's distribution."""
-    decoder = Checkpoint(learner).decoder()
     count = 2000
-    generator = torch.Generator().manual_seed(3)
-    texts = continue_prompts(decoder, [[5, 6, 7]] * count, [4] * count, torch.ones(count), generator, (2,))
-    _, targets = Teacher(decoder, [1], 97, "float32")(torch.tensor([[5, 6, 7]]))
+    texts = continue_prompts(writer, [[5, 6, 7]] * count, [4] * count, [1] * count, partial(numbers, 0), (2,), 64)
+    _, targets = Teacher(Checkpoint(learner).decoder(), [1], 97, "float32")(torch.tensor([[5, 6, 7]]))
     expected = torch.zeros(97).index_add(0, targets.top_ids[0, -1].long(), targets.top_logprobs[0, -1].float().exp())
     frequencies = torch.bincount(torch.tensor(texts)[:, 3], minlength=97) / count
     assert (frequencies - expected).abs().max() < 5 * (0.25 / count) ** 0.5
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "Q4_1", "Q8_0"])
+def test_operators_write_what_an_engine_directory_generates(kind: str, learner: Path, tmp_path: Path) -> None:
+    """Greedy texts are those of ``eesd.load``; a file's own levels are kept. Rows and threads change no sampled text either."""
+    needs_operators()
+    model = gguf_files.write(tmp_path / "model.gguf", Spec("llama", matrices=kind)) if kind.startswith("Q") else learner
+    if kind == "bfloat16":
+        model = shutil.copytree(learner, tmp_path / "model")
+        weights = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+        save_file(weights, model / "model.safetensors", {"format": "pt"})
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"dtype": kind}))
+    checkpoint, prompts = Checkpoint(model), [[5, 6, 7], [10] * 30, [40], *([number] * 9 for number in range(50, 58))]
+    limits = [40] * len(prompts)
+    texts = []
+    for threads, rows in ((1, 1), (2, 8)):
+        writer = EngineWriter(checkpoint, tmp_path / f"engine-{threads}", threads)
+        texts += [
+            continue_prompts(writer, prompts, limits, temperatures, partial(numbers, 0), (), rows)
+            for temperatures in ([0] * 11, [0, 0.7, 1, 0.7, 1, 0.7, 1, 0.7, 1, 0.7, 1])
+        ]
+    assert texts[:2] == texts[2:]
+    llm = eesd.load(export_engine(model, tmp_path / "plans", "--exit-layer", 1), speculation=None)
+    assert llm.manifest.dtype == ("bfloat16" if kind == "bfloat16" else "float32")
+    assert bool(llm.manifest.quantization.tensors) == kind.startswith("Q")
+    for prompt, text in zip(prompts, texts[0], strict=True):
+        assert llm.generate(prompt, max_new_tokens=40 - len(prompt), ignore_eos=True).tokens == text[len(prompt) :]
+
+
+def test_an_engine_is_made_once_and_again_if_it_is_damaged_small_or_of_another_model(learner: Path, tmp_path: Path) -> None:
+    needs_operators()
+    directory = tmp_path / "engine"
+
+    def write(limit: int = 9) -> list[list[int]]:
+        writer = EngineWriter(Checkpoint(learner), directory, 1)
+        return continue_prompts(writer, [[5, 6, 7]], [limit], [0], partial(numbers, 0), ())
+
+    first = write()
+    made = (directory / "manifest.json").stat().st_mtime_ns
+    assert write() == first and (directory / "manifest.json").stat().st_mtime_ns == made
+    os.truncate(directory / "weights.bin", 100)
+    assert write() == first
+    edit_manifest(directory, "exit_head.base", "0" * 64)
+    assert write() == first
+    edit_manifest(directory, "max_seq_len", 8)
+    assert write() == first
 
 
 def test_short_documents_share_a_row() -> None:

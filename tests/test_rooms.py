@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "runtime": {"common", "controllers", "model"},
     "export": {"common", "model", "runtime"},
     "serve": {"common", "controllers", "model", "runtime"},
-    "distill": {"common", "controllers", "model", "runtime"},
+    "distill": {"common", "controllers", "model", "runtime", "export"},
     "bench": {"common", "controllers", "model", "runtime", "export", "serve"},
 }
 """Rooms from the lowest to the highest, and the rooms that each may import."""

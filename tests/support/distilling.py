@@ -9,7 +9,7 @@ import torch
 from click.testing import Result
 
 from eesd.distill.cli import main
-from eesd.distill.continuing import continue_prompts, padded
+from eesd.distill.continuing import TorchWriter, continue_prompts, padded
 from eesd.model.checkpoint import Checkpoint
 from support import tiny_models
 from support.command import add_tokenizer, succeed
@@ -24,9 +24,8 @@ def build(directory: Path) -> tuple[Path, Path]:
     model = tiny_models.build(directory / "model", 97, layers=3, damping=1.0, seed=0)
     add_tokenizer(model)
     prompts = torch.randint(3, 97, (256, 6), generator=torch.Generator().manual_seed(0)).tolist()
-    temperatures = torch.arange(256) % 2 * 0.7
-    generator = torch.Generator().manual_seed(1)
-    texts = continue_prompts(Checkpoint(model).decoder(), prompts, [LENGTH + 1] * 256, temperatures, generator, (2,))
+    writer, temperatures = TorchWriter(Checkpoint(model).decoder()), [0, 0.7] * 128
+    texts = continue_prompts(writer, prompts, [LENGTH + 1] * 256, temperatures, np.random.default_rng, (2,))
     tokens, _ = padded(texts, LENGTH + 1)
     np.save(directory / "own.npy", tokens.numpy().astype(np.uint16))
     return model, directory / "own.npy"
