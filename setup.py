@@ -19,7 +19,7 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("src/eesd/runtime/operators")
 LIBRARY = "eesd.runtime.engines.libeesd_operators"
 COMMON = [
-    *("-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden"),
+    *("-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden"),
     *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
     # The order and the rounding of sums are specified, so that all kernels give the same bits. Nothing from the environment is
     # added: -ffast-math or contraction would change them, and -march=native the processors that can load the library.

@@ -2,20 +2,22 @@
 
     python bench/shapes.py --shape 7b --backend torch --work DIR --json 7b.json
     python bench/shapes.py --engine-dir plans/ --backend tensorrt --gpu h100
+    python bench/shapes.py --engine-dir plans/ --backend ort --nodes "1 2 4 6 8" --behind "64 512 2048"
 
 With a shape, it writes a random checkpoint, exports it (once for a --work directory) and builds plans if the backend is
-tensorrt. It times draft steps, verify passes, the prefill and whole rounds; with --gpu, predictions are beside them. Export
-and build run in separate processes, so that they do not raise the peak memory of this one.
+tensorrt. It times loading, draft steps, verify passes, the time to the first token, and whole rounds; with --gpu, predictions
+are beside them. Export and build run in separate processes, so that they do not raise the peak memory of this one.
 """
 
 import json
 import resource
 import shutil
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,16 +26,17 @@ import click
 import numpy as np
 
 from eesd.bench.measure.results import describe_machine
+from eesd.bench.report.stats import Interval, bootstrap
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.files import scratch_directory, written_whole
-from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest
+from eesd.common.machine import torch_sees_gpu
+from eesd.common.manifest import MANIFEST_FILE, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import DTYPES, model_shapes
 from eesd.export.memory import estimate_memory, format_bytes
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
-from eesd.runtime.engines.backends import BACKENDS, Engines, open_engines
-from eesd.runtime.engines.base import Binding
+from eesd.runtime.engines.backends import BACKENDS, Engines, default_threads, open_engines
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import LLM, Speculation
@@ -63,8 +66,10 @@ PROMPT, SLOTS, TREE_NODES = 512, 1024, 64
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 BLOCK = 1 << 22
 """Distinct random numbers of a checkpoint, which repeats them: billions would take minutes and not change the timing."""
-COPY_BYTES = 1 << 28
-"""Size of the copy that measures the bandwidth, larger than any cache."""
+MEMORY_BYTES = 1 << 28
+"""What is copied or read to measure the bandwidth, larger than any cache."""
+LOADS = 3
+"""Times that engines are loaded on a CPU. On a GPU they are loaded once: they may fill its memory."""
 ROUND_TOKENS, ROUND_DRAFTS = 64, 4
 NUM_KV_CACHES = 2
 """One for single passes, one for rounds."""
@@ -130,35 +135,52 @@ def _run(module: str, *arguments: object) -> None:
         raise EESDError((done.stderr.strip().splitlines() or ["it failed without a message"])[-1].removeprefix("error: "))
 
 
-def median_seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a synchronous call, after two warm-up calls."""
-    seconds = []
-    for _ in range(repeats + 2):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[2:])
+def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Interval]:
+    """Median seconds of synchronous calls, with intervals, after two warm-up calls each.
+
+    The calls take turns, so that other load on the machine affects all alike.
+    """
+    seconds: dict[Any, list[float]] = {key: [] for key in calls}
+    for repeat in range(repeats + 2):
+        for key, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if repeat >= 2:
+                seconds[key].append(time.perf_counter() - started)
+    return {key: bootstrap(found) for key, found in seconds.items()}
 
 
-def bandwidth(on_gpu: bool, repeats: int) -> float:
-    """Bytes per second, read plus written, of a large copy in the memory that the engines use."""
+def bandwidth(on_gpu: bool, threads: int, repeats: int) -> float:
+    """Bytes per second of the memory that the engines use: read plus written by a large copy on a GPU, read on a CPU.
+
+    ``threads`` is for the CPU.
+    """
+    if not on_gpu:
+        numbers = np.ones((threads, MEMORY_BYTES // 8 // threads), np.int64)
+        with ThreadPoolExecutor(threads) as pool:
+            return numbers.nbytes / timed({"": lambda: list(pool.map(np.sum, numbers))}, repeats)[""].median
     import torch
 
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+    source = torch.ones(MEMORY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
 
     def copy() -> None:
         target.copy_(source)
-        if on_gpu:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
 
-    return 2 * COPY_BYTES / median_seconds(copy, repeats)
+    return 2 * MEMORY_BYTES / timed({"": copy}, repeats)[""].median
 
 
 def time_passes(
-    manifest: Manifest, engines: Engines, repeats: int, per_second: float, hardware: Hardware | None
+    manifest: Manifest,
+    engines: Engines,
+    repeats: int,
+    per_second: float,
+    hardware: Hardware | None,
+    counts: Sequence[int],
+    behind: Sequence[int],
 ) -> dict[str, Any]:
-    """Time draft steps, verify passes by node count, and the prefill.
+    """Time draft steps and verify passes by node count, behind contexts of several lengths.
 
     Args:
         manifest: The engine directory's manifest.
@@ -166,40 +188,52 @@ def time_passes(
         repeats: Calls of each kind.
         per_second: Memory bandwidth in bytes per second.
         hardware: What the predictions are for; None: there are none.
+        counts: Node counts of verify passes.
+        behind: Tokens before a pass.
 
     Returns:
-        Seconds of each kind of call, as ``of_floor`` the share that reading the weights and the cache must take, and as
-        ``predicted`` the predicted seconds.
+        Seconds of each kind of call with their interval, as ``of_floor`` the share that reading the weights and the cache must
+        take, and as ``predicted`` the predicted seconds.
     """
     assert engines.draft is not None
     kv_cache = engines.verify.new_kv_cache()
     verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)
-    kv_cache.reserve(PROMPT + max(NODE_COUNTS))
+    counts = [count for count in counts if count <= manifest.max_tree_nodes + 1]
+    kv_cache.reserve(max(behind) + max(counts))
+    calls: dict[tuple[int, int], Callable[[], object]] = {}
+    for context in behind:
+        for count in counts:
+            tokens, positions = [7] * count, range(context, context + count)
+            calls[context, count] = partial(verify.forward, tokens, positions, context)
+        calls[context, 0] = partial(draft.forward, [7], [context], context)
 
-    def predicted(graphs: tuple[GraphInfo, ...], nodes: int) -> float | None:
-        slots = PROMPT if isinstance(kv_cache, CpuKVCache) else kv_cache.slots  # type: ignore[attr-defined]
+    def row(context: int, count: int, seconds: Interval) -> dict[str, Any]:
+        graphs = manifest.verify if count else (manifest.draft,)
+        floor = sum(bytes_of_pass(manifest, graph, context) for graph in graphs) / per_second
+        slots = context if isinstance(kv_cache, CpuKVCache) else kv_cache.slots  # type: ignore[attr-defined]
         computed = as_run_on_cpu(manifest) if isinstance(kv_cache, HostKVCache) else manifest
-        return call_seconds(computed, graphs, hardware, slots, nodes) if hardware else None
+        predicted = call_seconds(computed, graphs, hardware, slots, max(count, 1)) if hardware else None
+        return {"behind": context, "nodes": count, **of(seconds), "of_floor": floor / seconds.median, "predicted": predicted}
 
-    chunk = engines.verify.prefill_chunk
-    prefill = median_seconds(lambda: _prefill(verify, chunk), max(repeats // 10, 2))
-    floor = sum(bytes_of_pass(manifest, graph, PROMPT) for graph in manifest.verify) / per_second
-    found: dict[str, Any] = {"prefill": {"tokens": PROMPT, "chunk": chunk, "seconds": prefill}, "verify": []}
-    for count in (count for count in NODE_COUNTS if count <= manifest.max_tree_nodes + 1):
-        tokens, positions = [7] * count, range(PROMPT, PROMPT + count)
-        seconds = median_seconds(lambda t=tokens, p=positions: verify.forward(t, p, PROMPT), repeats)  # type: ignore[misc]
-        row = {"nodes": count, "seconds": seconds, "of_floor": floor / seconds, "predicted": predicted(manifest.verify, count)}
-        found["verify"].append(row)
-    seconds = median_seconds(lambda: draft.forward([7], [PROMPT], PROMPT), repeats)
-    floor = bytes_of_pass(manifest, manifest.draft, PROMPT) / per_second
-    row = {"seconds": seconds, "of_floor": floor / seconds, "predicted": predicted((manifest.draft,), 1)}
-    return found | {"draft": row}
+    found = [row(context, count, seconds) for (context, count), seconds in timed(calls, repeats).items()]
+    return {"verify": [row for row in found if row["nodes"]], "draft": [row for row in found if not row["nodes"]]}
 
 
-def _prefill(verify: Binding, chunk: int) -> None:
-    for start in range(0, PROMPT, chunk):
-        stop = min(start + chunk, PROMPT)
-        verify.prefill([7] * (stop - start), start)
+def of(seconds: Interval) -> dict[str, float]:
+    """An interval as JSON values."""
+    return {"seconds": seconds.median, "low": seconds.low, "high": seconds.high}
+
+
+def time_first_tokens(directory: Path, manifest: Manifest, engines: Engines, lengths: Sequence[int], repeats: int) -> list[Any]:
+    """Seconds to the first token of prompts of these lengths, with plain decoding."""
+    llm = LLM(directory, manifest, engines, None)
+
+    def first(length: int) -> None:
+        with llm.session([7] * length, max_new_tokens=1, ignore_eos=True) as session:
+            session.step()
+
+    found = timed({length: partial(first, length) for length in lengths}, max(repeats // 10, 3))
+    return [{"tokens": length, "chunk": engines.verify.prefill_chunk, **of(seconds)} for length, seconds in found.items()]
 
 
 def time_rounds(directory: Path, manifest: Manifest, engines: Engines) -> dict[str, float]:
@@ -233,7 +267,15 @@ class MemoryUse:
         return total - free
 
 
-def measure(directory: Path, backend: str, threads: int | None, repeats: int, hardware: Hardware | None) -> dict[str, Any]:
+def measure(
+    directory: Path,
+    backend: str,
+    threads: int | None,
+    repeats: int,
+    hardware: Hardware | None,
+    counts: Sequence[int],
+    behind: Sequence[int],
+) -> dict[str, Any]:
     """Measure one engine directory. On a GPU also without CUDA graphs, if the engines can run without them.
 
     Args:
@@ -242,17 +284,36 @@ def measure(directory: Path, backend: str, threads: int | None, repeats: int, ha
         threads: CPU threads of an engine.
         repeats: Calls of each kind.
         hardware: What the predictions are for.
+        counts: Node counts of verify passes.
+        behind: Tokens before a pass, and of the prompts of which the first token is timed.
     """
-    import torch
+    manifest, on_gpu = load_manifest(directory), torch_sees_gpu()
+    behind = [context for context in behind if context + max(counts) <= manifest.max_seq_len]
+    if not behind:
+        raise EESDError(f"{directory} has a KV cache of {manifest.max_seq_len} slots; give --behind fewer tokens.")
+    threads = threads or default_threads()
+    per_second = bandwidth(on_gpu, threads, max(repeats // 3, 3))
+    if on_gpu:
+        import torch
 
-    manifest, on_gpu = load_manifest(directory), torch.cuda.is_available()
-    per_second = bandwidth(on_gpu, max(repeats // 3, 3))
-    torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
     memory = MemoryUse(on_gpu)
-    engines = open_engines(directory, manifest, backend, threads, True)
-    result: dict[str, Any] = {"bandwidth": per_second, "machine": describe_machine()}
-    result |= {"passes": time_passes(manifest, engines, repeats, per_second, hardware)}
-    result |= {"round": time_rounds(directory, manifest, engines)}
+
+    def open_timed() -> tuple[Engines, float]:
+        started = time.perf_counter()
+        engines = open_engines(directory, manifest, backend, threads, True)
+        return engines, time.perf_counter() - started
+
+    engines, seconds = open_timed()
+    result: dict[str, Any] = {"bandwidth": per_second, "machine": describe_machine(), "threads": threads, "load": [seconds]}
+
+    def measure_calls(suffix: str) -> None:
+        result[f"passes{suffix}"] = time_passes(manifest, engines, repeats, per_second, hardware, counts, behind)
+        result[f"first{suffix}"] = time_first_tokens(directory, manifest, engines, behind, repeats)
+        if manifest.max_seq_len >= PROMPT + ROUND_TOKENS:
+            result[f"round{suffix}"] = time_rounds(directory, manifest, engines)
+
+    measure_calls("")
     devices = estimate_memory(manifest, 1)
     weights = sum(device.draft_weights + device.verify_weights - device.shared_weights for device in devices)
     result["memory"] = {
@@ -261,37 +322,55 @@ def measure(directory: Path, backend: str, threads: int | None, repeats: int, ha
         "kv_cache": sum(device.kv_cache for device in devices),
         "kv_caches": NUM_KV_CACHES,
     }
+    result["load"] += [open_timed()[1] for _ in range(0 if on_gpu else LOADS - 1)]
     if on_gpu and hasattr(engines.verify, "cuda_graphs"):
         for engine in engines:
             engine.cuda_graphs = False  # type: ignore[union-attr]
-        result["passes_without_graphs"] = time_passes(manifest, engines, repeats, per_second, hardware)
-        result["round_without_graphs"] = time_rounds(directory, manifest, engines)
+        measure_calls("_without_graphs")
     return result
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The result of :func:`measure` as Markdown tables."""
+    machine, load = result["machine"], ", ".join(f"{seconds:.2f}" for seconds in result["load"])
     lines = [
-        f"Copy bandwidth: {result['bandwidth'] / 1e9:.0f} GB/s. {result['machine']['CPU']}; GPU: {result['machine']['GPU']}."
+        f"Bandwidth: {result['bandwidth'] / 1e9:.1f} GB/s. {machine['CPU']}; GPU: {machine['GPU']}; "
+        f"{result['threads']} threads. Loaded in {load} s. Medians, with their 95 % bootstrap interval."
     ]
     for suffix, title in (("", ""), ("_without_graphs", " (without CUDA graphs)")):
         if f"passes{suffix}" not in result:
             continue
-        passes, parts = result[f"passes{suffix}"], result[f"round{suffix}"]
+        passes = result[f"passes{suffix}"]
         lines += ["", f"| pass{title} | ms | share of bandwidth | predicted ms |", "|---|---|---|---|"]
-        rows = [("draft step", passes["draft"]), *((f"verify {row['nodes']}", row) for row in passes["verify"])]
-        for name, row in rows:
+        for row in passes["draft"] + passes["verify"]:
+            name = f"verify {row['nodes']}" if row["nodes"] else "draft step"
             predicted = "" if row["predicted"] is None else f"{row['predicted'] * 1e3:.3f}"
-            lines += [f"| {name} | {row['seconds'] * 1e3:.3f} | {row['of_floor']:.0%} | {predicted} |"]
-        lines += [f"| prefill {PROMPT} | {passes['prefill']['seconds'] * 1e3:.2f} | | |", ""]
-        times = ", ".join(f"{name} {parts[name] * 1e3:.3f} ms" for name in ("draft", "verify", "host"))
-        lines += [f"A round of {parts['drafts']} draft steps: {times}; the host takes {parts['host_share']:.1%}."]
+            lines += [f"| {name} behind {row['behind']} | {milliseconds(row, 3)} | {row['of_floor']:.0%} | {predicted} |"]
+        for row in result[f"first{suffix}"]:
+            lines += [f"| first token of {row['tokens']} | {milliseconds(row, 1)} | | |"]
+        if parts := result.get(f"round{suffix}"):
+            times = ", ".join(f"{name} {parts[name] * 1e3:.3f} ms" for name in ("draft", "verify", "host"))
+            lines += ["", f"A round of {parts['drafts']} draft steps: {times}; the host takes {parts['host_share']:.1%}."]
     sizes = {name: format_bytes(result["memory"][name]) for name in ("taken", "weights", "kv_cache")}
     lines += [
         "",
         f"Memory taken: {sizes['taken']}; weights {sizes['weights']}, {NUM_KV_CACHES} KV caches of {sizes['kv_cache']}.",
     ]
     return "\n".join(lines)
+
+
+def milliseconds(row: dict[str, Any], digits: int) -> str:
+    """Median and interval of a row."""
+    median, low, high = (f"{row[name] * 1e3:.{digits}f}" for name in ("seconds", "low", "high"))
+    return f"{median} ({low} to {high})"
+
+
+def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """Positive integers of an option, separated by spaces."""
+    words = value.split()
+    if not words or not all(word.isdecimal() and 0 < int(word) < 10**6 for word in words):
+        raise EESDError(f"--{parameter.name} {value!r} must be positive integers, such as '1 2 4'.")
+    return tuple(map(int, words))
 
 
 @cli.command()
@@ -303,6 +382,10 @@ def markdown(result: dict[str, Any]) -> str:
 @click.option("--work", type=cli.PATH, help="Keep the engine directory here, for another backend.  [default: delete it]")
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("--repeats", type=click.IntRange(3, 10**6), default=30, help="Calls of each kind.")
+@click.option(
+    "--nodes", default=" ".join(map(str, NODE_COUNTS)), callback=numbers, show_default=True, help="Nodes of verify passes."
+)
+@click.option("--behind", default=str(PROMPT), callback=numbers, help="Tokens before a pass, and of prompts.")
 @click.option("--json", "json_file", type=cli.PATH, help="Also write the figures to this file.")
 def main(
     shape: str | None,
@@ -313,6 +396,8 @@ def main(
     work: Path | None,
     threads: int | None,
     repeats: int,
+    nodes: tuple[int, ...],
+    behind: tuple[int, ...],
     json_file: Path | None,
 ) -> None:
     """Time engine calls of a model of this shape with random weights, or of an engine directory."""
@@ -322,7 +407,7 @@ def main(
     with scratch_directory("eesd-shapes") as temporary:
         directory = engine_dir or prepare(work or temporary, shape or "", dtype, build=backend == "tensorrt")
         result = {"shape": shape, "backend": backend, "dtype": dtype}
-        result |= measure(directory, backend, threads, repeats, hardware)
+        result |= measure(directory, backend, threads, repeats, hardware, nodes, behind)
     click.echo(markdown(result))
     if json_file is not None:
         with written_whole(json_file) as path:

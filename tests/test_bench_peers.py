@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import gguf_files
 from support.command import assert_refused, listing, run, succeed
 
 from eesd.bench.cli import main as bench_main
@@ -15,25 +16,30 @@ from eesd.bench.peers.cli import main
 from eesd.bench.peers.contestants import PEERS, WORKERS, Contestant, Peer, chosen, of_variant
 from eesd.bench.peers.convert import Work
 from eesd.bench.peers.measure import Comparison, Options
-from eesd.bench.peers.process import PeerError, started
+from eesd.bench.peers.process import PeerError, busy_threads, started
 from eesd.bench.peers.quality import compare
 from eesd.bench.peers.results import Load, Prompt, Quality, Result, Run
 from eesd.bench.peers.table import markdown
 from eesd.bench.peers.texts import choose_prompts
 from eesd.bench.peers.workers.llama_cpp_peer import interleave
+from eesd.bench.peers.workers.ort_genai_peer import nearest
 from eesd.runtime.llm import load
 
 FEW = ("--short", 2, "--short-tokens", 8, "--long", 1, "--long-tokens", 24, "-n", 6, "--processes", 1, "--threads", 1)
 TEXTS = ["the first text is read", "short", "another text to go on with", "and a third one, long enough for all of this"]
 
 FAKE = """
-import os, sys, time
+import os, sys, threading, time
 from pathlib import Path
 PACKAGE = "pytest"
 
 def convert(model, output, variant):
     Path(output).mkdir(exist_ok=True)
     Path(output, "converted").write_text(model + variant)
+
+def spin():
+    while time.thread_time() < 0.5:
+        pass
 
 def load(path, options):
     print("a library talks")
@@ -57,6 +63,10 @@ class Fake:
                 time.sleep(60)
             if self.variant == "stops":
                 return prompt[:1], [0.5]
+            if self.variant == "crowds":
+                crowd = [threading.Thread(target=spin) for _ in range(3)]
+                [thread.start() for thread in crowd]
+                [thread.join() for thread in crowd]
         return [7] * count, [0.5 * (n + 1) for n in range(count)]
 
     def logits(self, tokens):
@@ -81,7 +91,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Contesta
     file.write_text(FAKE)
     monkeypatch.setattr("eesd.bench.peers.measure.REST_SECONDS", 0)
     monkeypatch.setitem(PEERS, "fake", Peer(str(file), {"sound": "int4"}, {}, "nothing"))
-    names = ("sound", "broken", "dies", "hangs", "stops")
+    names = ("sound", "broken", "dies", "hangs", "stops", "crowds")
     return {name: Contestant("fake", name, "plain", "int4", str(tmp_path)) for name in names}
 
 
@@ -162,6 +172,64 @@ def test_who_fails_is_left_out_and_the_others_go_on(
     ]
     assert [r.prompt for r in found.runs if r.contestant == f"fake {name}"] == ["short-1"]
     assert f"* fake {name}: {reason}" in markdown(found)
+
+
+def test_who_computes_with_other_threads_is_refused(fakes: dict[str, Contestant], tmp_path: Path) -> None:
+    (tmp_path / "crowds").write_text("2")
+    measured = comparison([fakes["sound"], fakes["crowds"]], tmp_path / "r.json")
+    measured.run([])
+    assert measured.result.skipped == {"fake crowds": "computed with 3 threads instead of 1"}
+    assert (
+        {run.contestant for run in measured.result.runs}
+        == {load.contestant for load in measured.result.loads}
+        == {"fake sound"}
+    )
+
+
+def test_threads_that_hardly_compute_are_not_counted() -> None:
+    assert busy_threads({"1": 5.0, "2": 1.0}, {"1": 7.0, "2": 2.5, "3": 0.4}) == 2
+    assert busy_threads({}, {}) == 0
+
+
+def test_a_gguf_file_is_compared_with_its_dequantized_weights(tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "m.gguf", gguf_files.Spec("llama", table="Q8_0", matrices="Q4_0"))
+    base = ("--model", file, "-o", tmp_path / "work", "--only", "EESD*", "--only", "llama.cpp gguf")
+    assert_refused(run(main, "convert", *base), "m.gguf has no exit head", "--exit-layer")
+    succeed(main, "convert", *base, "--exit-layer", 1, "--max-seq-len", 64)
+    record = Work.load(tmp_path / "work")
+    assert [*record.made] == [
+        "EESD float32",
+        "EESD gguf",
+    ]  # llama.cpp is not installed here, and transformers reads no such file
+    assert {c.peer for c in record.contestants(tmp_path / "work", {})} == {"EESD"}
+    (tmp_path / "held.json").write_text(json.dumps([*range(40)]))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"tokens": [n] * 40}) + "\n" for n in range(5)))
+    sizes = ("--longest", 1, "--longest-tokens", 30, "--quality-text", tmp_path / "held.json", "--window", 20)
+    output = tmp_path / "r.json"
+    common = ("--work", tmp_path / "work", "-o", output, "--prompts", tmp_path / "prompts.jsonl", "--only", "*gguf*")
+    succeed(main, "run", *common, *FEW, *sizes)
+    result = Result.load(output)
+    assert [c.name for c in result.contestants] == ["EESD gguf", "EESD gguf, drafting"] and result.complete
+    assert result.quality_reference == "EESD float32"
+    assert [(q.contestant, q.positions) for q in result.qualities] == [("EESD gguf", 40)] and result.qualities[
+        0
+    ].divergence < 0.1
+    assert "tokens/s behind 30" in output.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "table", "wanted"),
+    [
+        ("Q4_0", "F32", "int4 is_symmetric=true matmul_mixed_precision=last_matmul:int8"),
+        ("Q4_1", "Q4_0", "int4 is_symmetric=false"),
+        ("Q8_0", "Q8_0", "int8"),
+    ],
+)
+def test_the_nearest_form_follows_the_types_of_the_file(kind: str, table: str, wanted: str, tmp_path: Path) -> None:
+    file = gguf_files.write(tmp_path / "m.gguf", gguf_files.Spec("llama", tied=True, table=table, matrices=kind))
+    precision, options = nearest(str(file))
+    shown = [option for option in options if option not in ("block_size=32", "algo_config=k_quant")]
+    assert " ".join([precision, *shown]) == wanted
 
 
 def test_a_resumed_run_measures_only_the_rounds_that_are_missing(fakes: dict[str, Contestant], tmp_path: Path) -> None:
@@ -248,8 +316,9 @@ def test_ratios_are_paired_and_medians_are_shown(tmp_path: Path) -> None:
     result.sizes["llama.cpp Q4_0"] = 4_000_000
     result.qualities.append(Quality(peer.name, 64, 0.0123, 0.75))
     table = "\n".join(markdown(result))
-    assert "| EESD int4 | 15 |  | 300 |  |  |  |  |  |  |" in table
-    assert "| llama.cpp Q4_0 | 55 | **0.38** (0.25 to 0.50) | 100 | **3.00** (3.00 to 3.00) | 1.25 | 3 | 2 | 4 |  |" in table
+    assert "| EESD int4 | 15 (5 to 25) |  | 300 (300 to 300) |  |  |  |  |  |  |" in table
+    speeds = "| llama.cpp Q4_0 | 55 (10 to 100) | **0.38** (0.25 to 0.50) | 100 (100 to 100) | **3.00** (3.00 to 3.00) |"
+    assert f"{speeds} 1.25 | 3 | 2 | 4 |  |" in table
     assert "| llama.cpp Q4_0 | 0.0123 | 75.0% | 4 |" in table
     assert "**Incomplete**" not in table
     result.save(tmp_path / "peers.json")
@@ -270,9 +339,14 @@ def test_divergence_is_that_of_the_distributions() -> None:
 
 def test_prompts_do_not_begin_alike() -> None:
     texts = [[1] * 5, [2] * 9, [3] * 2, [4] * 9, [5] * 6]
-    prompts = choose_prompts(texts, (2, 4), (2, 6), Path("p"))
-    assert [p.tokens for p in prompts] == [[1] * 4, [2] * 4, [3, 3, 4, 4, 4, 4], [4] * 5 + [5]]
-    assert [p.id for p in prompts] == ["short-1", "short-2", "long-1", "long-2"]
+    prompts = choose_prompts(texts, {"short": (2, 4), "long": (1, 6), "longest": (1, 7)}, Path("p"))
+    assert [p.tokens for p in prompts] == [[1] * 4, [2] * 4, [3, 3, 4, 4, 4, 4], [4] * 5 + [5] * 2]
+    assert [(p.id, p.kind) for p in prompts] == [
+        ("short-1", "short"),
+        ("short-2", "short"),
+        ("long-1", "long"),
+        ("longest-1", "longest"),
+    ]
 
 
 def test_names_are_chosen_by_patterns() -> None:

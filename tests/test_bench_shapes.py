@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import listing, succeed
+from support.command import assert_refused, listing, run, succeed
 
-from eesd.bench.shapes import NODE_COUNTS, main
+from eesd.bench.shapes import main
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.predict import bytes_of_pass
 
@@ -19,8 +19,9 @@ SCRIPT = Path(__file__).parent.parent / "bench/shapes.py"
 def measured(backend: str, work: Path) -> dict[str, Any]:
     """What shapes.py measures with this backend. Both backends share one export."""
     file = work / f"{backend}.json"
+    sizes = ("--nodes", "1 2 64", "--behind", "16 512 4096")
     options = ("--backend", backend, "--dtype", "float32", "--work", work, "--threads", 1, "--repeats", 3, "--json", file)
-    assert "| verify 64 |" in succeed(main, "--shape", "tiny", *options).stdout
+    assert "| verify 64 behind 512 |" in succeed(main, "--shape", "tiny", *options, *sizes).stdout
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
@@ -29,12 +30,14 @@ def measured(backend: str, work: Path) -> dict[str, Any]:
 def test_a_tiny_shape_is_exported_and_measured_on_both_backends(tmp_path: Path) -> None:
     for backend in ("ort", "torch"):
         found = measured(backend, tmp_path)
-        assert [row["nodes"] for row in found["passes"]["verify"]] == list(NODE_COUNTS)
-        times = [row["seconds"] for row in found["passes"]["verify"]] + [
-            found["passes"]["draft"]["seconds"],
-            found["bandwidth"],
-        ]
-        assert min(times) > 0 and 0 < found["round"]["host_share"] < 1
+        passes = found["passes"]
+        shapes = [(row["behind"], row["nodes"]) for row in passes["verify"]]
+        assert shapes == [(16, 1), (16, 2), (16, 64), (512, 1), (512, 2), (512, 64)]  # 4096 do not fit the cache
+        assert [row["behind"] for row in passes["draft"]] == [row["tokens"] for row in found["first"]] == [16, 512]
+        rows = passes["verify"] + passes["draft"] + found["first"]
+        assert all(0 < row["low"] <= row["seconds"] <= row["high"] for row in rows)
+        assert len(found["load"]) == 3 and min(*found["load"], found["bandwidth"]) > 0
+        assert 0 < found["round"]["host_share"] < 1
     assert listing(tmp_path) == ["ort.json", "tiny-float32", "torch.json"]  # the checkpoint is deleted
 
     manifest = load_manifest(tmp_path / "tiny-float32")
@@ -49,3 +52,7 @@ def test_a_tiny_shape_is_exported_and_measured_on_both_backends(tmp_path: Path) 
 def test_shapes_runs_as_a_script() -> None:
     result = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=False)
     assert result.returncode == 0 and "--shape" in result.stdout, result.stderr
+
+
+def test_lists_of_numbers_are_checked() -> None:
+    assert_refused(run(main, "--shape", "tiny", "--nodes", "1 x"), "--nodes '1 x'", "positive integers")

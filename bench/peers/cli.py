@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from eesd.bench.peers.contestants import GROUPS, PEERS, chosen
+from eesd.bench.peers.contestants import EESD, GROUPS, PEERS, chosen
 from eesd.bench.peers.convert import Work, convert, directory_bytes, exit_layer, variants
 from eesd.bench.peers.measure import Comparison, Options, interpreters
-from eesd.bench.peers.results import Result
+from eesd.bench.peers.results import KINDS, Result
 from eesd.bench.peers.table import markdown
 from eesd.bench.peers.texts import choose_prompts, read_encoder, read_texts, read_windows
 from eesd.common import cli
@@ -42,22 +42,23 @@ def pairs(name: str, given: tuple[str, ...], keys: tuple[str, ...] = ()) -> dict
 
 
 @main.command("convert", context_settings=cli.HELP)
-@click.option("--model", type=cli.PATH, required=True, help="Directory with a checkpoint and tokenizer.json.")
+@click.option("--model", type=cli.PATH, required=True, help="Directory with a checkpoint and tokenizer.json, or GGUF file.")
 @click.option("-o", "--output", type=cli.PATH, required=True, help="Work directory; what it has already is kept.")
 @click.option("--peer-python", type=cli.NAME, default=sys.executable, show_default=False, help=f"{PYTHON}  [default: this one]")
 @click.option(
     "--convert-python", "pythons", multiple=True, metavar="PEER=PATH", help="Another interpreter to convert for one peer."
 )
+@click.option("--exit-head", type=cli.PATH, help="Directory of a trained exit head.  [default: the model directory]")
 @click.option("--exit-layer", type=COUNT, help="Layers before the exit.  [default: of the exit head, or a quarter]")
 @click.option("--max-seq-len", type=click.IntRange(2, 10**6), help="Slots of EESD's KV cache, as in eesd-export.")
 @click.option("--only", multiple=True, help=f"{ONLY} Such as 'llama.cpp*'.")
 @click.option("--timeout", type=COUNT, default=3600, help="Seconds of one conversion.")
 def convert_command(model: Path, output: Path, peer_python: str, pythons: tuple[str, ...], **given: Any) -> None:
     """Write one checkpoint in the forms that the peers read."""
-    layer, export = exit_layer(model, given["exit_layer"])
+    layer, export = exit_layer(model, given["exit_layer"], given["exit_head"])
     if given["max_seq_len"]:
         export += ["--max-seq-len", str(given["max_seq_len"])]
-    wanted = chosen(variants(), given["only"])
+    wanted = chosen(variants(model), given["only"])
     output.mkdir(parents=True, exist_ok=True)
     work = Work(str(model.resolve()), peer_python, layer)
     if (output / "work.json").exists():
@@ -83,6 +84,8 @@ def convert_command(model: Path, output: Path, peer_python: str, pythons: tuple[
 @click.option("--short-tokens", type=COUNT, default=64, help="Tokens of a short prompt.")
 @click.option("--long", type=NUMBER, default=2, help="Number of long prompts.")
 @click.option("--long-tokens", type=COUNT, default=512, help="Tokens of a long prompt.")
+@click.option("--longest", type=NUMBER, default=0, help="Number of the longest prompts.")
+@click.option("--longest-tokens", type=COUNT, default=2048, help="Tokens of one of the longest prompts.")
 @click.option(
     "-n", "--max-new-tokens", type=click.IntRange(2, 10**6), default=96, help="Tokens to generate behind each prompt."
 )
@@ -101,16 +104,16 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
         raise EESDError(f"{output} exists; give --resume, --overwrite or another --output.")
     everybody = record.contestants(work, {name: Path(path) for name, path in pairs("--eesd", given["eesd"]).items()})
     names = chosen([c.name for c in everybody], given["only"])
-    encoder = read_encoder(Path(record.model))
-    short, long = (given["short"], given["short_tokens"]), (given["long"], given["long_tokens"])
-    prompts = choose_prompts(read_texts(given["prompts"], encoder), short, long, given["prompts"])
+    encoder = read_encoder(Path(record.model), [Path(c.path) for c in everybody if c.peer == EESD])
+    lengths = {kind: (given[kind], given[f"{kind}_tokens"]) for kind in KINDS}
+    prompts = choose_prompts(read_texts(given["prompts"], encoder), lengths, given["prompts"])
     if not prompts and given["quality_text"] is None:
         raise EESDError("There is nothing to measure; give --short, --long or --quality-text.")
     text, window = given["quality_text"], given["window"]
     windows = read_windows(text, encoder, given["quality_tokens"], window) if text is not None else []
     options = Options(
-        given["max_new_tokens"], short, long, given["processes"], given["threads"] or cores(), str(given["prompts"]),
-        str(text) if text is not None else None, given["quality_tokens"], window,
+        given["max_new_tokens"], lengths["short"], lengths["long"], given["processes"], given["threads"] or cores(),
+        str(given["prompts"]), str(text) if text is not None else None, given["quality_tokens"], window, lengths["longest"],
     )  # fmt: skip
     model = {"name": Path(record.model).name, "exit_layer": record.exit_layer}
     result = Result(options.to_dict(), model, [c for c in everybody if c.name in names], prompts)
@@ -121,7 +124,7 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
     pythons = interpreters(given["peer_python"] or record.python, sys.executable)
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        Comparison(result, options, pythons, given["timeout"], output, click.echo).run(windows)
+        Comparison(result, options, pythons, given["timeout"], output, click.echo).run(windows, everybody)
     except KeyboardInterrupt:
         click.echo(f"\n{output} has the results so far; continue with --resume.", err=True)
         raise

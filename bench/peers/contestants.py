@@ -7,8 +7,10 @@ from pathlib import Path
 
 from eesd.common.errors import EESDError
 
-GROUPS = ("float32", "int8", "int4")
-"""Contestants of a group run side by side, and are compared with EESD's plain decoding in that group."""
+GGUF = "gguf"
+GROUPS = ("float32", "int8", "int4", GGUF)
+"""Contestants of a group run side by side, and are compared with EESD's plain decoding in that group.
+Those of GGUF read one file, or the nearest form of it."""
 EESD = "EESD"
 WORKERS = Path(__file__).parent / "workers"
 
@@ -36,16 +38,21 @@ PEERS = {
     EESD: Peer("eesd_peer.py", {group: group for group in GROUPS}, {"drafting": ()}, "eesd[export]"),
     "llama.cpp": Peer(
         "llama_cpp_peer.py",
-        {"F32": "float32", "Q8_0": "int8", "Q4_0": "int4", "Q4_K_M": "int4"},
-        {"lookup": ("F32", "Q8_0", "Q4_0")},
+        {"F32": "float32", "Q8_0": "int8", "Q4_0": "int4", "Q4_K_M": "int4", GGUF: GGUF},
+        {"lookup": ("F32", "Q8_0", "Q4_0", GGUF)},
         "llama-cpp-python gguf torch safetensors",
     ),
-    "OpenVINO": Peer("openvino_peer.py", {"fp32": "float32", "int8": "int8", "int4": "int4"}, {"lookup": ()}, "openvino-genai"),
+    "OpenVINO": Peer(
+        "openvino_peer.py",
+        {"fp32": "float32", "int8": "int8", "int4": "int4", GGUF: GGUF},
+        {"lookup": ()},
+        "openvino-genai",
+    ),
     "ort-genai": Peer(
         "ort_genai_peer.py",
-        {"fp32": "float32", "int8": "int8", "int4": "int4"},
-        {},
-        "onnxruntime-genai onnx-ir torch transformers",
+        {"fp32": "float32", "int8": "int8", "int4": "int4", GGUF: GGUF, f"{GGUF}-int8": GGUF},
+        {"lookup": ()},
+        "onnxruntime-genai onnx-ir torch transformers gguf",
     ),
     "transformers": Peer(
         "transformers_peer.py",

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
-from eesd.bench.peers.contestants import EESD, PEERS, WORKERS, Contestant, group_of, of_variant
+from eesd.bench.peers.contestants import EESD, GGUF, PEERS, WORKERS, Contestant, group_of, of_variant
 from eesd.bench.peers.process import PeerError, one_line, started
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, written_whole
@@ -26,7 +26,7 @@ class Work:
     """The record of a work directory.
 
     Attributes:
-        model: The checkpoint.
+        model: The checkpoint: a directory, or a GGUF file.
         python: The interpreter that has the peers.
         exit_layer: Layers before the exit.
         made: By variant (``llama.cpp F32``): seconds of the conversion, bytes of the result.
@@ -63,7 +63,7 @@ class Work:
         found = [c for variant, path in own.items() for c in of_variant(EESD, variant, group_of(variant), path)]
         for name, peer in PEERS.items():
             for variant, group in peer.variants.items():
-                if name != EESD and (not peer.converts or f"{name} {variant}" in self.made):
+                if name != EESD and (f"{name} {variant}" in self.made if peer.converts else not Path(self.model).is_file()):
                     path = variant_dir(directory, name, variant) if peer.converts else Path(self.model)
                     found += of_variant(name, variant, group, path)
         return found
@@ -79,18 +79,26 @@ def directory_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-def variants() -> list[str]:
-    """All conversions, in order."""
-    return [f"{name} {variant}" for name, peer in PEERS.items() if peer.converts for variant in peer.variants]
+def variants(model: Path) -> list[str]:
+    """All conversions of a checkpoint, in order: of a GGUF file EESD in float32, which judges the quality, and its own form."""
+    found = [(name, *form) for name, peer in PEERS.items() if peer.converts for form in peer.variants.items()]
+    if not model.is_file():
+        return [f"{name} {variant}" for name, variant, group in found if group != GGUF]
+    return [f"{name} {variant}" for name, variant, group in found if group == GGUF or (name, group) == (EESD, "float32")]
 
 
-def exit_layer(model: Path, given: int | None) -> tuple[int, list[str]]:
+def exit_layer(model: Path, given: int | None, exit_head: Path | None) -> tuple[int, list[str]]:
     """Layers before the exit, and the options that ``eesd-export`` needs for it: none if the model has an exit head."""
-    head = model / "exit_head.json"
-    if given is None and head.exists():
-        return int(read_json_object(head, "train the exit head again")["layer"]), []
+    head = (exit_head or model) / "exit_head.json"
+    if given is None and (exit_head or head.exists()):
+        options = ["--exit-head", str(exit_head)] if exit_head else []
+        return int(read_json_object(head, "train the exit head again")["layer"]), options
+    if given is None and model.is_file():
+        raise EESDError(f"{model} has no exit head; give --exit-head or --exit-layer.")
+    if given is not None:
+        return given, ["--exit-layer", str(given)]
     layers = read_json_object(model / "config.json", "give a directory with a checkpoint")["num_hidden_layers"]
-    layer = given or max(1, layers // EXIT_SHARE)
+    layer = max(1, layers // EXIT_SHARE)
     return layer, ["--exit-layer", str(layer)]
 
 
@@ -109,7 +117,7 @@ def convert(
         seconds: Longest time of one conversion.
         report: Called with a line for each variant.
     """
-    for name in variants():
+    for name in variants(Path(work.model)):
         if name not in wanted:
             continue
         peer, variant = name.split(" ")
@@ -122,7 +130,7 @@ def convert(
         begun = time.monotonic()
         try:
             if peer == EESD:
-                _export(work.model, output, variant, export)
+                _export(work.model, output, variant, export, seconds)
             else:
                 _convert(work.model, output, peer, variant, pythons.get(peer, work.python), seconds)
         except PeerError as error:
@@ -140,10 +148,12 @@ def _convert(model: str, output: Path, peer: str, variant: str, python: str, sec
         process.ask("convert", model=model, output=str(temporary), variant=variant)
 
 
-def _export(model: str, output: Path, variant: str, options: list[str]) -> None:
-    """Export for EESD with the benchmark's own interpreter."""
-    quantize = ["--quantize", "none" if variant == "float32" else variant]
+def _export(model: str, output: Path, variant: str, options: list[str], seconds: float) -> None:
+    """Export for EESD with the benchmark's own interpreter, and load it once: the first load writes packed weights."""
+    quantize = ["--quantize", {"float32": "none", GGUF: "keep"}.get(variant, variant)]
     command = [sys.executable, "-m", "eesd.export.cli", "--model", model, "--output", str(output), "--dtype", "float32"]
     done = subprocess.run([*command, *quantize, *options], capture_output=True, text=True, check=False)
     if done.returncode:
         raise PeerError(f"eesd-export: {one_line(done.stderr)}")
+    with started(sys.executable, WORKERS / PEERS[EESD].worker, 1, seconds) as process:
+        process.ask("load", path=str(output), options={"mode": "plain", "threads": 1})

@@ -1,20 +1,22 @@
 """The comparison: all contestants of a group wait side by side, and decode each prompt one after another."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from eesd.bench.peers.contestants import EESD, GROUPS, PEERS, Contestant
-from eesd.bench.peers.process import PeerError, Process, started
+from eesd.bench.peers.process import PeerError, Process, busy_threads, started
 from eesd.bench.peers.quality import measure_quality, reference_of
 from eesd.bench.peers.results import Load, Prompt, Quality, Result, Run
 
 REST_SECONDS = 0.2
 """Pause before each run: threads of the contestant before may still spin."""
 WARM_UP_TOKENS = 4
+COUNTED_SECONDS = 1.0
+"""Processor time from which the threads are counted; the system counts in hundredths of a second."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Options:
 
     Attributes:
         new_tokens: Tokens to generate behind each prompt.
-        short, long: Number and length of the short and of the long prompts.
+        short, long, longest: Number and length of the prompts of each kind.
         processes: Fresh processes of each contestant.
         threads: CPU threads of each.
         window: Tokens of a window of the held-out text.
@@ -40,6 +42,7 @@ class Options:
     quality_file: str | None = None
     quality_tokens: int = 4096
     window: int = 512
+    longest: tuple[int, int] = (0, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON values."""
@@ -48,7 +51,8 @@ class Options:
     @property
     def slots(self) -> int:
         """Most tokens of a prompt and its text."""
-        return max(self.short[1] + self.new_tokens, self.long[1] + self.new_tokens, self.window) + 1
+        lengths = [length + self.new_tokens for count, length in (self.short, self.long, self.longest) if count]
+        return max(*lengths, self.window, WARM_UP_TOKENS) + 1
 
 
 class Comparison:
@@ -84,8 +88,11 @@ class Comparison:
         self.path = path
         self.report = report
 
-    def run(self, windows: list[list[int]]) -> None:
-        """Measure the speed of every group, and the quality if there are windows of held-out text."""
+    def run(self, windows: list[list[int]], others: Iterable[Contestant] = ()) -> None:
+        """Measure the speed of every group, and the quality if there are windows of held-out text.
+
+        One of ``others`` can be the reference of the quality without taking part.
+        """
         for name in [name for name in self.result.skipped if name in {c.name for c in self.result.contestants}]:
             del self.result.skipped[name]  # a contestant that failed gets another chance
         for process in range(self.options.processes):
@@ -94,7 +101,7 @@ class Comparison:
                 if members:
                     self._measure_group(process, group, members)
         if windows:
-            self._measure_quality(windows)
+            self._measure_quality(windows, others)
         self.result.complete = not any(c.name in self.result.skipped for c in self.result.contestants)
         self.result.save(self.path)
 
@@ -106,6 +113,7 @@ class Comparison:
             return
         with ExitStack() as stack:
             running: dict[str, Process] = {}
+            before: dict[str, dict[str, float]] = {}
             for contestant in members:
                 if contestant.name in self.result.skipped:
                     continue
@@ -115,13 +123,33 @@ class Comparison:
                     self._skip(contestant.name, str(error))
                     continue
                 running[contestant.name] = found
+                before[contestant.name] = found.thread_seconds()
                 self._replace_load(load)
             for prompt in missing:
                 self._measure_round(process, group, prompt, running)
                 for load in [load for load in self.result.loads if load.process == process and load.contestant in running]:
-                    memory = running[load.contestant].memory()
-                    self._replace_load(Load(load.contestant, process, load.seconds, **memory))
+                    member = running[load.contestant]
+                    try:
+                        threads = self._count_threads(before[load.contestant], member.thread_seconds())
+                    except PeerError as error:
+                        self._exclude(load.contestant, str(error))
+                        del running[load.contestant]
+                        continue
+                    self._replace_load(Load(load.contestant, process, load.seconds, **member.memory(), threads=threads))
                 self.result.save(self.path)
+
+    def _count_threads(self, before: dict[str, float], now: dict[str, float]) -> int | None:
+        """Threads that computed since ``before``; None if too little was computed to tell, or where the system does not say.
+
+        Raises:
+            PeerError: They are not as many as were asked for.
+        """
+        if sum(now.values()) - sum(before.values()) < COUNTED_SECONDS:
+            return None
+        found = busy_threads(before, now)
+        if found != self.options.threads:
+            raise PeerError(f"computed with {found} threads instead of {self.options.threads}")
+        return found
 
     def _load(self, stack: ExitStack, contestant: Contestant, number: int) -> tuple[Process, Load]:
         """Start a contestant, load it, and run it on prompts that no other prompt begins like."""
@@ -153,9 +181,9 @@ class Comparison:
         rates = ", ".join(f"{run.contestant} {run.rate:.0f}" for run in found)
         self.report(f"process {process + 1}, {group}, {prompt.id} (tokens/s): {rates}")
 
-    def _measure_quality(self, windows: list[list[int]]) -> None:
+    def _measure_quality(self, windows: list[list[int]], others: Iterable[Contestant]) -> None:
         members = [c for c in self.result.contestants if c.name not in self.result.skipped]
-        reference = reference_of(members)
+        reference = reference_of([*members, *others])
         if self.result.quality_reference != reference.name:
             self.result.quality_reference, self.result.qualities = reference.name, []
 
@@ -199,6 +227,12 @@ class Comparison:
         """Put in one load of a contestant and process. A resumed process keeps the larger peak of its two runs."""
         key = (load.contestant, load.process)
         self.result.loads = [old for old in self.result.loads if (old.contestant, old.process) != key] + [load]
+
+    def _exclude(self, name: str, reason: str) -> None:
+        """Go on without a contestant whose measurements are worth nothing."""
+        self.result.runs = [run for run in self.result.runs if run.contestant != name]
+        self.result.loads = [load for load in self.result.loads if load.contestant != name]
+        self._skip(name, reason)
 
     def _skip(self, name: str, reason: str) -> None:
         """Go on without a contestant."""

@@ -13,6 +13,8 @@ from typing import Any
 from eesd.bench.peers.contestants import WORKERS
 from eesd.common.errors import EESDError
 
+BUSY_SHARE = 0.25
+"""A thread computes that takes this share of the processor time of the busiest one. Others wait, or count tokens."""
 SHOWN = 300
 """Characters of a library's error that are shown."""
 
@@ -85,6 +87,15 @@ class Process:
         wanted = {"peak_bytes": "VmHWM", "anonymous_bytes": "RssAnon"}
         return {name: int(values[key].split()[0]) * 1024 for name, key in wanted.items() if key in values}
 
+    def thread_seconds(self) -> dict[str, float]:
+        """Processor time of each thread so far. Empty where Linux is missing."""
+        found = {}
+        for path in Path(f"/proc/{self._process.pid}/task").glob("*/stat"):
+            with suppress(OSError):  # the thread may have ended
+                user, system = path.read_text().rpartition(")")[2].split()[11:13]
+                found[path.parent.name] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        return found
+
     def close(self) -> None:
         """End it; by force after some seconds."""
         with suppress(OSError):
@@ -121,3 +132,9 @@ def one_line(text: str) -> str:
     """A library's message in one line, shortened."""
     words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return words if len(words) <= SHOWN else f"{words[:SHOWN]}..."
+
+
+def busy_threads(before: dict[str, float], now: dict[str, float]) -> int:
+    """How many threads computed between two answers of :meth:`Process.thread_seconds`."""
+    taken = [seconds - before.get(thread, 0.0) for thread, seconds in now.items()]
+    return sum(seconds > BUSY_SHARE * max(taken) for seconds in taken)

@@ -41,12 +41,12 @@ def _log_softmax(logits: Logits) -> Logits:
 
 
 def reference_of(contestants: list[Contestant]) -> Contestant:
-    """Whose logits are float32: EESD's, or those of transformers. Raises :class:`EESDError` if neither takes part."""
+    """Whose logits are float32: EESD's, or those of transformers. Raises :class:`EESDError` if neither is there."""
     for peer, variant in ((EESD, None), ("transformers", "fp32")):
         for c in contestants:
             if c.peer == peer and c.is_plain and c.group == "float32" and variant in (None, c.variant):
                 return c
-    raise EESDError("The quality needs a float32 reference; let EESD float32 or transformers fp32 take part.")
+    raise EESDError("The quality needs a float32 reference; convert EESD float32.")
 
 
 class Judge:

@@ -9,12 +9,12 @@ from eesd.bench.peers.contestants import Contestant
 from eesd.common.errors import EESDError
 
 SCHEMA = 1
-KINDS = ("short", "long")
+KINDS = ("short", "long", "longest")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to decode behind. ``kind`` is ``short`` or ``long``."""
+    """Token ids to decode behind. ``kind`` is one of ``KINDS``."""
 
     id: str
     kind: str
@@ -31,6 +31,7 @@ class Load:
         seconds: Time to load, with the import of its libraries.
         peak_bytes: Largest resident size, over loading and all prompts. None where the system does not say.
         anonymous_bytes: Anonymous part of the resident size after the last prompt. None where the system does not say.
+        threads: Threads that computed. None where the system does not say.
     """
 
     contestant: str
@@ -38,6 +39,7 @@ class Load:
     seconds: float
     peak_bytes: int | None = None
     anonymous_bytes: int | None = None
+    threads: int | None = None
 
 
 @dataclass(frozen=True)

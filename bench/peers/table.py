@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from eesd.bench.peers.contestants import GROUPS, Contestant, anchors
 from eesd.bench.peers.results import KINDS, Result, Run
-from eesd.bench.report.stats import bootstrap
+from eesd.bench.report.stats import Interval, bootstrap
 
 Value = Callable[[Run], float]
 
@@ -28,17 +28,18 @@ def _conditions(result: Result) -> list[str]:
     lengths = {kind: len(p.tokens) for p in result.prompts for kind in KINDS if p.kind == kind}
     counts = {kind: sum(p.kind == kind for p in result.prompts) for kind in KINDS}
     prompts = " and ".join(f"{counts[kind]} of {length} tokens" for kind, length in lengths.items()) or "none"
+    counted = ", counted by their processor time" if any(load.threads for load in result.loads) else ""
     packages = ", ".join(result.packages.values())
     where = f"{machine['CPU']}, {machine['cores']}, {machine['memory']}; {machine['system']}"
     lines = [
         f"{where[:1].upper()}{where[1:]}. {packages}.",
         "",
-        f"{options['threads']} threads, batch 1, greedy, {options['new_tokens']} new tokens, past any EOS. Prompts: {prompts}; "
-        f"the same token ids for everybody. {options['processes']} processes of each contestant; those of a group decode each "
-        "prompt one after another, in an order that rotates, while the others wait.",
+        f"{options['threads']} threads{counted}, batch 1, greedy, {options['new_tokens']} new tokens, past any EOS. "
+        f"Prompts: {prompts}; the same token ids for everybody. {options['processes']} processes of each contestant; those of "
+        "a group decode each prompt one after another, in an order that rotates, while the others wait.",
         "",
-        "Figures are medians over processes and prompts. A ratio is EESD's plain figure over the contestant's, in the same "
-        "process and on the same prompt, with the 95 % bootstrap interval of the median. For tokens/s EESD is faster above 1, "
+        "Figures are medians over processes and prompts, with the 95 % bootstrap interval of the median. A ratio is EESD's "
+        "plain figure over the contestant's, in the same process and on the same prompt. For tokens/s EESD is faster above 1, "
         "for the time to the first token (TTFT) below 1. Peak is the largest resident size; anonymous is what is not of "
         "files, after the last prompt. Same tokens: the median common prefix with plain decoding, of EESD in float32 or of the "
         "same weights.",
@@ -62,7 +63,7 @@ def _row(result: Result, contestant: Contestant, anchor: Contestant | None, kind
     for value, scale, style in values:
         for kind in kinds:
             own, ratio = _compare(result, contestant, anchor, kind, value)
-            cells += [f"{own * scale:{style}}" if own is not None else "", ratio]
+            cells += [_interval(own, scale, style) if own else "", ratio]
     loads = [load for load in result.loads if load.contestant == contestant.name]
     cells.append(f"{statistics.median(load.seconds for load in loads):.2f}" if loads else "")
     cells.append(_megabytes(load.peak_bytes for load in loads))
@@ -73,21 +74,25 @@ def _row(result: Result, contestant: Contestant, anchor: Contestant | None, kind
 
 def _compare(
     result: Result, contestant: Contestant, anchor: Contestant | None, kind: str, value: Value
-) -> tuple[float | None, str]:
-    """Median of the contestant, and the ratio of the anchor's to it."""
+) -> tuple[Interval | None, str]:
+    """Median of the contestant with its interval, and the ratio of the anchor's to it."""
     of_kind = {p.id for p in result.prompts if p.kind == kind}
     own = {(r.process, r.prompt): value(r) for r in _runs(result, contestant) if r.prompt in of_kind}
     if not own:
         return None, ""
-    median = statistics.median(own.values())
+    median = bootstrap([*own.values()])
     if anchor is None or anchor == contestant:
         return median, ""
     others = {(r.process, r.prompt): value(r) for r in _runs(result, anchor)}
     ratios = [others[key] / own[key] for key in own if key in others]
     if not ratios:
         return median, ""
-    found = bootstrap(ratios)
-    return median, f"**{found.median:.2f}** ({found.low:.2f} to {found.high:.2f})"
+    return median, _interval(bootstrap(ratios), 1, ".2f", "**")
+
+
+def _interval(found: Interval, scale: float, style: str, bold: str = "") -> str:
+    low, high = (f"{value * scale:{style}}" for value in (found.low, found.high))
+    return f"{bold}{found.median * scale:{style}}{bold} ({low} to {high})"
 
 
 def same_tokens(result: Result, contestant: Contestant) -> str:

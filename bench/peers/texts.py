@@ -10,13 +10,14 @@ from eesd.common.json_input import json_lines, read_json, read_text
 REMEDY = "give a text, or JSON lines with prompt, turns or tokens"
 
 
-def read_encoder(model: Path) -> Any:
-    """The checkpoint's tokenizer."""
+def read_encoder(model: Path, engines: list[Path]) -> Any:
+    """The checkpoint's tokenizer. That of a GGUF file is beside its engines."""
     from tokenizers import Tokenizer
 
-    path = model / "tokenizer.json"
-    if not path.exists():
-        raise EESDError(f"{path} is missing; give a checkpoint with a tokenizer.")
+    paths = [directory / "tokenizer.json" for directory in ([model] if not model.is_file() else engines)]
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        raise EESDError(f"{model} has no tokenizer.json; give one that has it, or convert the GGUF file for EESD.")
     return Tokenizer.from_file(str(path))
 
 
@@ -43,32 +44,36 @@ def read_texts(path: Path, encoder: Any) -> list[list[int]]:
     return found
 
 
-def choose_prompts(texts: list[list[int]], short: tuple[int, int], long: tuple[int, int], source: Path) -> list[Prompt]:
+def choose_prompts(texts: list[list[int]], wanted: dict[str, tuple[int, int]], source: Path) -> list[Prompt]:
     """Prompts of exactly the wanted lengths.
 
-    Short prompts are the beginnings of the first texts that are long enough. Long prompts join the texts behind those, and then
-    go on from the first. So no prompt begins like another, and a peer that keeps prefixes of prompts gains nothing.
+    Short prompts are the beginnings of the first texts that are long enough. The others are pieces, one behind another, of the
+    texts behind those, which then go on from the first. So no prompt begins like another, and a peer that keeps prefixes of
+    prompts gains nothing.
 
     Args:
         texts: Token ids.
-        short: Number and length of the short prompts.
-        long: Number and length of the long prompts.
+        wanted: Number and length of the prompts of each kind, ``short`` first.
         source: The file, for the message.
 
     Raises:
         EESDError: There is not enough text.
     """
-    (count, length), (long_count, long_length) = short, long
+    count, length = wanted["short"]
     fitting = [index for index, text in enumerate(texts) if len(text) >= length]
     if len(fitting) < count:
         raise EESDError(f"{source} has {len(fitting)} texts of at least {length} tokens, fewer than the {count} wanted.")
     prompts = [Prompt(f"short-{n + 1}", "short", texts[index][:length]) for n, index in enumerate(fitting[:count])]
     start = fitting[count - 1] + 1 if count else 0
     rest = [token for text in texts[start:] + texts[:start] for token in text]
-    if len(rest) < long_count * long_length:
-        raise EESDError(f"{source} has {len(rest)} tokens, too few for {long_count} prompts of {long_length}.")
-    pieces = [rest[n * long_length : (n + 1) * long_length] for n in range(long_count)]
-    return prompts + [Prompt(f"long-{n + 1}", "long", piece) for n, piece in enumerate(pieces)]
+    for kind, (count, length) in wanted.items():
+        if kind == "short":
+            continue
+        if len(rest) < count * length:
+            raise EESDError(f"{source} has {len(rest)} tokens left, too few for {count} prompts of {length}.")
+        prompts += [Prompt(f"{kind}-{n + 1}", kind, rest[n * length : (n + 1) * length]) for n in range(count)]
+        rest = rest[count * length :]
+    return prompts
 
 
 def read_windows(path: Path, encoder: Any, count: int, window: int) -> list[list[int]]:

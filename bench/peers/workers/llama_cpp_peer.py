@@ -13,11 +13,14 @@ LOOKUP_TOKENS = 2
 
 
 def convert(model: str, output: str, variant: str) -> None:
-    """Write the checkpoint as F32 GGUF, and quantize that with llama.cpp, without an importance matrix."""
+    """Write the checkpoint as F32 GGUF, and quantize that with llama.cpp, without an importance matrix. A GGUF file stays."""
     import llama_cpp
 
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
+    if variant == "gguf":
+        (directory / FILE).symlink_to(model)
+        return
     whole = directory / ("F32.gguf" if variant != "F32" else FILE)
     write_gguf(Path(model), whole)
     if variant == "F32":

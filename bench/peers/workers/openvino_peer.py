@@ -1,6 +1,6 @@
-"""OpenVINO GenAI, with models that optimum-intel exports; plain, or with prompt lookup.
+"""OpenVINO GenAI, with models that optimum-intel exports or that it reads itself from GGUF files; plain, or with prompt lookup.
 
-float32 computes in float32. int8 and int4 are given no hints, so OpenVINO chooses the precision of activations and KV cache.
+float32 computes in float32. The others are given no hints, so OpenVINO chooses the precision of activations and KV cache.
 """
 
 import json
@@ -17,7 +17,13 @@ LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
 
 
 def convert(model: str, output: str, variant: str) -> None:
-    """By ``optimum-cli export openvino``. int4 has the largest group size that divides the layers' inputs."""
+    """By ``optimum-cli export openvino``. int4 has the largest group size that divides the layers' inputs.
+
+    OpenVINO GenAI reads a GGUF file when it loads. What it makes of it is saved, so that later loads need not.
+    """
+    if variant == "gguf":
+        save_gguf(model, output)
+        return
     from optimum.commands.optimum_cli import main
 
     task = ["--task", "text-generation-with-past", "--weight-format", variant]
@@ -30,6 +36,19 @@ def convert(model: str, output: str, variant: str) -> None:
     main()
     if not (Path(output) / "openvino_model.xml").exists():
         raise RuntimeError("optimum-cli wrote no openvino_model.xml")
+
+
+def save_gguf(model: str, output: str) -> None:
+    """Let OpenVINO GenAI read a GGUF file, and save its model, which lies beside the file."""
+    import openvino_genai as genai
+
+    link = Path(output) / "model.gguf"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(model)
+    genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
+    link.unlink()
+    if not (Path(output) / "openvino_model.xml").exists():
+        raise RuntimeError("OpenVINO GenAI wrote no openvino_model.xml")
 
 
 def load(path: str, options: dict[str, Any]) -> "Contestant":
