@@ -138,7 +138,7 @@ def test_logits_caches_and_drafts_are_near_those_of_the_untouched_graphs(directo
     exact = Pass(cpu_engine(plans, int8=False), cpu_engine(plans, draft=True, int8=False))
     exact.assert_near(expected, 1e-5)
     rounded = Pass(cpu_engine(plans), cpu_engine(plans, draft=True))
-    rounded.assert_near(expected, 0.1)
+    rounded.assert_near(expected, 0.2)
     chosen = manifest.quantization
     same = bool((rounded.steps[3][0] == exact.steps[3][0]).all())
     assert same != bool(chosen.layers or chosen.head or chosen.tensors), "activations are int8 only with levels"
