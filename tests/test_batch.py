@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +21,20 @@ from eesd.runtime.batch.request import QueueFullError, Request, Update
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.engines.base import KVCache
-from eesd.runtime.engines.ort_cpu import BoundCall, OrtBinding, OrtEngine
+from eesd.runtime.decoding.session import Session
+from eesd.runtime.engines import operators
+from eesd.runtime.engines.base import Call, KVCache, Rows
+from eesd.runtime.engines.cpu_cache import CpuRows
+from eesd.runtime.engines.cpu_engine import CpuEngine, CpuRowsBinding
+from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.ort_rows import OrtRowsBinding
 from eesd.runtime.engines.rows import GrowingRows
 from eesd.runtime.llm import LLM, Speculation, load
+
+ENGINE: Any = OrtEngine if operators.missing() else CpuEngine
+BINDING: Any = OrtRowsBinding if operators.missing() else CpuRowsBinding
+ROWS: Any = GrowingRows if operators.missing() else CpuRows
+"""What the CPU's batches run here."""
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +90,14 @@ def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
 
 def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small piece reads all weights for few tokens."""
-    sizes, prefill = [], OrtBinding.prefill
+    sizes, add_piece = [], Session.add_piece
 
-    def note(binding: OrtBinding, tokens: Sequence[int], slot: int) -> None:
-        sizes.append(len(tokens))
-        prefill(binding, tokens, slot)
+    def note(session: Session, piece: Call, seconds: float) -> None:
+        sizes.append(len(piece.tokens))
+        add_piece(session, piece, seconds)
 
     scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=256, prefix_memory=0, join_memory=0))
-    monkeypatch.setattr(OrtBinding, "prefill", note)
+    monkeypatch.setattr(Session, "add_piece", note)
     given = [Request(tokens=[5] * (1 + length), max_new_tokens=2) for length in (300, 200, 60, 50)]
     run(scheduler, given)
     assert sorted(sizes) == [50, 60, 150, 150, 200]
@@ -235,18 +245,18 @@ def test_a_request_that_fails_ends_alone(llm: LLM, caplog: pytest.LogCaptureFixt
 
 def test_an_engine_that_fails_ends_its_rows_and_no_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(llm, OPTIONS)
-    forward = OrtRowsBinding.forward
-    monkeypatch.setattr(OrtRowsBinding, "forward", lambda *_: 1 / 0)
+    forward = BINDING.forward
+    monkeypatch.setattr(BINDING, "forward", lambda *_: 1 / 0)
     assert {record.reason for record in run(scheduler, list(requests(3)))} == {"error"}
-    monkeypatch.setattr(OrtRowsBinding, "forward", forward)
+    monkeypatch.setattr(BINDING, "forward", forward)
     given = list(requests(4))
     assert [record.tokens for record in run(scheduler, given)] == [alone(llm, request) for request in given]
 
 
-take = GrowingRows.take
+take = ROWS.take
 
 
-def half(rows: GrowingRows, row: int, kv_cache: KVCache, used: int) -> None:
+def half(rows: Rows, row: int, kv_cache: KVCache, used: int) -> None:
     take(rows, row, kv_cache, used // 2)
 
 
@@ -256,7 +266,7 @@ def test_a_mistake_with_rows_is_caught(
 ) -> None:
     """Keys and values that are not copied whole show in the tokens."""
     scheduler = Scheduler(llm, OPTIONS)
-    monkeypatch.setattr(GrowingRows, name, mistake)
+    monkeypatch.setattr(ROWS, name, mistake)
     given = list(requests(12))
     records = run(scheduler, given)
     assert [record.tokens for record in records] != [alone(llm, request) for request in given]
@@ -367,14 +377,14 @@ def test_requests_that_can_never_run_are_refused(llm: LLM, request_: Request, me
 
 
 def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_call = OrtEngine.run
+    run_call = ENGINE.run
 
-    def disturbed(engine: OrtEngine, call: BoundCall) -> None:
+    def disturbed(engine: Any, call: Any) -> None:
         run_call(engine, call)
-        if len(call.input_ids) > 1:
+        if len(call.results[0]) > 1:
             call.results[0][1] = np.nextafter(call.results[0][1], np.float32(np.inf))
 
-    monkeypatch.setattr(OrtEngine, "run", disturbed)
+    monkeypatch.setattr(ENGINE, "run", disturbed)
     with pytest.raises(EESDError, match="max_rows 1"):
         Scheduler(llm, OPTIONS)
     Scheduler(llm, replace(OPTIONS, max_rows=1))

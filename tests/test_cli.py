@@ -18,13 +18,15 @@ from support.command import run, succeed
 import eesd
 from eesd.runtime import doctor, llm
 from eesd.runtime.cli import main
-from eesd.runtime.engines import ort_cpu
+from eesd.runtime.engines import cpu_engine, operators, ort_cpu
 from eesd.runtime.llm import LLM, Completion, Piece, Speculation
 
 PROMPT = "for i in range"
 COUNT = 20
 SAMPLED = ("--temperature", 0.8, "--top-p", 0.9, "--seed", 5)
 COMMAND = [sys.executable, "-m", "eesd.runtime.cli"]
+ENGINE: tuple[Any, str] = (ort_cpu, "OrtEngine") if operators.missing() else (cpu_engine, "CpuEngine")
+"""The class of the CPU's engines."""
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +110,14 @@ def test_statistics_go_to_stderr(engine: Path, api: LLM) -> None:
 def test_no_draft_does_not_load_the_draft_engine(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text, and the draft engine is not even loaded."""
     loaded: list[str] = []
-    original = ort_cpu.OrtEngine
+    original = getattr(*ENGINE)
 
     def load(directory: Path, manifest: Any, stages: Any, *rest: Any, **options: Any) -> Any:
         loaded.extend(stage.file for stage in stages)
         return original(directory, manifest, stages, *rest, **options)
 
     drafting = text_of(engine, "-p", PROMPT, *SAMPLED)
-    monkeypatch.setattr(ort_cpu, "OrtEngine", load)
+    monkeypatch.setattr(*ENGINE, load)
     assert text_of(engine, "-p", PROMPT, *SAMPLED, "--no-draft") == drafting
     assert loaded == ["verify.onnx"]
     assert text_of(engine, "-p", PROMPT, *SAMPLED, "--drafter", "text") == drafting
@@ -204,7 +206,7 @@ def test_ctrl_c_while_loading_ends_without_a_traceback(engine: Path, monkeypatch
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ort_cpu, "OrtEngine", interrupted)
+    monkeypatch.setattr(*ENGINE, interrupted)
     result = run(main, "--engine-dir", engine, "-p", PROMPT)
     assert (result.exit_code, result.output) == (130, "\n")
 

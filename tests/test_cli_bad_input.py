@@ -11,6 +11,7 @@ import pytest
 from click.testing import Result
 from support.command import assert_one_line, assert_refused, run, succeed
 from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
+from support.without_operators import needs_operators, without_operators
 
 from eesd.runtime.cli import main
 
@@ -48,7 +49,7 @@ def lose_tokenizer(directory: Path) -> None:
         (lambda d: (d / "weights.bin").unlink(), ("weights.bin is missing",)),
         (lambda d: os.truncate(d / "weights.bin", 1000), ("weights.bin has 1000 bytes",)),
         (lambda d: (d / "draft.onnx").unlink(), ("draft.onnx is missing",)),
-        (garble, ("cannot load", "verify.onnx")),
+        (garble, ("verify.onnx", "export again")),
         (swap_graphs, ("draft.onnx is not the graph that the manifest describes",)),
         (with_value("dtype", "float16"), ("damaged", "inputs, outputs or caches")),
         (lose_tokenizer, ("no tokenizer.json", "token ids")),
@@ -197,7 +198,29 @@ def test_a_truncated_graph_is_one_line_of_the_whole_process(engine_copy: Path, n
     data = (engine_copy / name).read_bytes()
     (engine_copy / name).write_bytes(data[: int(keep * len(data))])
     edit_manifest(engine_copy, f"files/{name}/size", int(keep * len(data)))
-    command = [sys.executable, "-m", "eesd.runtime.cli", "--engine-dir", str(engine_copy), *map(str, PROMPT)]
+    without = "from pathlib import Path; from eesd.runtime.engines import operators; operators.LIBRARY = Path('missing.so')"
+    refused_by_the_process(engine_copy, without, "cannot load", name, "export again")
+
+
+@needs_operators()
+@pytest.mark.parametrize("keep", [0.0, 0.9], ids=["empty", "most"])
+@pytest.mark.parametrize("name", ["draft.onnx", "verify.onnx"])
+def test_a_damaged_packed_graph_is_one_line_of_the_whole_process(engine_copy: Path, name: str, keep: float) -> None:
+    (path,) = engine_copy.glob(f"cpu-*/{name}")
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data))] + b"\xff" * (len(data) - int(keep * len(data))))
+    refused_by_the_process(engine_copy, "pass", "cannot load", name, "delete it, and it is made again")
+
+
+def refused_by_the_process(directory: Path, arrange: str, *words: str) -> None:
+    code = f"{arrange}; from eesd.runtime.cli import main; main()"
+    command = [sys.executable, "-c", code, "--engine-dir", str(directory), *map(str, PROMPT)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert_one_line(done.stderr, "cannot load", name, "export again")
+    assert_one_line(done.stderr, *words)
+
+
+def test_without_operators_onnx_runtime_refuses_a_damaged_graph(engine_copy: Path) -> None:
+    garble(engine_copy)
+    with without_operators():
+        assert_refused(eesd_run(engine_copy, *PROMPT), "cannot load", "verify.onnx", "export again")

@@ -1,27 +1,30 @@
 """Drafting changes no bit of the logits that choose a token, and what checks this notices when it is not so."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from support import tiny_models
 from support.command import add_tokenizer, assert_one_line, export_engine, run, succeed
 from support.harness import Wrapped
+from support.without_operators import needs_operators, without_operators
 
 import eesd
 from eesd.bench.exactness import main as bench_main
+from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime import compare as comparing
 from eesd.runtime import doctor
 from eesd.runtime.compare import LogitRecord, compare
+from eesd.runtime.decoding import session
 from eesd.runtime.decoding.draft_tree import Node
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import cut_displaced
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.backends import Engines, open_engines
 from eesd.runtime.engines.base import Binding, Engine, KVCache, StepOutputs
@@ -60,6 +63,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
         return export_engine(model, base / "plans", "--max-seq-len", 320, "--max-tree-nodes", 12, *KINDS[kind])
 
     return directory
+
+
+@pytest.fixture
+def standard() -> Iterator[None]:
+    """As if the operators were not built: ONNX Runtime's own run the model."""
+    with without_operators():
+        yield
 
 
 class Inexact:
@@ -108,6 +118,51 @@ def test_drafting_chains_changes_no_bit(exported: Export, backend: str, kind: st
         assert (found.logits.positions, found.logits.differing) == (120, 0)
 
 
+@needs_operators()
+@pytest.mark.parametrize("speculation", TREES, ids=["tree", "budget"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_have_the_bits_of_chains(
+    exported: Export, kind: str, speculation: Speculation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No path is cut, whether activations are rounded to int8 or not."""
+    monkeypatch.setattr(session, "cut_displaced", lambda *_: 1 / 0)
+    for activations in ("int8", "float32"):
+        llm = eesd.load(exported(kind), "ort", speculation=speculation, threads=1, activations=activations)
+        quantized = kind not in ("float32", "two stages", "no groups")
+        assert llm.engines.int8_activations == (quantized and activations == "int8")
+        for sampling in (Sampling(), COUPLED):
+            found = compare(llm, PROMPT, sampling, 60, ignore_eos=True)
+            assert found.divergence is None and found.drafting.accepted_tokens
+            assert (found.logits.positions, found.logits.differing) == (60, 0)
+
+
+def logits_of_prompt(llm: LLM) -> NDArray[np.float32]:
+    with llm.session(PROMPT) as session:
+        return session.peek().copy()
+
+
+@needs_operators()
+@pytest.mark.parametrize("kind", ["int4", "minimums", "int8"])
+def test_activations_are_chosen(exported: Export, kind: str) -> None:
+    def logits(backend: str, activations: str | None = None) -> NDArray[np.float32]:
+        return logits_of_prompt(eesd.load(exported(kind), backend, speculation=None, threads=1, activations=activations))
+
+    default, int8, float32 = logits("ort"), logits("ort", "int8"), logits("ort", "float32")
+    assert (default == int8).all() and (int8 != float32).any()
+    np.testing.assert_allclose(float32, logits("torch"), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(int8, float32, rtol=0, atol=0.06 * np.abs(float32).max())
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [("torch", "torch"), ("tensorrt", "tensorrt"), ("ort", "ort without this project's operators")]
+)
+@pytest.mark.usefixtures("standard")
+def test_activations_that_cannot_be_chosen_are_refused(exported: Export, backend: str, name: str) -> None:
+    with pytest.raises(EESDError, match=f"The backend {name} cannot choose its activations"):
+        eesd.load(exported("int4"), backend, threads=1, activations="float32")
+
+
+@pytest.mark.usefixtures("standard")
 @pytest.mark.parametrize("speculation", TREES, ids=["tree", "budget"])
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_trees_are_cut_where_activations_are_int8(exported: Export, kind: str, speculation: Speculation) -> None:
@@ -119,6 +174,7 @@ def test_trees_are_cut_where_activations_are_int8(exported: Export, kind: str, s
         assert (found.logits.positions, found.logits.differing) == (120, 0)
 
 
+@pytest.mark.usefixtures("standard")
 @pytest.mark.parametrize("speculation", TREES, ids=["tree", "budget"])
 @pytest.mark.parametrize(("backend", "kind"), [("ort", "float32"), ("torch", "float32"), ("torch", "int4")])
 def test_trees_change_logits_by_rounding_alone_and_not_where_bits_count(
@@ -145,10 +201,10 @@ def test_a_path_is_cut_at_its_first_node_in_another_slot() -> None:
     root = Node(1, index=0)
     first = Node(2, root, 1, index=1)
     second, displaced = Node(3, first, 2, index=2), Node(4, first, 2, index=5)
-    assert cut_displaced([first, second], 9) == ([first, second], 9)
-    assert cut_displaced([first, displaced, Node(6, displaced, 3, index=6)], 9) == ([first], 4)
-    assert cut_displaced([displaced], 9) == ([], 4)
-    assert cut_displaced([], 9) == ([], 9)
+    assert session.cut_displaced([first, second], 9) == ([first, second], 9)
+    assert session.cut_displaced([first, displaced, Node(6, displaced, 3, index=6)], 9) == ([first], 4)
+    assert session.cut_displaced([displaced], 9) == ([], 4)
+    assert session.cut_displaced([], 9) == ([], 9)
 
 
 def test_differences_count_rows_and_see_every_bit() -> None:
@@ -181,6 +237,7 @@ def test_logits_behind_other_tokens_are_not_compared() -> None:
     assert (found.result.positions, found.result.differing) == (2, 0)
 
 
+@pytest.mark.usefixtures("standard")
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_kernels_that_are_not_exact_get_float32_activations(
     exported: Export, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -197,12 +254,22 @@ def test_kernels_that_are_not_exact_get_float32_activations(
     assert found.divergence is None and found.logits.largest < 1e-4
 
 
+@pytest.mark.usefixtures("standard")
 def test_the_check_when_loading_is_seen_in_the_statistics(exported: Export) -> None:
     for kind, exact in (("float32", None), ("minimums", None), ("int4", True)):
         engines = open_engines(exported(kind), load_manifest(exported(kind)), "ort", 1, draft=False)
-        assert isinstance(engines, Engines) and engines.exact is exact and engines.notice == operators.missing()
+        assert isinstance(engines, Engines) and engines.exact is exact and engines.notice == operators.MISSING
         stats = eesd.load(exported(kind), "ort", threads=1).generate(PROMPT, max_new_tokens=3).stats
         assert stats.exact is exact and stats.to_dict()["exact"] is exact
+
+
+@needs_operators()
+@pytest.mark.parametrize("kind", ["float32", "minimums", "int4"])
+def test_operators_are_exact_without_a_check(exported: Export, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Exactness, "check_quickly", lambda *_: 1 / 0)
+    llm = eesd.load(exported(kind), "ort", threads=1)
+    stats = llm.generate(PROMPT, max_new_tokens=3).stats
+    assert llm.engines.exact is stats.exact is stats.to_dict()["exact"] is True and not llm.engines.notice
 
 
 def test_one_changed_bit_is_noticed(exported: Export) -> None:

@@ -17,6 +17,7 @@ from support import gguf_files
 from support.command import assert_refused, export_engine, run, slow_but, succeed
 from support.engine_dirs import assert_weights_match_manifest, logits_of
 from support.gguf_files import HIDDEN, Spec
+from support.without_operators import float32_activations
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import eesd
@@ -224,11 +225,12 @@ def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> No
     assert (LM_HEAD in seen) != checkpoint.geometry.tied_embeddings
     expected = logits_of(plain, "ort")[:2]
     for backend in ("ort", "torch"):
-        for found, wanted in zip(logits_of(directory, backend)[:2], expected, strict=True):
+        for found, wanted in zip(logits_of(directory, backend, float32_activations(backend))[:2], expected, strict=True):
             np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
     tokens = set()
     for backend, speculation in product(("ort", "torch"), (None, Speculation("fixed:k=3", guard=False))):
-        llm = eesd.load(directory, backend, speculation=speculation, threads=1)
+        activations = float32_activations(backend)
+        llm = eesd.load(directory, backend, speculation=speculation, threads=1, activations=activations)
         tokens.add(tuple(llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens))
     assert len(tokens) == 1
 
@@ -363,7 +365,8 @@ def test_levels_whose_minimum_is_a_multiple_of_the_scale(tmp_path: Path) -> None
 
 def test_an_export_generates_the_tokens_of_transformers(tmp_path: Path) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_K", table="Q6_K", tied=True))
-    llm = eesd.load(export_engine(path, tmp_path / "plans", "--max-seq-len", 64, "--no-check"), threads=1)
+    directory = export_engine(path, tmp_path / "plans", "--max-seq-len", 64, "--no-check")
+    llm = eesd.load(directory, "ort", threads=1, activations=float32_activations("ort"))
     reference = transformers_reads(path).generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None)
     generated = llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
     assert list(generated.tokens) == reference[0, len(PROMPT) :].tolist()

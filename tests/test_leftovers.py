@@ -208,6 +208,8 @@ def test_an_export_after_a_killed_one(text_model: Path, tmp_path: Path, somebody
     succeed(inspect_main, tmp_path / "plans", "--verify")
 
 
+AS_IS = ("--no-check", "--no-pack")
+"""No other directory is renamed."""
 BETWEEN = "import pathlib; r = pathlib.Path.rename; c = iter([r, kill]); pathlib.Path.rename = lambda *a: next(c)(*a)"
 
 
@@ -217,7 +219,7 @@ def test_a_directory_that_was_moved_aside_comes_back(
 ) -> None:
     """Killed between the two renames of a replacement: the next command of any kind finds the directory as it was."""
     before = contents(engine_copy)
-    kill_command("eesd.export.cli", BETWEEN, "--model", text_model, "--exit-layer", 1, "-o", engine_copy, "--no-check")
+    kill_command("eesd.export.cli", BETWEEN, "--model", text_model, "--exit-layer", 1, "-o", engine_copy, *AS_IS)
     assert not engine_copy.exists()
     if follower == "export":  # one that fails, so that the old one is still there
         assert run(export_main, "--model", text_model, "-o", engine_copy, "--exit-layer", 99).exit_code == 2

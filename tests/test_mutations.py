@@ -28,6 +28,7 @@ from support.lossless_checks import (
     check_tree_drafts,
 )
 from support.mutants import mutate
+from support.without_operators import needs_operators, without_operators
 
 from eesd.common.draft_vocab import DraftColumns
 from eesd.common.manifest_reader import load_manifest
@@ -41,14 +42,17 @@ from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import Coupled, Rejection
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Round, Session
+from eesd.runtime.engines import cpu_engine
 from eesd.runtime.engines.backends import open_engines
-from eesd.runtime.engines.base import Logits, StepOutputs
+from eesd.runtime.engines.base import Call, Logits, StepOutputs
+from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import Speculation, load
 
+TREE = Speculation("fixed:k=4", tree_width=3, guard=False)
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]
 REPEATING = [3, 1, 4, 1, 0, 3, 1, 4, 2, 3, 1]
 GREEDY = Sampling()
@@ -349,7 +353,8 @@ def test_int8_activations_that_are_not_exact_are_noticed_when_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     directory = export_unfolded(monkeypatch, tmp_path, "--quantize", *options)
-    engines = open_engines(directory, load_manifest(directory), "ort", 1, draft=False)
+    with without_operators():
+        engines = open_engines(directory, load_manifest(directory), "ort", 1, draft=False)
     assert not engines.int8_activations and not engines.exact and "float32 activations" in engines.notice
 
 
@@ -365,10 +370,48 @@ def test_unpadded_calls_of_torch_are_caught(harness: Harness) -> None:
 def test_logits_of_displaced_nodes_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     directory = export_engine(model, tmp_path / "plans", "--quantize", "int8", "--max-seq-len", 256)
-    llm = load(directory, "ort", threads=1, speculation=Speculation("fixed:k=4", tree_width=3, guard=False))
+    with without_operators():
+        llm = load(directory, "ort", threads=1, speculation=TREE)
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
     monkeypatch.setattr(session, "cut_displaced", lambda path, bonus: (path, bonus))
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing
+
+
+def in_another_order(paths: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    return lambda call: None if call.tree_mask is None else [path[::-1] for path in paths(call)]
+
+
+def by_index(paths: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    """Every node sees all nodes in front of it."""
+    return lambda call: None if call.tree_mask is None else paths(call._replace(tree_mask=np.tri(len(call.tokens)) > 0))
+
+
+@needs_operators()
+@pytest.mark.parametrize("mistake", [in_another_order, by_index])
+def test_a_tree_that_sees_other_slots_or_in_another_order_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]
+) -> None:
+    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
+    directory = export_engine(model, tmp_path / "plans", "--quantize", "int8", "--max-seq-len", 256)
+    llm = load(directory, "ort", threads=1, speculation=TREE)
+    assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
+    monkeypatch.setattr(cpu_engine, "_paths", mistake(cpu_engine._paths))
+    found = compare(llm, PROMPT, COUPLED, 60, ignore_eos=True)
+    assert found.logits.differing or found.divergence is not None
+
+
+def stale(kv_cache: CpuKVCache, start: int, sources: list[int]) -> None:
+    """Moves nothing."""
+
+
+@needs_operators()
+def test_a_cpu_cache_that_is_not_compacted_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
+    llm = load(tiny_models.export_tiny(model, tmp_path / "plans", slots=256), "ort", threads=1, speculation=TREE)
+    assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
+    monkeypatch.setattr(CpuKVCache, "compact", stale)
+    found = compare(llm, PROMPT, COUPLED, 60, ignore_eos=True)
+    assert found.logits.differing or found.divergence is not None
 
 
 def test_a_commit_in_pieces_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from support.bundled import EXAMPLE, assert_lossless, prompts
 from support.command import assert_refused, export_engine, listing, run, slow_but, succeed
 from support.engine_dirs import assert_weights_match_manifest, edit_manifest, graph_of, tensor_locations, trained_head
 from support.tiny_checkpoints import Family, build
+from support.without_operators import without_operators
 
 import eesd
 from eesd.common.manifest_reader import load_manifest
@@ -218,7 +219,7 @@ def test_onnx_runtime_keeps_int8_weights_packed(
         made[-1].optimized_model_filepath = str(tmp_path / "optimized.onnx")
         return made[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, without_operators():
         patch.setattr(ort, "SessionOptions", recorded)
         eesd.load(directory, "ort", speculation=None)
     kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx", load_external_data=False).graph.node]

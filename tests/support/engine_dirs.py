@@ -64,9 +64,9 @@ def assert_weights_match_manifest(directory: Path) -> None:
     assert not any(device.draft_weights or device.shared_weights for device in others)
 
 
-def logits_of(directory: Path, backend: str) -> list[NDArray[np.float32]]:
+def logits_of(directory: Path, backend: str, activations: str | None = None) -> list[NDArray[np.float32]]:
     """The logits of a prompt, of a verify pass over one token, and of a draft step."""
-    engines = open_engines(directory, load_manifest(directory), backend, 1, draft=True)
+    engines = open_engines(directory, load_manifest(directory), backend, 1, draft=True, activations=activations)
     assert engines.draft is not None
     kv_cache = engines.verify.new_kv_cache()
     verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)

@@ -19,6 +19,11 @@ def without_operators() -> Iterator[None]:
     operators._library.cache_clear()
 
 
+def float32_activations(backend: str) -> str | None:
+    """The argument ``activations`` for products with float32, where there is a choice; without one they are with float32."""
+    return "float32" if backend == "ort" and not operators.missing() else None
+
+
 def needs_operators() -> pytest.MarkDecorator:
     """A mark of tests that need the library."""
     return pytest.mark.skipif(bool(operators.missing()), reason="the operators are not built")
