@@ -94,15 +94,14 @@ class _TorchRows:
         views = [(k[rows, :, :longest], v[rows, :, :longest]) for k, v in self._caches]
         self._hidden(padded(texts, longest)[0], inputs, views)
 
-    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Logits:
+    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Sequence[Logits]:
         at = torch.tensor(positions)
         used = min(self._slots, -(-(max(positions) + 1) // SLOT_BUCKET) * SLOT_BUCKET)
         mask = torch.where(torch.arange(used) > at[:, None], MASKED, 0.0)[:, None, None]
         inputs = self._inputs(at[:, None], at, mask)
         views = [(k[:, :, :used], v[:, :, :used]) for k, v in self._caches]
         x = self._hidden(torch.tensor(tokens)[:, None], inputs, views)[:, 0]
-        logits: Logits = self._decoder.lm_head(self._decoder.model.norm(x)).float().cpu().numpy()
-        return logits
+        return list(self._decoder.lm_head(self._decoder.model.norm(x)).float().cpu().numpy())
 
     def keep(self, rows: Sequence[int]) -> None:
         self._caches = [(k[rows], v[rows]) for k, v in self._caches]
