@@ -32,6 +32,7 @@ FAKE = """
 import os, sys, threading, time
 from pathlib import Path
 PACKAGE = "pytest"
+done = threading.Semaphore(0)
 
 def convert(model, output, variant):
     Path(output).mkdir(exist_ok=True)
@@ -40,6 +41,8 @@ def convert(model, output, variant):
 def spin():
     while time.thread_time() < 0.5:
         pass
+    done.release()
+    time.sleep(60)  # as the threads of a pool stay
 
 def load(path, options):
     print("a library talks")
@@ -64,9 +67,10 @@ class Fake:
             if self.variant == "stops":
                 return prompt[:1], [0.5]
             if self.variant == "crowds":
-                crowd = [threading.Thread(target=spin) for _ in range(3)]
-                [thread.start() for thread in crowd]
-                [thread.join() for thread in crowd]
+                crowd = [threading.Thread(target=spin, daemon=True) for _ in range(3)]
+                for thread in crowd:
+                    thread.start()
+                done.acquire(), done.acquire(), done.acquire()
         return [7] * count, [0.5 * (n + 1) for n in range(count)]
 
     def logits(self, tokens):

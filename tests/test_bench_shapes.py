@@ -43,8 +43,8 @@ def test_a_tiny_shape_is_exported_and_measured_on_both_backends(tmp_path: Path) 
     manifest = load_manifest(tmp_path / "tiny-float32")
     verify = bytes_of_pass(manifest, manifest.verify[0], 0)
     blocks = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 2 * 64)
-    projections = 64 * 32 * 2  # of keys and values in the exit block, in 4 bits with a scale and a zero point for 32
-    exits = projections // 2 + projections // 32 * 4 + projections // 32 // 2 + 4 * 64  # and the norm before them
+    projections = 64 * 32 * 2  # of keys and values in the exit block, in 4 bits, with 16 bits of scale and of minimum for 32
+    exits = projections // 2 + projections // 32 * 4 + 4 * 64  # and the norm before them
     assert verify == 4 * (blocks + 64 + 64 * 256) + exits
     assert bytes_of_pass(manifest, manifest.verify[0], 10) - verify == 10 * 2 * 5 * 2 * 16 * 4
 

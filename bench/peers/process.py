@@ -88,7 +88,7 @@ class Process:
         return {name: int(values[key].split()[0]) * 1024 for name, key in wanted.items() if key in values}
 
     def thread_seconds(self) -> dict[str, float]:
-        """Processor time of each thread so far. Empty where Linux is missing."""
+        """Processor time of each thread that lives, so far. Empty where Linux is missing."""
         found = {}
         for path in Path(f"/proc/{self._process.pid}/task").glob("*/stat"):
             with suppress(OSError):  # the thread may have ended
