@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,14 @@ from support import tiny_models
 from support.batches import OPTIONS, alone, requests, run
 from support.command import export_engine
 from support.harness import Harness
+from support.without_operators import needs_operators, without_operators
 
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.request import Request
 from eesd.runtime.batch.scheduler import Scheduler
 from eesd.runtime.decoding.session import Session
-from eesd.runtime.engines.base import Call, JointEngine, Part, StepOutputs
+from eesd.runtime.engines.base import Call, JoiningEngine, JointEngine, Part, StepOutputs
+from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.ort_joint import OrtJointEngine
 from eesd.runtime.llm import LLM, load
@@ -26,9 +29,35 @@ TEXTS = (37, 5, 90)
 """Tokens of the texts."""
 
 
+def load_own(directory: Path) -> LLM:
+    """With this project's operators."""
+    return load(directory, "ort", threads=1)
+
+
+def load_standard(directory: Path) -> LLM:
+    """With ONNX Runtime's own operators."""
+    with without_operators():
+        return load(directory, "ort", threads=1)
+
+
+LOADS = [pytest.param(load_own, marks=needs_operators(), id="own"), pytest.param(load_standard, id="standard")]
+
+
+@pytest.fixture(scope="module", params=LOADS)
+def llm(request: pytest.FixtureRequest, harness: Harness) -> LLM:
+    loaded: LLM = request.param(harness.directory)
+    return loaded
+
+
 @pytest.fixture(scope="module")
-def llm(harness: Harness) -> LLM:
-    return load(harness.directory, "ort", threads=1)
+def standard(harness: Harness) -> LLM:
+    return load_standard(harness.directory)
+
+
+@pytest.fixture
+def joint(llm: LLM) -> Any:
+    """The class of the LLM's joint engine."""
+    return CpuEngine if isinstance(llm.engines.verify, CpuEngine) else OrtJointEngine
 
 
 class Texts:
@@ -36,7 +65,7 @@ class Texts:
 
     def __init__(self, llm: LLM) -> None:
         engine = llm.engines.verify
-        assert isinstance(engine, OrtEngine)
+        assert isinstance(engine, JoiningEngine)
         self.engine, self.size = engine, llm.manifest.geometry.vocab_size
         self.random = np.random.default_rng(0)
         self.caches = [engine.new_kv_cache() for _ in TEXTS]
@@ -68,18 +97,23 @@ class Texts:
 
     def written(self, text: int, call: Call) -> NDArray[np.uint32]:
         stop = call.slot + len(call.tokens)
-        return np.ascontiguousarray(self.caches[text].values(call.slot, stop)).view(np.uint32)
+        return np.array(self.caches[text].values(call.slot, stop)).view(np.uint32)
+
+    def forget(self, text: int, call: Call) -> None:
+        """Overwrite what a call of the text wrote."""
+        stop = call.slot + len(call.tokens)
+        self.caches[text].fill(call.slot, np.zeros_like(self.caches[text].values(call.slot, stop)))
 
 
 def bits(outputs: StepOutputs) -> NDArray[np.uint32]:
     return outputs.logits.copy().view(np.uint32)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["float32", "bfloat16", "int4", "stages", "qwen3", "llama-bias", "mistral-window", "no groups", "one KV head"],
-)
-def texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Texts:
+KINDS = ("float32", "bfloat16", "int4", "stages", "qwen3", "llama-bias", "mistral-window", "no groups", "one KV head")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def plans(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind: str = request.param
     directory = tmp_path_factory.mktemp(kind)
     if kind in ("qwen3", "llama-bias", "mistral-window"):
@@ -88,16 +122,19 @@ def texts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         kv_heads = {"no groups": 4, "one KV head": 1}.get(kind, 2)
         model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0, kv_heads=kv_heads)
     if kind == "int4":
-        plans = export_engine(model, directory / "plans", "--quantize", "int4", "--max-seq-len", 384)
-    else:
-        stages, dtype = (3 if kind == "stages" else 1), (kind if kind == "bfloat16" else "float32")
-        plans = tiny_models.export_tiny(model, directory / "plans", slots=384, stages=stages, dtype=dtype)
-    return Texts(load(plans, "ort", threads=1, speculation=None))
+        return export_engine(model, directory / "plans", "--quantize", "int4", "--max-seq-len", 384)
+    stages, dtype = (3 if kind == "stages" else 1), (kind if kind == "bfloat16" else "float32")
+    return tiny_models.export_tiny(model, directory / "plans", slots=384, stages=stages, dtype=dtype)
+
+
+@pytest.fixture(scope="module", params=LOADS)
+def texts(request: pytest.FixtureRequest, plans: Path) -> Texts:
+    return Texts(request.param(plans))
 
 
 def test_every_node_gets_the_bits_that_it_gets_alone(texts: Texts) -> None:
     joint = texts.engine.join(3, ENOUGH)
-    assert joint is not None and joint.parts == 3
+    assert joint is not None and joint.parts >= 3
     for first, second in ((1, 1), (3, 2), (1, 9)):
         short = [texts.call(text, 1 + text % first) for text in range(3)]
         long = [texts.tree(1), texts.call(2, second)]
@@ -105,7 +142,8 @@ def test_every_node_gets_the_bits_that_it_gets_alone(texts: Texts) -> None:
         expected = [[texts.own(*pair) for pair in enumerate(short)], [texts.own(1, long[0]), texts.own(2, long[1])]]
         texts.own(0, piece)
         written = texts.written(0, piece)
-        texts.caches[0].data[..., TEXTS[0] :, :] = 0
+        texts.forget(0, piece)
+        assert not texts.written(0, piece).any()
         found = joint.forward(
             [Part(texts.rows[0], 0, short), Part(texts.rows[1], 1, long), Part(texts.caches[0], 0, [piece], logits=False)]
         )
@@ -132,21 +170,21 @@ def test_parts_may_be_missing_and_memory_may_change(texts: Texts) -> None:
 class Noted:
     """What the joint calls of a test were."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, joint: Any) -> None:
         self.calls: list[tuple[int, int]] = []
-        forward = OrtJointEngine.forward
+        forward = joint.forward
 
-        def note(engine: OrtJointEngine, parts: Sequence[Part]) -> list[list[StepOutputs]]:
+        def note(engine: JointEngine, parts: Sequence[Part]) -> Any:
             self.calls.append((sum(part.logits for part in parts), sum(not part.logits for part in parts)))
             return forward(engine, parts)
 
-        monkeypatch.setattr(OrtJointEngine, "forward", note)
+        monkeypatch.setattr(joint, "forward", note)
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
+def noted(monkeypatch: pytest.MonkeyPatch, joint: Any) -> Noted:
     monkeypatch.setattr("eesd.runtime.batch.scheduler.JOINT", (64, 2))
-    return Noted(monkeypatch)
+    return Noted(monkeypatch, joint)
 
 
 @pytest.mark.parametrize("levels", [None, 0, 3])
@@ -155,7 +193,8 @@ def test_prompts_and_groups_share_calls(llm: LLM, noted: Noted, levels: int | No
     scheduler = Scheduler(llm, replace(OPTIONS, levels=levels))
     noted.calls.clear()
     records = run(scheduler, given, every=3)
-    assert {(1, 1), (2, 0), (2, 1)} <= {*noted.calls}
+    own = isinstance(llm.engines.verify, CpuEngine)  # its rows are one group
+    assert ({(1, 1), (1, 2)} if own else {(1, 1), (2, 0), (2, 1)}) <= {*noted.calls}
     for request, record in zip(given, records, strict=True):
         assert record.tokens == alone(llm, request)
     assert scheduler.running == scheduler.prefilling == 0 and scheduler.kv_used == 0
@@ -173,25 +212,38 @@ def test_short_prompts_share_calls(llm: LLM, noted: Noted) -> None:
         assert record.tokens == alone(llm, request)
 
 
-def test_a_second_copy_of_the_weights_has_a_limit(llm: LLM, noted: Noted) -> None:
-    engine = llm.engines.verify
+def test_a_second_copy_of_the_weights_has_a_limit(standard: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eesd.runtime.batch.scheduler.JOINT", (64, 2))
+    noted = Noted(monkeypatch, OrtJointEngine)
+    engine = standard.engines.verify
     assert isinstance(engine, OrtEngine)
-    size = sum(llm.manifest.weight_bytes(graph) for graph in llm.manifest.verify)
+    size = sum(standard.manifest.weight_bytes(graph) for graph in standard.manifest.verify)
     assert engine.join(3, size - 1) is None and engine.join(3, size) is not None
     given = list(requests(12, seed=3))
-    records = run(Scheduler(llm, replace(OPTIONS, join_memory=size - 1)), given, every=3)
-    assert [record.tokens for record in records] == [alone(llm, request) for request in given]
+    records = run(Scheduler(standard, replace(OPTIONS, join_memory=size - 1)), given, every=3)
+    assert [record.tokens for record in records] == [alone(standard, request) for request in given]
     assert not noted.calls
 
 
+@needs_operators()
+def test_operators_join_without_a_second_copy(harness: Harness) -> None:
+    engine = load_own(harness.directory).engines.verify
+    assert isinstance(engine, CpuEngine) and engine.join(3, 0) is engine
+
+
+def test_without_onnx_every_group_has_its_own_calls(standard: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "eesd.runtime.engines.ort_joint", None)
+    engine = standard.engines.verify
+    assert isinstance(engine, OrtEngine) and engine.join(3, ENOUGH) is None
+
+
 @pytest.mark.usefixtures("noted")
-def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(llm: LLM, joint: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody knows what a failed call has written behind the prompt's known tokens, so the piece is run again."""
     scheduler = Scheduler(llm, OPTIONS)
-    good, failing = OrtJointEngine.forward, [0]
+    good, failing = joint.forward, [0]
 
-    def fail(engine: JointEngine, parts: Sequence[Part]) -> list[list[StepOutputs]]:
-        assert isinstance(engine, OrtJointEngine)
+    def fail(engine: JointEngine, parts: Sequence[Part]) -> Any:
         if any(not part.logits for part in parts) and not failing[0]:
             failing[0] = 1
             good(engine, parts)
@@ -199,7 +251,7 @@ def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(llm: LLM, caplog
         return good(engine, parts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OrtJointEngine, "forward", fail)
+        patch.setattr(joint, "forward", fail)
         given = [Request(tokens=[5] * n, max_new_tokens=40, ignore_eos=True) for n in (3, 90)]
         records = run(scheduler, given, every=2)
     assert failing == [1] and "out of order" in caplog.text
@@ -207,29 +259,25 @@ def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(llm: LLM, caplog
     assert records[1].tokens == alone(llm, given[1])
 
 
-def test_prompts_that_fail_together_end_together(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_fail_together_end_together(llm: LLM, joint: Any, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: object) -> list[list[StepOutputs]]:
         raise RuntimeError("out of order")
 
     scheduler = Scheduler(llm, OPTIONS)
     given = [Request(tokens=[5] * n, max_new_tokens=10, ignore_eos=True) for n in (9, 8)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OrtJointEngine, "forward", fail)
+        patch.setattr(joint, "forward", fail)
         assert [record.reason for record in run(scheduler, given)] == ["error", "error"]
     assert "out of order" in caplog.text and not scheduler.kv_used
     assert [record.tokens for record in run(scheduler, given)] == [alone(llm, request) for request in given]
 
 
-add_piece, bind = Session.add_piece, OrtJointEngine._bind
+add_piece = Session.add_piece
 
 
 def count_too_many(session: Session, piece: Call, seconds: float) -> None:
     add_piece(session, piece, seconds)
     add_piece(session, piece._replace(tokens=piece.tokens[:1]), 0)
-
-
-def take_the_row_before(engine: OrtJointEngine, parts: Sequence[Part]) -> list[Any]:
-    return bind(engine, [part._replace(first=max(part.first - 1, 0)) for part in parts])
 
 
 def test_a_mistake_with_pieces_is_caught(llm: LLM, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,22 +289,28 @@ def test_a_mistake_with_pieces_is_caught(llm: LLM, noted: Noted, monkeypatch: py
     assert noted.calls and [record.tokens for record in records] != [alone(llm, request) for request in given]
 
 
-def test_a_mistake_with_memories_is_caught(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_with_memories_is_caught(llm: LLM, joint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of another row show in the first check."""
-    monkeypatch.setattr(OrtJointEngine, "_bind", take_the_row_before)
+    forward = joint.forward
+
+    def take_the_row_before(engine: JointEngine, parts: Sequence[Part]) -> Any:
+        return forward(engine, [part._replace(first=max(part.first - 1, 0)) for part in parts])
+
+    monkeypatch.setattr(joint, "forward", take_the_row_before)
     with pytest.raises(EESDError, match="max_rows 1"):
         Scheduler(llm, OPTIONS)
 
 
-def test_joint_calls_that_change_a_bit_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = OrtJointEngine.forward
+def test_joint_calls_that_change_a_bit_are_refused(llm: LLM, joint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = joint.forward
 
-    def disturbed(engine: OrtJointEngine, parts: Sequence[Part]) -> list[list[StepOutputs]]:
+    def disturbed(engine: JointEngine, parts: Sequence[Part]) -> Any:
         found = forward(engine, parts)
         found[-1][-1].logits[:] = np.nextafter(found[-1][-1].logits, np.float32(np.inf))
         return found
 
-    monkeypatch.setattr(OrtJointEngine, "forward", disturbed)
+    monkeypatch.setattr(joint, "forward", disturbed)
     with pytest.raises(EESDError, match="max_rows 1"):
         Scheduler(llm, OPTIONS)
-    Scheduler(llm, replace(OPTIONS, join_memory=0))
+    if joint is OrtJointEngine:
+        Scheduler(llm, replace(OPTIONS, join_memory=0))

@@ -15,14 +15,18 @@ from support.harness import Harness
 from eesd.common.manifest import MASKED
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.cli import main
+from eesd.runtime.engines import operators
 from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.base import Binding, StepOutputs
+from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.device import StepInputs
-from eesd.runtime.engines.ort_cpu import BoundCall, OrtEngine
+from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.torch_engine import TorchStageRunner
 
 TOKENS = [token % 97 for token in range(3, 63)]
 BACKENDS = ["ort", "torch"]
+ENGINE: Any = OrtEngine if operators.missing() else CpuEngine
+"""What the CPU runs here."""
 
 
 def verify_logits(harness: Harness, tokens: Sequence[int], rows: Sequence[int]) -> NDArray[np.float32]:
@@ -76,19 +80,21 @@ def test_a_prefill_leaves_the_cache_and_the_next_logits_of_calls_with_logits(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_chunk_of_a_prompt_has_logits_for_one_token(harness: Harness, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_a_chunk_of_a_prompt_has_logits_for_one_token_at_most(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     rows: list[int] = []
-    run_call, prepare = OrtEngine.run, TorchStageRunner.prepare
+    run_call, prepare = ENGINE.run, TorchStageRunner.prepare
 
-    def count_of_ort(engine: OrtEngine, call: BoundCall) -> None:
-        rows.append(call.results[0].shape[1])
+    def count_of_ort(engine: Any, call: Any) -> None:
+        rows.append(call.results[0].shape[-2])
         run_call(engine, call)
 
     def count_of_torch(runner: TorchStageRunner, inputs: StepInputs) -> Any:
         rows.append(len(inputs.logit_rows))
         return prepare(runner, inputs)
 
-    monkeypatch.setattr(OrtEngine, "run", count_of_ort)
+    monkeypatch.setattr(ENGINE, "run", count_of_ort)
     monkeypatch.setattr(TorchStageRunner, "prepare", count_of_torch)
     verify = open_engines(harness.directory, harness.manifest, backend, 1, draft=False).verify
     kv_cache = verify.new_kv_cache()
@@ -96,7 +102,7 @@ def test_a_chunk_of_a_prompt_has_logits_for_one_token(harness: Harness, monkeypa
     binding = verify.bind(kv_cache)
     binding.prefill(TOKENS[:40], 0)
     assert binding.forward(TOKENS[40:44], range(40, 44), 40).logits.shape[0] == 4
-    assert rows == [1, 4]
+    assert rows == [0 if backend == "ort" and ENGINE is CpuEngine else 1, 4]
 
 
 class NoLogits:

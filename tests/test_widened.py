@@ -1,12 +1,17 @@
-"""16-bit engine directories on ONNX Runtime's CPU: widened to float32, they compute what a float32 directory computes."""
+"""16-bit engine directories and ONNX Runtime's own operators: widened to float32, they compute what a float32 directory does.
 
-from collections.abc import Callable
+This project's operators read 16 bits, and compute the same.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.command import assert_refused, export_engine, run, succeed
 from support.engine_dirs import Damage, edit_manifest, garble, logits_of
+from support.without_operators import needs_operators, without_operators
 
 import eesd
 from eesd.common.manifest import WEIGHTS_FILE
@@ -15,6 +20,7 @@ from eesd.export.parity import compare_engines
 from eesd.runtime.cli import main
 from eesd.runtime.engines import backends
 from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.llm import Speculation
@@ -29,6 +35,13 @@ def narrow(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_engine(text_model, tmp_path_factory.mktemp("narrow") / "plans", "--dtype", "bfloat16", "--no-check")
 
 
+@pytest.fixture
+def standard() -> Iterator[None]:
+    """As if the operators were not built."""
+    with without_operators():
+        yield
+
+
 @pytest.mark.parametrize("options", [(), ("--stages", 2), ("--link-weights",)], ids=["copied", "stages", "linked"])
 @pytest.mark.parametrize("dtype", CHECKPOINTS)
 def test_bits_are_those_of_the_float32_directory(
@@ -38,8 +51,10 @@ def test_bits_are_those_of_the_float32_directory(
     narrow = export_engine(model, tmp_path / "narrow", "--dtype", dtype, "--no-check", *options)
     wide = export_engine(model, tmp_path / "wide", "--dtype", "float32", "--quantize-draft", "none", "--no-check")
     assert load_manifest(narrow).dtype == dtype
-    for found, expected in zip(logits_of(narrow, "ort"), logits_of(wide, "ort"), strict=True):
-        assert np.array_equal(found, expected)
+    for kernels in (nullcontext, without_operators):
+        with kernels():
+            for found, expected in zip(logits_of(narrow, "ort"), logits_of(wide, "ort"), strict=True):
+                assert np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -51,12 +66,14 @@ def test_quantized_directory_agrees_with_its_graphs(family_dir: Callable[[str], 
     assert min(compare_engines(open_engines(directory, manifest, "ort", 1, True), directory, manifest).values()) > 0.997
 
 
+@pytest.mark.usefixtures("standard")
 def test_draft_and_verify_share_widened_weights(narrow: Path) -> None:
     engines = open_engines(narrow, load_manifest(narrow), "ort", 1, True)
     assert isinstance(engines.verify, OrtEngine) and isinstance(engines.draft, OrtEngine)
     assert engines.verify._widened is engines.draft._widened and engines.verify._widened
 
 
+@pytest.mark.usefixtures("standard")
 def test_command_runs_and_says_so_in_one_line(narrow: Path, text_model: Path, tmp_path: Path) -> None:
     found = succeed(main, "--engine-dir", narrow, "-p", "hello", "-n", 8, "--no-stats")
     assert found.stderr.count("\n") == 1 and "bfloat16 engines in float32" in found.stderr
@@ -67,6 +84,14 @@ def test_command_runs_and_says_so_in_one_line(narrow: Path, text_model: Path, tm
     assert "engines in float32" not in succeed(main, "--engine-dir", wide, "-p", "hello", "-n", 8, "--no-stats").stderr
 
 
+@needs_operators()
+def test_operators_read_16_bits_as_they_are(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "available_memory", lambda: 1000)
+    engines = eesd.load(narrow, threads=1).engines
+    assert isinstance(engines.verify, CpuEngine) and isinstance(engines.draft, CpuEngine) and not engines.notice
+
+
+@pytest.mark.usefixtures("standard")
 def test_torch_runs_what_fits_the_memory_only_as_it_is(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "available_memory", lambda: 1000)
     llm = eesd.load(narrow, threads=1)
@@ -80,6 +105,7 @@ def cut_weights(directory: Path) -> None:
     edit_manifest(directory, "files/weights.bin/size", 5000)
 
 
+@pytest.mark.usefixtures("standard")
 @pytest.mark.parametrize(("damage", "words"), [(garble, "onnx cannot read"), (cut_weights, "do not fit each other")])
 def test_damaged_directory_is_refused(text_model: Path, tmp_path: Path, damage: Damage, words: str) -> None:
     directory = export_engine(text_model, tmp_path / "plans", "--dtype", "bfloat16", "--no-check")
