@@ -231,12 +231,6 @@ def test_operators_join_without_a_second_copy(harness: Harness) -> None:
     assert isinstance(engine, CpuEngine) and engine.join(3, 0) is engine
 
 
-def test_without_onnx_every_group_has_its_own_calls(standard: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "eesd.runtime.engines.ort_joint", None)
-    engine = standard.engines.verify
-    assert isinstance(engine, OrtEngine) and engine.join(3, ENOUGH) is None
-
-
 @pytest.mark.usefixtures("noted")
 def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(llm: LLM, joint: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody knows what a failed call has written behind the prompt's known tokens, so the piece is run again."""
