@@ -1,6 +1,5 @@
 """Joint calls: sequences in several memories, each with nodes and slots of its own, get the bits of calls of their own."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support import tiny_models
-from support.batches import OPTIONS, alone, requests, run
+from support.batches import OPTIONS, SAMPLINGS, alone, requests, run
 from support.command import export_engine
 from support.harness import Harness
 from support.without_operators import needs_operators, without_operators
@@ -232,12 +231,6 @@ def test_operators_join_without_a_second_copy(harness: Harness) -> None:
     assert isinstance(engine, CpuEngine) and engine.join(3, 0) is engine
 
 
-def test_without_onnx_every_group_has_its_own_calls(standard: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "eesd.runtime.engines.ort_joint", None)
-    engine = standard.engines.verify
-    assert isinstance(engine, OrtEngine) and engine.join(3, ENOUGH) is None
-
-
 @pytest.mark.usefixtures("noted")
 def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(llm: LLM, joint: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody knows what a failed call has written behind the prompt's known tokens, so the piece is run again."""
@@ -278,16 +271,25 @@ add_piece = Session.add_piece
 
 def count_too_many(session: Session, piece: Call, seconds: float) -> None:
     add_piece(session, piece, seconds)
-    add_piece(session, piece._replace(tokens=piece.tokens[:1]), 0)
+    if session.prefilled < session.stats.prompt_tokens - 1:
+        add_piece(session, piece._replace(tokens=piece.tokens[:1]), 0)
 
 
 def test_a_mistake_with_pieces_is_caught(llm: LLM, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of a prompt that are left out show in what follows."""
+    random, scheduler = np.random.default_rng(0), Scheduler(llm, OPTIONS)
+    given = [
+        Request(tokens=random.integers(0, 97, n).tolist(), sampling=SAMPLINGS[1], max_new_tokens=40, ignore_eos=True)
+        for n in (3, 60, 69)
+    ]
+    expected = [alone(llm, request) for request in given]
+    assert [record.tokens for record in run(scheduler, given, every=2)] == expected
+    noted.calls.clear()
     scheduler = Scheduler(llm, OPTIONS)
     monkeypatch.setattr(Session, "add_piece", count_too_many)
-    given = [Request(tokens=[7, 5, 3] * n, max_new_tokens=40, ignore_eos=True) for n in (1, 20, 23)]
     records = run(scheduler, given, every=2)
-    assert noted.calls and [record.tokens for record in records] != [alone(llm, request) for request in given]
+    assert (1, 1) in noted.calls and {record.reason for record in records} == {"length"}
+    assert [record.tokens for record in records] != expected
 
 
 def test_a_mistake_with_memories_is_caught(llm: LLM, joint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
