@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support import tiny_models
-from support.batches import OPTIONS, alone, requests, run
+from support.batches import OPTIONS, SAMPLINGS, alone, requests, run
 from support.command import export_engine
 from support.harness import Harness
 from support.without_operators import needs_operators, without_operators
@@ -271,16 +271,25 @@ add_piece = Session.add_piece
 
 def count_too_many(session: Session, piece: Call, seconds: float) -> None:
     add_piece(session, piece, seconds)
-    add_piece(session, piece._replace(tokens=piece.tokens[:1]), 0)
+    if session.prefilled < session.stats.prompt_tokens - 1:
+        add_piece(session, piece._replace(tokens=piece.tokens[:1]), 0)
 
 
 def test_a_mistake_with_pieces_is_caught(llm: LLM, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of a prompt that are left out show in what follows."""
+    random, scheduler = np.random.default_rng(0), Scheduler(llm, OPTIONS)
+    given = [
+        Request(tokens=random.integers(0, 97, n).tolist(), sampling=SAMPLINGS[1], max_new_tokens=40, ignore_eos=True)
+        for n in (3, 60, 69)
+    ]
+    expected = [alone(llm, request) for request in given]
+    assert [record.tokens for record in run(scheduler, given, every=2)] == expected
+    noted.calls.clear()
     scheduler = Scheduler(llm, OPTIONS)
     monkeypatch.setattr(Session, "add_piece", count_too_many)
-    given = [Request(tokens=[7, 5, 3] * n, max_new_tokens=40, ignore_eos=True) for n in (1, 20, 23)]
     records = run(scheduler, given, every=2)
-    assert noted.calls and [record.tokens for record in records] != [alone(llm, request) for request in given]
+    assert (1, 1) in noted.calls and {record.reason for record in records} == {"length"}
+    assert [record.tokens for record in records] != expected
 
 
 def test_a_mistake_with_memories_is_caught(llm: LLM, joint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
