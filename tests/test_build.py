@@ -22,6 +22,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.export import build as build_cli
 from eesd.export import inspect, plans
 from eesd.export.build import main
+from eesd.runtime.engines.packed import is_packed
 
 TYPES = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 
