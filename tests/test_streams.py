@@ -216,6 +216,6 @@ def test_chat_without_a_template_is_refused_before_anybody_types(engine_copy: Pa
     ],
 )
 def test_colours_can_be_switched_off(engine: Path, environment: dict[str, str], is_coloured: bool) -> None:
-    options = ("--engine-dir", engine, "-p", "a", "-n", 8, "--show-drafts", "--controller", "fixed:k=2")
+    options = ("--engine-dir", engine, "-p", "a", "-n", 8, "--show-drafts", "--controller", "fixed:k=2", "--no-guard")
     code, shown = on_terminal(start("run", *options), environment)
     assert code == 0 and ("\x1b[" in shown) == is_coloured
