@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.runtime.engines.base import Call, JointEngine, KVCache, Part, Rows, StepOutputs
 from eesd.runtime.engines.cpu_cache import CpuKVCache, CpuRows
@@ -162,6 +163,8 @@ class _Pass:
 
     def run(self, requests: Sequence[Request]) -> list[StepOutputs]:
         """Run the requests in one pass; the outputs of those that get logits, in order."""
+        if not all(len(request.call.tokens) for request in requests):
+            raise EESDError("A call of the engine has no tokens.")  # who asks for nothing would ask again for ever
         count = sum(len(request.call.tokens) for request in requests)
         paths = [_paths(request.call) for request in requests]
         longest = max((len(path) for own in paths if own is not None for path in own), default=0) or 1
