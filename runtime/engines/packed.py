@@ -50,7 +50,7 @@ def packed_directory(directory: Path, manifest: Manifest) -> Path:
         if sha256_of(directory / graph.file) != manifest.files[graph.file].sha256:
             raise EESDError(f"{directory / graph.file} is not the graph that the manifest describes; export again.")
     name = f"cpu-{_key(manifest)}"
-    places = [directory / name, _user_cache() / name]
+    places = [parent / name for parent in (directory, _user_cache()) if parent is not None]
     found = next((place for place in places if _is_complete(place, manifest)), None)
     if found is not None:
         return found
@@ -80,8 +80,14 @@ def _key(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps([options, contents], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eesd"
+def _user_cache() -> Path | None:
+    """The directory of this user's cache; None for a user without a home, as in some containers."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "eesd"
+    try:
+        return Path.home() / ".cache" / "eesd"
+    except RuntimeError:
+        return None
 
 
 def _is_complete(place: Path, manifest: Manifest) -> bool:
