@@ -120,7 +120,14 @@ class CpuEngine:
         return [[next(outputs) for _ in part.calls] if part.logits else [] for part in parts]
 
     def bind_pass(self, tokens: int, path: int, logit_rows: int, results: ResultMemory) -> _Bound:
-        """Buffers and I/O bindings of a pass of so many tokens, longest path and rows of logits."""
+        """Make the buffers of a pass, and bind them.
+
+        Args:
+            tokens: T.
+            path: P, the slots of the longest path.
+            logit_rows: R, the tokens that get logits.
+            results: Memory for the last stage's outputs.
+        """
         ids = np.zeros(tokens, np.int64)
         given: dict[str, NDArray[Any]] = {
             "tokens": np.zeros((tokens, 5), np.int64),
@@ -162,7 +169,7 @@ class _Pass:
         self.last: _Bound | None = None
 
     def run(self, requests: Sequence[Request]) -> list[StepOutputs]:
-        """Run the requests in one pass; the outputs of those that get logits, in order."""
+        """Run the requests in one pass. Returns the outputs of the requests that get logits, in order."""
         if not all(len(request.call.tokens) for request in requests):
             raise EESDError("A call of the engine has no tokens.")  # who asks for nothing would ask again for ever
         count = sum(len(request.call.tokens) for request in requests)
@@ -267,5 +274,4 @@ class CpuRowsBinding:
 
     def forward(self, first: int, calls: Sequence[Call]) -> list[StepOutputs]:
         """See :class:`~eesd.runtime.engines.base.RowsBinding`; here no row takes more nodes than its own."""
-        caches = self._rows.caches[first:]
-        return self._pass.run([Request(cache, call) for cache, call in zip(caches, calls, strict=False)])
+        return self._pass.run([Request(cache, call) for cache, call in _caches(Part(self._rows, first, calls))])

@@ -66,7 +66,7 @@ def packed_directory(directory: Path, manifest: Manifest) -> Path:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether this is a directory that :func:`packed_directory` made, and nobody put anything else into it."""
+    """Whether :func:`packed_directory` made this directory, and it holds no other files."""
     if not _NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     return all(file.is_file() and (file.suffix == ".onnx" or file.name in (WEIGHTS, SIZES)) for file in path.iterdir())
