@@ -101,6 +101,8 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     for name, most in _MOST.items():
         if not 1 <= getattr(manifest, name) <= most:
             raise ValueError(f"{name} must be between 1 and {most}")
+    if manifest.max_seq_len <= manifest.max_tree_nodes:
+        raise ValueError("max_seq_len has no room for the nodes of a round")
     if manifest.dtype not in DTYPES or manifest.geometry.architecture not in ARCHITECTURES.values():
         raise ValueError("the element type or the architecture is unknown")
     if not (1 <= exit_head.layer < num_layers and 1 <= exit_head.blocks <= num_layers):  # before anything is sized by them
