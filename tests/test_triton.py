@@ -245,7 +245,7 @@ def test_a_killed_stub_answers_again_after_a_reload(triton_python: Path, bundled
         os.kill(stub, signal.SIGKILL)
         errors = {answers[-1]["error"] for answers in client.all()}
         if server.process.poll() is None:
-            # Triton tells a client whose request still waited for the stub, and no other: clients need a time limit of their own.
+            # Triton tells only clients whose request still waited for the stub: all need a time limit of their own.
             assert {error for error in errors if "is not healthy" not in error} == {"timeout"}, server.log.read_text()
             reload_killed(triton_python, server)
             assert_answers(triton_python, server, llm)
