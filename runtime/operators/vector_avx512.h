@@ -1,6 +1,8 @@
 // Sixteen lanes in one register: AVX-512 with VNNI.
 
 #define EESD_ROWS 8
+#define EESD_PANELS 2
+#define EESD_SUMS 16
 
 struct Floats { __m512 v; };
 struct Bytes { __m512i v; };

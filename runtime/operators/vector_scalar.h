@@ -1,6 +1,9 @@
 // Sixteen lanes in plain C++: the specification of the other vector files, and what runs where there is none of them.
 
-#define EESD_ROWS 4 /* rows that a kernel holds in registers at most */
+// What a kernel holds in registers at most:
+#define EESD_ROWS 4   /* rows */
+#define EESD_PANELS 2 /* panels of levels */
+#define EESD_SUMS 8   /* sums of rows and two panels of floats */
 
 struct Floats {
   float lane[16];
