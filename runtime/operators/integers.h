@@ -5,22 +5,22 @@
 template <Format format, bool fine, bool minimums, int P, int M>
 static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
   constexpr int halves = fine ? 2 : 1, groups = 8 / halves;
-  const int64_t blocks = w.inputs / BLOCK, bytes = w.block_bytes();
+  const int64_t blocks = w.inputs / BLOCK;
   Floats sum[M][P];
   for (int m = 0; m < M; m++)
     for (int i = 0; i < P; i++) sum[m][i] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
     Bytes levels[P][8];
     for (int i = 0; i < P; i++) {
-      fetch_ahead<format>(panels[i] + b * bytes);
-      load_levels<format>(panels[i] + b * bytes, levels[i]);
+      fetch_ahead<format>(panels[i] + w.block_at(b));
+      load_levels<format>(panels[i] + w.block_at(b), levels[i]);
     }
     for (int h = 0; h < halves; h++) {
       Floats scale[P], minimum[P];
       for (int i = 0; i < P; i++) {
-        const uint8_t *scales = panels[i] + b * bytes + LEVEL_BYTES<format>;
-        scale[i] = load_scales(w, scales, h);
-        if (minimums) minimum[i] = load_scales(w, scales, halves + h);
+        const uint8_t *scales = panels[i] + w.block_at(b) + LEVEL_BYTES<format>, *factors = panels[i] + w.factors_at(b);
+        scale[i] = load_scales(w, scales, h, factors);
+        if (minimums) minimum[i] = load_minimums(w, scales, h, factors);
       }
       for (int m = 0; m < M; m++) {
         const int64_t block = (row + m) * blocks + b, part = block * halves + h;

@@ -37,11 +37,11 @@ static inline void add_groups(const uint8_t *p, int half, const int8_t *x, int64
 template <Format format, bool fine, bool minimums, int P, int M>
 static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
   constexpr int halves = fine ? 2 : 1;
-  const int64_t blocks = w.inputs / BLOCK, bytes = w.block_bytes();
+  const int64_t blocks = w.inputs / BLOCK;
   Floats sum[M];
   for (int m = 0; m < M; m++) sum[m] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
-    const uint8_t *p = panels[0] + b * bytes, *scales = p + LEVEL_BYTES<format>;
+    const uint8_t *p = panels[0] + w.block_at(b), *scales = p + LEVEL_BYTES<format>, *factors = panels[0] + w.factors_at(b);
     fetch_ahead<format>(p);
     for (int h = 0; h < halves; h++) {
       const int8_t *x = a.levels + (row * blocks + b) * BLOCK;
@@ -52,7 +52,8 @@ static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const
         add_groups<format, fine, 4, M>(p, h, x, w.inputs, high);
         for (int m = 0; m < M; m++) products[m] = add_sums(products[m], shift_sums(high[m], 4));
       }
-      const Floats scale = load_scales(w, scales, h), minimum = minimums ? load_scales(w, scales, halves + h) : all(0);
+      const Floats scale = load_scales(w, scales, h, factors);
+      const Floats minimum = minimums ? load_minimums(w, scales, h, factors) : all(0);
       for (int m = 0; m < M; m++) {
         const int64_t block = (row + m) * blocks + b, part = block * halves + h;
         if (!minimums) products[m] = add_sums(products[m], all_sums(-w.zero * a.sums[fine][part]));

@@ -27,6 +27,11 @@ template <Format format> static inline void load_levels(const uint8_t *p, Bytes 
       levels[i] = join_bits(levels[i], low_bits(load_bytes(p + 256 + 64 * (i / 4)), 2 * (i % 4), 3), 4);
 }
 
-static inline Floats load_scales(const Matrix &w, const uint8_t *p, int index) {
-  return w.wide_scales ? load((const float *)p + index * PANEL) : load_float16((const uint16_t *)p + index * PANEL);
+// Sixteen of the scales or minimums behind a block's levels; `factors` are those of split ones.
+static inline Floats load_scales(const Matrix &w, const uint8_t *p, int index, const uint8_t *factors) {
+  if (w.scales == SPLIT) return mul(load_int8((const int8_t *)p + index * PANEL), load_float16((const uint16_t *)factors));
+  return w.scales == WIDE ? load((const float *)p + index * PANEL) : load_float16((const uint16_t *)p + index * PANEL);
+}
+static inline Floats load_minimums(const Matrix &w, const uint8_t *p, int index, const uint8_t *factors) {
+  return load_scales(w, p, (w.fine ? 2 : 1) + index, factors + PANEL * 2);
 }

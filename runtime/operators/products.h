@@ -35,12 +35,12 @@ static void multiply_floats(const uint8_t *const panels[P], const float *x, int6
 template <Format format, bool fine, int M>
 static void multiply_float32(const Matrix &w, const uint8_t *panel, const Activations &a, int64_t row, float *out) {
   constexpr int halves = fine ? 2 : 1, groups = 8 / halves;
-  const int64_t blocks = w.inputs / BLOCK, bytes = w.block_bytes();
+  const int64_t blocks = w.inputs / BLOCK;
   const Floats zero = all((float)w.zero);
   Floats sum[M];
   for (int m = 0; m < M; m++) sum[m] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
-    const uint8_t *p = panel + b * bytes, *scales = p + LEVEL_BYTES<format>;
+    const uint8_t *p = panel + w.block_at(b), *scales = p + LEVEL_BYTES<format>, *factors = panel + w.factors_at(b);
     fetch_ahead<format>(p);
     Bytes levels[8];
     load_levels<format>(p, levels);
@@ -56,8 +56,8 @@ static void multiply_float32(const Matrix &w, const uint8_t *panel, const Activa
           odd[m] = fma(second, all(x[m * w.inputs + 1]), odd[m]);
         }
       }
-      const Floats scale = load_scales(w, scales, h);
-      const Floats minimum = w.minimums ? load_scales(w, scales, halves + h) : all(0);
+      const Floats scale = load_scales(w, scales, h, factors);
+      const Floats minimum = w.minimums ? load_minimums(w, scales, h, factors) : all(0);
       for (int m = 0; m < M; m++) {
         sum[m] = fma(add(even[m], odd[m]), scale, sum[m]);
         if (w.minimums) sum[m] = fma(minimum, all(a.shares[fine][((row + m) * blocks + b) * halves + h]), sum[m]);

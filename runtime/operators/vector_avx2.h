@@ -52,6 +52,10 @@ static inline Floats load_bfloat16(const uint16_t *p) { return {bfloat16_half(p)
 static inline Floats load_float16(const uint16_t *p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
 }
+static inline __m256 int8_half(const int8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+static inline Floats load_int8(const int8_t *p) { return {int8_half(p), int8_half(p + 8)}; }
 static inline __m256 power_half(__m256 x) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127)), 23));
 }

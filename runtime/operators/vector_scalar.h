@@ -48,6 +48,7 @@ static inline Floats load_bfloat16(const uint16_t *p) {
 }
 
 static inline Floats load_float16(const uint16_t *p) { Floats r; EACH r.lane[i] = float_of(p[i]); return r; }
+static inline Floats load_int8(const int8_t *p) { Floats r; EACH r.lane[i] = p[i]; return r; }
 
 // 2^a for whole numbers a from -126 to 127.
 static inline Floats power_of_two(Floats a) {
