@@ -31,11 +31,13 @@ from support.specification import BITS, Weight
 from eesd.common.errors import EESDError
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.operators import make_session
+from eesd.runtime.engines.panels import NARROW, SPLIT, WIDE
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 
 SIZES = [(32, 1), (64, 49), (96, 16), (160, 33), (32, 97), (128, 80)]
-VARIANTS = list(combinations((False, True), repeat=3))
+SPLIT_SIZES = [(256, 17), (512, 33)]
+VARIANTS = list(combinations((False, True), (NARROW, WIDE, SPLIT), (False, True)))
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +50,18 @@ def seeded(*values: object) -> np.random.Generator:
 
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
-@pytest.mark.parametrize("fine, wide, minimums", VARIANTS)
+@pytest.mark.parametrize("fine, kind, minimums", VARIANTS)
 @pytest.mark.parametrize("form", BITS)
 def test_products_with_levels(
-    tmp_path: Path, names: list[str], form: str, fine: bool, wide: bool, minimums: bool, int8: bool
+    tmp_path: Path, names: list[str], form: str, fine: bool, kind: int, minimums: bool, int8: bool
 ) -> None:
-    number = VARIANTS.index((fine, wide, minimums))
+    number = VARIANTS.index((fine, kind, minimums))
     random = seeded(form, number)
-    inputs, outputs = SIZES[(number + int8) % len(SIZES)]
-    weight = random_weight(random, form, inputs, outputs, fine, wide, minimums, signed=number % 3 != 1)
+    sizes = SPLIT_SIZES if kind == SPLIT else SIZES
+    inputs, outputs = sizes[(number + int8) % len(sizes)]
+    weight = random_weight(random, form, inputs, outputs, fine, kind, minimums, signed=number % 3 != 1)
     packed = pack(weight)
-    expected = (list(BITS).index(form) + 3, inputs, outputs, weight.zero, fine, wide, minimums)
+    expected = (list(BITS).index(form) + 3, inputs, outputs, weight.zero, fine, kind, minimums)
     assert packed.numbers == expected
     check_product(Product([weight], seed=number), tmp_path / "model", int8, names)
 
@@ -66,14 +69,14 @@ def test_products_with_levels(
 @pytest.mark.parametrize("inputs, outputs", [(1, 1), (20, 49), (48, 16), (33, 97), (129, 65)])
 @pytest.mark.parametrize("form", ["float32", "float16", "bfloat16"])
 def test_products_with_floats(tmp_path: Path, names: list[str], form: str, inputs: int, outputs: int) -> None:
-    weight = random_weight(seeded(form, inputs), form, inputs, outputs, False, False, False)
+    weight = random_weight(seeded(form, inputs), form, inputs, outputs, False, NARROW, False)
     check_product(Product([weight]), tmp_path / "model", True, names)
 
 
 def parts(random: np.random.Generator, inputs: int, *forms: str, outputs: int = 0) -> list[Weight]:
     sizes = (49, 16, 33, 5)
     return [
-        random_weight(random, form, inputs, outputs or sizes[i % 4], i % 2 == 1, i % 3 == 1, i % 2 == 0)
+        random_weight(random, form, inputs, outputs or sizes[i % 4], i % 2 == 1, i % 3 % 2, i % 2 == 0)
         for i, form in enumerate(forms)
     ]
 
@@ -82,7 +85,7 @@ def parts(random: np.random.Generator, inputs: int, *forms: str, outputs: int = 
 @pytest.mark.parametrize(
     "forms", [("bits4", "bits6", "bits8"), ("float32", "bits5", "float16", "bits4"), ("bfloat16", "float32")]
 )
-@pytest.mark.parametrize("norm, bias, residual", VARIANTS[1:])
+@pytest.mark.parametrize("norm, bias, residual", list(combinations((False, True), repeat=3))[1:])
 def test_products_of_several_parts(
     tmp_path: Path, names: list[str], forms: tuple[str, ...], norm: bool, bias: bool, residual: bool, int8: bool
 ) -> None:
@@ -112,21 +115,37 @@ def test_no_rows_give_none(tmp_path: Path) -> None:
     assert product.run(make_session(product.write(tmp_path / "model"), 2, True), 0, 0).shape == (0, 49)
 
 
-BLOCK_PLACES = list(combinations(range(8), range(16), range(4)))
-"""Groups of four inputs, columns, inputs of a group."""
+KINDS = {NARROW: np.float16, WIDE: np.float32, SPLIT: np.int8}
 
 
-def packed_by_hand(weight: Weight) -> bytes:
+def factor_of(values: Any) -> tuple[float, list[int]]:
+    """The first float16 of which all values are multiples, and the integers: the largest is one of these times it."""
+    largest = max(values, key=abs)
+    if largest == 0:
+        return 0, [0] * len(values)
+    for most in (63, -128, 127, 15, *range(126, 0, -1)):
+        factor = float(np.float16(largest / most))
+        integers = [round(value / factor) for value in values.tolist()]
+        if all(-128 <= i <= 127 and i * factor == value for i, value in zip(integers, values.tolist(), strict=True)):
+            return factor, integers
+    raise AssertionError
+
+
+def packed_by_hand(weight: Weight, scales: int) -> bytes:
     """The bytes of a weight's panels, value by value as SPECIFICATION.md lists them."""
     inputs, outputs = weight.shape
     found = bytearray()
-    kind = np.float32 if (weight.scales != weight.scales.astype(np.float16)).any() else np.float16
+    halves, shared = 2 if weight.fine else 1, [part for part in (weight.scales, weight.minimums) if part is not None]
 
     def level(k: int, column: int) -> int:
         return int(weight.levels[k, column]) if column < outputs else 0
 
     for panel in range(-(-outputs // 16)):
         for block in range(inputs // 32):
+            for values in shared if scales == SPLIT and block % 8 == 0 else ():
+                columns = values[block * halves : (block + 8) * halves, panel * 16 : panel * 16 + 16].T
+                factors = np.array([factor_of(column)[0] for column in columns])
+                found += np.pad(factors, (0, 16 - len(factors))).astype(np.float16).tobytes()
             every = [
                 level(block * 32 + group * 4 + i, panel * 16 + c) for group in range(8) for c in range(16) for i in range(4)
             ]
@@ -142,26 +161,30 @@ def packed_by_hand(weight: Weight) -> bytes:
                     for half in range(2)
                     for j in range(64)
                 )
-            halves = 2 if weight.fine else 1
-            for values in (weight.scales, weight.minimums):
-                for half in range(halves if values is not None else 0):
-                    assert values is not None
+            for values in shared:
+                for half in range(halves):
                     row = values[block * halves + half, panel * 16 : panel * 16 + 16]
-                    found += np.pad(row, (0, 16 - len(row))).astype(kind).tobytes()
+                    if scales == SPLIT:
+                        first = block // 8 * 8 * halves
+                        columns = values[first : first + 8 * halves, panel * 16 : panel * 16 + 16].T
+                        row = np.array([factor_of(column)[1][(block % 8) * halves + half] for column in columns])
+                    found += np.pad(row, (0, 16 - len(row))).astype(KINDS[scales]).tobytes()
     return bytes(found)
 
 
-@pytest.mark.parametrize("fine, wide, minimums", VARIANTS)
+@pytest.mark.parametrize("fine, kind, minimums", VARIANTS)
 @pytest.mark.parametrize("form", BITS)
-def test_panels_have_the_specified_bytes(form: str, fine: bool, wide: bool, minimums: bool) -> None:
-    weight = random_weight(seeded(form), form, 64, 37, fine, wide, minimums, signed=False)
-    assert pack(weight).data.tobytes() == packed_by_hand(weight)
+def test_panels_have_the_specified_bytes(form: str, fine: bool, kind: int, minimums: bool) -> None:
+    weight = random_weight(seeded(form), form, 512 if kind == SPLIT else 64, 37, fine, kind, minimums, signed=False)
+    packed = pack(weight)
+    assert packed.numbers[5] == kind
+    assert packed.data.tobytes() == packed_by_hand(weight, kind)
 
 
-@pytest.mark.parametrize("fine, wide, minimums", VARIANTS)
+@pytest.mark.parametrize("fine, kind, minimums", VARIANTS)
 @pytest.mark.parametrize("form", ["float32", "float16", "bfloat16", *BITS])
-def test_embed_gives_the_table(tmp_path: Path, form: str, fine: bool, wide: bool, minimums: bool) -> None:
-    weight = random_weight(seeded(form), form, 96, 49, fine, wide, minimums)
+def test_embed_gives_the_table(tmp_path: Path, form: str, fine: bool, kind: int, minimums: bool) -> None:
+    weight = random_weight(seeded(form), form, 512 if kind == SPLIT else 96, 49, fine, kind, minimums)
     packed = pack(weight)
     given: list[tuple[str, Any]] = [("ids", TensorProto.INT64), ("table", packed.data)]
     path = one_node(tmp_path / "model", "Embed", given, matrices=packed.numbers)
@@ -430,7 +453,7 @@ def test_bad_calls_of_products_are_refused(tmp_path: Path) -> None:
 
 
 def test_bad_ids_are_refused(tmp_path: Path) -> None:
-    packed = pack(random_weight(seeded(), "bits4", 64, 49, False, False, False))
+    packed = pack(random_weight(seeded(), "bits4", 64, 49, False, NARROW, False))
     given: list[tuple[str, Any]] = [("ids", TensorProto.INT64), ("table", packed.data)]
     session = make_session(one_node(tmp_path / "model", "Embed", given, matrices=packed.numbers), 2, True)
     for ids in ([49], [-1], [0, 1, 1 << 40], [-(1 << 63)]):
@@ -473,7 +496,7 @@ def test_gate_and_up_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (("bits4",), (16,)),
         (("bits4", "bits4", "bits4"), (16, 16, 16)),
     ):
-        own = [random_weight(random, form, 64, size, False, False, False) for form, size in zip(forms, sizes, strict=True)]
+        own = [random_weight(random, form, 64, size, False, NARROW, False) for form, size in zip(forms, sizes, strict=True)]
         plain = Product(own)
         plain.swiglu = True
         plain.write(tmp_path / "model")

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.runtime.decoding.draft_tree import Node, Proposal
 from eesd.runtime.decoding.sampling import GumbelNoise, Sampling, Vector, normalize, penalize, philox, warp
-from eesd.runtime.engines.base import Choose, Logits, StepOutputs
+from eesd.runtime.engines.base import Choose, Logits, StepOutputs, most_likely
 
 if TYPE_CHECKING:
     from eesd.runtime.decoding.device_rejection import DeviceRejection
@@ -217,7 +217,7 @@ class Greedy(_Deterministic):
     def _target(self, node: Node, outputs: StepOutputs) -> int:
         if self.proposes_top_tokens:
             return outputs.argmax(node.index)
-        return int(self._adjusted(outputs.logits[node.index], node).argmax())
+        return most_likely(self._adjusted(outputs.logits[node.index], node))
 
 
 class Coupled(_Deterministic):

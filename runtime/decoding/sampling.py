@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from eesd.common.checks import check_choice, check_integer, check_number
 from eesd.common.draft_vocab import WHOLE, DraftColumns
-from eesd.runtime.engines.base import Logits
+from eesd.runtime.engines.base import Logits, check_largest
 
 Vector = NDArray[np.float64]
 
@@ -75,9 +75,14 @@ def warp(logits: Logits, sampling: Sampling) -> Vector:
     """Log-probabilities [V] after temperature, then top-k, top-p and min-p; -inf for tokens that a filter removed.
 
     The order is that of ``transformers``: each filter works on the tokens that are left, renormalised.
+
+    Raises:
+        EESDError: A logit is NaN, or infinitely large.
     """
     scores = logits.astype(np.float64)
-    scores -= scores.max()
+    largest = scores.max()
+    check_largest(largest)
+    scores -= largest
     with np.errstate(over="ignore"):  # a tiny temperature makes -inf of all but the best: that is its limit
         scores /= sampling.temperature
     size, tokens = len(scores), None

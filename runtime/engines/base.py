@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.common.errors import EESDError
 from eesd.common.manifest import Manifest
 
 Logits = NDArray[np.float32]
@@ -49,8 +50,28 @@ class StepOutputs:
         return self._logits
 
     def argmax(self, row: int) -> int:
-        """The most likely token of a node; the one with the lowest id among equals."""
-        return int(self.logits[row].argmax() if self._argmax_ids is None else self._argmax_ids[row])
+        """The most likely token of a node, see :func:`most_likely`. Where a device chose it, its logit is not checked."""
+        return most_likely(self.logits[row]) if self._argmax_ids is None else int(self._argmax_ids[row])
+
+
+def most_likely(logits: Logits) -> int:
+    """The most likely token by logits [V]; the one with the lowest id among equals.
+
+    Raises:
+        EESDError: A logit is NaN, or infinitely large.
+    """
+    token = int(logits.argmax())  # NumPy finds a NaN first
+    check_largest(logits[token])
+    return token
+
+
+def check_largest(logit: np.floating[Any]) -> None:
+    """Raise :class:`EESDError` if the largest of some logits is NaN, or infinitely large: no token may be chosen from them."""
+    if not logit < np.inf:
+        raise EESDError(
+            "The model gave logits that are no finite numbers, so no token can be chosen; check the checkpoint's weights, "
+            "or export with --dtype float32 if it has 16 bits."
+        )
 
 
 class Call(NamedTuple):

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PANEL, BLOCK = 16, 32
+PANEL, BLOCK, SUPER = 16, 32, 256
 FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8 = range(7)
 """Formats, as the operators number them."""
+NARROW, WIDE, SPLIT = range(3)
+"""What scales and minimums are: float16, float32, or int8 times a float16 for 256 inputs, as K-quants have them."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Packed:
 
     Attributes:
         data: Its bytes.
-        numbers: What the operators must know: format, inputs, outputs, level of zero, whether a scale is for 16 inputs, whether
-            scales and minimums are float32, whether there are minimums.
+        numbers: What the operators must know: format, inputs, outputs, level of zero, whether a scale is for 16 inputs, what
+            scales and minimums are, whether there are minimums.
     """
 
     data: NDArray[np.uint8]
@@ -69,12 +71,20 @@ def pack_levels(weight: Levels) -> Packed:
     fine = block < BLOCK
     form, zero = _format(int(weight.levels.min()), int(weight.levels.max()))
     levels = (weight.levels + zero).astype(np.uint8)
-    wide = not all(_fits_float16(part) for part in (scales, minimums) if part is not None)
-    kind = np.dtype(np.float32 if wide else np.float16)
-    parts: list[Any] = [_pack_bits(_blocks(levels), form)]
-    parts.extend(_pack_scales(part, 2 if fine else 1, kind) for part in (scales, minimums) if part is not None)
-    data = np.concatenate(parts, -1)
-    return Packed(data.reshape(-1), (form, inputs, outputs, zero, int(fine), int(wide), int(minimums is not None)))
+    halves = 2 if fine else 1
+    shared = [part for part in (scales, minimums) if part is not None]
+    split = None
+    if all(map(_fits_float16, shared)):
+        kind, shared = NARROW, [part.astype(np.float16) for part in shared]
+    elif inputs % SUPER == 0 and (split := _split_all(shared, SUPER // BLOCK * halves)):
+        kind, shared = SPLIT, [part for part, _ in split]
+    else:
+        kind = WIDE
+    data = np.concatenate([_pack_bits(_blocks(levels), form), *(_pack_scales(part, halves) for part in shared)], -1)
+    if split:
+        supers = data.reshape(len(data), inputs // SUPER, -1)
+        data = np.concatenate([*(_pack_scales(factors, 1) for _, factors in split), supers], -1)
+    return Packed(data.reshape(-1), (form, inputs, outputs, zero, int(fine), kind, int(minimums is not None)))
 
 
 def _format(least: int, most: int) -> tuple[int, int]:
@@ -89,6 +99,44 @@ def _format(least: int, most: int) -> tuple[int, int]:
 def _fits_float16(values: NDArray[np.float32]) -> bool:
     with np.errstate(over="ignore"):
         return bool((values.astype(np.float16).astype(np.float32) == values).all())
+
+
+def _split_all(parts: list[NDArray[Any]], rows: int) -> list[tuple[NDArray[np.int8], NDArray[np.float16]]] | None:
+    """Scales and minimums, each as integers and a factor for so many rows of them; None if one of them is no such product."""
+    found = []
+    for part in parts:
+        split = _split(part, rows)
+        if split is None:
+            return None
+        found.append(split)
+    return found
+
+
+def _split(values: NDArray[np.float32], rows: int) -> tuple[NDArray[np.int8], NDArray[np.float16]] | None:
+    """Find integers [count, outputs] and factors [count / rows, outputs] whose products are these values.
+
+    The largest value of a group is some integer times the factor. The integers that files have there are tried first.
+    """
+    count, outputs = values.shape
+    groups = values.reshape(-1, rows, outputs).transpose(0, 2, 1).reshape(-1, rows)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(1)[:, None], 1)[:, 0]
+    integers, factors = np.zeros(groups.shape, np.int8), np.zeros(len(groups), np.float16)
+    pending = np.flatnonzero(largest)
+    first = (63, -128, 127, 15)
+    for most in (*first, *(most for most in range(126, 0, -1) if most not in first)):
+        if not len(pending):
+            break
+        with np.errstate(all="ignore"):
+            factor = (largest[pending] / np.float32(most)).astype(np.float16)
+            wanted = groups[pending]
+            quotients = np.rint(wanted / factor.astype(np.float32)[:, None])
+            fits = ((quotients * factor.astype(np.float32)[:, None] == wanted) & (np.abs(quotients + 0.5) < 128)).all(1)
+        integers[pending[fits]], factors[pending[fits]] = quotients[fits].astype(np.int8), factor[fits]
+        pending = pending[~fits]
+    if len(pending):
+        return None
+    whole = integers.reshape(-1, outputs, rows).transpose(0, 2, 1).reshape(count, outputs)
+    return whole, factors.reshape(-1, outputs)
 
 
 def _blocks(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -117,11 +165,11 @@ def _pack_bits(blocks: NDArray[np.uint8], form: int) -> NDArray[np.uint8]:
     return np.concatenate(parts, -1)
 
 
-def _pack_scales(values: NDArray[np.float32], halves: int, kind: np.dtype[np.generic]) -> NDArray[np.uint8]:
-    """Scales or minimums [inputs / 32 or 16, outputs] as bytes [panels, blocks, bytes]."""
+def _pack_scales(values: NDArray[Any], halves: int) -> NDArray[np.uint8]:
+    """Scales, minimums [inputs / 32 or 16, outputs] or their factors as bytes [panels, blocks, bytes]."""
     count, outputs = values.shape
     panels = -(-outputs // PANEL)
-    padded = np.zeros((count, panels * PANEL), kind)
+    padded = np.zeros((count, panels * PANEL), values.dtype)
     padded[:, :outputs] = values
     split = padded.reshape(count // halves, halves, panels, PANEL).transpose(2, 0, 1, 3)
     return np.ascontiguousarray(split).reshape(panels, count // halves, -1).view(np.uint8)

@@ -9,36 +9,43 @@ namespace eesd {
 
 constexpr int64_t PANEL = 16;  // columns of a weight that lie side by side
 constexpr int64_t BLOCK = 32;  // inputs that share a scale, of weights and of activations
+constexpr int64_t SUPER = 8;   // blocks whose split scales share a factor
 constexpr int64_t CHUNK = 128; // positions whose softmax is computed at once
 constexpr int64_t MAX_WIDTH = 256;  // of a head
 
 enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8 };
+enum Scales { NARROW, WIDE, SPLIT };  // float16, float32; or int8, times a float16 for 256 inputs
 
 // A weight [inputs, outputs] in panels of 16 columns. Of levels, a block of a panel holds 32 inputs, then scales, then minimums.
+// Before 8 blocks with split scales are their factors of scales, then of minimums.
 struct Matrix {
   const uint8_t *data;
   Format format;
   int64_t inputs, outputs;
   int32_t zero;      // the level that stands for 0; 0 if there are minimums
   bool fine;         // a scale for 16 inputs, not 32
-  bool wide_scales;  // scales and minimums are float32, not float16
+  Scales scales;     // what scales and minimums are
   bool minimums;
 
   bool has_levels() const { return format >= BITS4; }
   int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
   bool same_kind(const Matrix &other) const {
-    return format == other.format && zero == other.zero && fine == other.fine && wide_scales == other.wide_scales &&
-           minimums == other.minimums;
+    return format == other.format && zero == other.zero && fine == other.fine && scales == other.scales && minimums == other.minimums;
   }
   int64_t level_bytes() const {
     return format == BITS4 ? 256 : format == BITS5 ? 320 : format == BITS6 ? 384 : 512;
   }
+  int64_t factor_bytes() const { return scales == SPLIT ? PANEL * 2 * (minimums ? 2 : 1) : 0; }
   int64_t block_bytes() const {
-    return level_bytes() + PANEL * (wide_scales ? 4 : 2) * (fine ? 2 : 1) * (minimums ? 2 : 1);
+    return level_bytes() + PANEL * (scales == WIDE ? 4 : scales == NARROW ? 2 : 1) * (fine ? 2 : 1) * (minimums ? 2 : 1);
   }
   int64_t panel_bytes() const {
-    return has_levels() ? inputs / BLOCK * block_bytes() : inputs * PANEL * (format == FLOAT32 ? 4 : 2);
+    if (!has_levels()) return inputs * PANEL * (format == FLOAT32 ? 4 : 2);
+    return inputs / BLOCK * block_bytes() + inputs / BLOCK / SUPER * factor_bytes();
   }
+  // Where in a panel a block is, and the factors of its scales.
+  int64_t block_at(int64_t block) const { return block * block_bytes() + (block / SUPER + 1) * factor_bytes(); }
+  int64_t factors_at(int64_t block) const { return block / SUPER * (SUPER * block_bytes() + factor_bytes()); }
 };
 
 // A float16 as float32.

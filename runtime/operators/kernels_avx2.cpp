@@ -13,6 +13,10 @@ namespace {
 //
 #include "rows.h"
 //
+#include "levels.h"
+//
+#include "integers_avx2.h"
+//
 #include "products.h"
 //
 #include "attention.h"

@@ -12,6 +12,10 @@ namespace {
 //
 #include "rows.h"
 //
+#include "levels.h"
+//
+#include "integers.h"
+//
 #include "products.h"
 //
 #include "attention.h"

@@ -32,11 +32,13 @@ std::vector<Matrix> read_matrices(const Node &node, size_t first_input) {
     const int64_t *n = &numbers[i];
     check(n[0] >= FLOAT32 && n[0] <= BITS8 && n[1] > 0 && n[1] < LIMIT && n[2] > 0 && n[2] < LIMIT, "a weight has no such size");
     check(n[3] >= 0 && n[3] <= 255, "the level of 0 is out of range");
+    check(n[5] >= NARROW && n[5] <= SPLIT, "there are no such scales");
     const Tensor data = node.constant(first_input + i / 7);
     const Matrix matrix = {static_cast<const uint8_t *>(data.data), static_cast<Format>(n[0]), n[1], n[2],
-                           static_cast<int32_t>(n[3]), n[4] != 0, n[5] != 0, n[6] != 0};
+                           static_cast<int32_t>(n[3]), n[4] != 0, static_cast<Scales>(n[5]), n[6] != 0};
     check(!matrix.minimums || matrix.zero == 0, "a weight has either a level of 0 or minimums");
     check(!matrix.has_levels() || matrix.inputs % BLOCK == 0, "levels need a multiple of 32 inputs");
+    check(matrix.scales != SPLIT || matrix.inputs % (SUPER * BLOCK) == 0, "split scales need a multiple of 256 inputs");
     check(data.type == ort::UINT8 && data.size() == matrix.panels() * matrix.panel_bytes(), "a weight has another size");
     check(matrices.empty() || matrices[0].inputs == matrix.inputs, "weights of one product have the same inputs");
     matrices.push_back(matrix);
@@ -57,7 +59,7 @@ float weight_at(const Matrix &w, int64_t k, int64_t column) {
     return value;
   }
   if (w.format == FLOAT16) return float_of(*narrow);
-  const uint8_t *block = panel + k / BLOCK * w.block_bytes(), *scales = block + w.level_bytes();
+  const uint8_t *block = panel + w.block_at(k / BLOCK), *scales = block + w.level_bytes();
   const int64_t i = k % BLOCK, group = i / 4, byte = c * 4 + i % 4;
   int32_t level;
   if (w.format == BITS8) {
@@ -68,12 +70,14 @@ float weight_at(const Matrix &w, int64_t k, int64_t column) {
     if (w.format == BITS6) level |= (block[256 + group / 4 * 64 + byte] >> group % 4 * 2 & 3) << 4;
   }
   const int64_t halves = w.fine ? 2 : 1, at = (w.fine ? i / 16 : 0) * PANEL + c;
-  const auto scale_at = [&](int64_t index) {
-    return w.wide_scales ? reinterpret_cast<const float *>(scales)[index]
-                         : float_of(reinterpret_cast<const uint16_t *>(scales)[index]);
+  const uint16_t *factors = reinterpret_cast<const uint16_t *>(panel + w.factors_at(k / BLOCK));
+  const auto scale_at = [&](int64_t index, int64_t factor) {
+    if (w.scales == WIDE) return reinterpret_cast<const float *>(scales)[index];
+    if (w.scales == NARROW) return float_of(reinterpret_cast<const uint16_t *>(scales)[index]);
+    return static_cast<float>(reinterpret_cast<const int8_t *>(scales)[index]) * float_of(factors[factor]);
   };
-  const float value = static_cast<float>(level - w.zero) * scale_at(at);
-  return w.minimums ? value + scale_at(halves * PANEL + at) : value;
+  const float value = static_cast<float>(level - w.zero) * scale_at(at, c);
+  return w.minimums ? value + scale_at(halves * PANEL + at, PANEL + c) : value;
 }
 
 // ids [T] int64, table -> x [T, K]

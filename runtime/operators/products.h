@@ -1,7 +1,6 @@
 // Products of a few rows with panels of a weight: every (row, column) has a sum of its own, over the inputs in order.
 
-constexpr int64_t ROW_BLOCK = 64;  // rows whose activations stay in the cache while panels pass
-constexpr int64_t AHEAD = 2048;    // bytes that are fetched before they are needed
+constexpr int64_t ROW_BYTES = 1 << 18;  // of activations, which stay in the cache while panels pass
 
 static inline Floats load_weights(Format format, const uint8_t *panel, int64_t k) {
   if (format == FLOAT32) return load((const float *)panel + k * PANEL);
@@ -9,94 +8,22 @@ static inline Floats load_weights(Format format, const uint8_t *panel, int64_t k
   return format == FLOAT16 ? load_float16(narrow) : load_bfloat16(narrow);
 }
 
-// M rows of x times two panels (or one, if both are the same): sum = fma(x[k], w[k], sum), k = 0, 1, ...
-template <Format format, int M>
-static void multiply_floats(const uint8_t *const panels[2], const float *x, int64_t inputs, float *out) {
-  Floats left[M], right[M];
-  for (int m = 0; m < M; m++) left[m] = right[m] = all(0);
-  const int64_t bytes = PANEL * (format == FLOAT32 ? 4 : 2);
-  for (int64_t k = 0; k < inputs; k++) {
-    prefetch(panels[0] + k * bytes + AHEAD);
-    prefetch(panels[1] + k * bytes + AHEAD);
-    const Floats a = load_weights(format, panels[0], k), b = load_weights(format, panels[1], k);
-    for (int m = 0; m < M; m++) {
-      const Floats v = all(x[m * inputs + k]);
-      left[m] = fma(v, a, left[m]);
-      right[m] = fma(v, b, right[m]);
-    }
-  }
-  for (int m = 0; m < M; m++) {
-    store(out + m * 2 * PANEL, left[m]);
-    store(out + m * 2 * PANEL + PANEL, right[m]);
-  }
-}
-
-template <Format format>
-constexpr int64_t LEVEL_BYTES = format == BITS4 ? 256 : format == BITS5 ? 320 : format == BITS6 ? 384 : 512;
-
-template <Format format> static inline void fetch_ahead(const uint8_t *block) {
-  for (int64_t i = 0; i < LEVEL_BYTES<format> + 64; i += 64) prefetch(block + AHEAD + i);
-}
-
-// The levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.
-template <Format format> static inline void load_levels(const uint8_t *p, Bytes levels[8]) {
-  if (format == BITS8) {
-    for (int i = 0; i < 8; i++) levels[i] = load_bytes(p + 64 * i);
-    return;
-  }
-  for (int i = 0; i < 4; i++) {
-    const Bytes pair = load_bytes(p + 64 * i);
-    levels[i] = low_bits(pair, 0, 15);
-    levels[i + 4] = low_bits(pair, 4, 15);
-  }
-  if (format == BITS5)
-    for (int i = 0; i < 8; i++) levels[i] = join_bits(levels[i], spread_bits(p + 256 + 8 * i, 16), 0);
-  if (format == BITS6)
-    for (int i = 0; i < 8; i++)
-      levels[i] = join_bits(levels[i], low_bits(load_bytes(p + 256 + 64 * (i / 4)), 2 * (i % 4), 3), 4);
-}
-
-static inline Floats load_scales(const Matrix &w, const uint8_t *p, int index) {
-  return w.wide_scales ? load((const float *)p + index * PANEL) : load_float16((const uint16_t *)p + index * PANEL);
-}
-
-// M rows of 8-bit activations times P panels of levels. Of each block, or half of one:
-//   sum = fma(float(sum of level x - zero sum of x), scale of w * scale of x, sum), then fma(minimum, share, sum)
-template <Format format, bool fine, bool minimums, int P, int M>
-static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
-  constexpr int halves = fine ? 2 : 1, groups = 8 / halves;
-  const int64_t blocks = w.inputs / BLOCK, bytes = w.block_bytes();
+// M rows of x times P panels: sum = fma(x[k], w[k], sum), k = 0, 1, ...
+template <Format format, int P, int M>
+static void multiply_floats(const uint8_t *const panels[P], const float *x, int64_t inputs, float *out) {
   Floats sum[M][P];
   for (int m = 0; m < M; m++)
     for (int i = 0; i < P; i++) sum[m][i] = all(0);
-  for (int64_t b = 0; b < blocks; b++) {
-    Bytes levels[P][8];
+  const int64_t bytes = PANEL * (format == FLOAT32 ? 4 : 2);
+  for (int64_t k = 0; k < inputs; k++) {
+    Floats weights[P];
     for (int i = 0; i < P; i++) {
-      fetch_ahead<format>(panels[i] + b * bytes);
-      load_levels<format>(panels[i] + b * bytes, levels[i]);
+      prefetch(panels[i] + k * bytes + AHEAD);
+      weights[i] = load_weights(format, panels[i], k);
     }
-    for (int h = 0; h < halves; h++) {
-      Floats scale[P], minimum[P];
-      for (int i = 0; i < P; i++) {
-        const uint8_t *scales = panels[i] + b * bytes + LEVEL_BYTES<format>;
-        scale[i] = load_scales(w, scales, h);
-        if (minimums) minimum[i] = load_scales(w, scales, halves + h);
-      }
-      for (int m = 0; m < M; m++) {
-        const int64_t block = (row + m) * blocks + b, part = block * halves + h;
-        const int8_t *x = a.levels + block * BLOCK + h * 16;
-        const Bytes zero = all_sums(minimums ? 0 : -w.zero * a.sums[fine][part]);
-        Bytes products[P];
-        for (int i = 0; i < P; i++) products[i] = zero;
-        for (int k = 0; k < groups; k++) {
-          const Four four = all_fours(x + 4 * k);
-          for (int i = 0; i < P; i++) products[i] = dot<format == BITS8>(products[i], levels[i][h * groups + k], four);
-        }
-        for (int i = 0; i < P; i++) {
-          sum[m][i] = fma(to_floats(products[i]), mul(scale[i], all(a.scales[block])), sum[m][i]);
-          if (minimums) sum[m][i] = fma(minimum[i], all(a.shares[fine][part]), sum[m][i]);
-        }
-      }
+    for (int m = 0; m < M; m++) {
+      const Floats v = all(x[m * inputs + k]);
+      for (int i = 0; i < P; i++) sum[m][i] = fma(v, weights[i], sum[m][i]);
     }
   }
   for (int m = 0; m < M; m++)
@@ -108,12 +35,12 @@ static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const
 template <Format format, bool fine, int M>
 static void multiply_float32(const Matrix &w, const uint8_t *panel, const Activations &a, int64_t row, float *out) {
   constexpr int halves = fine ? 2 : 1, groups = 8 / halves;
-  const int64_t blocks = w.inputs / BLOCK, bytes = w.block_bytes();
+  const int64_t blocks = w.inputs / BLOCK;
   const Floats zero = all((float)w.zero);
   Floats sum[M];
   for (int m = 0; m < M; m++) sum[m] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
-    const uint8_t *p = panel + b * bytes, *scales = p + LEVEL_BYTES<format>;
+    const uint8_t *p = panel + w.block_at(b), *scales = p + LEVEL_BYTES<format>, *factors = panel + w.factors_at(b);
     fetch_ahead<format>(p);
     Bytes levels[8];
     load_levels<format>(p, levels);
@@ -129,8 +56,8 @@ static void multiply_float32(const Matrix &w, const uint8_t *panel, const Activa
           odd[m] = fma(second, all(x[m * w.inputs + 1]), odd[m]);
         }
       }
-      const Floats scale = load_scales(w, scales, h);
-      const Floats minimum = w.minimums ? load_scales(w, scales, halves + h) : all(0);
+      const Floats scale = load_scales(w, scales, h, factors);
+      const Floats minimum = w.minimums ? load_minimums(w, scales, h, factors) : all(0);
       for (int m = 0; m < M; m++) {
         sum[m] = fma(add(even[m], odd[m]), scale, sum[m]);
         if (w.minimums) sum[m] = fma(minimum, all(a.shares[fine][((row + m) * blocks + b) * halves + h]), sum[m]);
@@ -159,18 +86,24 @@ static void multiply_panels(const Matrix &w, const uint8_t *const panels[P], con
   if (w.format == BITS8) multiply_levels<BITS8, P, M>(w, panels, a, row, out);
 }
 
+template <Format format, int M>
+static void multiply_two(const uint8_t *const panels[2], int count, const float *x, int64_t inputs, float *out) {
+  if (count == 2 && M * 2 <= EESD_SUMS) return multiply_floats<format, 2, M>(panels, x, inputs, out);
+  for (int i = 0; i < count; i++) multiply_floats<format, 1, M>(panels + i, x, inputs, out + i * PANEL);
+}
+
 // M rows, from `row` on, times one panel or two; out [M, 2, 16].
 template <int M>
 static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int count, const Activations &a, int64_t row,
                           float *out) {
-  const uint8_t *at[2] = {w[0]->data + panels[0] * w[0]->panel_bytes(), w[0]->data + panels[0] * w[0]->panel_bytes()};
+  const uint8_t *at[2] = {w[0]->data + panels[0] * w[0]->panel_bytes(), nullptr};
   if (count == 2) at[1] = w[1]->data + panels[1] * w[1]->panel_bytes();
   const float *x = a.x + row * w[0]->inputs;
   const int64_t inputs = w[0]->inputs;
-  if (w[0]->format == FLOAT32) return multiply_floats<FLOAT32, M>(at, x, inputs, out);
-  if (w[0]->format == FLOAT16) return multiply_floats<FLOAT16, M>(at, x, inputs, out);
-  if (w[0]->format == BFLOAT16) return multiply_floats<BFLOAT16, M>(at, x, inputs, out);
-  if (count == 2 && w[0]->same_kind(*w[1])) return multiply_panels<2, M>(*w[0], at, a, row, out);
+  if (w[0]->format == FLOAT32) return multiply_two<FLOAT32, M>(at, count, x, inputs, out);
+  if (w[0]->format == FLOAT16) return multiply_two<FLOAT16, M>(at, count, x, inputs, out);
+  if (w[0]->format == BFLOAT16) return multiply_two<BFLOAT16, M>(at, count, x, inputs, out);
+  if (EESD_PANELS == 2 && count == 2 && w[0]->same_kind(*w[1])) return multiply_panels<EESD_PANELS, M>(*w[0], at, a, row, out);
   multiply_panels<1, M>(*w[0], at, a, row, out);
   if (count == 2) multiply_panels<1, M>(*w[1], at + 1, a, row, out + PANEL);
 }
@@ -178,8 +111,11 @@ static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int
 using MultiplyRows = void (*)(const Matrix *const[2], const int64_t[2], int, const Activations &, int64_t, float *);
 static const MultiplyRows multiply_some[] = {
     nullptr, multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
-#if EESD_ROWS == 8
-    multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>,
+#if EESD_ROWS > 4
+    multiply_rows<5>, multiply_rows<6>,
+#endif
+#if EESD_ROWS > 6
+    multiply_rows<7>, multiply_rows<8>,
 #endif
 };
 
@@ -231,8 +167,10 @@ static void multiply_block(const Product &job, const Matrix *const w[2], const i
 
 // Panels are counted through all parts; of a gate and an up part, panel j is that of both.
 static void multiply(const Product &job, int64_t first_panel, int64_t last_panel) {
-  for (int64_t row = 0; row < job.rows; row += ROW_BLOCK) {
-    const int64_t last_row = least(row + ROW_BLOCK, job.rows);
+  const int64_t fitting = ROW_BYTES / (job.parts->inputs * (job.a.levels ? 1 : 4)) / EESD_ROWS * EESD_ROWS;
+  const int64_t row_block = fitting < 48 ? 48 : fitting;
+  for (int64_t row = 0; row < job.rows; row += row_block) {
+    const int64_t last_row = least(row + row_block, job.rows);
     int64_t before = 0, offset = 0;
     for (const Matrix *w = job.parts; w < job.parts + (job.swiglu ? 1 : job.num_parts); w++) {
       const int64_t last = least(last_panel - before, w->panels());

@@ -35,19 +35,23 @@ static inline void normalize(const float *x, const float *weight, float epsilon,
 }
 
 // Blocks of 32 of one row in 8 bits: the largest becomes level 127 or -127. Where it is so small that 127 divided by it could be
-// infinite, all levels are 0.
+// infinite, all levels are 0. Where a value is not finite, the scale is NaN, too: so are then all products of the row.
 static inline void round_row(const Preparation &job, const float *x, int64_t row) {
   const int64_t blocks = job.inputs / BLOCK;
   for (int64_t b = 0; b < blocks; b++) {
     const Floats half[2] = {load(x + b * BLOCK), load(x + b * BLOCK + 16)};
     const float largest = largest_lane(larger(absolute(half[0]), absolute(half[1])));
-    const float scale = largest / 127.f, inverse = largest >= 0x1p-100f ? 127.f / largest : 0;
+    const float inverse = largest >= 0x1p-100f ? 127.f / largest : 0;
     const int64_t at = row * blocks + b;
+    Floats levels[2] = {nearest(mul(half[0], all(inverse))), nearest(mul(half[1], all(inverse)))};
+    float added[2] = {add_lanes(levels[0]), add_lanes(levels[1])};
+    const bool finite = added[0] + added[1] == added[0] + added[1];  // NaN is not; infinity times its inverse, 0, is NaN
+    const float scale = finite ? largest / 127.f : __builtin_nanf("");
+    if (!finite) levels[0] = levels[1] = all(0), added[0] = added[1] = 0;
     int32_t sums[2];
     for (int h = 0; h < 2; h++) {
-      const Floats levels = nearest(mul(half[h], all(inverse)));
-      store_int8(job.levels + at * BLOCK + h * 16, levels);
-      sums[h] = (int32_t)add_lanes(levels);
+      store_int8(job.levels + at * BLOCK + h * 16, levels[h]);
+      sums[h] = (int32_t)added[h];
       job.sums[1][2 * at + h] = sums[h];
       job.shares[1][2 * at + h] = scale * (float)sums[h];
     }

@@ -1,6 +1,8 @@
 // Sixteen lanes in two registers: AVX2 with FMA and F16C.
 
-#define EESD_ROWS 4
+#define EESD_ROWS 6
+#define EESD_PANELS 1
+#define EESD_SUMS 4
 
 struct Floats { __m256 a, b; };
 struct Bytes { __m256i a, b; };
@@ -50,6 +52,10 @@ static inline Floats load_bfloat16(const uint16_t *p) { return {bfloat16_half(p)
 static inline Floats load_float16(const uint16_t *p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
 }
+static inline __m256 int8_half(const int8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+static inline Floats load_int8(const int8_t *p) { return {int8_half(p), int8_half(p + 8)}; }
 static inline __m256 power_half(__m256 x) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127)), 23));
 }
@@ -83,25 +89,24 @@ static inline __m256i spread_half(const uint8_t *mask, int value) {
 static inline Bytes spread_bits(const uint8_t *mask, int value) {
   return {spread_half(mask, value), spread_half(mask + 4, value)};
 }
-// Four products of each column. vpmaddubsw adds two of them in 16 bits, which levels up to 127 do not exceed; larger ones are
-// multiplied by halves.
-template <bool wide> static inline __m256i dot_half(__m256i levels, __m256i x) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  if (!wide) return _mm256_madd_epi16(_mm256_maddubs_epi16(levels, x), ones);
-  const __m256i low = _mm256_and_si256(levels, _mm256_set1_epi8(15));
-  const __m256i high = _mm256_and_si256(_mm256_srli_epi16(levels, 4), _mm256_set1_epi8(15));
-  const __m256i sums = _mm256_madd_epi16(_mm256_maddubs_epi16(high, x), ones);
-  return _mm256_add_epi32(_mm256_slli_epi32(sums, 4), _mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones));
-}
 struct Four { __m256i v; };
 static inline Four all_fours(const int8_t *x) {
   int32_t four;
   memcpy(&four, x, 4);
   return {_mm256_set1_epi32(four)};
 }
-template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four) {
-  return {_mm256_add_epi32(sums.a, dot_half<wide>(levels.a, four.v)), _mm256_add_epi32(sums.b, dot_half<wide>(levels.b, four.v))};
+// Unsigned levels times signed activations, two products added in 16 bits; sums of these; and two of them added in 32 bits.
+static inline Bytes multiply_pairs(Bytes levels, Four four) {
+  return {_mm256_maddubs_epi16(levels.a, four.v), _mm256_maddubs_epi16(levels.b, four.v)};
 }
+static inline Bytes add_pairs(Bytes x, Bytes y) { return BOTH(_mm256_add_epi16); }
+// Keeps the compiler from adding up later, for which it would need memory.
+static inline void keep_order(Bytes &x) { asm("" : "+x"(x.a), "+x"(x.b)); }
+static inline Bytes join_pairs(Bytes x) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(x.a, ones), _mm256_madd_epi16(x.b, ones)};
+}
+static inline Bytes shift_sums(Bytes x, int shift) { return {_mm256_slli_epi32(x.a, shift), _mm256_slli_epi32(x.b, shift)}; }
 static inline Floats level(Bytes x, int k) {
   const __m256i m = _mm256_set1_epi32(255);
   return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x.a, 8 * k), m)),

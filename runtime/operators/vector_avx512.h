@@ -1,6 +1,8 @@
 // Sixteen lanes in one register: AVX-512 with VNNI.
 
 #define EESD_ROWS 8
+#define EESD_PANELS 2
+#define EESD_SUMS 16
 
 struct Floats { __m512 v; };
 struct Bytes { __m512i v; };
@@ -39,6 +41,9 @@ static inline Floats load_bfloat16(const uint16_t *p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16))};
 }
 static inline Floats load_float16(const uint16_t *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
+static inline Floats load_int8(const int8_t *p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)))};
+}
 static inline Floats power_of_two(Floats a) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(a.v), _mm512_set1_epi32(127)), 23))};
 }

@@ -1,6 +1,9 @@
 // Sixteen lanes in plain C++: the specification of the other vector files, and what runs where there is none of them.
 
-#define EESD_ROWS 4 /* rows that a kernel holds in registers at most */
+// What a kernel holds in registers at most:
+#define EESD_ROWS 4   /* rows */
+#define EESD_PANELS 2 /* panels of levels */
+#define EESD_SUMS 8   /* sums of rows and two panels of floats */
 
 struct Floats {
   float lane[16];
@@ -45,6 +48,7 @@ static inline Floats load_bfloat16(const uint16_t *p) {
 }
 
 static inline Floats load_float16(const uint16_t *p) { Floats r; EACH r.lane[i] = float_of(p[i]); return r; }
+static inline Floats load_int8(const int8_t *p) { Floats r; EACH r.lane[i] = p[i]; return r; }
 
 // 2^a for whole numbers a from -126 to 127.
 static inline Floats power_of_two(Floats a) {

@@ -13,7 +13,18 @@ from onnx import TensorProto, helper, numpy_helper
 
 from eesd.common.errors import EESDError
 from eesd.runtime.engines import operators
-from eesd.runtime.engines.panels import BFLOAT16, FLOAT16, FLOAT32, Levels, Packed, pack_floats, pack_levels
+from eesd.runtime.engines.panels import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    NARROW,
+    SPLIT,
+    SUPER,
+    Levels,
+    Packed,
+    pack_floats,
+    pack_levels,
+)
 from support import specification
 from support.specification import BITS, BLOCK, Floats, Heads, Weight
 
@@ -73,11 +84,11 @@ def random_weight(
     inputs: int,
     outputs: int,
     fine: bool,
-    wide: bool,
+    kind: int,
     minimums: bool,
     signed: bool = True,
 ) -> Weight:
-    """A weight that needs just this format."""
+    """A weight that needs just this format, and scales and minimums of this kind."""
     if form not in BITS:
         values = random.normal(0, 0.4, (inputs, outputs)).astype(np.float32)
         if form == "float16":
@@ -89,12 +100,24 @@ def random_weight(
     levels = random.integers(0, size, (inputs, outputs))
     levels[0, 0], levels[-1, -1] = 0, size - 1
     shape = inputs // (16 if fine else 32), outputs
-    scales = random.uniform(0.3, 1, shape).astype(np.float32) / np.float32(size)
-    found = -random.uniform(0.2, 0.6, shape).astype(np.float32) if minimums else None
-    if not wide:
-        scales = scales.astype(np.float16).astype(np.float32)
-        found = None if found is None else found.astype(np.float16).astype(np.float32)
-    return Weight(form, None, levels, size // 2 if signed and not minimums else 0, scales, found)
+    scales, found = random.uniform(0.3, 1, shape) / size, -random.uniform(0.2, 0.6, shape)
+    if kind == SPLIT:
+        rows = SUPER // (16 if fine else 32)
+        scales, found = split(random, scales, rows), split(random, found, rows)
+    if kind == NARROW:
+        scales, found = scales.astype(np.float16), found.astype(np.float16)
+    zero = size // 2 if signed and not minimums else 0
+    return Weight(form, None, levels, zero, scales.astype(np.float32), found.astype(np.float32) if minimums else None)
+
+
+def split(random: np.random.Generator, values: Array, rows: int) -> Array:
+    """Integers of 6 or 8 bits, whichever have no common divisor, times a float16 for so many rows, of about these values."""
+    most = int(random.choice([63, 127]))
+    integers = random.integers(-most, most + 1, values.shape)
+    integers[::rows], integers[1::rows] = most, most - 1
+    factors = (values[::rows] / most).astype(np.float16).astype(np.float64)
+    found: Array = integers * np.repeat(factors, rows, 0)
+    return found
 
 
 def pack(weight: Weight) -> Packed:

@@ -1,0 +1,66 @@
+// Products of 8-bit activations with levels, where no instruction adds four products to a sum of 32 bits: vpmaddubsw adds two in 16.
+// So many groups are added up there that no sum leaves 16 bits: 15 127 2 8 = 30480, 31 127 2 4 = 31496, 63 127 2 2 = 32004.
+
+template <Format format> constexpr int RUN = format == BITS5 ? 4 : format == BITS6 ? 2 : 8;
+
+// The levels of group k, or of 8 bits their low or high halves.
+template <Format format, int shift> static inline Bytes load_group(const uint8_t *p, int k) {
+  if (format == BITS8) return low_bits(load_bytes(p + 64 * k), shift, 15);
+  const Bytes low = low_bits(load_bytes(p + 64 * (k % 4)), 4 * (k / 4), 15);
+  if (format == BITS5) return join_bits(low, spread_bits(p + 256 + 8 * k, 16), 0);
+  if (format == BITS6) return join_bits(low, low_bits(load_bytes(p + 256 + 64 * (k / 4)), 2 * (k % 4), 3), 4);
+  return low;
+}
+
+// Four products of each column and row, in all groups of a block or half of one; M rows of x are `stride` apart.
+template <Format format, bool fine, int shift, int M>
+static inline void add_groups(const uint8_t *p, int half, const int8_t *x, int64_t stride, Bytes sums[M]) {
+  constexpr int groups = fine ? 4 : 8, run = RUN<format> < groups ? RUN<format> : groups;
+  asm("" : "+r"(x), "+r"(p));  // what another call has loaded would take registers
+  Bytes narrow[M];
+#pragma GCC unroll 8
+  for (int i = 0; i < groups; i++) {
+    const int k = fine ? 4 * half + i : i / 2 + i % 2 * 4;  // two groups share bytes
+    const Bytes levels = load_group<format, shift>(p, k);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      const Bytes pairs = multiply_pairs(levels, all_fours(x + m * stride + 4 * k));
+      narrow[m] = i % run ? add_pairs(narrow[m], pairs) : pairs;
+      keep_order(narrow[m]);
+      if (i % run == run - 1) sums[m] = i < run ? join_pairs(narrow[m]) : add_sums(sums[m], join_pairs(narrow[m]));
+    }
+  }
+}
+
+// M rows of 8-bit activations times a panel of levels. Of each block, or half of one:
+//   sum = fma(float(sum of level x - zero sum of x), scale of w * scale of x, sum), then fma(minimum, share, sum)
+template <Format format, bool fine, bool minimums, int P, int M>
+static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
+  constexpr int halves = fine ? 2 : 1;
+  const int64_t blocks = w.inputs / BLOCK;
+  Floats sum[M];
+  for (int m = 0; m < M; m++) sum[m] = all(0);
+  for (int64_t b = 0; b < blocks; b++) {
+    const uint8_t *p = panels[0] + w.block_at(b), *scales = p + LEVEL_BYTES<format>, *factors = panels[0] + w.factors_at(b);
+    fetch_ahead<format>(p);
+    for (int h = 0; h < halves; h++) {
+      const int8_t *x = a.levels + (row * blocks + b) * BLOCK;
+      Bytes products[M];
+      add_groups<format, fine, 0, M>(p, h, x, w.inputs, products);
+      if (format == BITS8) {
+        Bytes high[M];
+        add_groups<format, fine, 4, M>(p, h, x, w.inputs, high);
+        for (int m = 0; m < M; m++) products[m] = add_sums(products[m], shift_sums(high[m], 4));
+      }
+      const Floats scale = load_scales(w, scales, h, factors);
+      const Floats minimum = minimums ? load_minimums(w, scales, h, factors) : all(0);
+      for (int m = 0; m < M; m++) {
+        const int64_t block = (row + m) * blocks + b, part = block * halves + h;
+        if (!minimums) products[m] = add_sums(products[m], all_sums(-w.zero * a.sums[fine][part]));
+        sum[m] = fma(to_floats(products[m]), mul(scale, all(a.scales[block])), sum[m]);
+        if (minimums) sum[m] = fma(minimum, all(a.shares[fine][part]), sum[m]);
+      }
+    }
+  }
+  for (int m = 0; m < M; m++) store(out + m * 2 * PANEL, sum[m]);
+}

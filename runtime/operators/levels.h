@@ -1,0 +1,37 @@
+// Levels, scales and minimums of a panel, as kernels read them.
+
+constexpr int64_t AHEAD = 2048;  // bytes that are fetched before they are needed
+
+template <Format format>
+constexpr int64_t LEVEL_BYTES = format == BITS4 ? 256 : format == BITS5 ? 320 : format == BITS6 ? 384 : 512;
+
+template <Format format> static inline void fetch_ahead(const uint8_t *block) {
+  for (int64_t i = 0; i < LEVEL_BYTES<format> + 64; i += 64) prefetch(block + AHEAD + i);
+}
+
+// The levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.
+template <Format format> static inline void load_levels(const uint8_t *p, Bytes levels[8]) {
+  if (format == BITS8) {
+    for (int i = 0; i < 8; i++) levels[i] = load_bytes(p + 64 * i);
+    return;
+  }
+  for (int i = 0; i < 4; i++) {
+    const Bytes pair = load_bytes(p + 64 * i);
+    levels[i] = low_bits(pair, 0, 15);
+    levels[i + 4] = low_bits(pair, 4, 15);
+  }
+  if (format == BITS5)
+    for (int i = 0; i < 8; i++) levels[i] = join_bits(levels[i], spread_bits(p + 256 + 8 * i, 16), 0);
+  if (format == BITS6)
+    for (int i = 0; i < 8; i++)
+      levels[i] = join_bits(levels[i], low_bits(load_bytes(p + 256 + 64 * (i / 4)), 2 * (i % 4), 3), 4);
+}
+
+// Sixteen of the scales or minimums behind a block's levels; `factors` are those of split ones.
+static inline Floats load_scales(const Matrix &w, const uint8_t *p, int index, const uint8_t *factors) {
+  if (w.scales == SPLIT) return mul(load_int8((const int8_t *)p + index * PANEL), load_float16((const uint16_t *)factors));
+  return w.scales == WIDE ? load((const float *)p + index * PANEL) : load_float16((const uint16_t *)p + index * PANEL);
+}
+static inline Floats load_minimums(const Matrix &w, const uint8_t *p, int index, const uint8_t *factors) {
+  return load_scales(w, p, (w.fine ? 2 : 1) + index, factors + PANEL * 2);
+}
