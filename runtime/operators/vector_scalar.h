@@ -1,6 +1,9 @@
 // Sixteen lanes in plain C++: the specification of the other vector files, and what runs where there is none of them.
 
 #define EESD_ROWS 4 /* rows that a kernel holds in registers at most */
+// What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
+constexpr int QUERY_BLOCK = 4, KEY_TILES = 1;
+constexpr int vectors_beside(int queries) { return queries == 1 ? 2 : 1; }
 
 struct Floats {
   float lane[16];
