@@ -134,6 +134,7 @@ def load(
     generation_config: str = "auto",
     exact: bool | None = None,
     activations: str | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> "LLM":
     """Open an engine directory that ``eesd-export`` wrote.
 
@@ -149,6 +150,7 @@ def load(
         exact: Whether drafting may change no bit of a logit, also in trees and on a GPU; see
             :func:`~eesd.runtime.engines.backends.open_engines`. Default: where that costs little.
         activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. Default: int8.
+        kv_cache_dtype: ``float32`` or ``float16``: the KV cache on the CPU. Default: float32.
 
     Raises:
         EESDError: The directory or an argument cannot be used.
@@ -162,7 +164,7 @@ def load(
     if verify_hashes:
         verify_files(directory, manifest)
     draft = isinstance(speculation, Speculation) and speculation.head_drafts
-    engines = open_engines(directory, manifest, backend, threads, draft, exact, activations)
+    engines = open_engines(directory, manifest, backend, threads, draft, exact, activations, kv_cache_dtype)
     default = models_sampling(directory) if generation_config == "auto" else GREEDY
     llm = LLM(directory, manifest, engines, speculation, default)
     release_freed_memory()  # what packing weights and reading the tokenizer took for a while

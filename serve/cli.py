@@ -13,7 +13,7 @@ from eesd.common.json_input import read_text
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.cli import load_as_asked
-from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS
+from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, KV_CACHE_DTYPES
 from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, Speculation
 from eesd.serve.triton.repository import write_triton_repository
 
@@ -62,6 +62,7 @@ TRITON = "Write a model for Triton Inference Server into this repository instead
 @click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("--exact/--no-exact", default=None, help="As in eesd-run.")
 @click.option("--activations", type=click.Choice(ACTIVATIONS), help="As in eesd-run.")
+@click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
 @click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")
 @click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Of the log on stderr.")
 @click.option("--triton-repo", type=cli.PATH, metavar="DIR", help=TRITON)
@@ -109,6 +110,7 @@ def _write_triton_repository(engine_dir: Path, batch: BatchOptions, options: dic
         generation_config=options["generation_config"],
         exact=options["exact"],
         activations=options["activations"],
+        kv_cache_dtype=options["kv_cache_dtype"],
     )
     click.echo(f"{directory} is written; start Triton with --model-repository={directory.parent}")
 

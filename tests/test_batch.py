@@ -69,6 +69,16 @@ def test_tokens_of_quantized_engines_are_those_of_a_request_alone(tmp_path: Path
         assert [record.tokens for record in records] == [alone(llm, request) for request in given]
 
 
+@pytest.mark.skipif(bool(operators.missing()), reason="the operators are not built")
+def test_texts_over_float16_caches_get_the_bits_that_they_get_alone(harness: Harness) -> None:
+    llm = load(harness.directory, "ort", threads=1, kv_cache_dtype="float16")
+    given = list(requests(12))
+    for levels in (0, 3):
+        records = run(Scheduler(llm, replace(OPTIONS, levels=levels)), given, every=3)
+        assert [record.tokens for record in records] == [alone(llm, request) for request in given]
+    assert logprobs(llm, 0, 1, 256) == logprobs(llm, 3, 2, 7) == logprobs(llm, None, 5, 16)
+
+
 def test_texts_of_earlier_requests_are_drafted_where_that_is_asked_for(llm: LLM) -> None:
     found = []
     for past in (0, 1000):

@@ -25,6 +25,7 @@ from eesd.common.integrity import sha256_of
 from eesd.common.manifest import Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.engines import operators, packed
+from eesd.runtime.engines.backends import KV_CACHE_DTYPES
 from eesd.runtime.engines.base import Engine, StepOutputs
 from eesd.runtime.engines.cpu_cache import CpuKVCache, CpuRows, slots_of
 from eesd.runtime.engines.cpu_engine import CpuEngine
@@ -163,15 +164,16 @@ def manifest(directory: Directory) -> Manifest:
     return load_manifest(directory(REDUCED))
 
 
-def test_a_cache_keeps_what_is_filled(manifest: Manifest) -> None:
-    kv_cache, random = CpuKVCache(manifest), np.random.default_rng(0)
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
+def test_a_cache_keeps_what_is_filled(manifest: Manifest, dtype: str) -> None:
+    kv_cache, random = CpuKVCache(manifest, dtype), np.random.default_rng(0)
     geometry = manifest.geometry
     shape = manifest.num_caches, 2, geometry.num_kv_heads
     assert kv_cache.address % 4096 == 0 and kv_cache.slots == slots_of(manifest) and kv_cache.slots % 16 == 0
-    truth = np.zeros((*shape, kv_cache.slots, geometry.head_dim), np.float32)
-    assert (kv_cache.values(0, kv_cache.slots) == truth).all()
+    truth = np.zeros((*shape, kv_cache.slots, geometry.head_dim), dtype)
+    assert (kv_cache.values(0, kv_cache.slots) == truth).all() and kv_cache.values(0, 1).dtype == dtype
     for start, count in ((0, 1), (15, 2), (16, 16), (3, 60), (kv_cache.slots - 5, 5), (40, 0)):
-        values = random.normal(0, 1, (*shape, count, geometry.head_dim)).astype(np.float32)
+        values = random.normal(0, 1, (*shape, count, geometry.head_dim)).astype(dtype)
         kv_cache.fill(start, values)
         truth[..., start : start + count, :] = values
         assert (kv_cache.values(start, start + count) == values).all()
@@ -183,7 +185,7 @@ def test_a_cache_keeps_what_is_filled(manifest: Manifest) -> None:
         keys, values = kv_cache.read(layer)
         assert keys.shape == (1, *truth.shape[2:])
         assert (keys[0] == truth[layer, 0]).all() and (values[0] == truth[layer, 1]).all()
-    other = CpuKVCache(manifest)
+    other = CpuKVCache(manifest, dtype)
     other.fill(0, kv_cache.values(0, 37))
     assert (other.values(0, 37) == truth[..., :37, :]).all() and not other.values(37, 48).any()
 
@@ -201,15 +203,17 @@ def test_a_cache_has_limits(manifest: Manifest, monkeypatch: pytest.MonkeyPatch)
     assert not kv_cache.values(0, kv_cache.slots).any(), "the pages were not given back"
 
 
-def test_rows_take_and_move_texts(manifest: Manifest) -> None:
-    rows, kv_cache = CpuRows(manifest, 3), CpuKVCache(manifest)
-    values = np.random.default_rng(0).normal(0, 1, kv_cache.values(0, 37).shape).astype(np.float32)
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
+def test_rows_take_and_move_texts(manifest: Manifest, dtype: str) -> None:
+    rows, kv_cache = CpuRows(manifest, 3, dtype), CpuKVCache(manifest, dtype)
+    values = np.random.default_rng(0).normal(0, 1, kv_cache.values(0, 37).shape).astype(dtype)
+    assert rows.slot_bytes == values[..., :1, :].nbytes
     kv_cache.fill(0, values)
     rows.resize(37, [])
     rows.take(1, kv_cache, 37)
     rows.move(1, 0, 37)
     assert (rows.values(0, 0, 37) == values).all()
-    others = CpuRows(manifest, 1)
+    others = CpuRows(manifest, 1, dtype)
     others.take_over(0, rows, 0, 20)
     assert (others.values(0, 3, 20) == values[..., 3:20, :]).all()
 

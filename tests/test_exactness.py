@@ -142,6 +142,30 @@ def logits_of_prompt(llm: LLM) -> NDArray[np.float32]:
 
 
 @needs_operators()
+@pytest.mark.parametrize("speculation", [Speculation("fixed:k=4", guard=False), *TREES], ids=["chain", "tree", "budget"])
+@pytest.mark.parametrize("kind", ["float32", "minimums", "two stages"])
+def test_drafting_over_a_float16_cache_changes_no_bit(exported: Export, kind: str, speculation: Speculation) -> None:
+    llm = eesd.load(exported(kind), "ort", speculation=speculation, threads=1, kv_cache_dtype="float16")
+    for sampling in (Sampling(), COUPLED):
+        found = compare(llm, PROMPT, sampling, 60, ignore_eos=True)
+        assert found.divergence is None and found.drafting.accepted_tokens
+        assert (found.logits.positions, found.logits.differing) == (60, 0)
+
+
+@needs_operators()
+def test_the_kv_cache_is_chosen(exported: Export) -> None:
+    def logits(kv_cache_dtype: str | None) -> NDArray[np.float32]:
+        options: Any = {} if kv_cache_dtype is None else {"kv_cache_dtype": kv_cache_dtype}
+        return logits_of_prompt(eesd.load(exported("float32"), "ort", speculation=None, threads=1, **options))
+
+    default, float32, float16 = logits(None), logits("float32"), logits("float16")
+    assert (default == float32).all() and (float16 != float32).any()
+    np.testing.assert_allclose(float16, float32, rtol=0, atol=1e-2 * np.abs(float32).max())
+    with pytest.raises(EESDError, match="kv_cache_dtype is 'float8'"):
+        logits("float8")
+
+
+@needs_operators()
 @pytest.mark.parametrize("kind", ["int4", "minimums", "int8"])
 def test_activations_are_chosen(exported: Export, kind: str) -> None:
     def logits(backend: str, activations: str | None = None) -> NDArray[np.float32]:
@@ -157,9 +181,11 @@ def test_activations_are_chosen(exported: Export, kind: str) -> None:
     ("backend", "name"), [("torch", "torch"), ("tensorrt", "tensorrt"), ("ort", "ort without this project's operators")]
 )
 @pytest.mark.usefixtures("standard")
-def test_activations_that_cannot_be_chosen_are_refused(exported: Export, backend: str, name: str) -> None:
+def test_choices_that_a_backend_has_not_are_refused(exported: Export, backend: str, name: str) -> None:
     with pytest.raises(EESDError, match=f"The backend {name} cannot choose its activations"):
         eesd.load(exported("int4"), backend, threads=1, activations="float32")
+    with pytest.raises(EESDError, match=f"The backend {name} cannot choose the type of its KV cache"):
+        eesd.load(exported("int4"), backend, threads=1, kv_cache_dtype="float16")
 
 
 @pytest.mark.usefixtures("standard")

@@ -9,10 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.operators import Attention, Product, assert_same, attend, check_product, load, prefill, random_weight, tree
+from support.operators import (
+    Attention,
+    Product,
+    assert_same,
+    attend,
+    check_float16,
+    check_product,
+    load,
+    prefill,
+    random_weight,
+    tree,
+)
 
 from eesd.runtime.engines import operators
-from eesd.runtime.engines.operators import make_session
 
 pytestmark = [
     pytest.mark.slow,
@@ -70,9 +80,23 @@ def check_trees(path: Path) -> None:
     """Nodes of a tree against the specification, in other slots than their places."""
     layer = Attention()
     text = layer.text(70, [69, 70, 70, 71, 71, 72, 75, 74])
-    session = make_session(layer.write(path), 1, True, "scalar")
+    session = layer.session(layer.write(path), 1, "scalar")
     prefill(session, text, 70)
     assert_same(attend(session, tree(text, 70, 78, 90))[0], layer.specified(text, range(70, 78)))
+
+
+def check_shared_chunks(path: Path) -> None:
+    """A tree behind more than a chunk, whose nodes read the chunks of the context together, in caches of float16."""
+    layer = Attention(float16=True)
+    text = layer.text(150, [149, 150, 150, 151, 151, 152])
+    session = layer.session(layer.write(path), 1, "scalar")
+    prefill(session, text, 150)
+    assert_same(attend(session, tree(text, 150, 156, 170))[0], layer.specified(text, range(150, 156)))
+
+
+def check_rounding(path: Path) -> None:
+    """What caches of float16 hold."""
+    check_float16(path, ["scalar"])
 
 
 def check_chunks(path: Path) -> None:
@@ -82,7 +106,7 @@ def check_chunks(path: Path) -> None:
     some = [0, 62, 63, 64, 127, 128, 129, 255, 256, 299]
     expected = layer.specified(text, some)
     for threads in (1, 2):
-        session = make_session(layer.write(path), threads, True, "scalar")
+        session = layer.session(layer.write(path), threads, "scalar")
         assert_same(prefill(session, text, 300)[some], expected)
         assert_same(prefill(session, text, 300, (60, 1))[some], expected)
 
@@ -100,8 +124,8 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
     "key in another slot": ("attention.h", "token.slot % 16;", "(token.slot + 1) % 16;", check_trees),
     "value of a stale slot": (
         "attention.h",
-        "values + slot * width, width * 4",
-        "values + position * width, width * 4",
+        "values + slot * width, width * sizeof",
+        "values + position * width, width * sizeof",
         check_trees,
     ),
     "split one chunk short": ("operators.cpp", "split ? share + 1 : chunks", "split ? share + 1 : chunks - 1", check_chunks),
@@ -130,6 +154,16 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
         "least(seen > 1 ? seen - 1 : 1, CHUNK), part}",
         check_chunks,
     ),
+    "a path's chunk shared": (
+        "attention.h",
+        "token.context >= (chunk + 1) * CHUNK",
+        "token.context >= chunk * CHUNK",
+        check_shared_chunks,
+    ),
+    "float16 cut off": ("kernels.h", "0x38000000 + 0xfff + (bits >> 13 & 1)", "0x38000000", check_shared_chunks),
+    "float16 ties up": ("kernels.h", "0xfff + (bits >> 13 & 1)", "0x1000", check_rounding),
+    "float16 infinite": ("kernels.h", "if (bits > 0x477fe000)", "if (bits > 0x7f800000)", check_rounding),
+    "float16 without subnormal numbers": ("kernels.h", "size += 0.5f", "size = 0.5f", check_rounding),
     "dropped scale of activations": ("products.h", ", all(a.scales[block]))", ", all(1.f))", check_products),
     "dropped scale of weights": (
         "products.h",
@@ -174,7 +208,7 @@ def give_back() -> object:
     operators._library.cache_clear()
 
 
-@pytest.mark.parametrize("check", [check_products, check_trees, check_chunks])
+@pytest.mark.parametrize("check", [check_products, check_trees, check_shared_chunks, check_rounding, check_chunks])
 def test_the_sources_pass_the_checks(
     tmp_path: Path, stubs: list[str], monkeypatch: pytest.MonkeyPatch, check: Callable[[Path], None]
 ) -> None:

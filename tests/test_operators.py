@@ -12,11 +12,13 @@ from support import specification
 from support.operators import (
     MOST,
     NOTHING,
+    UNWRITTEN,
     Attention,
     Product,
     assert_same,
     attend,
     chain,
+    check_float16,
     check_product,
     kernels,
     one_node,
@@ -204,6 +206,8 @@ LAYERS = {
     "128": Attention(heads=5, kv_heads=1, head_dim=128),
     "norms": Attention(head_dim=20, norms=True, layer=0),
     "many heads": Attention(heads=36, kv_heads=1, head_dim=2),
+    "float16": Attention(heads=6, kv_heads=2, head_dim=64, float16=True),
+    "float16, norms, 20": Attention(head_dim=20, norms=True, float16=True),
 }
 
 
@@ -213,15 +217,15 @@ def test_attention_over_chains(tmp_path: Path, names: list[str], kind: str) -> N
     path, text = layer.write(tmp_path / "model"), layer.text(300)
     some = [length - 1 for length in BORDERS]
     expected = layer.specified(text, some)
-    np.testing.assert_allclose(expected, layer.in_float64(text, some), rtol=0, atol=2e-5)
-    first = prefill(make_session(path, 1, True, names[0]), text, 300)
+    np.testing.assert_allclose(expected, layer.in_float64(text, some), rtol=0, atol=2e-2 if layer.float16 else 2e-5)
+    first = prefill(layer.session(path, 1, names[0]), text, 300)
     assert_same(first[some], expected)
     for name, threads in [*((name, 1) for name in names[1:]), (names[0], 2), (names[0], 3)]:
-        session = make_session(path, threads, True, name)
+        session = layer.session(path, threads, name)
         for pieces in ((300,), (64, 1, 7), (17, 33)) if name != "scalar" else ((90, 1, 40),):
-            text.cache.array[:] = 7e9
+            text.cache.array[:] = UNWRITTEN
             assert_same(prefill(session, text, 300, pieces), first, (name, threads, pieces))
-    session = make_session(path, 1, True, names[0])
+    session = layer.session(path, 1, names[0])
     for length in BORDERS:
         assert_same(attend(session, chain(text, length - 1, length))[0], first[length - 1 : length], length)
 
@@ -232,19 +236,19 @@ def random_tree(random: np.random.Generator, context: int, nodes: int) -> list[i
 
 
 @pytest.mark.parametrize("context", [*BORDERS[:-1], 290])
-@pytest.mark.parametrize("kind", ["grouped", "MQA, 8", "norms", "64"])
+@pytest.mark.parametrize("kind", ["grouped", "MQA, 8", "norms", "64", "float16"])
 def test_a_node_of_a_tree_has_the_bits_of_its_path(tmp_path: Path, names: list[str], kind: str, context: int) -> None:
     layer = LAYERS[kind]
     path, random = layer.write(tmp_path / "model"), np.random.default_rng(context)
     nodes = 24
     text = layer.text(context, random_tree(random, context, nodes))
-    session = make_session(path, 1, True, names[0])
+    session = layer.session(path, 1, names[0])
     prefill(session, text, context)
     found = attend(session, tree(text, context, context + nodes))[0]
     some = [context, context + nodes // 2, context + nodes - 1]
     assert_same(found[[node - context for node in some]], layer.specified(text, some))
     for name, threads in [(names[0], 2), *((name, 1) for name in names[1:])]:
-        assert_same(attend(make_session(path, threads, True, name), tree(text, context, context + nodes))[0], found, name)
+        assert_same(attend(layer.session(path, threads, name), tree(text, context, context + nodes))[0], found, name)
     for node in range(context, context + nodes):  # as a chain in other slots than the tree's
         own = text.paths[node][context:]
         as_chain = layer.text(0)
@@ -253,19 +257,20 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(tmp_path: Path, names: list[s
         assert_same(attend(session, chain(as_chain, context, context + len(own)))[0][-1], found[node - context], node)
 
 
-def test_several_sequences_in_a_call(tmp_path: Path, names: list[str]) -> None:
-    layer = LAYERS["grouped"]
+@pytest.mark.parametrize("kind", ["grouped", "float16"])
+def test_several_sequences_in_a_call(tmp_path: Path, names: list[str], kind: str) -> None:
+    layer = LAYERS[kind]
     path, random = layer.write(tmp_path / "model"), np.random.default_rng(0)
     lengths = (5, 130, 64, 17)
     texts = [layer.text(length, random_tree(random, length, 6)) for length in lengths]
-    session = make_session(path, 1, True, names[0])
+    session = layer.session(path, 1, names[0])
     for text, length in zip(texts, lengths, strict=True):
         prefill(session, text, length)
     alone = [attend(session, tree(text, length, length + 6))[0] for text, length in zip(texts, lengths, strict=True)]
     alone.append(attend(session, chain(texts[1], 40, 129))[0])
     for name in names:
         for threads in (1, 2, 3):
-            shared = make_session(path, threads, True, name)
+            shared = layer.session(path, threads, name)
             calls = [tree(text, length, length + 6) for text, length in zip(texts, lengths, strict=True)]
             together = attend(shared, *calls, chain(texts[1], 40, 129))
             for one, own in zip(together, alone, strict=True):
@@ -275,14 +280,14 @@ def test_several_sequences_in_a_call(tmp_path: Path, names: list[str]) -> None:
 def test_a_layer_without_queries_only_writes(tmp_path: Path, names: list[str]) -> None:
     layer = LAYERS["norms"]
     text = layer.text(40)
-    prefill(make_session(layer.write(tmp_path / "all"), 1, True), text, 40)
+    prefill(layer.session(layer.write(tmp_path / "all"), 1), text, 40)
     written = text.cache.array.copy()
     path = layer.write(tmp_path / "model", heads=0)
     for name in names:
-        text.cache.array[:] = 7e9
+        text.cache.array[:] = UNWRITTEN
         qkv, tokens, _ = chain(text, 0, 40)
         given = qkv[:, layer.heads * layer.head_dim :].copy()
-        y = run(make_session(path, 2, True, name), qkv=given, tokens=tokens, paths=np.zeros((40, 0), np.int32))
+        y = run(layer.session(path, 2, name), qkv=given, tokens=tokens, paths=np.zeros((40, 0), np.int32))
         assert y.shape == (40, 0)
         _, keys, values = layer.spec.split(text.qkv)
         for slot in range(40):
@@ -290,12 +295,16 @@ def test_a_layer_without_queries_only_writes(tmp_path: Path, names: list[str]) -
             assert_same(text.cache.keys[layer.layer, :, slot // 16, :20, slot % 16], expected)
             assert_same(text.cache.values[layer.layer, :, slot, :20], values[slot])
         assert_same(text.cache.keys[0, :, :2, :20], written.reshape(2, 2, 2, 24, 32, 16)[0, 0, :, :2, :20])
-        assert (text.cache.keys[1] == np.float32(7e9)).all(), "another layer was written"
+        assert (text.cache.keys[1] == np.float32(UNWRITTEN)).all(), "another layer was written"
+
+
+def test_caches_of_float16_hold_the_nearest_numbers(tmp_path: Path, names: list[str]) -> None:
+    check_float16(tmp_path / "model", names)
 
 
 def test_of_no_tokens_attention_gives_none(tmp_path: Path) -> None:
     layer = LAYERS["grouped"]
-    session = make_session(layer.write(tmp_path / "model"), 2, True)
+    session = layer.session(layer.write(tmp_path / "model"), 2)
     tokens, paths = np.zeros((0, 5), np.int64), np.zeros((0, 3), np.int32)
     assert run(session, qkv=np.zeros((0, 128), np.float32), tokens=tokens, paths=paths).shape == (0, 64)
 
@@ -308,7 +317,7 @@ def refused(session: Any, message: str, **given: Any) -> None:
 
 def test_bad_calls_of_attention_are_refused(tmp_path: Path) -> None:
     layer = LAYERS["grouped"]
-    session, text = make_session(layer.write(tmp_path / "model"), 2, True), layer.text(3)
+    session, text = layer.session(layer.write(tmp_path / "model"), 2), layer.text(3)
     address = text.cache.address
     qkv, paths = text.qkv[:1], np.zeros((1, 4), np.int32)
     tokens = np.array([[address, 2, 2, 1, 2]], np.int64)
@@ -341,7 +350,7 @@ def test_bad_calls_of_attention_are_refused(tmp_path: Path) -> None:
     ]
     for message, change in shapes:
         refused(session, message, **({"qkv": qkv, "tokens": tokens, "paths": paths} | change))
-    assert (text.cache.array[text.cache.array != 0] == np.float32(7e9)).all(), "a refused call wrote"
+    assert (text.cache.array[text.cache.array != 0] == np.float32(UNWRITTEN)).all(), "a refused call wrote"
 
 
 @pytest.mark.parametrize(
@@ -516,7 +525,7 @@ def test_two_sessions_at_once(tmp_path: Path) -> None:
     random = seeded("two")
     products = [Product(parts(random, 96, form, "bits6"), residual=True, seed=i) for i, form in enumerate(("bits4", "bits8"))]
     layer = LAYERS["grouped"]
-    attention = make_session(layer.write(tmp_path / "attention"), 2, True)
+    attention = layer.session(layer.write(tmp_path / "attention"), 2)
     text = layer.text(200)
     attended = prefill(attention, text, 200)
     wrong: list[str] = []

@@ -18,6 +18,8 @@ MAX_THREADS = 1024
 """More is taken for a typing error: the engines would start that many threads."""
 ACTIVATIONS = ("int8", "float32")
 """What quantized weights are multiplied by on the CPU."""
+KV_CACHE_DTYPES = ("float32", "float16")
+"""Element types of the KV cache on the CPU."""
 INEXACT = (
     "On this processor ONNX Runtime's logits depend on how many tokens a call has, so quantized products keep float32 "
     "activations: slower, but drafting does not change tokens."
@@ -61,12 +63,14 @@ class Opening:
         draft: Whether to load the draft engine.
         exact: See :func:`open_engines`.
         activations: A name in :data:`ACTIVATIONS`; None: the default.
+        kv_cache_dtype: A name in :data:`KV_CACHE_DTYPES`; None: the default.
     """
 
     threads: int
     draft: bool
     exact: bool | None = None
     activations: str | None = None
+    kv_cache_dtype: str | None = None
 
 
 def open_engines(
@@ -77,6 +81,7 @@ def open_engines(
     draft: bool,
     exact: bool | None = None,
     activations: str | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> Engines:
     """Load the engines of a directory.
 
@@ -91,16 +96,21 @@ def open_engines(
             costs little; trees are cut only where activations are int8. False: on a GPU as few nodes as possible.
         activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. None: int8, by blocks of 32.
             Weights of 16 and 32 bits are always multiplied by float32.
+        kv_cache_dtype: ``float32`` or ``float16``: the KV cache on the CPU. None: float32.
 
     Raises:
-        EESDError: There is no such backend, or it cannot run this directory on this machine, or not with these activations.
+        EESDError: There is no such backend, or it cannot run this directory on this machine, or not with these activations or
+            such a KV cache.
     """
     check_choice("backend", backend, BACKENDS)
     if threads is not None:
         check_integer("threads", threads, 1, MAX_THREADS)
     if activations is not None:
         check_choice("activations", activations, ACTIVATIONS)
-    engines = BACKENDS[backend](directory, manifest, Opening(threads or default_threads(), draft, exact, activations))
+    if kv_cache_dtype is not None:
+        check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    opening = Opening(threads or default_threads(), draft, exact, activations, kv_cache_dtype)
+    engines = BACKENDS[backend](directory, manifest, opening)
     cuts = (engines.int8_activations or exact is True) and not engines.exact_trees
     return engines._replace(in_place=cuts)
 
@@ -132,29 +142,32 @@ def _open_ort(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
     if "CUDAExecutionProvider" in get_available_providers() and torch_sees_gpu():
         from eesd.runtime.engines.ort_gpu import open_ort_gpu
 
-        _refuse_activations(opening, "ort on a GPU")
+        _refuse_choices(opening, "ort on a GPU")
         return Engines(*open_ort_gpu(directory, manifest, opening.threads, opening.draft, exact=opening.exact))
     from eesd.runtime.engines import operators
 
     if lacking := operators.missing():
-        _refuse_activations(opening, "ort without this project's operators")
+        _refuse_choices(opening, "ort without this project's operators")
         engines = _open_standard(directory, manifest, opening.threads, opening.draft)
         return engines._replace(notice=f"{lacking} {engines.notice}".strip())
     from eesd.runtime.engines.cpu_engine import CpuEngine
     from eesd.runtime.engines.packed import packed_directory
 
-    int8 = opening.activations != "float32"
+    int8, kv_cache_dtype = opening.activations != "float32", opening.kv_cache_dtype or "float32"
     packed = packed_directory(directory, manifest)
-    verify = CpuEngine(packed, manifest, manifest.verify, opening.threads, int8)
-    drafter = CpuEngine(packed, manifest, [manifest.draft], opening.threads, int8) if opening.draft else None
+    make = partial(CpuEngine, packed, manifest, threads=opening.threads, int8_activations=int8, kv_cache_dtype=kv_cache_dtype)
+    verify = make(manifest.verify)
+    drafter = make([manifest.draft]) if opening.draft else None
     # A sum has an order of its own, whatever else a call computes: bits are equal by construction, in trees, too.
     quantized = manifest.quantization.layers or manifest.quantization.head or manifest.quantization.tensors
     return Engines(verify, drafter, exact=True, int8_activations=int8 and bool(quantized), exact_trees=True)
 
 
-def _refuse_activations(opening: Opening, backend: str) -> None:
+def _refuse_choices(opening: Opening, backend: str) -> None:
     if opening.activations is not None:
         raise EESDError(f"The backend {backend} cannot choose its activations; leave activations out.")
+    if opening.kv_cache_dtype is not None:
+        raise EESDError(f"The backend {backend} cannot choose the type of its KV cache; leave kv_cache_dtype out.")
 
 
 def _open_standard(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
@@ -181,7 +194,7 @@ def _open_standard(directory: Path, manifest: Manifest, threads: int, draft: boo
 
 
 def _open_torch(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
-    _refuse_activations(opening, "torch")
+    _refuse_choices(opening, "torch")
     try:
         from eesd.runtime.engines.torch_engine import open_torch
     except ImportError as error:
@@ -190,7 +203,7 @@ def _open_torch(directory: Path, manifest: Manifest, opening: Opening) -> Engine
 
 
 def _open_tensorrt(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
-    _refuse_activations(opening, "tensorrt")
+    _refuse_choices(opening, "tensorrt")
     from eesd.runtime.engines.trt_plans import PlanDirectory
 
     plans = PlanDirectory(directory, manifest)

@@ -1,8 +1,8 @@
 """KV caches of the CPU engine: memory that is reserved once, in tiles that its attention reads without a copy.
 
-A sequence has one piece of memory, [L+E, 2, KV, S, width]. Keys lie in tiles of 16 slots, [S / 16, width, 16], so that scores
-need no sums across lanes; values in slots, [S, width]. ``width`` is the size of a head, rounded up to a multiple of 16. Pages
-come when they are written, and are given back when a long text ends.
+A sequence has one piece of memory, [L+E, 2, KV, S, width], of float32 or float16. Keys lie in tiles of 16 slots, [S / 16,
+width, 16], so that scores need no sums across lanes; values in slots, [S, width]. ``width`` is the size of a head, rounded up
+to a multiple of 16. Pages come when they are written, and are given back when a long text ends.
 """
 
 import mmap
@@ -32,24 +32,30 @@ def slots_of(manifest: Manifest) -> int:
 class CpuKVCache:
     """The keys and values of one sequence.
 
+    Args:
+        manifest: Of the engine directory.
+        dtype: ``float32``, or ``float16``, to which attention rounds what it writes.
+
     Attributes:
         address: Of the memory; a multiple of 4096.
         slots: S.
         limit: Most slots of a text.
+        dtype: Of an element.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, dtype: str = "float32") -> None:
         geometry = manifest.geometry
+        self.dtype = np.dtype(dtype)
         self.slots, self.limit = slots_of(manifest), manifest.max_seq_len
         self._head_dim, self._width = geometry.head_dim, -(-geometry.head_dim // TILE) * TILE
         self._shape = (manifest.num_caches, 2, geometry.num_kv_heads, self.slots * self._width)
-        size = int(np.prod(self._shape)) * 4
+        size = int(np.prod(self._shape)) * self.dtype.itemsize
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if hasattr(mmap, "MADV_DONTNEED") else 0)
         try:
             self._map = mmap.mmap(-1, size, flags=flags)
         except (OSError, ValueError, OverflowError):
             raise EESDError(f"There are no {size >> 20} MiB of addresses for a cache of {self.slots} slots.") from None
-        memory = np.frombuffer(self._map, np.float32).reshape(self._shape)
+        memory = np.frombuffer(self._map, self.dtype).reshape(self._shape)
         self.address = int(memory.ctypes.data)
         self._keys = memory[:, 0].reshape(*self._shape[:1], self._shape[2], self.slots // TILE, self._width, TILE)
         self._values = memory[:, 1].reshape(*self._shape[:1], self._shape[2], self.slots, self._width)
@@ -61,7 +67,7 @@ class CpuKVCache:
         self._used = max(self._used, slots)
 
     def reset(self) -> None:
-        per_slot = 4 * int(np.prod(self._shape)) // self.slots
+        per_slot = self.dtype.itemsize * int(np.prod(self._shape)) // self.slots
         if self._used * per_slot > KEPT and hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_DONTNEED)
         self._used = 0
@@ -76,7 +82,7 @@ class CpuKVCache:
     def compact(self, start: int, sources: list[int]) -> None:
         self.fill(start, self._gather(np.array(sources, np.intp)))
 
-    def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def read(self, index: int) -> tuple[Values, Values]:
         """Keys and values of one layer, each [1, KV, S, D]: a copy."""
         every = self._gather(np.arange(self.slots), slice(index, index + 1))
         return every[0, 0][None].copy(), every[0, 1][None].copy()
@@ -92,7 +98,7 @@ class CpuKVCache:
         self._keys[:, :, slots // TILE, : self._head_dim, slots % TILE] = values[:, 0].transpose(2, 0, 1, 3)
         self._values[:, :, start : start + count, : self._head_dim] = values[:, 1]
 
-    def _gather(self, slots: NDArray[np.intp], layers: slice = slice(None)) -> NDArray[np.float32]:
+    def _gather(self, slots: NDArray[np.intp], layers: slice = slice(None)) -> Values:
         keys = self._keys[layers, :, slots // TILE, : self._head_dim, slots % TILE].transpose(1, 2, 0, 3)
         return np.stack((keys, self._values[layers][:, :, slots, : self._head_dim]), 1)
 
@@ -102,10 +108,10 @@ class CpuRows:
 
     fixed, ragged = False, True
 
-    def __init__(self, manifest: Manifest, most: int) -> None:
-        self.caches = [CpuKVCache(manifest) for _ in range(most)]
+    def __init__(self, manifest: Manifest, most: int, dtype: str = "float32") -> None:
+        self.caches = [CpuKVCache(manifest, dtype) for _ in range(most)]
         geometry = manifest.geometry
-        self.slot_bytes = 8 * manifest.num_caches * geometry.num_kv_heads * geometry.head_dim
+        self.slot_bytes = 2 * np.dtype(dtype).itemsize * manifest.num_caches * geometry.num_kv_heads * geometry.head_dim
 
     @property
     def slots(self) -> int:

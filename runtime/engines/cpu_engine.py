@@ -73,6 +73,7 @@ class CpuEngine:
         int8_activations: bool = True,
         kernels: str = "",
         profile: bool = False,
+        kv_cache_dtype: str = "float32",
     ) -> None:
         """Load the stages.
 
@@ -84,26 +85,28 @@ class CpuEngine:
             int8_activations: Whether products with levels round activations to 8 bits, by blocks of 32.
             kernels: Name of the kernels; "" for the fastest ones.
             profile: Whether to record how long nodes take.
+            kv_cache_dtype: Of the caches: ``float32`` or ``float16``.
 
         Raises:
             EESDError: ONNX Runtime cannot load the graphs, or the processor does not support the kernels.
         """
-        self.manifest = manifest
+        self.manifest, self._kv_cache_dtype = manifest, kv_cache_dtype
+        float16 = kv_cache_dtype == "float16"
         self.stages = [
-            (graph, make_session(packed / graph.file, threads, int8_activations, kernels, profile)) for graph in stages
+            (graph, make_session(packed / graph.file, threads, int8_activations, kernels, profile, float16)) for graph in stages
         ]
         self._is_draft = stages[0] == manifest.draft
         self._joint = _Pass(self)
 
     def new_kv_cache(self) -> CpuKVCache:
-        return CpuKVCache(self.manifest)
+        return CpuKVCache(self.manifest, self._kv_cache_dtype)
 
     def bind(self, kv_cache: KVCache) -> "CpuBinding":
-        assert isinstance(kv_cache, CpuKVCache)
+        assert isinstance(kv_cache, CpuKVCache) and kv_cache.dtype == self._kv_cache_dtype
         return CpuBinding(self, kv_cache)
 
     def new_rows(self, most: int) -> CpuRows:
-        return CpuRows(self.manifest, most)
+        return CpuRows(self.manifest, most, self._kv_cache_dtype)
 
     def bind_rows(self, rows: Rows) -> "CpuRowsBinding":
         assert isinstance(rows, CpuRows)

@@ -36,7 +36,7 @@ def _library() -> Any:
     except OSError:
         return None
     library.eesd_configure.restype = ctypes.c_char_p
-    library.eesd_configure.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int]
+    library.eesd_configure.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
     return library
 
 
@@ -52,19 +52,26 @@ def fastest() -> str:
     return configure("", 1, True)
 
 
-def configure(kernels: str, threads: int, int8_activations: bool) -> str:
+def configure(kernels: str, threads: int, int8_activations: bool, float16_caches: bool = False) -> str:
     """Set what the nodes of the next session take. Returns the name of the kernels.
 
     Raises:
         EESDError: This processor does not support them.
     """
-    name = _library().eesd_configure(kernels.encode(), threads, int8_activations)
+    name = _library().eesd_configure(kernels.encode(), threads, int8_activations, float16_caches)
     if name is None:
         raise EESDError(f"This processor does not support the kernels {kernels!r}; choose from {', '.join(KERNELS)}.")
     return str(name.decode())
 
 
-def make_session(graph: Path, threads: int, int8_activations: bool, kernels: str = "", profile: bool = False) -> Any:
+def make_session(
+    graph: Path,
+    threads: int,
+    int8_activations: bool,
+    kernels: str = "",
+    profile: bool = False,
+    float16_caches: bool = False,
+) -> Any:
     """Load a graph with operators of this project into an ONNX Runtime session.
 
     Args:
@@ -73,6 +80,7 @@ def make_session(graph: Path, threads: int, int8_activations: bool, kernels: str
         int8_activations: Whether products with levels round activations to 8 bits.
         kernels: A name in :data:`KERNELS`; "" for the fastest ones.
         profile: Whether to record how long nodes take.
+        float16_caches: Whether attention reads and writes caches of float16, and not of float32.
 
     Raises:
         EESDError: The graph cannot be loaded, or the processor does not support the kernels.
@@ -87,7 +95,7 @@ def make_session(graph: Path, threads: int, int8_activations: bool, kernels: str
     # Draft and verify alternate: threads that went on spinning behind a call would take the cores from the other session's.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     with _making:
-        configure(kernels, threads, int8_activations)
+        configure(kernels, threads, int8_activations, float16_caches)
         try:
             options.register_custom_ops_library(str(LIBRARY))
             return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])

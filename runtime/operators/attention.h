@@ -3,7 +3,30 @@
 // that it has in a chain.
 
 constexpr int64_t TILES = CHUNK / 16;
-constexpr int64_t QUERIES = 32;  // queries whose scores over a chunk are kept at once
+constexpr int64_t QUERIES = 48;  // queries whose scores over a chunk are kept at once
+static inline Floats load_cells(const float *p) { return load(p); }
+static inline Floats load_cells(const uint16_t *p) { return load_float16(p); }
+
+template <int N> struct Number {
+  static constexpr int value = N;
+};
+
+// work(Number<count>) for a count from 1 to Most.
+template <int Most, typename Work> static void with_number(int64_t count, const Work &work) {
+  if constexpr (Most > 1) {
+    if (count < Most) return with_number<Most - 1>(count, work);
+  }
+  work(Number<Most>{});
+}
+
+// work(first, Number) for blocks of 0 to count - 1 that hold at most so many, and about the same number each.
+template <int Most, typename Work> static void in_blocks(int64_t count, const Work &work) {
+  const int64_t blocks = (count + Most - 1) / Most;
+  for (int64_t b = 0, first = 0, last; b < blocks; b++, first = last) {
+    last = count * (b + 1) / blocks;
+    with_number<Most>(last - first, [&](auto number) { work(first, number); });
+  }
+}
 
 static void rotate(const float *x, const float *cos, const float *sin, int64_t half, float *y) {
   for (int64_t i = 0; i < half; i++) {
@@ -13,7 +36,12 @@ static void rotate(const float *x, const float *cos, const float *sin, int64_t h
   }
 }
 
-static void write(const Attention &job, int64_t first_token, int64_t last_token) {
+template <typename Cell> static Cell round_to(float x);
+template <> float round_to<float>(float x) { return x; }
+template <> uint16_t round_to<uint16_t>(float x) { return half_of(x); }
+
+// Rotate queries and keys, and write keys and values into the cache.
+template <typename Cell> static void write_cells(const Attention &job, int64_t first_token, int64_t last_token) {
   const int64_t size = job.head_dim, half = size / 2, width = job.width;
   float head[MAX_WIDTH], normed[MAX_WIDTH];
   for (int64_t t = first_token; t < last_token; t++) {
@@ -27,21 +55,30 @@ static void write(const Attention &job, int64_t first_token, int64_t last_token)
     for (int64_t h = 0; h < job.kv_heads; h++, x += size) {
       if (job.k_norm) normalize(x, job.k_norm, job.epsilon, size, normed);
       rotate(job.k_norm ? normed : x, cos, sin, half, head);
-      float *key = job.keys(token, h) + token.slot / 16 * width * 16 + token.slot % 16;
-      for (int64_t d = 0; d < size; d++) key[d * 16] = head[d];
+      Cell *key = job.keys<Cell>(token, h) + token.slot / 16 * width * 16 + token.slot % 16;
+      for (int64_t d = 0; d < size; d++) key[d * 16] = round_to<Cell>(head[d]);
     }
-    for (int64_t h = 0; h < job.kv_heads; h++, x += size) memcpy(job.values(token, h) + token.slot * width, x, size * 4);
+    for (int64_t h = 0; h < job.kv_heads; h++, x += size) {
+      Cell *value = job.values<Cell>(token, h) + token.slot * width;
+      for (int64_t d = 0; d < size; d++) value[d] = round_to<Cell>(x[d]);
+    }
   }
 }
 
+static void write(const Attention &job, int64_t first_token, int64_t last_token) {
+  (job.float16 ? write_cells<uint16_t> : write_cells<float>)(job, first_token, last_token);
+}
+
 // The keys and values of a chunk's positions by tiles: those of the cache, or copies where a path is part of the tile. Keys are
-// read two tiles at a time, so the last one may stand twice.
-struct Tiles {
-  const float *keys[TILES], *values[TILES];
+// read some tiles at a time, so the last one may stand twice.
+template <typename Cell> struct Tiles {
+  const Cell *keys[TILES], *values[TILES];
+  const Cell *next;  // keys of the next chunk, which are fetched in time
 };
 
-static void find_tiles(const Attention &job, const Token &token, int64_t kv, int64_t start, float *copies, Tiles *tiles) {
-  const float *keys = job.keys(token, kv), *values = job.values(token, kv);
+template <typename Cell>
+static void find_tiles(const Attention &job, const Token &token, int64_t kv, int64_t start, Cell *copies, Tiles<Cell> *tiles) {
+  const Cell *keys = job.keys<Cell>(token, kv), *values = job.values<Cell>(token, kv);
   const int64_t width = job.width;
   for (int64_t i = 0; i < TILES && start + i * 16 < token.seen(); i++) {
     const int64_t first = start + i * 16;
@@ -50,80 +87,75 @@ static void find_tiles(const Attention &job, const Token &token, int64_t kv, int
       tiles->values[i] = values + first * width;
       continue;
     }
-    float *key = copies + i * 32 * width, *value = key + 16 * width;
+    Cell *key = copies + i * 32 * width, *value = key + 16 * width;
     for (int64_t j = 0; j < 16; j++) {
       const int64_t position = first + j < token.seen() ? first + j : token.seen() - 1;
       const int64_t slot = position < token.context ? position : token.path[position - token.context];
-      const float *from = keys + slot / 16 * width * 16 + slot % 16;
+      const Cell *from = keys + slot / 16 * width * 16 + slot % 16;
       for (int64_t d = 0; d < width; d++) key[d * 16 + j] = from[d * 16];
-      memcpy(value + j * width, values + slot * width, width * 4);
+      memcpy(value + j * width, values + slot * width, width * sizeof(Cell));
     }
     tiles->keys[i] = key;
     tiles->values[i] = value;
   }
+  tiles->next = keys + (start + (start + CHUNK < token.context ? CHUNK : 0)) * width;
   for (int64_t i = 1; i < TILES; i++)
     if (!tiles->keys[i]) tiles->keys[i] = tiles->keys[i - 1];
 }
 
-// Scores of Q queries with the keys of two tiles: score = fma(key[d], query[d], score), d = 0, 1, ..., then times the scale.
-template <int Q>
-static void score_tiles(const float *const *keys, const float *const *queries, int64_t size, float scale, float *scores) {
-  Floats left[Q], right[Q];
-  for (int q = 0; q < Q; q++) left[q] = right[q] = all(0);
+// Scores of Q queries with the keys of some tiles: score = fma(key[d], query[d], score), d = 0, 1, ..., then times the scale.
+// Meanwhile what lies from `ahead` on comes into the cache.
+template <int Q, typename Cell>
+static void score_tiles(const Cell *const *keys, const float *const *queries, int64_t size, float scale, float *scores,
+                        const Cell *ahead) {
+  Floats sum[Q][KEY_TILES];
+  for (int q = 0; q < Q; q++)
+    for (int t = 0; t < KEY_TILES; t++) sum[q][t] = all(0);
   for (int64_t d = 0; d < size; d++) {
-    const Floats first = load(keys[0] + d * 16), second = load(keys[1] + d * 16);
+    Floats key[KEY_TILES];
+    for (int t = 0; t < KEY_TILES; t++) {
+      key[t] = load_cells(keys[t] + d * 16);
+      prefetch(ahead + (t * size + d) * 16);
+    }
     for (int q = 0; q < Q; q++) {
       const Floats value = all(queries[q][d]);
-      left[q] = fma(first, value, left[q]);
-      right[q] = fma(second, value, right[q]);
+      for (int t = 0; t < KEY_TILES; t++) sum[q][t] = fma(key[t], value, sum[q][t]);
     }
   }
-  for (int q = 0; q < Q; q++) {
-    store(scores + q * CHUNK, mul(left[q], all(scale)));
-    store(scores + q * CHUNK + 16, mul(right[q], all(scale)));
-  }
+  for (int q = 0; q < Q; q++)
+    for (int t = 0; t < KEY_TILES; t++) store(scores + q * CHUNK + t * 16, mul(sum[q][t], all(scale)));
 }
 
-using ScoreTiles = void (*)(const float *const *, const float *const *, int64_t, float, float *);
-static const ScoreTiles score_some[] = {
-    nullptr, score_tiles<1>, score_tiles<2>, score_tiles<3>, score_tiles<4>,
-#if EESD_ROWS == 8
-    score_tiles<5>, score_tiles<6>, score_tiles<7>, score_tiles<8>,
-#endif
-};
-
-// out = fma(weight[j], value[j], out) for the positions j from `first` to `last` - 1, of Q queries and V registers of values.
-template <int Q, int V>
-static void add_values(const Tiles &tiles, int64_t width, int64_t first, int64_t last, const float *weights, float *const *out) {
+// out = fma(weight[j], value[j], out) for the positions j from `first` to `last` - 1, of Q queries and V vectors of values.
+template <int Q, int V, typename Cell>
+static void add_values(const Cell *const *values, int64_t width, int64_t first, int64_t last, const float *weights,
+                       float *const *out, int64_t d, const Cell *ahead) {
   Floats sum[Q][V];
   for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) sum[q][v] = load(out[q] + 16 * v);
-  for (int64_t j = first; j < last; j++) {
-    const float *value = tiles.values[j / 16] + j % 16 * width;
-    for (int v = 0; v < V; v++) {
-      const Floats part = load(value + 16 * v);
-      for (int q = 0; q < Q; q++) sum[q][v] = fma(all(weights[q * CHUNK + j]), part, sum[q][v]);
+    for (int v = 0; v < V; v++) sum[q][v] = load(out[q] + d + 16 * v);
+  for (int64_t start = first, stop; start < last; start = stop) {  // of a tile
+    stop = least(start / 16 * 16 + 16, last);
+    const Cell *value = values[start / 16] + start % 16 * width + d;
+    for (int64_t j = start; j < stop; j++, value += width) {
+      for (int v = 0; v < V; v++) {
+        const Floats part = load_cells(value + 16 * v);
+        prefetch(ahead + ((d + 16 * v) * CHUNK + j * 16));
+        for (int q = 0; q < Q; q++) sum[q][v] = fma(all(weights[q * CHUNK + j]), part, sum[q][v]);
+      }
     }
   }
   for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) store(out[q] + 16 * v, sum[q][v]);
+    for (int v = 0; v < V; v++) store(out[q] + d + 16 * v, sum[q][v]);
 }
 
-template <int Q>
-static void add_some(const Tiles &tiles, int64_t width, int64_t first, int64_t last, const float *weights, float *const *out) {
-  Tiles moved = tiles;
-  float *to[Q];
-  for (int64_t d = 0; d < width;) {
-    const int64_t step = width - d >= 64 ? 64 : 16;
-    for (int q = 0; q < Q; q++) to[q] = out[q] + d;
-    for (int64_t i = first / 16; i * 16 < last; i++) moved.values[i] = tiles.values[i] + d;
-    (step == 64 ? add_values<Q, 4> : add_values<Q, 1>)(moved, width, first, last, weights, to);
-    d += step;
-  }
+template <int Q, typename Cell>
+static void add_all_values(const Tiles<Cell> &tiles, int64_t width, int64_t first, int64_t last, const float *weights,
+                           float *const *out, const Cell *ahead) {
+  constexpr int V = vectors_beside(Q);
+  int64_t d = 0;
+  for (; d + 16 * V <= width; d += 16 * V) add_values<Q, V>(tiles.values, width, first, last, weights, out, d, ahead);
+  for (; d < width; d += 16) add_values<Q, 1>(tiles.values, width, first, last, weights, out, d, ahead);
 }
-
-using AddSome = void (*)(const Tiles &, int64_t, int64_t, int64_t, const float *, float *const *);
-static const AddSome add_few[] = {nullptr, add_some<1>, add_some<2>, add_some<3>, add_some<4>};
 
 // The softmax weights of a query over `seen` positions of a chunk, in place of the scores. Gives the maximum and the sum.
 static void weigh(float *scores, int64_t seen, float *result) {
@@ -160,38 +192,46 @@ struct Query {
 };
 
 // Scores, weights and sums of values, of queries with the same tiles.
-static void attend_chunk(const Attention &job, const Tiles &tiles, const Query *queries, int64_t count) {
+template <typename Cell>
+static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Query *queries, int64_t count) {
   float scores[QUERIES * CHUNK];
   const float *q[QUERIES];
   float *out[QUERIES];
-  int64_t most = 0, fewest = CHUNK;
+  int64_t most = 0;
   for (int64_t i = 0; i < count; i++) {
     q[i] = queries[i].q;
     out[i] = queries[i].part + 2;
     most = queries[i].seen > most ? queries[i].seen : most;
-    fewest = least(fewest, queries[i].seen);
   }
-  for (int64_t tile = 0; tile * 16 < most; tile += 2)
-    for (int64_t i = 0; i < count; i += EESD_ROWS)
-      score_some[least(EESD_ROWS, count - i)](tiles.keys + tile, q + i, job.head_dim, job.scale, scores + i * CHUNK + tile * 16);
+  for (int64_t tile = 0; tile * 16 < most; tile += KEY_TILES)
+    in_blocks<QUERY_BLOCK>(count, [&](int64_t i, auto number) {
+      float *to = scores + i * CHUNK + tile * 16;
+      score_tiles<number.value>(tiles.keys + tile, q + i, job.head_dim, job.scale, to, tiles.values[tile]);
+    });
   for (int64_t i = 0; i < count; i++) {
     weigh(scores + i * CHUNK, queries[i].seen, queries[i].part);
     for (int64_t d = 0; d < job.width; d += 16) store(out[i] + d, all(0));
   }
-  for (int64_t i = 0; i < count; i += 4) add_few[least(4, count - i)](tiles, job.width, 0, fewest, scores + i * CHUNK, out + i);
-  for (int64_t i = 0; i < count; i++)  // the positions that not all of them see
-    if (queries[i].seen > fewest) add_some<1>(tiles, job.width, fewest, queries[i].seen, scores + i * CHUNK, out + i);
+  in_blocks<QUERY_BLOCK>(count, [&](int64_t i, auto number) {
+    int64_t fewest = CHUNK;
+    for (int64_t n = i; n < i + number.value; n++) fewest = least(fewest, queries[n].seen);
+    add_all_values<number.value>(tiles, job.width, 0, fewest, scores + i * CHUNK, out + i, tiles.next);
+    for (int64_t n = i; n < i + number.value; n++)  // the positions that not all of them see
+      add_all_values<1>(tiles, job.width, fewest, queries[n].seen, scores + n * CHUNK, out + n, tiles.next);
+  });
 }
 
-// Tokens of one sequence with the same tiles (those of a chain, or a single one), over one chunk, for the heads of one KV head.
+// Tokens of one sequence with the same tiles, over one chunk, for the heads of one KV head.
+template <typename Cell>
 static void attend_tokens(const Attention &job, int64_t first, int64_t last, int64_t kv, int64_t chunk) {
   const int64_t group = job.heads / job.kv_heads, start = chunk * CHUNK, stop = (last - first) * group;
   const Token *longest = job.tokens + first;
   for (int64_t t = first; t < last; t++)
     if (job.tokens[t].seen() > longest->seen()) longest = job.tokens + t;
   if (longest->seen() <= start) return;
-  Tiles tiles = {};
-  float copies[TILES * 32 * MAX_WIDTH], scratch[QUERIES * (2 + MAX_WIDTH)];
+  Tiles<Cell> tiles = {};
+  Cell copies[TILES * 32 * MAX_WIDTH];
+  float scratch[QUERIES * (2 + MAX_WIDTH)];
   find_tiles(job, *longest, kv, start, copies, &tiles);
   const bool folds = job.chunks == 1 && chunk > 0;
   Query queries[QUERIES];
@@ -210,14 +250,23 @@ static void attend_tokens(const Attention &job, int64_t first, int64_t last, int
   }
 }
 
-static void attend(const Attention &job, int64_t first_token, int64_t last_token, int64_t kv, int64_t first_chunk,
-                   int64_t last_chunk) {
-  for (int64_t chunk = first_chunk; chunk < last_chunk; chunk++)
+// Neighbours whose paths begin behind the chunk read its tiles together. Where paths are part of it, each token has its own.
+template <typename Cell>
+static void attend_cells(const Attention &job, int64_t first_token, int64_t last_token, int64_t kv, int64_t first_chunk,
+                         int64_t last_chunk) {
+  for (int64_t chunk = first_chunk; chunk < last_chunk; chunk++) {
+    const auto shares = [&](const Token &token) { return !token.path_length || token.context >= (chunk + 1) * CHUNK; };
     for (int64_t first = first_token, last; first < last_token; first = last) {
       last = first + 1;
-      while (!job.tokens[first].path_length && last < last_token && !job.tokens[last].path_length) last++;
-      attend_tokens(job, first, last, kv, chunk);
+      while (shares(job.tokens[first]) && last < last_token && shares(job.tokens[last])) last++;
+      attend_tokens<Cell>(job, first, last, kv, chunk);
     }
+  }
+}
+
+static void attend(const Attention &job, int64_t first_token, int64_t last_token, int64_t kv, int64_t first_chunk,
+                   int64_t last_chunk) {
+  (job.float16 ? attend_cells<uint16_t> : attend_cells<float>)(job, first_token, last_token, kv, first_chunk, last_chunk);
 }
 
 static void finish(const Attention &job, int64_t first_token, int64_t last_token) {

@@ -63,6 +63,23 @@ static inline float float_of(uint16_t half) {
   return value;
 }
 
+// The float16 that is nearest to a finite float32, ties to even; one that is out of range becomes the largest or smallest one.
+static inline uint16_t half_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+  bits &= 0x7fffffff;
+  if (bits > 0x477fe000) return sign | 0x7bff;  // more than 65504
+  if (bits < 0x38800000) {                      // less than 2^-14: a multiple of 2^-24, which the sum with 1/2 rounds to
+    float size;
+    memcpy(&size, &bits, 4);
+    size += 0.5f;
+    memcpy(&bits, &size, 4);
+    return sign | (uint16_t)(bits - 0x3f000000);
+  }
+  return sign | (uint16_t)((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+}
+
 // The activations of some rows as products read them. Index 0 of sums and shares is for blocks of 32 inputs, 1 for halves.
 struct Activations {
   const float *x;          // [rows, inputs]
@@ -96,7 +113,7 @@ struct Product {
 
 // A token of a call: where it is written, and what it sees: the slots before `context`, then those of its path.
 struct Token {
-  float *cache;
+  void *cache;
   int64_t position, slot, context;
   const int32_t *path;
   int64_t path_length;
@@ -107,6 +124,7 @@ struct Token {
 struct Attention {
   const Token *tokens;
   int64_t heads, kv_heads, head_dim, width, slots, layer;  // width: head_dim, rounded up to a multiple of 16
+  bool float16;                                            // of caches; otherwise float32
   float scale, epsilon;
   const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2]; [head_dim] or null
   const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without heads only keys and values
@@ -115,8 +133,11 @@ struct Attention {
   int64_t chunks;                            // 1 if a unit of work covers all chunks of its tokens
   float *y;                                  // [tokens, heads head_dim]
 
-  float *keys(const Token &t, int64_t kv) const { return t.cache + (layer * 2 * kv_heads + kv) * slots * width; }
-  float *values(const Token &t, int64_t kv) const { return keys(t, kv) + kv_heads * slots * width; }
+  // Cell: float, or uint16_t for float16.
+  template <typename Cell> Cell *keys(const Token &t, int64_t kv) const {
+    return static_cast<Cell *>(t.cache) + (layer * 2 * kv_heads + kv) * slots * width;
+  }
+  template <typename Cell> Cell *values(const Token &t, int64_t kv) const { return keys<Cell>(t, kv) + kv_heads * slots * width; }
   float *part(int64_t token, int64_t head, int64_t chunk) const {
     return partial + ((token * heads + head) * chunks + chunk) * (2 + width);
   }

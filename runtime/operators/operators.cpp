@@ -15,6 +15,7 @@ struct Settings {
   const Kernels *kernels = nullptr;
   int64_t threads = 1;
   bool int8 = true;
+  bool float16_caches = false;
 } settings;
 
 int64_t positive(const Node &node, const char *name) {
@@ -186,6 +187,7 @@ class Attend {
     const std::vector<Token> tokens = read_tokens(rows, paths);
     const int64_t count = static_cast<int64_t>(tokens.size()), values = job.heads * job.head_dim;
     check(qkv.type == ort::FLOAT && qkv.size() == count * (values + 2 * job.kv_heads * job.head_dim), "qkv has another size");
+    job.float16 = settings_.float16_caches;
     job.tokens = tokens.data();
     job.qkv = qkv.floats();
     job.y = call.output<float>(0, {count, values});
@@ -203,8 +205,9 @@ class Attend {
     call.parallel(count, count < FEW ? 1 : settings_.threads, [&](int64_t first, int64_t last) { settings_.kernels->write(job, first, last); });
     if (!job.heads) return;
     const int64_t shares = split ? chunks : 1, units = num_groups * job.kv_heads * shares;
-    call.parallel(units, split ? units : settings_.threads * 4, [&](int64_t first, int64_t last) {
-      for (int64_t unit = first; unit < last; unit++) {
+    call.parallel(units, units, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) {
+        const int64_t unit = split ? i : units - 1 - i;  // later tokens see more, so they come first
         const int64_t share = unit % shares, kv = unit / shares % job.kv_heads, g = unit / shares / job.kv_heads;
         const int64_t first_chunk = split ? share : 0, last_chunk = split ? share + 1 : chunks;
         settings_.kernels->attend(job, groups[static_cast<size_t>(g)], groups[static_cast<size_t>(g + 1)], kv, first_chunk, last_chunk);
@@ -223,7 +226,7 @@ class Attend {
     const int64_t *row = static_cast<const int64_t *>(rows.data);
     const int32_t *path = static_cast<const int32_t *>(paths.data);
     for (Token &token : tokens) {
-      token = {reinterpret_cast<float *>(row[0]), row[1], row[2], row[3], path, row[4]};
+      token = {reinterpret_cast<void *>(row[0]), row[1], row[2], row[3], path, row[4]};
       check(row[0] && row[0] % 64 == 0, "a cache is not aligned to 64 bytes");
       check(token.position >= 0 && token.position < positions_, "a position is behind the last one");
       check(token.slot >= 0 && token.slot < job_.slots, "a slot is not in the cache");
@@ -312,11 +315,12 @@ const Kernels *find_kernels(const char *name) {
 extern "C" {
 
 // Choose what the nodes of the sessions take that are made from now on: the kernels (a name, or "" for the fastest ones), the
-// threads of the session, and whether activations are rounded to 8 bits where weights are levels. Returns the kernels' name;
-// null if this processor does not support them.
-__attribute__((visibility("default"))) const char *eesd_configure(const char *name, int64_t threads, int int8) {
+// threads of the session, whether activations are rounded to 8 bits where weights are levels, and whether caches are float16 and
+// not float32. Returns the kernels' name; null if this processor does not support them.
+__attribute__((visibility("default"))) const char *eesd_configure(const char *name, int64_t threads, int int8,
+                                                                  int float16_caches) {
   const eesd::Kernels *found = eesd::find_kernels(name);
-  if (found) eesd::settings = {found, threads < 1 ? 1 : threads, int8 != 0};
+  if (found) eesd::settings = {found, threads < 1 ? 1 : threads, int8 != 0, float16_caches != 0};
   return found ? found->name : nullptr;
 }
 

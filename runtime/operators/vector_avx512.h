@@ -3,6 +3,9 @@
 #define EESD_ROWS 8
 #define EESD_PANELS 2
 #define EESD_SUMS 16
+// What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
+constexpr int QUERY_BLOCK = 8, KEY_TILES = 2;
+constexpr int vectors_beside(int queries) { return queries <= 4 ? 4 : 2; }
 
 struct Floats { __m512 v; };
 struct Bytes { __m512i v; };

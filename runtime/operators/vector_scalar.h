@@ -4,6 +4,9 @@
 #define EESD_ROWS 4   /* rows */
 #define EESD_PANELS 2 /* panels of levels */
 #define EESD_SUMS 8   /* sums of rows and two panels of floats */
+// What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
+constexpr int QUERY_BLOCK = 4, KEY_TILES = 1;
+constexpr int vectors_beside(int queries) { return queries == 1 ? 2 : 1; }
 
 struct Floats {
   float lane[16];

@@ -40,6 +40,7 @@ class TritonPythonModel:
                 generation_config=settings.generation_config,
                 exact=settings.exact,
                 activations=settings.activations,
+                kv_cache_dtype=settings.kv_cache_dtype,
             )
             self._service = Service(llm, settings.batch)
         except EESDError as error:

@@ -53,6 +53,7 @@ def write_triton_repository(
     generation_config: str = "auto",
     exact: bool | None = None,
     activations: str | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> Path:
     """Write the model ``name`` into a model repository, which may have other models and need not exist.
 
@@ -62,7 +63,7 @@ def write_triton_repository(
         engine_dir: A directory that ``eesd-export`` wrote.
         output: The repository.
         name: The model's name, and its directory in the repository.
-        backend, threads, speculation, generation_config, exact, activations: As for :func:`eesd.load`.
+        backend, threads, speculation, generation_config, exact, activations, kv_cache_dtype: As for :func:`eesd.load`.
         batch: Limits of the batch.
 
     Returns:
@@ -89,6 +90,7 @@ def write_triton_repository(
         generation_config=generation_config,
         exact=exact,
         activations=activations,
+        kv_cache_dtype=kv_cache_dtype,
     )
     with directory_written_whole(directory) as new:
         (new / "1").mkdir()

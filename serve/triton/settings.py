@@ -26,7 +26,7 @@ class Settings:
         threads: CPU threads of an engine; None: the processors of the process.
         speculation: How to draft; None decodes plainly.
         batch: Limits of the batch.
-        generation_config, exact, activations: As for :func:`eesd.load`.
+        generation_config, exact, activations, kv_cache_dtype: As for :func:`eesd.load`.
 
     Raises:
         EESDError: A value has another type, or is out of range.
@@ -40,6 +40,7 @@ class Settings:
     generation_config: str = "auto"
     exact: bool | None = None
     activations: str | None = None
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_path("engine_dir", self.engine_dir, "the output directory of eesd-export")

@@ -100,7 +100,8 @@ static void check_product(Format format, bool fine, bool wide, bool minimums, bo
 }
 
 // A chain behind a context, then a tree in other slots with the same paths.
-static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t context, int64_t count) {
+static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t context, int64_t count,
+                            bool float16) {
   const int64_t width = (head_dim + 15) / 16 * 16, slots = (context + 3 * count + 16) / 16 * 16, all = context + count;
   Exact<float> qkv(all * (heads + 2 * kv_heads) * head_dim), cos(slots * head_dim / 2), sin(slots * head_dim / 2), norm(head_dim);
   Exact<float> expected(count * heads * head_dim);
@@ -108,12 +109,13 @@ static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, i
   for (const Kernels *kernels : every) {
     if (!kernels->supported()) continue;
     for (int split = 0; split < 2; split++) {
-      Exact<float> cache(2 * kv_heads * slots * width + 16);
-      float *aligned = (float *)(((uintptr_t)cache.get() + 63) / 64 * 64);
+      Exact<char> cache(2 * kv_heads * slots * width * (float16 ? 2 : 4) + 64);
+      void *aligned = (void *)(((uintptr_t)cache.get() + 63) / 64 * 64);
       std::vector<Token> tokens;
       for (int64_t t = 0; t < all; t++) tokens.push_back({aligned, t, t, t + 1, nullptr, 0});
       Attention job = {};
       job.heads = heads, job.kv_heads = kv_heads, job.head_dim = head_dim, job.width = width, job.slots = slots;
+      job.float16 = float16;
       job.scale = 0.2f, job.epsilon = 1e-5f, job.cos = cos.get(), job.sin = sin.get();
       job.q_norm = job.k_norm = norm.get(), job.qkv = qkv.get(), job.tokens = tokens.data();
       const int64_t chunks = (all + CHUNK - 1) / CHUNK;
@@ -139,8 +141,8 @@ static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, i
       for (int64_t kv = 0; kv < kv_heads; kv++) kernels->attend(job, 0, count, kv, 0, chunks);
       kernels->finish(job, 0, count);
       char what[120];
-      snprintf(what, sizeof what, "attention %d/%d heads of %d, context %d, %d tokens, split %d", (int)heads, (int)kv_heads,
-               (int)head_dim, (int)context, (int)count, split);
+      snprintf(what, sizeof what, "attention %d/%d heads of %d, context %d, %d tokens, split %d, float16 %d", (int)heads,
+               (int)kv_heads, (int)head_dim, (int)context, (int)count, split, float16);
       if (kernels == every[0] && !split) expected = std::move(chain);
       else compare(what, kernels->name, chain, expected);
       compare(what, "a tree", tree, expected);
@@ -160,7 +162,8 @@ int main() {
   const int64_t shapes[][3] = {{2, 1, 8}, {3, 3, 20}, {4, 2, 64}, {2, 2, 80}, {5, 1, 128}, {40, 1, 2}, {1, 1, 256}};
   for (const auto &shape : shapes)
     for (int64_t context : {0, 1, 15, 16, 63, 65, 127, 129, 200})
-      for (int64_t count : {1, 5, 18}) check_attention(shape[0], shape[1], shape[2], context, count);
+      for (int64_t count : {1, 5, 18})
+        check_attention(shape[0], shape[1], shape[2], context, count, (context + count) % 2);
   if (!failures) printf("equal bits\n");
   return failures != 0;
 }

@@ -214,14 +214,18 @@ def check_product(product: Product, path: Path, int8: bool, names: Sequence[str]
             assert_same(product.run(session, 0, rows), expected[:rows], f"{count} threads, {rows} rows")
 
 
+UNWRITTEN = 6e4
+"""What no token may read."""
+
+
 class Cache:
     """Caches of layers as the operators take them, filled with numbers that nothing may read: an unwritten slot shows."""
 
-    def __init__(self, layers: int, kv_heads: int, slots: int, head_dim: int) -> None:
+    def __init__(self, layers: int, kv_heads: int, slots: int, head_dim: int, float16: bool = False) -> None:
         self.width = -(-head_dim // 16) * 16
         size = layers * 2 * kv_heads * slots * self.width
-        memory = np.full(size + 16, 7e9, np.float32)
-        self.array = memory[-(memory.ctypes.data // 4) % 16 :][:size]
+        memory = np.full(size + 32, UNWRITTEN, np.float16 if float16 else np.float32)
+        self.array: Array = memory[-memory.ctypes.data % 64 // memory.itemsize :][:size]
         shape = layers, 2, kv_heads
         self.keys = self.array.reshape(*shape, slots // 16, self.width, 16)[:, 0]
         self.values = self.array.reshape(*shape, slots, self.width)[:, 1]
@@ -259,6 +263,7 @@ class Attention:
     layer: int = 1
     norms: bool = False
     seed: int = 0
+    float16: bool = False
 
     def __post_init__(self) -> None:
         random = self.random = np.random.default_rng(self.seed)
@@ -273,7 +278,12 @@ class Attention:
             self.head_dim**-0.5,
             1e-3,
             *(norms if self.norms else (None, None)),
+            float16=self.float16,
         )
+
+    def session(self, path: Path, threads: int = 1, name: str = "") -> Any:
+        """A session of the model that :meth:`write` wrote."""
+        return operators.make_session(path, threads, True, name, float16_caches=self.float16)
 
     def write(self, path: Path, heads: int | None = None) -> Path:
         spec = self.spec
@@ -306,13 +316,13 @@ class Attention:
         paths = [list(range(node + 1)) for node in range(nodes)]
         for node, parent in enumerate(parents, start=nodes):
             paths.append([*paths[parent], node])
-        return Text(qkv, paths, Cache(self.layers, self.kv_heads, self.slots, self.head_dim))
+        return Text(qkv, paths, Cache(self.layers, self.kv_heads, self.slots, self.head_dim, self.float16))
 
     def specified(self, text: Text, nodes: Sequence[int]) -> Floats:
         """[nodes, H D]."""
         q, k, v = self.spec.split(text.qkv)
         keys = np.stack([self.spec.turned(k[i], len(path) - 1, self.spec.k_norm) for i, path in enumerate(text.paths)], 1)
-        values = v.transpose(1, 0, 2)
+        keys, values = self.spec.cached(keys), self.spec.cached(v.transpose(1, 0, 2))
         found = []
         for node in nodes:
             path = text.paths[node]
@@ -382,6 +392,26 @@ def prefill(session: Any, text: Text, count: int, pieces: Sequence[int] = (1 << 
         found += attend(session, chain(text, at, stop))
         at, number = stop, number + 1
     return np.concatenate(found)
+
+
+def check_float16(path: Path, names: Sequence[str]) -> None:
+    """Ties go to even, subnormal numbers are kept, and what is out of range becomes the largest number."""
+    edges = [0.0, -0.0, 65504, 65519.9, 65520, -7e4, 3e38, 2**-14, 2**-24, 2**-25, 1.5 * 2**-24, 3 * 2**-25, 5 * 2**-25, 1e-40]
+    edges += [1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-20, 2047.5 * 2**-25, 2**-14 - 2**-26, -(1 + 2**-12)]
+    random = np.random.default_rng(0).normal(0, 1, 300).astype(np.float32)
+    numbers = np.concatenate([np.array(edges, np.float32), random, random * np.float32(1e-6), random * np.float32(3e4)])
+    values = numbers[: len(numbers) // 64 * 64].reshape(-1, 64)
+    layer = Attention(heads=0, kv_heads=1, head_dim=64, layers=1, layer=0, float16=True)
+    text, count = layer.text(len(values)), len(values)
+    qkv, tokens, _ = chain(text, 0, count)
+    qkv[:, 64:] = values
+    for name in names:
+        session = layer.session(layer.write(path), 1, name)
+        assert run(session, qkv=qkv, tokens=tokens, paths=np.zeros((count, 0), np.int32)).shape == (count, 0)
+        assert_same(text.cache.values[0, 0, :count].astype(np.float32), layer.spec.cached(values), name)
+        keys = text.cache.keys[0, 0, np.arange(count) // 16, :, np.arange(count) % 16].astype(np.float32)
+        turned = [layer.spec.turned(qkv[slot, :64], slot, None) for slot in range(count)]
+        assert_same(keys, layer.spec.cached(np.stack(turned)), name)
 
 
 def load(library: Path, monkeypatch: Any) -> None:

@@ -196,6 +196,12 @@ class Heads:
     epsilon: float = 0
     q_norm: Floats | None = None
     k_norm: Floats | None = None
+    float16: bool = False
+
+    def cached(self, x: Floats) -> Floats:
+        """Keys or values as the cache holds them."""
+        limit = np.float32(65504)
+        return x if not self.float16 else np.clip(x, -limit, limit).astype(np.float16).astype(np.float32)
 
     def split(self, qkv: Floats) -> tuple[Floats, Floats, Floats]:
         """Queries, keys and values [T, heads, D] of qkv."""
