@@ -27,7 +27,7 @@ from eesd.runtime.engines.panels import BFLOAT16, FLOAT16, FLOAT32, Levels, Pack
 if TYPE_CHECKING:
     from eesd.runtime.engines.operator_graph import Columns
 
-LAYOUT = 1
+LAYOUT = 2
 """Version of packed weights and graphs. Another one makes them again."""
 _NAME = re.compile("cpu-[0-9a-f]{16}")
 WEIGHTS, SIZES = "weights.bin", "sizes.json"
