@@ -27,10 +27,13 @@ COMMON = [
 ]
 KERNELS = ["-fno-exceptions", "-fno-rtti"]
 VECTORS = {
-    "kernels_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"],
-    "kernels_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "x86_64": {
+        "kernels_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"],
+        "kernels_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    },
+    "aarch64": {"kernels_neon": ["-march=armv8.2-a+dotprod"]},
 }
-"""By file: what only this file's code may use. The library looks at the processor before it calls any of it."""
+"""By machine and file: what only this file's code may use. The library looks at the processor before it calls any of it."""
 LINK = ["-shared", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-s"]
 WITH_CPP_LIBRARY = ["-static-libstdc++", "-static-libgcc"]
 """The library then needs only the C library, in the version that it was linked with or a later one."""
@@ -43,7 +46,7 @@ warning: Install a C++ compiler (g++ or clang++; $CXX names another one), and th
 
 def flags_of(source: Path) -> list[str]:
     """The compiler's flags for a file."""
-    vectors = VECTORS.get(source.stem, []) if platform.machine() in ("x86_64", "AMD64") else []
+    vectors = VECTORS.get(platform.machine(), {}).get(source.stem, [])
     return [*COMMON, *(KERNELS if source.stem.startswith("kernels_") else []), *vectors]
 
 

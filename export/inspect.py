@@ -19,6 +19,7 @@ from eesd.export.predict import ACCEPTANCES, CPU, GPUS, Prediction, as_run_on_cp
 from eesd.export.predict import predict as predict_calls
 from eesd.runtime.engines.backends import BACKENDS, open_engines
 from eesd.runtime.engines.exactness import Exactness
+from eesd.runtime.engines.packed import describe_packed, find_packed
 
 
 @command()
@@ -222,6 +223,9 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
             f"{stage.file}: layers {layers.start} to {layers.stop - 1}"
             for stage, layers in zip(manifest.verify, manifest.stage_layers, strict=True)
         )
+    packed = find_packed(directory, manifest)
+    if packed is not None:
+        rows["packed weights"] = describe_packed(packed)
     table = Table(title=str(directory), show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, value)

@@ -13,6 +13,7 @@ from eesd.common.terminal import Console, Table
 from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.ort_packages import FOR_GPUS, onnxruntime_problem, onnxruntime_versions
+from eesd.runtime.engines.packed import describe_packed, find_packed
 from eesd.runtime.engines.trt_flavours import library_version, supported_capabilities
 
 PACKAGES = (
@@ -59,6 +60,8 @@ def engines(directory: Path) -> dict[str, str]:
     exactness = Exactness(manifest)
     exactness.check_quickly(opened.verify)
     found = {"logits of calls of different sizes": str(exactness.chains)}
+    packed = find_packed(directory, manifest)
+    found |= {"packed weights": describe_packed(packed)} if packed else {}
     return found | ({"note": opened.notice} if opened.notice else {})
 
 

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper
 from support import gguf_files, tiny_models
-from support.command import contents, export_engine, slow_but
+from support.command import contents, export_engine, slow_but, succeed
 from support.engine_dirs import edit_manifest, graph_of
 from support.lossless_checks import DRAFT_VOCAB
 from support.operators import kernels
@@ -24,14 +24,16 @@ from eesd.common.files import directory_written_whole
 from eesd.common.integrity import sha256_of
 from eesd.common.manifest import Manifest
 from eesd.common.manifest_reader import load_manifest
+from eesd.export.inspect import main as inspect_main
+from eesd.runtime import doctor
 from eesd.runtime.engines import operators, packed
-from eesd.runtime.engines.backends import KV_CACHE_DTYPES
+from eesd.runtime.engines.backends import KV_CACHE_DTYPES, open_engines
 from eesd.runtime.engines.base import Engine, StepOutputs
 from eesd.runtime.engines.cpu_cache import CpuKVCache, CpuRows, slots_of
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.ort_cpu import CPU_PROVIDERS, OrtEngine, load_session
-from eesd.runtime.engines.packed import packed_directory
+from eesd.runtime.engines.packed import describe_packed, packed_directory
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 
@@ -282,6 +284,28 @@ def test_where_the_engine_directory_cannot_be_written_the_users_cache_is_used(
     shutil.rmtree(own_cache)
     with pytest.raises(EESDError, match=r"cannot be written .* set XDG_CACHE_HOME"):
         packed_directory(plans, manifest)
+
+
+def test_where_packed_weights_are_is_told(plans: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = load_manifest(plans)
+
+    def shown() -> str:
+        return "".join(succeed(inspect_main, plans).stdout.split())
+
+    monkeypatch.setenv("COLUMNS", "400")
+    assert "packedweights" not in shown() and not list(plans.glob("cpu-*")), "it was made only to be shown"
+    with monkeypatch.context() as patch:
+        forbid(plans, patch)
+        for _ in range(2):  # when it is made, and when it is found
+            notice = open_engines(plans, manifest, "ort", 1, draft=False).notice
+            (place,) = (own_cache / "eesd").iterdir()
+            size = sum(file.stat().st_size for file in place.iterdir())
+            assert str(plans) in notice and f"{place} ({size / 1e6:.1f} MB)" in notice
+        assert doctor.engines(plans) | {"note": notice, "packed weights": describe_packed(place)} == doctor.engines(plans)
+        assert f"packedweights│{place}({size / 1e6:.1f}MB)" in shown()
+    shutil.rmtree(own_cache)
+    assert not open_engines(plans, manifest, "ort", 1, draft=False).notice
+    assert f"packedweights│{plans}/cpu-" in shown()
 
 
 def forbid(forbidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import specification
 from support.operators import (
     Attention,
     Product,
@@ -19,6 +21,7 @@ from support.operators import (
     load,
     prefill,
     random_weight,
+    top,
     tree,
 )
 
@@ -35,8 +38,20 @@ FLAGS = ("-std=c++17", "-ffp-contract=off")
 KERNELS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "neon": (),
     "scalar": (),
 }
+
+
+ARM_COMPILER = "aarch64-linux-gnu-g++"
+SETUP = SOURCES.parents[1]
+ARM_LIBRARY = """
+import platform, sys, setuptools
+from pathlib import Path
+platform.machine, setuptools.setup = lambda: "aarch64", lambda **_: None
+import setup
+setup.make_library(sorted(setup.SOURCES.glob("*.cpp")), Path(sys.argv[1], "library.so"), Path(sys.argv[1]))
+"""
 
 
 def compile_all(*commands: list[str]) -> None:
@@ -58,7 +73,46 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     compile_all(*commands)
     compile_all(["g++", "-fsanitize=address,undefined", *objects, "-o", str(tmp_path / "check")])
     done = subprocess.run([tmp_path / "check"], capture_output=True, text=True, env={**os.environ, "ASAN_OPTIONS": ""})
-    assert done.returncode == 0 and done.stdout == "equal bits\n", done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.returncode == 0 and done.stdout.startswith("equal bits"), done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def arm_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The driver with the kernels as the package builds them for ARM, and what it prints with those of this machine."""
+    lacking = [name for name in (ARM_COMPILER, "qemu-aarch64") if shutil.which(name) is None]
+    if lacking:
+        pytest.skip(f"{' and '.join(lacking)} missing: apt-get install g++-aarch64-linux-gnu qemu-user")
+    scratch = tmp_path_factory.mktemp("arm")
+    done = subprocess.run(
+        [sys.executable, "-c", ARM_LIBRARY, str(scratch)],
+        cwd=SETUP,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CXX": ARM_COMPILER},
+    )
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+    built, driver = sorted(map(str, scratch.glob("kernels_*.o"))), str(CHECKS / "check_kernels.cpp")
+    assert (scratch / "library.so").exists() and len(built) == len(KERNELS)
+    common = [*FLAGS, "-O1", f"-I{SOURCES}", driver, "-o"]
+    files = {str(SOURCES / f"kernels_{name}.cpp"): options for name, options in KERNELS.items()}
+    objects = [str(scratch / f"own_{number}.o") for number in range(len(files))]
+    compile_all(
+        [ARM_COMPILER, *common, str(scratch / "arm"), "-static", *built],
+        *(
+            ["g++", *FLAGS, "-O1", *options, "-c", path, "-o", to]
+            for (path, options), to in zip(files.items(), objects, strict=True)
+        ),
+    )
+    compile_all(["g++", *common, str(scratch / "own"), *objects])
+    return scratch / "arm", subprocess.run([scratch / "own"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("processor", ["max", "cortex-a53"])
+def test_kernels_for_arm_give_the_same_bits(arm_check: tuple[Path, str], processor: str) -> None:
+    """Plain C++ and NEON; the second processor has no dot products, and so plain C++ alone."""
+    program, expected = arm_check
+    done = subprocess.run(["qemu-aarch64", "-cpu", processor, program], capture_output=True, text=True)
+    assert expected.startswith("equal bits") and done.stdout == expected, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def check_products(path: Path) -> None:
@@ -109,6 +163,16 @@ def check_chunks(path: Path) -> None:
         session = layer.session(layer.write(path), threads, "scalar")
         assert_same(prefill(session, text, 300)[some], expected)
         assert_same(prefill(session, text, 300, (60, 1))[some], expected)
+
+
+def check_top(path: Path) -> None:
+    """Logits with equal ones."""
+    logits = np.rint(np.random.default_rng(0).normal(0, 3, (4, 500))).astype(np.float32)
+    logits[0, 3], logits[1, -1] = np.nan, 30
+    columns, logprobs = specification.top_k(logits, 6)
+    found = top(path, 6, kernels="scalar").run(None, {"logits": logits})
+    assert_same(found[0].astype(np.float32), columns.astype(np.float32), "columns")
+    assert_same(found[1], logprobs, "log-probabilities")
 
 
 MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
@@ -176,6 +240,10 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
     "dropped zero": ("products.h", "-w.zero * a.sums[fine][part]", "0", check_products),
     "dropped zero, float32": ("products.h", "all((float)w.zero)", "all(0)", check_products),
     "half of another block": ("products.h", "load_scales(w, scales, h)", "load_scales(w, scales, 0)", check_products),
+    "the later one of equal logits": ("topk.h", "values[at - 1] < value", "values[at - 1] <= value", check_top),
+    "a strip passed over": ("topk.h", "if (!(largest_lane(most) >", "if (first > 100 || !(largest_lane(most) >", check_top),
+    "NaN as a number": ("topk.h", "x[i] == x[i] ? x[i] : -INFINITY", "x[i]", check_top),
+    "last columns not added": ("topk.h", "if (i < job.columns) sum", "if (false) sum", check_top),
     "norm without epsilon": ("rows.h", "(float)size + epsilon", "(float)size", check_products),
 }
 """By name: file, what is replaced, by what, and the check that must fail."""
@@ -186,12 +254,13 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Kernels that no processor supports in the place of the fast ones: mutants are compiled without them."""
     directory = tmp_path_factory.mktemp("stubs")
     stub = '#include "kernels.h"\nnamespace eesd {{ const Kernels {0}_kernels = {{"{0}", [] {{ return false; }}}}; }}\n'
-    for name in ("avx512", "avx2"):
+    names = [name for name in operators.KERNELS if name != "scalar"]
+    for name in names:
         (directory / f"{name}.cpp").write_text(stub.format(name))
         compile_all(
             ["g++", *FLAGS, "-fPIC", f"-I{SOURCES}", "-c", str(directory / f"{name}.cpp"), "-o", str(directory / f"{name}.o")]
         )
-    return [str(directory / f"{name}.o") for name in ("avx512", "avx2")]
+    return [str(directory / f"{name}.o") for name in names]
 
 
 def build(sources: Path, library: Path, stubs: list[str]) -> Path:
@@ -208,7 +277,7 @@ def give_back() -> object:
     operators._library.cache_clear()
 
 
-@pytest.mark.parametrize("check", [check_products, check_trees, check_shared_chunks, check_rounding, check_chunks])
+@pytest.mark.parametrize("check", [check_products, check_trees, check_shared_chunks, check_rounding, check_chunks, check_top])
 def test_the_sources_pass_the_checks(
     tmp_path: Path, stubs: list[str], monkeypatch: pytest.MonkeyPatch, check: Callable[[Path], None]
 ) -> None:

@@ -26,6 +26,7 @@ from support.operators import (
     prefill,
     random_weight,
     run,
+    top,
     tree,
 )
 from support.specification import BITS, Weight
@@ -118,6 +119,60 @@ def test_no_rows_give_none(tmp_path: Path) -> None:
 
 
 KINDS = {NARROW: np.float16, WIDE: np.float32, SPLIT: np.int8}
+
+
+def random_logits(random: np.random.Generator, rows: int, columns: int) -> specification.Floats:
+    """Some are equal."""
+    found = random.normal(0, 4, (rows, columns)).astype(np.float32)
+    found[:, ::3] = np.rint(found[:, ::3])
+    return found
+
+
+@pytest.mark.parametrize("columns, k", [(1, 1), (16, 16), (63, 8), (64, 3), (200, 8), (1001, 70), (49152, 8)])
+def test_top_k(tmp_path: Path, names: list[str], columns: int, k: int) -> None:
+    random = seeded("top", columns, k)
+    logits = random_logits(random, 9, columns)
+    logits[3], logits[4, columns // 2 + 1 :] = 1, -np.inf
+    ids = random.permutation(10 * columns)[:columns]
+    expected, logprobs = specification.top_k(logits, k)
+    exact = logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64), 1)[:, None]
+    assert np.allclose(np.take_along_axis(exact, expected, 1), logprobs, 1e-6, 2e-5, equal_nan=True)
+    for name in names:
+        for threads in (1, 2):
+            found = top(tmp_path / "model", k, NOTHING, threads, name).run(None, {"logits": logits})
+            assert (found[0] == expected).all()
+            assert_same(found[1], logprobs, name)
+            named = top(tmp_path / "model", k, ids, threads, name)
+            for row in range(len(logits)):
+                found = named.run(None, {"logits": logits[row : row + 1]})
+                assert (found[0] == ids[expected[row]]).all()
+                assert_same(found[1], logprobs[row : row + 1], name)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_top_k_of_values_that_are_not_finite(tmp_path: Path, names: list[str], value: float) -> None:
+    """Columns are those of the specification, and so never out of range; without infinity so are the log-probabilities."""
+    logits = random_logits(seeded("finite"), 5, 300)
+    logits[0], logits[1, ::2], logits[2, 17:220], logits[3, 299] = value, value, value, value
+    expected, logprobs = specification.top_k(logits, 8)
+    for name in names:
+        found = top(tmp_path / "model", 8, kernels=name).run(None, {"logits": logits})
+        assert (found[0] == expected).all()
+        finite = [1, 2, 3, 4] if value != np.inf else [4]
+        assert_same(found[1][finite], logprobs[finite], name)
+
+
+def test_bad_top_k_is_refused(tmp_path: Path) -> None:
+    wrong: list[Any] = [np.arange(9, dtype=np.int32), np.ones(9, np.float32)]
+    for k, ids in ((0, NOTHING), (-1, NOTHING), (1 << 40, NOTHING), *((2, ids) for ids in wrong)):
+        with pytest.raises(EESDError, match="cannot load"):
+            top(tmp_path / "model", k, ids)
+    session = top(tmp_path / "model", 4, np.arange(9))
+    for shape in ((2, 8), (2, 10), (9,), (1, 2, 9)):
+        refused(session, "width|logits are", logits=np.zeros(shape, np.float32))
+    refused(session, "data type", logits=np.zeros((2, 9)))
+    assert session.run(None, {"logits": np.zeros((0, 9), np.float32)})[0].shape == (0, 4)
+    refused(top(tmp_path / "model", 4), "width", logits=np.zeros((1, 3), np.float32))
 
 
 def factor_of(values: Any) -> tuple[float, list[int]]:

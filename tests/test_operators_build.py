@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.command import succeed
+from support.operators import kernels
 from support.without_operators import needs_operators, without_operators
 
 import eesd
@@ -152,22 +153,21 @@ def test_without_the_library_the_tokens_are_the_same_and_a_notice_says_why(engin
 def test_all_kernels_give_the_same_logits(engine: Path) -> None:
     manifest = load_manifest(engine)
     packed = packed_directory(engine, manifest)
-    known = operators.KERNELS[operators.KERNELS.index(operators.fastest()) :]
     found = []
-    for kernels in known:
-        loaded = CpuEngine(packed, manifest, manifest.verify, 1, kernels=kernels)
+    for name in kernels():
+        loaded = CpuEngine(packed, manifest, manifest.verify, 1, kernels=name)
         binding = loaded.bind(loaded.new_kv_cache())
         found.append(binding.forward(PROMPT, range(len(PROMPT)), 0).logits.tobytes())
     assert len(found) > 1 and len(set(found)) == 1
 
 
-@pytest.mark.parametrize("kernels", ["avx2", "scalar"])
+@pytest.mark.parametrize("name", ["avx2", "scalar"])
 @needs_operators()
-def test_slower_kernels_give_the_same_tokens(engine: Path, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernels not in operators.KERNELS[operators.KERNELS.index(operators.fastest()) :]:
-        pytest.skip(f"this processor has no {kernels}")
+def test_slower_kernels_give_the_same_tokens(engine: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name not in kernels():
+        pytest.skip(f"this processor has no {name}")
     expected = tokens_of(engine)
-    monkeypatch.setattr(CpuEngine, "__init__", partialmethod(CpuEngine.__init__, kernels=kernels))
+    monkeypatch.setattr(CpuEngine, "__init__", partialmethod(CpuEngine.__init__, kernels=name))
     assert tokens_of(engine) == expected
 
 

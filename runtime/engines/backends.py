@@ -25,6 +25,8 @@ INEXACT = (
     "activations: slower, but drafting does not change tokens."
 )
 """Notice for a quantized directory."""
+ELSEWHERE = "{} cannot be written, so what the CPU engine makes of it once, its packed weights, is in {}."
+"""Notice where packed weights are in the user's cache."""
 
 
 class Engines(NamedTuple):
@@ -151,16 +153,17 @@ def _open_ort(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
         engines = _open_standard(directory, manifest, opening.threads, opening.draft)
         return engines._replace(notice=f"{lacking} {engines.notice}".strip())
     from eesd.runtime.engines.cpu_engine import CpuEngine
-    from eesd.runtime.engines.packed import packed_directory
+    from eesd.runtime.engines.packed import describe_packed, packed_directory
 
     int8, kv_cache_dtype = opening.activations != "float32", opening.kv_cache_dtype or "float32"
     packed = packed_directory(directory, manifest)
+    notice = "" if packed.parent == directory else ELSEWHERE.format(directory, describe_packed(packed))
     make = partial(CpuEngine, packed, manifest, threads=opening.threads, int8_activations=int8, kv_cache_dtype=kv_cache_dtype)
     verify = make(manifest.verify)
     drafter = make([manifest.draft]) if opening.draft else None
     # A sum has an order of its own, whatever else a call computes: bits are equal by construction, in trees, too.
     quantized = manifest.quantization.layers or manifest.quantization.head or manifest.quantization.tensors
-    return Engines(verify, drafter, exact=True, int8_activations=int8 and bool(quantized), exact_trees=True)
+    return Engines(verify, drafter, notice, exact=True, int8_activations=int8 and bool(quantized), exact_trees=True)
 
 
 def _refuse_choices(opening: Opening, backend: str) -> None:

@@ -180,15 +180,9 @@ class _Builder:
             x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, self._geometry.num_layers + block)
         head = f"{EXIT_HEAD}{LM_HEAD}" if self._exit.own_lm_head else LM_HEAD
         self._product(x, [self._columns(head)], "logits", norm=f"{EXIT_HEAD}norm.weight")
-        self._constant("top_k", np.array([self.manifest.draft_top_k]))
-        self._constant("last_axis", np.array([-1]))
-        self.nodes.append(helper.make_node("TopK", ["logits", "top_k"], ["values", "columns"], axis=-1))
-        self._node("ReduceLogSumExp", ["logits", "last_axis"], "normalizer", domain="", keepdims=1)
-        self._node("Sub", ["values", "normalizer"], "topk_logprobs", domain="")
-        if self._exit.draft_vocab:
-            self._node("Gather", [self._small(EXIT_HEAD + DRAFT_VOCAB), "columns"], "topk_ids", domain="", axis=0)
-        else:
-            self._node("Identity", ["columns"], "topk_ids", domain="")
+        ids = self._small(EXIT_HEAD + DRAFT_VOCAB) if self._exit.draft_vocab else self._small()
+        outputs = ["topk_ids", "topk_logprobs"]
+        self.nodes.append(helper.make_node("TopK", ["logits", ids], outputs, domain=DOMAIN, k=self.manifest.draft_top_k))
         return [_output("logits"), _output("topk_ids", TensorProto.INT64), _output("topk_logprobs")]
 
     def _product(

@@ -17,7 +17,7 @@ from eesd.common.errors import EESDError
 
 DOMAIN = "eesd"
 LIBRARY = Path(__file__).with_name("libeesd_operators.so")
-KERNELS = ("avx512", "avx2", "scalar")
+KERNELS = ("avx512", "avx2", "neon", "scalar")
 """Kernels by name, the fastest ones first."""
 MISSING = (
     "The operators of this project are not built, so ONNX Runtime's own run the model: 2 to 6 times slower, and in float32. "

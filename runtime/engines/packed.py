@@ -49,13 +49,11 @@ def packed_directory(directory: Path, manifest: Manifest) -> Path:
     for graph in manifest.graphs:  # what was packed would run, whatever became of them
         if sha256_of(directory / graph.file) != manifest.files[graph.file].sha256:
             raise EESDError(f"{directory / graph.file} is not the graph that the manifest describes; export again.")
-    name = f"cpu-{_key(manifest)}"
-    places = [parent / name for parent in (directory, _user_cache()) if parent is not None]
-    found = next((place for place in places if _is_complete(place, manifest)), None)
+    found = find_packed(directory, manifest)
     if found is not None:
         return found
     problem = ""
-    for place in places:
+    for place in _places(directory, manifest):
         try:
             with directory_written_whole(place) as new:
                 _write(directory, manifest, new)
@@ -65,11 +63,27 @@ def packed_directory(directory: Path, manifest: Manifest) -> Path:
     raise EESDError(f"The packed weights of {directory} cannot be written ({problem}); set XDG_CACHE_HOME to a directory.")
 
 
+def find_packed(directory: Path, manifest: Manifest) -> Path | None:
+    """The directory that :func:`packed_directory` made, if it is whole; nothing is made."""
+    return next((place for place in _places(directory, manifest) if _is_complete(place, manifest)), None)
+
+
+def describe_packed(place: Path) -> str:
+    """Where a directory of packed weights is, and how large."""
+    return f"{place} ({sum(file.stat().st_size for file in place.iterdir()) / 1e6:.1f} MB)"
+
+
 def is_packed(path: Path) -> bool:
     """Whether :func:`packed_directory` made this directory, and it holds no other files."""
     if not _NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     return all(file.is_file() and (file.suffix == ".onnx" or file.name in (WEIGHTS, SIZES)) for file in path.iterdir())
+
+
+def _places(directory: Path, manifest: Manifest) -> list[Path]:
+    """Where packed weights may be, in the order in which the places are tried."""
+    name = f"cpu-{_key(manifest)}"
+    return [parent / name for parent in (directory, _user_cache()) if parent is not None]
 
 
 def _key(manifest: Manifest) -> str:

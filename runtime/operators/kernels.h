@@ -143,6 +143,14 @@ struct Attention {
   }
 };
 
+// The k largest of each row of logits.
+struct TopK {
+  const float *logits;  // [rows, columns]
+  int64_t columns, k;
+  int64_t *found;   // [rows, k]: columns
+  float *logprobs;  // [rows, k]
+};
+
 struct Kernels {
   const char *name;
   bool (*supported)();
@@ -151,8 +159,9 @@ struct Kernels {
   void (*write)(const Attention &, int64_t first_token, int64_t last_token);  // rotate queries and keys, write the cache
   void (*attend)(const Attention &, int64_t first_token, int64_t last_token, int64_t kv, int64_t first_chunk, int64_t last_chunk);
   void (*finish)(const Attention &, int64_t first_token, int64_t last_token);  // from the parts of all chunks to y
+  void (*top)(const TopK &, int64_t first_row, int64_t last_row);
 };
 
-extern const Kernels avx512_kernels, avx2_kernels, scalar_kernels;
+extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, scalar_kernels;
 
 }  // namespace eesd

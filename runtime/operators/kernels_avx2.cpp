@@ -20,14 +20,16 @@ namespace {
 #include "products.h"
 //
 #include "attention.h"
+//
+#include "topk.h"
 
 bool supported() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 }  // namespace
 
-const Kernels avx2_kernels = {"avx2", supported, prepare, multiply, write, attend, finish};
+const Kernels avx2_kernels = {"avx2", supported, prepare, multiply, write, attend, finish, top};
 #else
-const Kernels avx2_kernels = {"avx2", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr};
+const Kernels avx2_kernels = {"avx2", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 #endif
 }  // namespace eesd

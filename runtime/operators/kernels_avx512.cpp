@@ -20,6 +20,8 @@ namespace {
 #include "products.h"
 //
 #include "attention.h"
+//
+#include "topk.h"
 
 bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -27,8 +29,8 @@ bool supported() {
 }
 }  // namespace
 
-const Kernels avx512_kernels = {"avx512", supported, prepare, multiply, write, attend, finish};
+const Kernels avx512_kernels = {"avx512", supported, prepare, multiply, write, attend, finish, top};
 #else
-const Kernels avx512_kernels = {"avx512", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr};
+const Kernels avx512_kernels = {"avx512", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 #endif
 }  // namespace eesd

@@ -19,11 +19,13 @@ namespace {
 #include "products.h"
 //
 #include "attention.h"
+//
+#include "topk.h"
 
 bool supported() {
   return true;
 }
 }  // namespace
 
-const Kernels scalar_kernels = {"scalar", supported, prepare, multiply, write, attend, finish};
+const Kernels scalar_kernels = {"scalar", supported, prepare, multiply, write, attend, finish, top};
 }  // namespace eesd

@@ -85,6 +85,7 @@ float weight_at(const Matrix &w, int64_t k, int64_t column) {
 class Embed {
  public:
   static constexpr const char *name = "Embed";
+  static constexpr ort::Type outputs[] = {ort::FLOAT};
   explicit Embed(const Node &node) : table_(read_matrices(node, 1)) {}
 
   void run(const Call &call) const {
@@ -109,6 +110,7 @@ class Embed {
 class Multiply {
  public:
   static constexpr const char *name = "Product";
+  static constexpr ort::Type outputs[] = {ort::FLOAT};
   explicit Multiply(const Node &node)
       : epsilon_(node.real("epsilon")), swiglu_(node.integer("swiglu") != 0), parts_(read_matrices(node, 4)),
         inputs_(parts_[0].inputs) {
@@ -161,6 +163,7 @@ class Multiply {
 class Attend {
  public:
   static constexpr const char *name = "Attention";
+  static constexpr ort::Type outputs[] = {ort::FLOAT};
   explicit Attend(const Node &node) {
     job_.heads = node.integer("heads");
     job_.kv_heads = positive(node, "kv_heads");
@@ -255,11 +258,40 @@ class Attend {
   Attention job_ = {};
 };
 
+// logits [T, V], ids [V] int64 or [0] -> ids [T, k] int64, log-probabilities [T, k]. Without ids they are the columns.
+class Choose {
+ public:
+  static constexpr const char *name = "TopK";
+  static constexpr ort::Type outputs[] = {ort::INT64, ort::FLOAT};
+  explicit Choose(const Node &node) : k_(positive(node, "k")) {
+    const Tensor ids = node.constant(1);
+    check(ids.type == ort::INT64 || ids.size() == 0, "ids are int64");
+    columns_ = ids.size();
+    ids_ = columns_ ? static_cast<const int64_t *>(ids.data) : nullptr;
+  }
+
+  void run(const Call &call) const {
+    const Tensor logits = call.input(0);
+    check(logits.type == ort::FLOAT && logits.shape.size() == 2, "logits are [T, V] float32");
+    const int64_t rows = logits.shape[0], columns = logits.shape[1];
+    check(columns >= k_ && (!ids_ || columns == columns_), "logits have another width");
+    int64_t *found = call.output<int64_t>(0, {rows, k_});
+    const TopK job = {logits.floats(), columns, k_, found, call.output<float>(1, {rows, k_})};
+    call.parallel(rows, settings_.threads, [&](int64_t first, int64_t last) { settings_.kernels->top(job, first, last); });
+    for (int64_t i = 0; ids_ && i < rows * k_; i++) found[i] = ids_[found[i]];
+  }
+
+ private:
+  const Settings settings_ = settings;
+  int64_t k_, columns_;
+  const int64_t *ids_;
+};
+
 ort::Status *status_of(const std::string &why) {
   return ort::call<ort::CREATE_STATUS>(table, ort::INVALID_ARGUMENT, why.c_str());
 }
 
-// An operator for ONNX Runtime. All inputs and outputs of a node are one variadic one, so that types may differ.
+// An operator for ONNX Runtime. All inputs of a node are one variadic one, so that types may differ.
 template <typename Operator> const ort::CustomOp *custom_op() {
   static ort::CustomOp op = [] {
     ort::CustomOp own = {};
@@ -267,8 +299,9 @@ template <typename Operator> const ort::CustomOp *custom_op() {
     own.name = [](const ort::CustomOp *) { return Operator::name; };
     own.provider = [](const ort::CustomOp *) -> const char * { return nullptr; };
     own.input_type = [](const ort::CustomOp *, size_t) { return static_cast<ort::Type>(0); };
-    own.output_type = [](const ort::CustomOp *, size_t) { return ort::FLOAT; };
-    own.num_inputs = own.num_outputs = [](const ort::CustomOp *) -> size_t { return 1; };
+    own.output_type = [](const ort::CustomOp *, size_t index) { return Operator::outputs[index]; };
+    own.num_inputs = [](const ort::CustomOp *) -> size_t { return 1; };
+    own.num_outputs = [](const ort::CustomOp *) { return sizeof Operator::outputs / sizeof Operator::outputs[0]; };
     own.input_kind = [](const ort::CustomOp *, size_t) { return 2; };
     own.output_kind = own.input_memory = [](const ort::CustomOp *, size_t) { return 0; };
     own.least_inputs = own.least_outputs = own.one_output_type = own.first_version = [](const ort::CustomOp *) { return 1; };
@@ -300,7 +333,7 @@ template <typename Operator> const ort::CustomOp *custom_op() {
   return &op;
 }
 
-const Kernels *const all_kernels[] = {&avx512_kernels, &avx2_kernels, &scalar_kernels};
+const Kernels *const all_kernels[] = {&avx512_kernels, &avx2_kernels, &neon_kernels, &scalar_kernels};
 
 // The kernels with this name, or if it is empty the fastest ones; null: this processor does not support them.
 const Kernels *find_kernels(const char *name) {
@@ -332,7 +365,8 @@ __attribute__((visibility("default"))) ort::Status *RegisterCustomOps(ort::Optio
     ort::Domain *made = nullptr;
     bool wrong = eesd::failed(ort::call<ort::CREATE_DOMAIN>(eesd::table, "eesd", &made));
     for (const ort::CustomOp *op :
-         {eesd::custom_op<eesd::Embed>(), eesd::custom_op<eesd::Multiply>(), eesd::custom_op<eesd::Attend>()})
+         {eesd::custom_op<eesd::Embed>(), eesd::custom_op<eesd::Multiply>(), eesd::custom_op<eesd::Attend>(),
+          eesd::custom_op<eesd::Choose>()})
       wrong = wrong || eesd::failed(ort::call<ort::ADD_TO_DOMAIN>(eesd::table, made, op));
     return wrong ? nullptr : made;
   }();

@@ -1,5 +1,6 @@
 // Runs the kernels without ONNX Runtime over odd sizes, in buffers of just the size that they need: AddressSanitizer sees a byte
-// that is read or written beside one. All kernels that this processor has must give the same bits.
+// that is read or written beside one. All kernels that this processor has must give the same bits; a checksum of them is printed, to
+// compare with other machines.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,6 +29,11 @@ static void fill(Exact<float> &values) {
   for (int64_t i = 0; i < values.size; i++) values.get()[i] = noise();
 }
 
+static uint64_t checksum = 14695981039346656037u;  // FNV-1a of what the first kernels give
+static void add(const void *data, int64_t size) {
+  for (int64_t i = 0; i < size; i++) checksum = (checksum ^ static_cast<const uint8_t *>(data)[i]) * 1099511628211u;
+}
+
 static int failures = 0;
 static void compare(const char *what, const char *kernel, Exact<float> &found, Exact<float> &expected) {
   if (memcmp(found.get(), expected.get(), found.size * 4)) printf("%s: %s gives other bits\n", what, kernel), failures++;
@@ -38,10 +44,10 @@ static void compare(const char *what, const char *kernel, Exact<float> &found, E
     }
 }
 
-static const Kernels *const every[] = {&scalar_kernels, &avx2_kernels, &avx512_kernels};
+static const Kernels *const every[] = {&scalar_kernels, &avx2_kernels, &avx512_kernels, &neon_kernels};
 
 static void fill_weight(const Matrix &w, Exact<uint8_t> &data) {
-  for (int64_t i = 0; i < data.size; i++) data.get()[i] = (uint8_t)(noise() * 128);
+  for (int64_t i = 0; i < data.size; i++) data.get()[i] = (uint8_t)(int32_t)(noise() * 128);
   if (!w.has_levels()) {
     for (int64_t i = 0; i < data.size; i += w.format == FLOAT32 ? 4 : 2) {
       const float value = noise();
@@ -56,7 +62,7 @@ static void fill_weight(const Matrix &w, Exact<uint8_t> &data) {
   for (int64_t block = 0; block < data.size / bytes; block++)
     for (int64_t i = w.level_bytes(); i < bytes; i += w.wide_scales ? 4 : 2) {
       const float wide = noise() * 0.01f;
-      const uint16_t narrow = 0x2000 | ((uint32_t)(noise() * 512) & 0x83ff);
+      const uint16_t narrow = 0x2000 | ((int32_t)(noise() * 512) & 0x83ff);
       memcpy(data.get() + block * bytes + i, w.wide_scales ? (void *)&wide : (void *)&narrow, w.wide_scales ? 4 : 2);
     }
 }
@@ -94,7 +100,7 @@ static void check_product(Format format, bool fine, bool wide, bool minimums, bo
     char what[160];
     snprintf(what, sizeof what, "format %d fine %d wide %d minimums %d int8 %d swiglu %d rows %d inputs %d outputs %d", format, fine,
              wide, minimums, int8, swiglu, (int)rows, (int)inputs, (int)outputs);
-    if (kernels == every[0]) expected = std::move(y);
+    if (kernels == every[0]) add(y.get(), y.size * 4), expected = std::move(y);
     else compare(what, kernels->name, y, expected);
   }
 }
@@ -143,10 +149,35 @@ static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, i
       char what[120];
       snprintf(what, sizeof what, "attention %d/%d heads of %d, context %d, %d tokens, split %d, float16 %d", (int)heads,
                (int)kv_heads, (int)head_dim, (int)context, (int)count, split, float16);
-      if (kernels == every[0] && !split) expected = std::move(chain);
+      if (kernels == every[0] && !split) add(chain.get(), chain.size * 4), expected = std::move(chain);
       else compare(what, kernels->name, chain, expected);
       compare(what, "a tree", tree, expected);
     }
+  }
+}
+
+static void check_top(int64_t rows, int64_t columns, int64_t k) {
+  Exact<float> logits(rows * columns), expected(rows * k);
+  Exact<int64_t> columns_expected(rows * k);
+  fill(logits);
+  for (int64_t i = 0; i < logits.size; i += 3) logits.get()[i] = 0.5f;  // ties
+  for (const Kernels *kernels : every) {
+    if (!kernels->supported()) continue;
+    Exact<float> logprobs(rows * k);
+    Exact<int64_t> found(rows * k);
+    const int64_t middle = rows / 2;
+    const TopK job = {logits.get(), columns, k, found.get(), logprobs.get()};
+    kernels->top(job, middle, rows);
+    kernels->top(job, 0, middle);
+    char what[80];
+    snprintf(what, sizeof what, "%d of %d columns, %d rows", (int)k, (int)columns, (int)rows);
+    if (kernels == every[0]) {
+      add(logprobs.get(), rows * k * 4), add(found.get(), rows * k * 8);
+      expected = std::move(logprobs), columns_expected = std::move(found);
+      continue;
+    }
+    compare(what, kernels->name, logprobs, expected);
+    if (memcmp(found.get(), columns_expected.get(), rows * k * 8)) printf("%s: %s finds others\n", what, kernels->name), failures++;
   }
 }
 
@@ -164,6 +195,9 @@ int main() {
     for (int64_t context : {0, 1, 15, 16, 63, 65, 127, 129, 200})
       for (int64_t count : {1, 5, 18})
         check_attention(shape[0], shape[1], shape[2], context, count, (context + count) % 2);
-  if (!failures) printf("equal bits\n");
+  for (int64_t columns : {1, 15, 64, 65, 200, 1000})
+    for (int64_t k : {1, 4, 8, 70})
+      if (k <= columns) check_top(3, columns, k);
+  if (!failures) printf("equal bits, %016llx\n", (unsigned long long)checksum);
   return failures != 0;
 }

@@ -34,8 +34,14 @@ MOST = max(ROWS)
 Array = NDArray[Any]
 
 
-def one_node(path: Path, kind: str, inputs: Sequence[tuple[str, Array | int]], **attributes: Any) -> Path:
-    """Write a model of one node. An input is a constant, or the element type of one that calls give."""
+def one_node(
+    path: Path,
+    kind: str,
+    inputs: Sequence[tuple[str, Array | int]],
+    outputs: Sequence[int] = (TensorProto.FLOAT,),
+    **attributes: Any,
+) -> Path:
+    """Write a model of one node. An input is a constant, or the element type of one that calls give; outputs are types."""
     given, constants = [], []
     for name, value in inputs:
         if isinstance(value, np.ndarray):
@@ -43,9 +49,9 @@ def one_node(path: Path, kind: str, inputs: Sequence[tuple[str, Array | int]], *
         else:
             given.append(helper.make_tensor_value_info(name, value, None))
     names = [name for name, _ in inputs]
-    node = helper.make_node(kind, names, ["y"], domain=operators.DOMAIN, **attributes)
-    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    graph = helper.make_graph([node], "one", given, [output], constants)
+    found = [helper.make_tensor_value_info(f"y{number}", of, None) for number, of in enumerate(outputs)]
+    node = helper.make_node(kind, names, [value.name for value in found], domain=operators.DOMAIN, **attributes)
+    graph = helper.make_graph([node], "one", given, found, constants)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(operators.DOMAIN, 1)]
     path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
     return path
@@ -412,6 +418,13 @@ def check_float16(path: Path, names: Sequence[str]) -> None:
         keys = text.cache.keys[0, 0, np.arange(count) // 16, :, np.arange(count) % 16].astype(np.float32)
         turned = [layer.spec.turned(qkv[slot, :64], slot, None) for slot in range(count)]
         assert_same(keys, layer.spec.cached(np.stack(turned)), name)
+
+
+def top(path: Path, k: int, ids: Array = NOTHING, threads: int = 1, kernels: str = "") -> Any:
+    """A session of the operator that finds the k largest logits of each row."""
+    given: list[tuple[str, Array | int]] = [("logits", TensorProto.FLOAT), ("ids", ids)]
+    outputs = (TensorProto.INT64, TensorProto.FLOAT)
+    return operators.make_session(one_node(path, "TopK", given, outputs, k=k), threads, True, kernels)
 
 
 def load(library: Path, monkeypatch: Any) -> None:

@@ -63,6 +63,36 @@ def exponential(a: Floats) -> Floats:
     return found
 
 
+def logarithm(a: Floats) -> Floats:
+    """Of normal numbers above 0."""
+    r, exponent = np.frexp(a)
+    small = r < np.float32(0.707106781)
+    whole = (exponent - small).astype(np.float32)
+    r = np.where(small, r + r, r) - np.float32(1)
+    p: Any = np.float32(7.0376836292e-2)
+    for c in (-1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1):
+        p = p * r + np.float32(c)
+    for c in (-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1):
+        p = p * r + np.float32(c)
+    square = r * r
+    p = p * r * square - np.float32(2.12194440e-4) * whole
+    found: Floats = p - np.float32(0.5) * square + r + np.float32(0.693359375) * whole
+    return found
+
+
+def top_k(logits: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
+    """The columns of the k largest values of each row [T, V], and their log-probabilities."""
+    order = np.argsort(-np.where(np.isnan(logits), -np.inf, logits), 1, "stable")[:, :k]
+    values = np.take_along_axis(logits, order, 1)
+    most = values[:, :1]
+    with np.errstate(invalid="ignore"):
+        split = lanes(exponential(np.where(np.isnan(logits), np.float32(-np.inf), logits) - most))
+        total = np.zeros((len(logits), 16), np.float32)
+        for i in range(split.shape[1]):
+            total = total + split[:, i]
+        return order, values - most - logarithm(add_lanes(total))[:, None]
+
+
 def normalize(x: Floats, weight: Floats, epsilon: float) -> Floats:
     """x [..., n] by its root mean square, times the weight."""
     squares = np.zeros((*x.shape[:-1], 16), np.float32)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -174,7 +175,7 @@ def _from_json(kind: Any, value: Any, where: str = "") -> Any:
     if origin is UnionType:
         return value if type(value) in arguments else _from_json(arguments[0], value, where)
     if is_dataclass(kind) and type(value) is dict:
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         if value.keys() != hints.keys():
             odd = min(map(str, value.keys() ^ hints.keys()))
             raise ValueError(f"{where}{shown(odd)} is missing or unknown")
@@ -186,6 +187,12 @@ def _from_json(kind: Any, value: Any, where: str = "") -> Any:
     if type(value) is not kind:  # isinstance would accept True as a number
         raise ValueError(f"{where.removesuffix('.') or 'it'} is {shown(value)}, which is of another type")
     return value
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """The annotated types of a dataclass. A manifest has hundreds of values of a few classes."""
+    return get_type_hints(kind)
 
 
 def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, first: bool, last: bool) -> None:
