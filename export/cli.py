@@ -9,6 +9,7 @@ import click
 
 from eesd.common.cli import NAME, PATH, command
 from eesd.common.errors import EESDError
+from eesd.common.generation_config import GENERATION_CONFIG_FILE, parse_generation_config
 from eesd.common.geometry import draft_columns
 from eesd.common.machine import available_memory, torch_sees_gpu
 from eesd.common.manifest import (
@@ -168,7 +169,8 @@ def main(
         click.echo(f"weights: {linked / 1e9:.2f} GB linked, {manifest.files[WEIGHTS_FILE].size / 1e9:.2f} GB copied")
     for line in report:
         click.echo(line)
-    for text in config.notices:
+    unused = parse_generation_config(config.generation, GENERATION_CONFIG_FILE).notice
+    for text in (*config.notices, *([unused] if unused else [])):
         notice(text)
     if {quantize, quantize_head} & set(QUANTIZED) and checkpoint.own_levels:
         notice("The file's weights are quantized, and --quantize rounds them a second time; --quantize keep does not.")

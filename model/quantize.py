@@ -233,18 +233,28 @@ class _Candidate:
 
 
 def join_quantized(parts: Sequence[Quantized], inputs: int) -> Quantized:
-    """Weights with the same ``inputs``, side by side along the outputs. Their numbers of outputs must be even."""
+    """Weights with the same number of ``inputs``, side by side along the outputs."""
     if len(parts) == 1:
         return parts[0]
-    blocks = parts[0].scales.shape[0]
-    zeros = [part.zeros.view(blocks, -1) for part in parts if part.zeros is not None]
+    widths = [part.scales.shape[1] for part in parts]
+    bits = 8 if len(parts[0].levels) == inputs * widths[0] else 4
+    zeros = [part.zeros for part in parts if part.zeros is not None]
     minimums = [part.minimums for part in parts if part.minimums is not None]
     return Quantized(
-        torch.cat([part.levels.view(inputs, -1) for part in parts], 1).view(-1),
+        _side_by_side([part.levels for part in parts], inputs, widths, bits),
         torch.cat([part.scales for part in parts], 1),
-        torch.cat(zeros, 1).view(-1) if zeros else None,
+        _side_by_side(zeros, parts[0].scales.shape[0], widths, bits) if zeros else None,
         torch.cat(minimums, 1) if minimums else None,
     )
+
+
+def _side_by_side(parts: Sequence[Tensor], rows: int, widths: Sequence[int], bits: int) -> Tensor:
+    """Packed tensors [rows, width] as one. Where a width is odd, rows begin within a byte, so they are packed anew."""
+    if bits == 8 or all(width % 2 == 0 for width in widths):
+        return torch.cat([part.view(rows, -1) for part in parts], 1).view(-1)
+    levels = [unpack(part, "uint4", rows * width) for part, width in zip(parts, widths, strict=True)]
+    tensors = [part.to(torch.uint8).view(rows, width) for part, width in zip(levels, widths, strict=True)]
+    return pack(torch.cat(tensors, 1), bits)
 
 
 def pack(values: Tensor, bits: int) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.utils import Namespace
 
 from eesd.common.errors import EESDError
 from eesd.common.json_input import MAX_DEPTH
@@ -80,12 +81,7 @@ class ChatTemplate:
         environment = _environment()
         template = Template.from_code(environment, code, environment.make_globals(None))
         values = {"messages": conversation, "tools": tools, "documents": None, "add_generation_prompt": True}
-        pieces, length = [], 0
-        for piece in template.generate(**(values | self._special_tokens)):
-            pieces.append(piece)
-            length += len(piece)
-            environment.fits(length)
-        return "".join(pieces)
+        return environment.concat(template.generate(**(values | self._special_tokens)))
 
     @cached_property
     def _compiled(self) -> tuple[CodeType, bool, bool]:
@@ -201,11 +197,35 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
+class _Namespace(Namespace):
+    """What ``namespace()`` makes: values that loops may set. Their names must not begin with ``_``, as in transformers."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        values = dict(*args[1:], **kwargs)  # `self` has no name here: it may be the name of a value
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise EESDError(f"The chat template sets {name!r} in a namespace, which is not allowed.")
+
+
 def _environment() -> LimitedEnvironment:
     """What transformers gives to templates, with limits."""
     environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _Dict()}
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
     environment.limit_filters()
     return environment
 

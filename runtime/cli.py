@@ -105,7 +105,6 @@ def _show_generation_config(engine_dir: Path, sampling: Sampling, chosen: dict[s
         return
     names = ("repetition_penalty",) if sampling.greedy else SAMPLING_OPTIONS
     parts = [f"{name} {config.sampling[name]:g}" for name in names if name in config.sampling and name not in chosen]
-    parts += [f"not applied: {', '.join(config.not_applied)}"] if config.not_applied else []
     if parts:
         click.echo(f"{GENERATION_CONFIG_FILE}: {', '.join(parts)} (--generation-config none switches it off)", err=True)
 

@@ -1,5 +1,6 @@
 """The Python API: ``eesd.load(engine_dir)``, then ``generate``, ``stream``, or sessions that the caller drives."""
 
+import logging
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from eesd.runtime.engines.base import Binding, KVCache
 from eesd.runtime.text import TextCodec, TextStream
 
 Prompt = str | Sequence[Message] | Sequence[int]
+LOGGER = logging.getLogger(__name__)
 GREEDY = Sampling()
 GENERATION_CONFIGS = ("auto", "none")
 """Whether the sampling options of ``generation_config.json`` are used."""
@@ -172,12 +174,15 @@ def load(
 
 
 def models_sampling(directory: Path) -> Sampling:
-    """How the ``generation_config.json`` of an engine directory says to sample; greedy if there is none.
+    """How the ``generation_config.json`` of an engine directory says to sample; greedy if there is none. Options that are not
+    applied are logged as a warning.
 
     Raises:
         EESDError: The file is damaged, or has a value that cannot be used.
     """
     config = read_generation_config(directory)
+    if config and config.notice:
+        LOGGER.warning("%s", config.notice)
     try:
         return Sampling(**config.sampling) if config else GREEDY
     except EESDError as error:

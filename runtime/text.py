@@ -1,6 +1,7 @@
 """Text in, text out: tokenizer, chat template, and streaming that never shows half a character or part of a stop string."""
 
 import codecs
+import json
 import re
 from collections.abc import Sequence
 from itertools import islice
@@ -9,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.json_input import read_json_object, read_text
 from eesd.model.tokenizer_files import SPECIAL_TOKENS
@@ -39,6 +41,7 @@ class TextCodec:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exceptions
             raise EESDError(f"{path} cannot be read ({error}); {_REMEDY}.") from None
+        _check_post_processor(path, self.tokenizer)
         path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = read_json_object(path, _REMEDY) if path.exists() else {}
         self.tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
@@ -70,6 +73,17 @@ class TextCodec:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:
+    """Refuse a template of special tokens that names one without ids: the library would panic when it encodes a text."""
+    processor = json.loads(tokenizer.post_processor.__getstate__()) if tokenizer.post_processor else {}
+    for step in (processor, *processor.get("processors", ())):
+        if step.get("type") == "TemplateProcessing":
+            named = [piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece]
+            unlisted = [name for name in named if name not in step["special_tokens"]]
+            if unlisted:
+                raise EESDError(f"{path} adds the token {shown(unlisted[0])} to texts, but does not list it; {_REMEDY}.")
 
 
 def _templates(path: Path, template: Any) -> dict[str, str]:

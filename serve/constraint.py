@@ -200,7 +200,10 @@ def of_grammar(grammar: str, llm: LLM) -> GrammarConstraint:
 def _grammar(kind: str, value: Any, lenient: bool) -> str:
     if kind == "json":
         options: Any = {**ONE_LINE, "lenient": lenient}
-        return LLMatcher.grammar_from_json_schema(_schema(value), overrides=options)
+        try:
+            return LLMatcher.grammar_from_json_schema(_schema(value), overrides=options)
+        except ValueError as error:  # a number beyond 64-bit floats
+            raise EESDError(f"The JSON schema cannot be used: {_sentence(str(error))}; give another schema.") from None
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
             raise EESDError("The choices are no list of texts; give at least one text.")

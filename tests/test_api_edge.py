@@ -266,6 +266,8 @@ HUGE = 10**5000
         lambda llm: save_controller_state(llm.with_speculation(None), "state.json"),
         lambda llm: load_controller_state(llm.with_speculation(None), "state.json"),
         lambda llm: load_controller_state(llm, "/nowhere"),
+        lambda llm: load_controller_state(llm, "/proc/self/mem"),
+        lambda _: eesd.load("x" * 5000),
         lambda llm: load_controller_state(llm, "/dev/null"),
     ],
 )

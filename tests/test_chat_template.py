@@ -210,7 +210,7 @@ TOO_MUCH = {
     "round": "{{ 5.5 | round(1000000000, 'ceil') }}",
     "tojson": "{{ range(99999) | list | tojson(indent=1000000) }}",
     "sum": "{{ ([[]] * 99999) | sum(start=[1] * 100000) }}",
-    "striptags": "{{ ('<!--' * 1000000) | striptags }}",
+    "striptags": "{{ ('<!--' * 2500 ~ 'x') | striptags }}",
     "strftime": "{{ strftime_now('%c' * 1000000) }}",
     "doubled by +": DOUBLE.replace("BODY", "{% set n.x = n.x + n.x %}"),
     "doubled by ~": DOUBLE.replace("BODY", "{% set n.x = n.x ~ n.x %}"),
@@ -229,7 +229,7 @@ TOO_MUCH = {
     "own text": "{% set x %}{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}{% endset %}",
     "a long template": "x" * 200_000,
     "nested brackets": "{{ " + "(" * 60_000 + ")" * 60_000 + " }}",
-    "a long sum": "{{ " + "1+" * 60_000 + "1 }}",
+    "a long sum": "{{ " + "1+" * 20_000 + "1 }}",
 }
 
 
@@ -241,7 +241,7 @@ def test_a_template_that_does_too_much_is_refused(template: str) -> None:
 
 def test_limits_hold_in_other_threads_and_between_renderings() -> None:
     """Each rendering has its own budget: a template may be rendered again and again, and at the same time."""
-    template = ChatTemplate("{% for i in range(60000) %}{% set x = 'a' ~ i %}{% endfor %}{{ messages[0].content }}", {})
+    template = ChatTemplate("{% for i in range(6000) %}{% set x = 'a' * 3000 ~ i %}{% endfor %}{{ messages[0].content }}", {})
     results: list[str] = []
     threads = [threading.Thread(target=lambda: results.extend(template.render(USER) for _ in range(3))) for _ in range(3)]
     for thread in threads:
@@ -267,10 +267,9 @@ def test_a_long_conversation_is_no_problem() -> None:
         "{{ raise_exception.__globals__.os }}",
         "{{ strftime_now.__code__.co_code }}",
         "{{ (messages | map('string')).gi_frame.f_globals }}",
-        "{{ (messages | map('string')).close() }}",
         "{{ ('' | attr('__class__')).mro() }}",
         "{{ '{0.__init__.__globals__}'.format(cycler) }}",
-        "{{ ('{0.__class__}' | safe).format('') }}",
+        "{{ ('{0.__class__.x}' | safe).format('') }}",
         "{{ (['']| map(attribute='__class__') | first).mro() }}",
         "{{ self._TemplateReference__context.environment }}",
         "{{ messages.append(1) }}",
@@ -280,8 +279,6 @@ def test_a_long_conversation_is_no_problem() -> None:
         "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{% import 'os' as os %}{{ os }}",
         "{% include '/etc/passwd' %}",
-        "{{ 'x'.encode().decode() }}",
-        "{{ (1).to_bytes(4, 'big') }}",
         "{{ lipsum() }}",
         "{{ [].__len__() }}",
     ],

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +147,23 @@ def test_explicit_options_win(sampled: Path) -> None:
     assert llm.with_speculation(None).default_sampling == llm.default_sampling
 
 
-def test_options_that_are_not_applied_are_named(engine_copy: Path) -> None:
-    result = eesd_run(with_config(engine_copy, {"no_repeat_ngram_size": 3, "num_beams": 2}))
-    assert "not applied: no_repeat_ngram_size, num_beams (" in result.stderr
+def test_options_that_are_not_applied_are_named(
+    text_model: Path, engine_copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By everything that loads an engine directory, and by the export."""
+    config = {"no_repeat_ngram_size": 3, "num_beams": 2}
+    words = "not applied: no_repeat_ngram_size, num_beams; transformers"
+    eesd_run(with_config(engine_copy, config), "--generation-config", "none")
+    assert words not in caplog.text
+    eesd_run(engine_copy)
+    assert words in caplog.text
+    done = subprocess.run(
+        [sys.executable, "-c", f"import eesd; eesd.load({str(engine_copy)!r})"], capture_output=True, text=True, check=True
+    )
+    assert words in done.stderr
+    model = write(shutil.copytree(text_model, tmp_path / "model"), config)
+    result = succeed(export_main, "--model", model, "--output", tmp_path / "plans", "--exit-layer", 1, "--no-check")
+    assert words in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import BITS, BLOCK, LEVELS, MINIMUMS, SCALES, ZEROS, parts_of
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
-from eesd.model.quantize import Quantized, dequantize, quantize
+from eesd.model.quantize import Quantized, dequantize, join_quantized, quantize
 from eesd.runtime.cli import main as run_main
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import Speculation
@@ -389,3 +389,19 @@ def test_torch_engine_refuses_weights_that_differ_from_the_manifest(exported: Ex
     directory = shutil.copytree(exported("qwen2", "int4"), tmp_path / "plans")
     edit_manifest(directory, "quantization/layers/weights", "int8")
     assert_refused(run(run_main, "--engine-dir", directory, "-p", "x", "--backend", "torch"), "do not fit its manifest")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -> None:
+    """Gate and up are one product. With an odd inner size the rows of their levels and zero points begin within a byte."""
+    model = build(Family("odd", "llama", {"hidden_size": 64, "intermediate_size": 37}), tmp_path / "odd")
+    directory = export_engine(model, tmp_path / "plans", "--quantize", kind)
+    plain, drafted = (eesd.load(directory, speculation=speculation) for speculation in (None, SPECULATIONS[0]))
+    reference = eesd.load(directory, "torch", speculation=None)
+    tokens = plain.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
+    assert tokens == drafted.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
+    assert len(reference.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens) == len(tokens)
+    weights = [torch.randn(width, 64) for width in (37, 5, 8)]
+    parts = [quantize(weight, kind, torch.float32) for weight in weights]
+    joined = join_quantized(parts, 64)
+    assert torch.equal(dequantize(joined, kind), torch.cat([dequantize(part, kind) for part in parts], 1))

@@ -267,3 +267,16 @@ def test_damaged_files_are_refused(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(EESDError, match="cannot be read"):
         TextCodec(tmp_path)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_template_of_tokens_that_names_an_unlisted_one_is_refused(tmp_path: Path, sequence: bool) -> None:
+    """The library would panic when it encodes a text."""
+    step = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}], "pair": []}
+    step |= {"special_tokens": {}}
+    processor = {"type": "Sequence", "processors": [step]} if sequence else step
+    Tokenizer(models.BPE({"<s>": 0, "a": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    document = json.loads((tmp_path / "tokenizer.json").read_text()) | {"post_processor": processor}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(EESDError, match="adds the token '<s>' to texts, but does not list it"):
+        TextCodec(tmp_path)

@@ -9,24 +9,61 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eesd.common.errors import EESDError as EESDError
+    from eesd.runtime.batch.request import QueueFullError as QueueFullError
+    from eesd.runtime.batch.request import Request as Request
+    from eesd.runtime.batch.request import Update as Update
+    from eesd.runtime.batch.scheduler import BatchOptions as BatchOptions
+    from eesd.runtime.batch.service import Service as Service
+    from eesd.runtime.controller_state import load_controller_state as load_controller_state
+    from eesd.runtime.controller_state import save_controller_state as save_controller_state
     from eesd.runtime.decoding.sampling import Sampling as Sampling
+    from eesd.runtime.decoding.session import RoundResult as RoundResult
     from eesd.runtime.decoding.session import Session as Session
+    from eesd.runtime.decoding.stats import Stats as Stats
     from eesd.runtime.llm import LLM as LLM
     from eesd.runtime.llm import Completion as Completion
+    from eesd.runtime.llm import Piece as Piece
+    from eesd.runtime.llm import Speculation as Speculation
     from eesd.runtime.llm import load as load
+    from eesd.runtime.round_log import log_rounds as log_rounds
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "EESDError": "eesd.common.errors",
-    "LLM": "eesd.runtime.llm",
-    "Completion": "eesd.runtime.llm",
-    "load": "eesd.runtime.llm",
-    "Sampling": "eesd.runtime.decoding.sampling",
-    "Session": "eesd.runtime.decoding.session",
+_NAMES = {
+    "eesd.common.errors": ["EESDError"],
+    "eesd.runtime.batch.request": ["QueueFullError", "Request", "Update"],
+    "eesd.runtime.batch.scheduler": ["BatchOptions"],
+    "eesd.runtime.batch.service": ["Service"],
+    "eesd.runtime.controller_state": ["load_controller_state", "save_controller_state"],
+    "eesd.runtime.decoding.sampling": ["Sampling"],
+    "eesd.runtime.decoding.session": ["RoundResult", "Session"],
+    "eesd.runtime.decoding.stats": ["Stats"],
+    "eesd.runtime.llm": ["LLM", "Completion", "Piece", "Speculation", "load"],
+    "eesd.runtime.round_log": ["log_rounds"],
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = ["LLM", "Completion", "EESDError", "Sampling", "Session", "__version__", "load"]
+__all__ = [  # a list of constants, which type checkers understand
+    "LLM",
+    "BatchOptions",
+    "Completion",
+    "EESDError",
+    "Piece",
+    "QueueFullError",
+    "Request",
+    "RoundResult",
+    "Sampling",
+    "Service",
+    "Session",
+    "Speculation",
+    "Stats",
+    "Update",
+    "__version__",
+    "load",
+    "load_controller_state",
+    "log_rounds",
+    "save_controller_state",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -56,9 +56,12 @@ def check_path(name: str, value: Any, wanted: str) -> Path:
     try:
         text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
         if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
+            Path(text).exists()  # raises where a name is too long, or a directory cannot be entered
             return Path(text)
     except (UnicodeEncodeError, TypeError):
         pass
+    except OSError as error:
+        raise EESDError(f"{name} {shown(value)} cannot be opened ({error.strerror}); give {wanted}.") from None
     raise EESDError(f"{name} is {shown(value)}; give {wanted}.")
 
 

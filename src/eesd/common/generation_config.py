@@ -62,6 +62,12 @@ class GenerationConfig:
     eos_token_ids: tuple[int, ...] | None
     not_applied: tuple[str, ...]
 
+    @property
+    def notice(self) -> str:
+        """One line about the options that are not applied; empty if there are none."""
+        names = ", ".join(self.not_applied)
+        return f"{GENERATION_CONFIG_FILE}: not applied: {names}; transformers may give other tokens." if names else ""
+
 
 def read_generation_config(directory: Path) -> GenerationConfig | None:
     """Read the ``generation_config.json`` of an engine directory; None if there is none.

@@ -84,13 +84,16 @@ def read_json(path: Path, remedy: str) -> Any:
         remedy: What to do if it cannot be used, for the message.
 
     Raises:
-        EESDError: The file is missing, too large, not UTF-8, not JSON, or nested too deeply.
+        EESDError: The file is missing, cannot be read, is too large, not UTF-8, not JSON, or nested too deeply.
     """
     if not path.exists():
         raise EESDError(f"{path} is missing; {remedy}.")
     if not path.is_file():  # a pipe that nobody writes to would be read for ever
         raise EESDError(f"{path} is not a file; {remedy}.")
-    text = read_text(path, remedy)
+    try:
+        text = read_text(path, remedy)
+    except OSError as error:
+        raise EESDError(f"{path} cannot be read ({error.strerror}); {remedy}.") from None
     return parse_json(text, str(path), remedy)
 
 
