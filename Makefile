@@ -17,7 +17,7 @@ run: operators
 	else echo "Running the bundled model instead."; $(MAKE) --no-print-directory run-pycode; fi
 
 run-smollm2: build/smollm2/manifest.json operators
-	$(BIN)/eesd-run --engine-dir build/smollm2 --chat --prompt-file examples/smollm2/prompt.txt --max-new-tokens 200 --compare
+	$(BIN)/eesd-run --engine-dir build/smollm2 --chat --prompt-file examples/smollm2/prompts.jsonl --max-new-tokens 200 --compare
 
 run-pycode: build/pycode/manifest.json operators
 	$(BIN)/eesd-run --engine-dir build/pycode --prompt-file examples/pycode/prompt.txt --max-new-tokens 160 --compare

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ from eesd.common.generation_config import GENERATION_CONFIG_FILE, SAMPLING_OPTIO
 from eesd.common.json_input import MAX_BYTES, decode, json_lines, read_text
 from eesd.common.terminal import Console, Table, coloured, notice
 from eesd.controllers import CONTROLLERS
-from eesd.runtime.compare import Comparison, compare
+from eesd.runtime.compare import Comparison, LogitComparison, compare
 from eesd.runtime.controller_state import load_controller_state, save_controller_state
 from eesd.runtime.decoding.sampling import METHODS, Sampling
 from eesd.runtime.decoding.stats import Stats
@@ -89,8 +90,11 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
         _show_generation_config(engine_dir, sampling, chosen)
     try:
         with log_rounds(llm, log) if log else nullcontext():
-            for prompt in found:
-                _run(llm, prompt, sampling, options)
+            if options["comparing"]:
+                _compare(llm, found, sampling, options)
+            else:
+                for prompt in found:
+                    _run(llm, prompt, sampling, options)
             if on_terminal:
                 _chat(llm, sampling, options)
     finally:
@@ -168,10 +172,7 @@ def _json_lines(text: str, file: Path) -> list[Any]:
 
 def _run(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) -> None:
     """Generate from one prompt, in the form that the options ask for."""
-    if options["comparing"]:
-        comparison = compare(llm, prompt, sampling, options["max_new_tokens"], options["stop"], options["ignore_eos"])
-        _show_comparison(comparison, options["as_json"])
-    elif options["as_json"]:
+    if options["as_json"]:
         _print_json(llm, prompt, sampling, options)
     else:
         _, stats = _stream(llm, prompt, sampling, options)
@@ -282,36 +283,77 @@ def _shares(stats: Stats) -> str:
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts)
 
 
-def _show_comparison(comparison: Comparison, as_json: bool) -> None:
-    """Text, speeds, speed-up, and whether the tokens are equal; with ``as_json`` one JSON object."""
-    divergence = comparison.divergence
-    if as_json:
-        result = {
-            "speedup": comparison.speedup,
-            "equal": divergence is None,
-            "divergence": asdict(divergence) if divergence else None,
-            "logits": asdict(comparison.logits),
-            "plain": comparison.plain.to_dict(),
-            "drafting": comparison.drafting.to_dict(),
-        }
-        click.echo(json.dumps(result))
-        return
-    click.echo(comparison.text)
-    table = Table("", "tokens/s", "tokens a round", "acceptance")
-    for name, stats in (("plain", comparison.plain), ("drafting", comparison.drafting)):
-        acceptance = f"{stats.acceptance:.2f}" if stats.drafting_rounds else ""
-        table.add_row(name, f"{stats.tokens_per_second:.1f}", f"{stats.tokens_per_round:.2f}", acceptance)
-    table.add_row("speed-up", f"{comparison.speedup:.2f}x", "", "")
-    Console(stderr=True).print(table)
-    if divergence is None:
-        click.echo(f"tokens are equal ({comparison.plain.new_tokens})", err=True)
+def _compare(llm: LLM, prompts: Sequence[Prompt], sampling: Sampling, options: dict[str, Any]) -> None:
+    """Run prompts with and without drafting, and show texts and speeds; with ``--json`` one object for each prompt."""
+    found = []
+    for number, prompt in enumerate(prompts, start=1):
+        comparison = compare(llm, prompt, sampling, options["max_new_tokens"], options["stop"], options["ignore_eos"])
+        found.append(comparison)
+        if options["as_json"]:
+            click.echo(json.dumps(_comparison_object(comparison)))
+            continue
+        if len(prompts) > 1:
+            click.echo(f"{'' if number == 1 else chr(10)}[{number}] {_question(prompt)}")
+        click.echo(comparison.text)
+    if found and not options["as_json"]:
+        _show_comparisons(found)
+
+
+def _question(prompt: Prompt) -> str:
+    """What a prompt asks, in one line: its text, or its last message."""
+    if isinstance(prompt, str):
+        text = prompt
     else:
-        click.echo(
-            f"tokens differ from new token {divergence.index} on ({divergence.plain_token} without drafting, "
-            f"{divergence.drafting_token} with), logit gap {divergence.logit_gap:.2e}",
-            err=True,
-        )
-    click.echo(str(comparison.logits), err=True)
+        last = prompt[-1]
+        text = f"{len(prompt)} tokens" if isinstance(last, int) else str(last.get("content", ""))
+    return shorten(text, 100, placeholder=" ...")
+
+
+def _comparison_object(comparison: Comparison) -> dict[str, Any]:
+    divergence = comparison.divergence
+    return {
+        "speedup": comparison.speedup,
+        "equal": divergence is None,
+        "divergence": asdict(divergence) if divergence else None,
+        "logits": asdict(comparison.logits),
+        "plain": comparison.plain.to_dict(),
+        "drafting": comparison.drafting.to_dict(),
+    }
+
+
+def _show_comparisons(found: Sequence[Comparison]) -> None:
+    """Speeds, speed-ups, and whether tokens and logits are equal, on stderr: a row for each prompt, and one for all."""
+    several = len(found) > 1
+    table = Table("tokens/s", "plain", "drafting", "speed-up", "tokens a round", "acceptance")
+    for number, comparison in enumerate(found, start=1):
+        table.add_row(f"[{number}]" if several else "", *_speeds([comparison]))
+    if several:
+        table.add_section()
+        table.add_row("all", *_speeds(found))
+    Console(stderr=True).print(table)
+    for number, comparison in enumerate(found, start=1):
+        divergence = comparison.divergence
+        if divergence is not None:
+            click.echo(
+                f"{f'[{number}] ' if several else ''}tokens differ from new token {divergence.index} on "
+                f"({divergence.plain_token} without drafting, {divergence.drafting_token} with), "
+                f"logit gap {divergence.logit_gap:.2e}",
+                err=True,
+            )
+    if all(comparison.divergence is None for comparison in found):
+        click.echo(f"tokens are equal ({sum(comparison.plain.new_tokens for comparison in found)})", err=True)
+    click.echo(str(sum((comparison.logits for comparison in found), LogitComparison())), err=True)
+
+
+def _speeds(found: Sequence[Comparison]) -> list[str]:
+    """The cells of a row: all tokens over all seconds, rounds and judged drafts."""
+    plain, drafting = [one.plain for one in found], [one.drafting for one in found]
+    rates = [sum(one.new_tokens for one in runs) / sum(one.decode_seconds for one in runs) for runs in (plain, drafting)]
+    judged = sum(sum(one.verified_at_depth) for one in drafting)
+    accepted = sum(sum(one.accepted_at_depth) for one in drafting)
+    a_round = sum(one.new_tokens for one in drafting) / sum(one.rounds for one in drafting)
+    speeds = [f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{rates[1] / rates[0]:.2f}x"]
+    return [*speeds, f"{a_round:.2f}", f"{accepted / judged:.2f}" if judged else ""]
 
 
 if __name__ == "__main__":

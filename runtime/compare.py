@@ -48,6 +48,12 @@ class LogitComparison:
     first: int = -1
     largest: float = 0.0
 
+    def __add__(self, other: "LogitComparison") -> "LogitComparison":
+        """This generation and then another one, as if they were one."""
+        first = self.first if self.differing or not other.differing else self.positions + other.first
+        differing, largest = self.differing + other.differing, max(self.largest, other.largest)
+        return LogitComparison(self.positions + other.positions, differing, first, largest)
+
     def __str__(self) -> str:
         if not self.differing:
             return f"logits are equal, bit for bit ({self.positions} positions)"

@@ -136,6 +136,20 @@ def test_compare_reports_equal_tokens(engine: Path, options: tuple[object, ...])
     assert found["plain"]["draft_tokens"] == 0 < found["drafting"]["draft_tokens"]
 
 
+def test_compare_sums_up_several_prompts(engine: Path) -> None:
+    """A row for each prompt and one for all, and what was asked above each text."""
+    options = ("-p", PROMPT, "-p", PROMPT[::-1], "--ignore-eos")
+    result = succeed(main, "--engine-dir", engine, "-n", COUNT, "--compare", *options)
+    texts = [
+        PROMPT + text_of(engine, "-p", PROMPT, "--ignore-eos"),
+        PROMPT[::-1] + text_of(engine, "-p", PROMPT[::-1], "--ignore-eos"),
+    ]
+    assert result.stdout == f"[1] {PROMPT}\n{texts[0]}\n\n[2] {PROMPT[::-1]}\n{texts[1]}\n"
+    assert all(f" {name} " in result.stderr for name in ("[1]", "[2]", "all"))
+    assert f"tokens are equal ({2 * COUNT})" in result.stderr and f"bit for bit ({2 * COUNT} positions)" in result.stderr
+    assert len(objects(engine, "--compare", *options)) == 2
+
+
 def test_compare_stops_where_told(engine: Path, api: LLM) -> None:
     text = expected(api, ignore_eos=True).text
     options = ("-p", PROMPT, "--ignore-eos", "--stop", text[9:11])
