@@ -217,7 +217,7 @@ def test_ctrl_c_ends_without_a_traceback(engine: Path, monkeypatch: pytest.Monke
 
 
 def test_ctrl_c_while_loading_ends_without_a_traceback(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(*ENGINE, interrupted)
