@@ -1,6 +1,6 @@
 // Products of a few rows with panels of a weight: every (row, column) has a sum of its own, over the inputs in order.
 
-constexpr int64_t ROW_BYTES = 1 << 18;  // of activations, which stay in the cache while panels pass
+constexpr int64_t ROW_BYTES = 1 << 17;  // of activations, which stay in the cache while panels pass
 
 static inline Floats load_weights(Format format, const uint8_t *panel, int64_t k) {
   if (format == FLOAT32) return load((const float *)panel + k * PANEL);
@@ -111,10 +111,10 @@ static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int
 using MultiplyRows = void (*)(const Matrix *const[2], const int64_t[2], int, const Activations &, int64_t, float *);
 static const MultiplyRows multiply_some[] = {
     nullptr, multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
-#if EESD_ROWS > 4
+#if EESD_PRODUCT_ROWS > 4
     multiply_rows<5>, multiply_rows<6>,
 #endif
-#if EESD_ROWS > 6
+#if EESD_PRODUCT_ROWS > 6
     multiply_rows<7>, multiply_rows<8>,
 #endif
 };
@@ -149,9 +149,9 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 // A panel, or two side by side, of all rows of a block.
 static void multiply_block(const Product &job, const Matrix *const w[2], const int64_t panels[2], int count, int64_t offset,
                             int64_t first_row, int64_t last_row) {
-  float out[EESD_ROWS * 2 * PANEL];
-  for (int64_t row = first_row; row < last_row; row += EESD_ROWS) {
-    const int rows = (int)least(EESD_ROWS, last_row - row);
+  float out[EESD_PRODUCT_ROWS * 2 * PANEL];
+  for (int64_t row = first_row; row < last_row; row += EESD_PRODUCT_ROWS) {
+    const int rows = (int)least(EESD_PRODUCT_ROWS, last_row - row);
     multiply_some[rows](w, panels, count, job.a, row, out);
     const int64_t column = panels[0] * PANEL, columns = least(PANEL, w[0]->outputs - column);
     if (job.swiglu) {
@@ -167,7 +167,7 @@ static void multiply_block(const Product &job, const Matrix *const w[2], const i
 
 // Panels are counted through all parts; of a gate and an up part, panel j is that of both.
 static void multiply(const Product &job, int64_t first_panel, int64_t last_panel) {
-  const int64_t fitting = ROW_BYTES / (job.parts->inputs * (job.a.levels ? 1 : 4)) / EESD_ROWS * EESD_ROWS;
+  const int64_t fitting = ROW_BYTES / (job.parts->inputs * (job.a.levels ? 1 : 4)) / EESD_PRODUCT_ROWS * EESD_PRODUCT_ROWS;
   const int64_t row_block = fitting < 48 ? 48 : fitting;
   for (int64_t row = 0; row < job.rows; row += row_block) {
     const int64_t last_row = least(row + row_block, job.rows);

@@ -1,6 +1,7 @@
 // Sixteen lanes in two registers: AVX2 with FMA and F16C.
 
-#define EESD_ROWS 6
+#define EESD_ROWS 4
+#define EESD_PRODUCT_ROWS 6
 #define EESD_PANELS 1
 #define EESD_SUMS 4
 

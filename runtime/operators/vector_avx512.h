@@ -1,6 +1,7 @@
 // Sixteen lanes in one register: AVX-512 with VNNI.
 
 #define EESD_ROWS 8
+#define EESD_PRODUCT_ROWS 8
 #define EESD_PANELS 2
 #define EESD_SUMS 16
 

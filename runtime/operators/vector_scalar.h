@@ -1,9 +1,10 @@
 // Sixteen lanes in plain C++: the specification of the other vector files, and what runs where there is none of them.
 
 // What a kernel holds in registers at most:
-#define EESD_ROWS 4   /* rows */
-#define EESD_PANELS 2 /* panels of levels */
-#define EESD_SUMS 8   /* sums of rows and two panels of floats */
+#define EESD_ROWS 4         /* rows of attention */
+#define EESD_PRODUCT_ROWS 4 /* rows of products */
+#define EESD_PANELS 2       /* panels of levels */
+#define EESD_SUMS 8         /* sums of floats, in two panels */
 
 struct Floats {
   float lane[16];
