@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from support.command import assert_one_line, assert_refused, run, succeed
+from safetensors.torch import load_file, save_file
+from support.command import assert_one_line, assert_refused, export_engine, run, succeed
 from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
 from support.without_operators import needs_operators, without_operators
 
@@ -95,6 +96,18 @@ def test_edited_weights_are_refused(engine_copy: Path) -> None:
         file.write(b"\x01\x02\x03\x04")
     succeed(main, "--engine-dir", engine_copy, *PROMPT)
     assert_refused(eesd_run(engine_copy, *PROMPT, "--verify"), "weights.bin was changed", "SHA-256")
+
+
+@pytest.mark.parametrize("exported", [(), ("--quantize", "int4")], ids=["float32", "int4"])
+def test_logits_that_are_not_finite_choose_no_token(text_model: Path, tmp_path: Path, exported: tuple[str, ...]) -> None:
+    model = shutil.copytree(text_model, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)
+    save_file(weights, model / "model.safetensors")
+    directory = export_engine(model, tmp_path / "plans", "--no-check", *exported)
+    for options in ((), ("--temperature", 1), ("--temperature", 1, "--sampling", "rejection"), ("--repetition-penalty", 1.2)):
+        for drafting in ((), ("--no-draft",)):
+            assert_refused(eesd_run(directory, *PROMPT, *options, *drafting), "no finite numbers", "weights")
 
 
 def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:

@@ -26,6 +26,7 @@ from support.operators import (
 )
 
 from eesd.runtime.engines import operators
+from eesd.runtime.engines.panels import NARROW, SPLIT
 
 pytestmark = [
     pytest.mark.slow,
@@ -125,9 +126,17 @@ def check_products(path: Path) -> None:
             ("bits5", True, True),
             ("float16", False, False),
         ):
-            weight = random_weight(random, form, 96, 33, fine, False, minimums)
+            weight = random_weight(random, form, 96, 33, fine, NARROW, minimums)
             norm = random.normal(1, 0.3, 96).astype(np.float32)
             check_product(Product([weight], norm), path, int8, ["scalar"], (1, 2))
+
+
+def check_split_scales(path: Path) -> None:
+    """Scales and minimums with factors of their own for 256 inputs."""
+    random = np.random.default_rng(0)
+    for fine in (True, False):
+        weight = random_weight(random, "bits4", 512, 33, fine, SPLIT, True)
+        check_product(Product([weight]), path, True, ["scalar"], (1, 2))
 
 
 def check_trees(path: Path) -> None:
@@ -228,18 +237,22 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
     "float16 ties up": ("kernels.h", "0xfff + (bits >> 13 & 1)", "0x1000", check_rounding),
     "float16 infinite": ("kernels.h", "if (bits > 0x477fe000)", "if (bits > 0x7f800000)", check_rounding),
     "float16 without subnormal numbers": ("kernels.h", "size += 0.5f", "size = 0.5f", check_rounding),
-    "dropped scale of activations": ("products.h", ", all(a.scales[block]))", ", all(1.f))", check_products),
+    "dropped scale of activations": ("integers.h", ", all(a.scales[block]))", ", all(1.f))", check_products),
     "dropped scale of weights": (
         "products.h",
         "fma(add(even[m], odd[m]), scale, sum[m])",
         "fma(add(even[m], odd[m]), all(1.f), sum[m])",
         check_products,
     ),
-    "dropped minimum": ("products.h", "if (minimums) sum[m]", "if (false) sum[m]", check_products),
+    "dropped minimum": ("integers.h", "if (minimums) sum[m]", "if (false) sum[m]", check_products),
     "dropped minimum, float32": ("products.h", "if (w.minimums) sum[m]", "if (false) sum[m]", check_products),
-    "dropped zero": ("products.h", "-w.zero * a.sums[fine][part]", "0", check_products),
+    "dropped zero": ("integers.h", "-w.zero * a.sums[fine][part]", "0", check_products),
     "dropped zero, float32": ("products.h", "all((float)w.zero)", "all(0)", check_products),
-    "half of another block": ("products.h", "load_scales(w, scales, h)", "load_scales(w, scales, 0)", check_products),
+    "half of another block": ("integers.h", "load_scales(w, scales, h,", "load_scales(w, scales, 0,", check_products),
+    "half of another block, float32": ("products.h", "load_scales(w, scales, h,", "load_scales(w, scales, 0,", check_products),
+    "factors of another scale": ("kernels.h", "block / SUPER * (SUPER", "0 * (SUPER", check_split_scales),
+    "factors of scales for minimums": ("levels.h", "factors + PANEL * 2", "factors", check_split_scales),
+    "dropped factor": ("levels.h", "mul(load_int8((const int8_t *)p + index * PANEL), ", "(", check_split_scales),
     "the later one of equal logits": ("topk.h", "values[at - 1] < value", "values[at - 1] <= value", check_top),
     "a strip passed over": ("topk.h", "if (!(largest_lane(most) >", "if (first > 100 || !(largest_lane(most) >", check_top),
     "NaN as a number": ("topk.h", "x[i] == x[i] ? x[i] : -INFINITY", "x[i]", check_top),
@@ -277,7 +290,10 @@ def give_back() -> object:
     operators._library.cache_clear()
 
 
-@pytest.mark.parametrize("check", [check_products, check_trees, check_shared_chunks, check_rounding, check_chunks, check_top])
+@pytest.mark.parametrize(
+    "check",
+    [check_products, check_split_scales, check_trees, check_shared_chunks, check_rounding, check_chunks, check_top],
+)
 def test_the_sources_pass_the_checks(
     tmp_path: Path, stubs: list[str], monkeypatch: pytest.MonkeyPatch, check: Callable[[Path], None]
 ) -> None:

@@ -32,9 +32,10 @@ from support.operators import (
 from support.specification import BITS, Weight
 
 from eesd.common.errors import EESDError
+from eesd.model.gguf_file import _unpack_blocks
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.operators import make_session
-from eesd.runtime.engines.panels import NARROW, SPLIT, WIDE
+from eesd.runtime.engines.panels import NARROW, SPLIT, WIDE, Levels, _split, pack_levels
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 
@@ -236,6 +237,30 @@ def test_panels_have_the_specified_bytes(form: str, fine: bool, kind: int, minim
     packed = pack(weight)
     assert packed.numbers[5] == kind
     assert packed.data.tobytes() == packed_by_hand(weight, kind)
+
+
+@pytest.mark.parametrize(
+    "kind, size, halves, more", [("Q4_K", 144, (0, 2), 1.03), ("Q5_K", 176, (0, 2), 1.03), ("Q6_K", 210, (208,), 1)]
+)
+def test_scales_of_k_quants_are_packed_as_files_have_them(kind: str, size: int, halves: tuple[int, ...], more: float) -> None:
+    """Blocks of random bytes: their scales and minimums become the file's integers and factors, or the like."""
+    random, outputs, supers = seeded(kind), 33, 5
+    blocks = random.integers(0, 256, (outputs * supers, size), np.uint8)
+    for at in halves:
+        factors = random.uniform(-0.1, 0.1, (len(blocks), 1)).astype(np.float16)
+        factors[:3, 0] = 0, 1e-7, 6e4  # none, a subnormal one, and nearly the largest
+        blocks[:, at : at + 2] = factors.view(np.uint8)
+    parts = [None if part is None else part.reshape(outputs, -1).T for part in _unpack_blocks(kind, blocks)]
+    levels, scales, minimums = parts
+    assert levels is not None and scales is not None
+    packed = pack_levels(Levels(levels.astype(np.int16), scales.astype(np.float32), None, minimums))
+    assert packed.numbers[5] == SPLIT
+    assert packed.data.nbytes == pytest.approx(blocks.nbytes * 48 / outputs, rel=more - 1 + 1e-9)
+    rows = len(scales) // supers
+    for values in (scales, minimums):
+        if values is not None:
+            integers, factors = _split(values, rows)  # type: ignore[misc]
+            np.testing.assert_array_equal(integers * np.repeat(factors.astype(np.float32), rows, 0), values)
 
 
 @pytest.mark.parametrize("fine, kind, minimums", VARIANTS)
@@ -574,6 +599,27 @@ def test_blocks_of_tiny_values_have_equal_bits(tmp_path: Path, names: list[str])
     for row, size in enumerate((1e-29, 1e-30, 1e-31, 1e-36, 1e-37, 1e-40, 1.5e-45, 0)):
         product.x[row] = np.sign(product.x[row]) * np.float32(size)
     check_product(product, tmp_path / "model", True, names, (1,))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("form, fine, minimums", [("bits4", False, True), ("bits6", True, False), ("bits8", False, False)])
+def test_a_row_that_is_not_finite_gives_nan(
+    tmp_path: Path, names: list[str], form: str, fine: bool, minimums: bool, value: float
+) -> None:
+    """Whatever the place of the value; other rows keep their bits."""
+    product = Product([random_weight(seeded(form), form, 96, 49, fine, NARROW, minimums)])
+    expected = product.specified(True)
+    spoilt = range(0, MOST, 3)
+    for row in spoilt:
+        product.x[row, row % 96] = value
+        expected[row] = np.nan
+    path = product.write(tmp_path / "model")
+    for name in names:
+        session = make_session(path, 2, True, name)
+        for rows in (1, 4, 9, MOST):
+            found = product.run(session, 0, rows)
+            assert np.isnan(found[: spoilt.stop : 3]).all(), name
+            np.testing.assert_array_equal(found, expected[:rows], name)
 
 
 def test_two_sessions_at_once(tmp_path: Path) -> None:

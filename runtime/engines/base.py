@@ -69,8 +69,8 @@ def check_largest(logit: np.floating[Any]) -> None:
     """Raise :class:`EESDError` if the largest of some logits is NaN, or infinitely large: no token may be chosen from them."""
     if not logit < np.inf:
         raise EESDError(
-            "The model gave logits that are no finite numbers, so no token can be chosen; check the checkpoint's weights, "
-            "or export with --dtype float32 if it has 16 bits."
+            "The model's logits are no finite numbers, so no token can be chosen; check its weights, and with 16-bit engines "
+            "export with --dtype float32."
         )
 
 

@@ -1,6 +1,6 @@
 // Products of a few rows with panels of a weight: every (row, column) has a sum of its own, over the inputs in order.
 
-constexpr int64_t ROW_BYTES = 1 << 18;  // of activations, which stay in the cache while panels pass
+constexpr int64_t ROW_BYTES = 1 << 17;  // of activations, which stay in the cache while panels pass
 
 static inline Floats load_weights(Format format, const uint8_t *panel, int64_t k) {
   if (format == FLOAT32) return load((const float *)panel + k * PANEL);

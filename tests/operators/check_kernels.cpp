@@ -58,18 +58,28 @@ static void fill_weight(const Matrix &w, Exact<uint8_t> &data) {
     }
     return;
   }
-  const int64_t bytes = w.block_bytes();
-  for (int64_t block = 0; block < data.size / bytes; block++)
-    for (int64_t i = w.level_bytes(); i < bytes; i += w.wide_scales ? 4 : 2) {
-      const float wide = noise() * 0.01f;
-      const uint16_t narrow = 0x2000 | ((int32_t)(noise() * 512) & 0x83ff);
-      memcpy(data.get() + block * bytes + i, w.wide_scales ? (void *)&wide : (void *)&narrow, w.wide_scales ? 4 : 2);
+  const auto halves = [](uint8_t *p, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+      const uint16_t half = 0x2000 | ((int32_t)(noise() * 512) & 0x83ff);
+      memcpy(p + 2 * i, &half, 2);
+    }
+  };
+  const int64_t panels = w.panels(), behind = w.block_bytes() - w.level_bytes();
+  for (int64_t panel = 0; panel < panels; panel++)
+    for (int64_t block = 0; block < w.inputs / BLOCK; block++) {
+      uint8_t *p = data.get() + panel * w.panel_bytes(), *scales = p + w.block_at(block) + w.level_bytes();
+      if (w.scales == SPLIT) halves(p + w.factors_at(block), w.factor_bytes() / 2);
+      if (w.scales == NARROW) halves(scales, behind / 2);
+      for (int64_t i = 0; w.scales == WIDE && i < behind; i += 4) {
+        const float wide = noise() * 0.01f;
+        memcpy(scales + i, &wide, 4);
+      }
     }
 }
 
-static void check_product(Format format, bool fine, bool wide, bool minimums, bool int8, bool swiglu, int64_t rows, int64_t inputs,
+static void check_product(Format format, bool fine, Scales scale, bool minimums, bool int8, bool swiglu, int64_t rows, int64_t inputs,
                           int64_t outputs) {
-  Matrix w = {nullptr, format, inputs, outputs, minimums || format < BITS4 ? 0 : 5, fine, wide, minimums};
+  Matrix w = {nullptr, format, inputs, outputs, minimums || format < BITS4 ? 0 : 5, fine, scale, minimums};
   Exact<uint8_t> first(w.panels() * w.panel_bytes()), second(w.panels() * w.panel_bytes());
   fill_weight(w, first), fill_weight(w, second);
   Matrix parts[2] = {w, w};
@@ -98,8 +108,8 @@ static void check_product(Format format, bool fine, bool wide, bool minimums, bo
     kernels->multiply(job, middle, panels);
     kernels->multiply(job, 0, middle);
     char what[160];
-    snprintf(what, sizeof what, "format %d fine %d wide %d minimums %d int8 %d swiglu %d rows %d inputs %d outputs %d", format, fine,
-             wide, minimums, int8, swiglu, (int)rows, (int)inputs, (int)outputs);
+    snprintf(what, sizeof what, "format %d fine %d scales %d minimums %d int8 %d swiglu %d rows %d inputs %d outputs %d", format, fine,
+             scale, minimums, int8, swiglu, (int)rows, (int)inputs, (int)outputs);
     if (kernels == every[0]) add(y.get(), y.size * 4), expected = std::move(y);
     else compare(what, kernels->name, y, expected);
   }
@@ -187,9 +197,14 @@ int main() {
     for (int variant = 0; variant < (format < BITS4 ? 1 : 16); variant++)
       for (const auto &size : sizes)
         for (int swiglu = 0; swiglu < 2; swiglu++)
-          check_product((Format)format, variant & 1, variant & 2, variant & 4, variant & 8, swiglu, size[0], size[1], size[2]);
+          check_product((Format)format, variant & 1, variant & 2 ? WIDE : NARROW, variant & 4, variant & 8, swiglu, size[0],
+                        size[1], size[2]);
+  for (int format = BITS4; format <= BITS8; format++)
+    for (int variant = 0; variant < 8; variant++)
+      for (int64_t inputs : {256, 512})
+        check_product((Format)format, variant & 1, SPLIT, variant & 2, variant & 4, 0, 7, inputs, 33);
   for (int64_t inputs : {1, 20, 33})
-    for (int format = FLOAT32; format <= BFLOAT16; format++) check_product((Format)format, 0, 0, 0, 0, 0, 3, inputs, 17);
+    for (int format = FLOAT32; format <= BFLOAT16; format++) check_product((Format)format, 0, NARROW, 0, 0, 0, 3, inputs, 17);
   const int64_t shapes[][3] = {{2, 1, 8}, {3, 3, 20}, {4, 2, 64}, {2, 2, 80}, {5, 1, 128}, {40, 1, 2}, {1, 1, 256}};
   for (const auto &shape : shapes)
     for (int64_t context : {0, 1, 15, 16, 63, 65, 127, 129, 200})
