@@ -65,7 +65,7 @@ def ablate(run: ResumableRun, parts: Sequence[Part], model: str | None, dtype: s
         others = [name for name in options.controllers if name != "fixed"] if number == len(parts) - 1 else []
         widths, budgeted = (options.widths, options.budgeted) if others else (options.widths[:1], ())
         with _engine_directory(part, parts, model, dtype) as directory:
-            bench = Bench(directory, options.backend, options.threads)
+            bench = Bench(directory, options.backend, options.threads, options.kv_cache_dtype)
             measured = replace(options, controllers=(*lengths, *others), widths=widths, budgeted=budgeted)
             run.measure_engine(part.name, bench, prompts, measured)
             del bench  # its files are about to be deleted

@@ -42,7 +42,7 @@ from eesd.common.errors import EESDError
 from eesd.common.terminal import progress_bar
 from eesd.common.weights import DTYPES
 from eesd.controllers import make_controller
-from eesd.runtime.engines.backends import BACKENDS
+from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES
 from eesd.runtime.llm import DRAFTERS, Speculation
 from eesd.runtime.text import TextCodec
 
@@ -92,6 +92,7 @@ def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output:
             click.option("--chat", is_flag=True, help="Send prompts as chat messages."),
             click.option("--seed", type=cli.SEED, default=DEFAULT.seed, help="Seed of controllers and sampling."),
             click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend),
+            click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run."),
             click.option(
                 "--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]"
             ),
@@ -186,7 +187,7 @@ def main(context: click.Context, /, engine_dir: Path | None, **given: Any) -> No
     check_plots(given["plots"])
     prompts = load_tasks(options.tasks)
     run = ResumableRun("run", options, given["output"], given["resume"], given["overwrite"])
-    bench = Bench(engine_dir, options.backend, options.threads)
+    bench = Bench(engine_dir, options.backend, options.threads, options.kv_cache_dtype)
     with finishing(run, given["plots"]):
         run.measure_engine(bench.manifest.model, bench, prompts, options)
 
@@ -245,7 +246,7 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
     if engine_dir is not None:
         check_sampling(options.sampling(options.samplings[0], 0))
         prompts = load_tasks(options.tasks)
-        bench = Bench(engine_dir, options.backend, options.threads)
+        bench = Bench(engine_dir, options.backend, options.threads, options.kv_cache_dtype)
         recorder = TraceRecorder(bench, prompts, options, depth, output, resume)
         trace, tuning_trace = output / TRACE_FILE, output / TUNING_TRACE_FILE
         with announce_resume(tuning_trace):

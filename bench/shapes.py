@@ -36,7 +36,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import DTYPES, model_shapes
 from eesd.export.memory import estimate_memory, format_bytes
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
-from eesd.runtime.engines.backends import BACKENDS, Engines, default_threads, open_engines
+from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, Engines, default_threads, open_engines
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import LLM, Speculation
@@ -275,6 +275,7 @@ def measure(
     hardware: Hardware | None,
     counts: Sequence[int],
     behind: Sequence[int],
+    kv_cache_dtype: str | None = None,
 ) -> dict[str, Any]:
     """Measure one engine directory. On a GPU also without CUDA graphs, if the engines can run without them.
 
@@ -286,6 +287,7 @@ def measure(
         hardware: What the predictions are for.
         counts: Node counts of verify passes.
         behind: Tokens before a pass, and of the prompts of which the first token is timed.
+        kv_cache_dtype: See :func:`eesd.load`.
     """
     manifest, on_gpu = load_manifest(directory), torch_sees_gpu()
     behind = [context for context in behind if context + max(counts) <= manifest.max_seq_len]
@@ -301,7 +303,7 @@ def measure(
 
     def open_timed() -> tuple[Engines, float]:
         started = time.perf_counter()
-        engines = open_engines(directory, manifest, backend, threads, True)
+        engines = open_engines(directory, manifest, backend, threads, True, kv_cache_dtype=kv_cache_dtype)
         return engines, time.perf_counter() - started
 
     engines, seconds = open_timed()
@@ -386,6 +388,7 @@ def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[i
     "--nodes", default=" ".join(map(str, NODE_COUNTS)), callback=numbers, show_default=True, help="Nodes of verify passes."
 )
 @click.option("--behind", default=str(PROMPT), callback=numbers, help="Tokens before a pass, and of prompts.")
+@click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
 @click.option("--json", "json_file", type=cli.PATH, help="Also write the figures to this file.")
 def main(
     shape: str | None,
@@ -398,6 +401,7 @@ def main(
     repeats: int,
     nodes: tuple[int, ...],
     behind: tuple[int, ...],
+    kv_cache_dtype: str | None,
     json_file: Path | None,
 ) -> None:
     """Time engine calls of a model of this shape with random weights, or of an engine directory."""
@@ -407,7 +411,7 @@ def main(
     with scratch_directory("eesd-shapes") as temporary:
         directory = engine_dir or prepare(work or temporary, shape or "", dtype, build=backend == "tensorrt")
         result = {"shape": shape, "backend": backend, "dtype": dtype}
-        result |= measure(directory, backend, threads, repeats, hardware, nodes, behind)
+        result |= measure(directory, backend, threads, repeats, hardware, nodes, behind, kv_cache_dtype)
     click.echo(markdown(result))
     if json_file is not None:
         with written_whole(json_file) as path:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support import tiny_models
-from support.command import add_tokenizer, assert_one_line, export_engine, run, succeed
+from support.command import add_tokenizer, assert_one_line, assert_refused, export_engine, run, succeed
 from support.harness import Wrapped
 from support.without_operators import needs_operators, without_operators
 
@@ -20,7 +20,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime import compare as comparing
-from eesd.runtime import doctor
+from eesd.runtime import cli, doctor
 from eesd.runtime.compare import LogitRecord, compare
 from eesd.runtime.decoding import session
 from eesd.runtime.decoding.draft_tree import Node
@@ -163,6 +163,14 @@ def test_the_kv_cache_is_chosen(exported: Export) -> None:
     np.testing.assert_allclose(float16, float32, rtol=0, atol=1e-2 * np.abs(float32).max())
     with pytest.raises(EESDError, match="kv_cache_dtype is 'float8'"):
         logits("float8")
+
+
+@needs_operators()
+def test_eesd_run_takes_a_kv_cache(exported: Export) -> None:
+    options = ("--engine-dir", exported("int4"), "-p", "ab", "-n", 20, "--ignore-eos", "--kv-cache-dtype", "float16")
+    result = succeed(cli.main, *options, "--backend", "ort", "--compare")
+    assert "logits are equal, bit for bit" in result.output
+    assert_refused(run(cli.main, *options, "--backend", "torch"), "torch", "KV cache")
 
 
 @needs_operators()

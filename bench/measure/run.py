@@ -50,6 +50,7 @@ class Options:
         tasks: ``NAME=FILE`` of each task; none for the bundled prompts.
         budgeted: Those of ``widths`` that are also measured with a tree budget.
         drafter: What drafts: ``exit``, ``text`` or ``both``. The text hides differences between controllers.
+        kv_cache_dtype: See :func:`eesd.load`.
     """
 
     controllers: tuple[str, ...] = tuple(CONTROLLERS)
@@ -67,6 +68,7 @@ class Options:
     tasks: tuple[str, ...] = ()
     budgeted: tuple[int, ...] = ()
     drafter: str = "exit"
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in self.samplings:
@@ -115,8 +117,8 @@ class Generation(NamedTuple):
 class Bench:
     """The engines of one directory. All configurations share them, and the KV cache, too."""
 
-    def __init__(self, directory: Path, backend: str, threads: int | None) -> None:
-        self.llm = load(directory, backend, threads=threads)
+    def __init__(self, directory: Path, backend: str, threads: int | None, kv_cache_dtype: str | None = None) -> None:
+        self.llm = load(directory, backend, threads=threads, kv_cache_dtype=kv_cache_dtype)
         self.manifest = self.llm.manifest
 
     def describe(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class CpuEngine:
         return CpuRows(self.manifest, most, self._kv_cache_dtype)
 
     def bind_rows(self, rows: Rows) -> "CpuRowsBinding":
-        assert isinstance(rows, CpuRows)
+        assert isinstance(rows, CpuRows) and rows.caches[0].dtype == self._kv_cache_dtype
         return CpuRowsBinding(self, rows)
 
     def join(self, parts: int, memory: int) -> JointEngine:

@@ -103,11 +103,23 @@ static void find_tiles(const Attention &job, const Token &token, int64_t kv, int
     if (!tiles->keys[i]) tiles->keys[i] = tiles->keys[i - 1];
 }
 
+// What comes into the cache while vectors are read: so many cells for each of them, which is steadier than all at once.
+template <typename Cell> struct Ahead {
+  const Cell *from;
+  int64_t step;
+  void fetch(int64_t vector) const { prefetch(from + vector * step); }
+};
+
+// The part of `vectors` vectors that is fetched while `some` queries behind the first ones of `count` read as many.
+template <typename Cell>
+static Ahead<Cell> share_of(const Cell *from, int64_t vectors, int64_t first, int64_t some, int64_t count) {
+  return {from + vectors * 16 * first / count, 16 * some / count};
+}
+
 // Scores of Q queries with the keys of some tiles: score = fma(key[d], query[d], score), d = 0, 1, ..., then times the scale.
-// Meanwhile what lies from `ahead` on comes into the cache.
 template <int Q, typename Cell>
 static void score_tiles(const Cell *const *keys, const float *const *queries, int64_t size, float scale, float *scores,
-                        const Cell *ahead) {
+                        const Ahead<Cell> &ahead) {
   Floats sum[Q][KEY_TILES];
   for (int q = 0; q < Q; q++)
     for (int t = 0; t < KEY_TILES; t++) sum[q][t] = all(0);
@@ -115,7 +127,7 @@ static void score_tiles(const Cell *const *keys, const float *const *queries, in
     Floats key[KEY_TILES];
     for (int t = 0; t < KEY_TILES; t++) {
       key[t] = load_cells(keys[t] + d * 16);
-      prefetch(ahead + (t * size + d) * 16);
+      ahead.fetch(t * size + d);
     }
     for (int q = 0; q < Q; q++) {
       const Floats value = all(queries[q][d]);
@@ -129,7 +141,7 @@ static void score_tiles(const Cell *const *keys, const float *const *queries, in
 // out = fma(weight[j], value[j], out) for the positions j from `first` to `last` - 1, of Q queries and V vectors of values.
 template <int Q, int V, typename Cell>
 static void add_values(const Cell *const *values, int64_t width, int64_t first, int64_t last, const float *weights,
-                       float *const *out, int64_t d, const Cell *ahead) {
+                       float *const *out, int64_t d, const Ahead<Cell> &ahead) {
   Floats sum[Q][V];
   for (int q = 0; q < Q; q++)
     for (int v = 0; v < V; v++) sum[q][v] = load(out[q] + d + 16 * v);
@@ -139,7 +151,7 @@ static void add_values(const Cell *const *values, int64_t width, int64_t first, 
     for (int64_t j = start; j < stop; j++, value += width) {
       for (int v = 0; v < V; v++) {
         const Floats part = load_cells(value + 16 * v);
-        prefetch(ahead + ((d + 16 * v) * CHUNK + j * 16));
+        ahead.fetch((d / 16 + v) * CHUNK + j);
         for (int q = 0; q < Q; q++) sum[q][v] = fma(all(weights[q * CHUNK + j]), part, sum[q][v]);
       }
     }
@@ -150,7 +162,7 @@ static void add_values(const Cell *const *values, int64_t width, int64_t first, 
 
 template <int Q, typename Cell>
 static void add_all_values(const Tiles<Cell> &tiles, int64_t width, int64_t first, int64_t last, const float *weights,
-                           float *const *out, const Cell *ahead) {
+                           float *const *out, const Ahead<Cell> &ahead) {
   constexpr int V = vectors_beside(Q);
   int64_t d = 0;
   for (; d + 16 * V <= width; d += 16 * V) add_values<Q, V>(tiles.values, width, first, last, weights, out, d, ahead);
@@ -205,8 +217,8 @@ static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Q
   }
   for (int64_t tile = 0; tile * 16 < most; tile += KEY_TILES)
     in_blocks<QUERY_BLOCK>(count, [&](int64_t i, auto number) {
-      float *to = scores + i * CHUNK + tile * 16;
-      score_tiles<number.value>(tiles.keys + tile, q + i, job.head_dim, job.scale, to, tiles.values[tile]);
+      const Ahead<Cell> ahead = share_of(tiles.values[tile], job.width * KEY_TILES, i, number.value, count);
+      score_tiles<number.value>(tiles.keys + tile, q + i, job.head_dim, job.scale, scores + i * CHUNK + tile * 16, ahead);
     });
   for (int64_t i = 0; i < count; i++) {
     weigh(scores + i * CHUNK, queries[i].seen, queries[i].part);
@@ -215,9 +227,10 @@ static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Q
   in_blocks<QUERY_BLOCK>(count, [&](int64_t i, auto number) {
     int64_t fewest = CHUNK;
     for (int64_t n = i; n < i + number.value; n++) fewest = least(fewest, queries[n].seen);
-    add_all_values<number.value>(tiles, job.width, 0, fewest, scores + i * CHUNK, out + i, tiles.next);
+    const Ahead<Cell> ahead = share_of(tiles.next, job.width * TILES, i, number.value, count);
+    add_all_values<number.value>(tiles, job.width, 0, fewest, scores + i * CHUNK, out + i, ahead);
     for (int64_t n = i; n < i + number.value; n++)  // the positions that not all of them see
-      add_all_values<1>(tiles, job.width, fewest, queries[n].seen, scores + n * CHUNK, out + n, tiles.next);
+      add_all_values<1>(tiles, job.width, fewest, queries[n].seen, scores + n * CHUNK, out + n, ahead);
   });
 }
 
