@@ -10,12 +10,14 @@ import click
 import numpy as np
 from click.core import ParameterSource
 
+from eesd.bench import exactness
 from eesd.bench.ablation import ablate, parse_head
 from eesd.bench.draft_vocab import count_tokens, coverage_table, time_draft_steps
 from eesd.bench.measure.results import Result, read_json
 from eesd.bench.measure.resumable import ResumableRun, refuse_existing, run_with_progress
 from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import LOADERS, load_tasks
+from eesd.bench.peers import batches, passes
 from eesd.bench.peers.results import Result as Peers
 from eesd.bench.peers.results import is_comparison
 from eesd.bench.peers.table import markdown as peers_section
@@ -362,15 +364,27 @@ def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
     check_plots(plots)
     files = {path: read_json(path) for path in results}
     replayed = [path for path, raw in files.items() if is_simulation(raw)]
-    compared = [path for path, raw in files.items() if is_comparison(raw)]
     asked = [path for path, raw in files.items() if is_questions(raw)]
-    measured = [Result.load(path) for path in files if path not in (*replayed, *compared, *asked)]
+    first: list[str] = []
+    for path in asked:
+        first += spec_bench_tables(Questions.load(path), "##", published=path is asked[-1])
+    sections = {path: section for path, raw in files.items() if (section := _section(path, raw))}
+    first += [line for section in sections.values() for line in section]
+    measured = [Result.load(path) for path in files if path not in (*replayed, *asked, *sections)]
     simulations = [Simulation.load(path) for path in replayed]
-    questions = [Questions.load(path) for path in asked]
-    first = [line for one in questions for line in spec_bench_tables(one, "##", published=one is questions[-1])]
-    first += [line for path in compared for line in peers_section(Peers.load(path), "##")]
     write_report(measured, simulations, output, plots, first)
     click.echo(output)
+
+
+def _section(path: Path, raw: Any) -> list[str]:
+    """The lines of a file that is a section of its own; none for others."""
+    if is_comparison(raw):
+        return peers_section(Peers.load(path), "##")
+    if passes.is_passes(raw):
+        return passes.markdown(passes.Passes.load(path), "##")
+    if batches.is_batches(raw):
+        return batches.markdown(raw, "##")
+    return exactness.markdown(raw, "##") if exactness.is_exactness(raw) else []
 
 
 if __name__ == "__main__":
