@@ -360,17 +360,20 @@ def spec_bench(directories: tuple[Path, ...], output: Path, resume: bool, overwr
 @click.option("-o", "--output", type=cli.PATH, default=Path("docs/results.md"), help="Markdown to write.")
 @click.option("--plots/--no-plots", default=True, help="Also draw plots (needs matplotlib).")
 def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
-    """Write Markdown and plots from RESULTS: result.json and simulation.json files, those of spec-bench, and comparisons."""
+    """Write Markdown and plots from RESULTS: files that the benchmarks wrote, and directories of them."""
     check_plots(plots)
-    files = {path: read_json(path) for path in results}
+    files = {path: read_json(path) for path in results if not path.is_dir()}
+    for directory in (path for path in results if path.is_dir()):
+        found = {path: read_json(path) for path in sorted(directory.glob("*.json"), key=lambda path: path.stem)}
+        files |= {path: raw for path, raw in found.items() if "clean" not in raw}  # the soak's report is no section
     replayed = [path for path, raw in files.items() if is_simulation(raw)]
     asked = [path for path, raw in files.items() if is_questions(raw)]
-    first: list[str] = []
+    sections = {path: section for path, raw in files.items() if (section := _section(path, raw))}
+    first = [line for section in sections.values() for line in section]
     for path in asked:
         first += spec_bench_tables(Questions.load(path), "##", published=path is asked[-1])
-    sections = {path: section for path, raw in files.items() if (section := _section(path, raw))}
-    first += [line for section in sections.values() for line in section]
     measured = [Result.load(path) for path in files if path not in (*replayed, *asked, *sections)]
+    measured.sort(key=lambda result: result.kind, reverse=True)
     simulations = [Simulation.load(path) for path in replayed]
     write_report(measured, simulations, output, plots, first)
     click.echo(output)

@@ -17,7 +17,7 @@ from typing import Any
 import click
 import numpy as np
 
-from eesd.bench.measure.results import describe_machine
+from eesd.bench.measure.results import describe_machine, shown_machine
 from eesd.common.cli import PATH, command
 from eesd.common.files import written_whole
 from eesd.common.manifest_reader import load_manifest
@@ -222,7 +222,7 @@ def is_exactness(raw: Any) -> bool:
 
 def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
     """Lines: how much was compared by engine directory, and how much differed."""
-    rows, machine = [Row(**row) for row in result["rows"]], result["machine"]
+    rows = [Row(**row) for row in result["rows"]]
     engines = list(dict.fromkeys(f"{row.kernels}, {row.threads} threads" for row in rows))
     kinds = list(dict.fromkeys(row.kind for row in rows if row.kind != "calls"))
     texts, wrong = totals(rows)
@@ -231,7 +231,7 @@ def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
     lines = [
         f"{level} Bits",
         "",
-        f"{machine['CPU']}, {machine['cores']}; {machine['system']}; {machine['libraries']}. Engines: {'; '.join(engines)}. "
+        f"{shown_machine(result['machine'])}. Engines: {'; '.join(engines)}. "
         "Expected are the bits of plain decoding with the first of them and the same activations.",
         "",
         f"**{wrong} of {texts} texts differ** ({', '.join(kinds)}), and {differ} rows of logits in {count} calls of all sizes.",

@@ -13,22 +13,31 @@ from typing import Any, Self
 from eesd.common import json_input, machine
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
+from eesd.runtime.engines import operators
 
 SCHEMA = 2
 LIBRARIES = ("eesd", "numpy", "onnxruntime", "torch", "tokenizers")
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, cores that this process may use, GPU, memory, system and library versions."""
+    """Processor, cores that this process may use, kernels of the CPU engine, GPU, memory, system and library versions."""
     facts = machine.describe()
     return {
         "CPU": _cpu_model(),
         "cores": f"{machine.cores()} cores ({', '.join(machine.cpu_features())})",
+        "kernels": "ONNX Runtime's" if operators.missing() else operators.fastest(),
         "memory": facts["memory"],
         "GPU": facts["GPU"],
         "system": f"{platform.system()}, Python {platform.python_version()}",
         "libraries": ", ".join(f"{name} {found}" for name in LIBRARIES if (found := machine.installed(name))),
     }
+
+
+def shown_machine(facts: dict[str, str]) -> str:
+    """What :func:`describe_machine` gave, as the beginning of a sentence. Results without kernels are older than these."""
+    kernels = facts.get("kernels", "ONNX Runtime's")
+    where = f"{facts['CPU']}, {facts['cores']}, {facts['memory']}; {facts['system']}; CPU kernels: {kernels}"
+    return where[:1].upper() + where[1:]
 
 
 def _cpu_model() -> str:

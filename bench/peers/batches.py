@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eesd.bench.measure.results import describe_machine
+from eesd.bench.measure.results import describe_machine, shown_machine
 from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.peers.contestants import EESD, LLAMA_CPP, WORKERS, Contestant
 from eesd.bench.peers.process import PeerError, Process, started
@@ -166,12 +166,12 @@ def _agreement(samples: dict[str, dict[int, list[dict[str, Any]]]]) -> dict[str,
 
 def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
     """Lines: tokens a second, and times to the first token and between tokens, by contestant and number of clients."""
-    by, options, machine = results["results"], results["options"], results["machine"]
+    by, options = results["results"], results["options"]
     counts = list(next(iter(by.values())))
     lines = [
         f"{level} Batches: {results['group']}",
         "",
-        f"{machine['CPU']}, {machine['cores']}, {machine['memory']}; {machine['system']}. {options['threads']} threads.",
+        f"{shown_machine(results['machine'])}. {options['threads']} threads.",
         "",
         f"Greedy, {options['prompts']} texts of {options['max_new_tokens']} tokens, behind {results['prompt_tokens']} tokens "
         f"of prompts. Tokens a second of all clients together, median of {options['rounds']} (median time to the first "

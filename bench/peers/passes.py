@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from eesd.bench.measure.results import describe_machine, read_json, save_rows
+from eesd.bench.measure.results import describe_machine, read_json, save_rows, shown_machine
 from eesd.bench.peers.contestants import EESD, LLAMA_CPP, Contestant, grouped
 from eesd.bench.peers.process import Process, started
 from eesd.bench.report.stats import Interval, bootstrap
@@ -152,15 +152,14 @@ def _in_turn(
 
 def markdown(result: Passes, level: str = "#") -> list[str]:
     """Lines: a table with the groups of a context below each other, and what is needed to read it."""
-    machine, options = result.machine, result.options
+    options = result.options
     rows = [count for count in options["rows"] if count > 1]
     columns = ["", "weights, MB", "GB/s", "behind", "EESD, ms", "llama.cpp, ms", "ratio", "share, EESD", "share, llama.cpp"]
     columns += [f"{count} rows, {peer}" for peer in TAKERS for count in rows]
-    where = f"{machine['CPU']}, {machine['cores']}, {machine['memory']}; {machine['system']}"
     lines = [
         f"{level} Single passes: {result.model}",
         "",
-        f"{where}. {', '.join(result.packages.values())}. {options['threads']} threads.",
+        f"{shown_machine(result.machine)}. {', '.join(result.packages.values())}. {options['threads']} threads.",
         "",
         f"Medians of {options['repeats']} passes of each kind, in turn, and the ratio with its 95 % bootstrap interval. A pass "
         "gives the logits of all its rows; its time includes the call from Python. Share: the bytes that a pass must read (the "

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable
 
+from eesd.bench.measure.results import shown_machine
 from eesd.bench.peers.contestants import F32, Contestant, anchors, grouped
 from eesd.bench.peers.results import KINDS, Result, Run
 from eesd.bench.report.stats import Interval, bootstrap
@@ -23,15 +24,14 @@ def markdown(result: Result, level: str = "#") -> list[str]:
 
 
 def _conditions(result: Result) -> list[str]:
-    machine, options = result.machine, result.options
+    options = result.options
     lengths = {kind: len(p.tokens) for p in result.prompts for kind in KINDS if p.kind == kind}
     counts = {kind: sum(p.kind == kind for p in result.prompts) for kind in KINDS}
     prompts = " and ".join(f"{counts[kind]} of {length} tokens" for kind, length in lengths.items()) or "none"
     counted = ", counted by their processor time" if any(load.threads for load in result.loads) else ""
     packages = ", ".join(result.packages.values())
-    where = f"{machine['CPU']}, {machine['cores']}, {machine['memory']}; {machine['system']}"
     lines = [
-        f"{where[:1].upper()}{where[1:]}. {packages}.",
+        f"{shown_machine(result.machine)}. {packages}.",
         "",
         f"{options['threads']} threads{counted}, batch 1, greedy, {options['new_tokens']} new tokens, past any EOS. "
         f"Prompts: {prompts}; the same token ids for everybody. {options['processes']} processes of each contestant; those of "

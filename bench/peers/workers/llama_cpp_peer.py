@@ -17,14 +17,14 @@ def convert(model: str, output: str, variant: str) -> None:
 
     The quantizer reads any GGUF file, and turns its values to float32 first. A checkpoint is written as such a file.
     """
-    import llama_cpp
-
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
     file, source = directory / FILE, Path(model)
     if variant == "gguf":
         file.symlink_to(source)
         return
+    import llama_cpp
+
     if source.is_dir():
         source = directory / "whole.gguf"
         write_gguf(Path(model), source)
