@@ -12,17 +12,15 @@ from click.core import ParameterSource
 
 from eesd.bench import exactness
 from eesd.bench.ablation import ablate, parse_head
-from eesd.bench.draft_vocab import count_tokens, coverage_table, time_draft_steps
+from eesd.bench.draft_vocab import count_tokens, coverage_table
 from eesd.bench.measure.results import Result, read_json
 from eesd.bench.measure.resumable import ResumableRun, refuse_existing, run_with_progress
 from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import LOADERS, load_tasks
 from eesd.bench.peers import batches, passes
 from eesd.bench.peers.results import Result as Peers
-from eesd.bench.peers.results import is_comparison
 from eesd.bench.peers.table import markdown as peers_section
 from eesd.bench.questions.results import Result as Questions
-from eesd.bench.questions.results import is_questions
 from eesd.bench.questions.run import answer_questions
 from eesd.bench.questions.table import markdown as spec_bench_tables
 from eesd.bench.replay.costs import COST_MODELS
@@ -306,15 +304,6 @@ def draft_vocab(model: str, counted: tuple[Path, ...], tested: tuple[Path, ...],
     click.echo(coverage_table(np.asarray(total), categories, [int(size) for size in sizes.split()], config.eos_token_ids))
 
 
-@main.command("draft-steps", context_settings=cli.HELP)
-@click.argument("directories", nargs=-1, required=True, type=cli.PATH)
-@click.option("--threads", type=click.IntRange(1, 1024), default=2, help="CPU threads.")
-@click.option("--rounds", type=COUNT, default=50, help="Turns of each directory.")
-def draft_steps(directories: tuple[Path, ...], threads: int, rounds: int) -> None:
-    """Time a draft step of engine DIRECTORIES in turn, with ONNX Runtime on the CPU."""
-    click.echo(time_draft_steps(directories, threads, rounds))
-
-
 @main.command("replay-rounds", context_settings=cli.HELP)
 @click.argument("file", type=cli.PATH)
 def replay_log(file: Path) -> None:
@@ -367,7 +356,7 @@ def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
         found = {path: read_json(path) for path in sorted(directory.glob("*.json"), key=lambda path: path.stem)}
         files |= {path: raw for path, raw in found.items() if "clean" not in raw}  # the soak's report is no section
     replayed = [path for path, raw in files.items() if is_simulation(raw)]
-    asked = [path for path, raw in files.items() if is_questions(raw)]
+    asked = [path for path, raw in files.items() if Questions.wrote(raw)]
     sections = {path: section for path, raw in files.items() if (section := _section(path, raw))}
     first = [line for section in sections.values() for line in section]
     for path in asked:
@@ -381,9 +370,9 @@ def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
 
 def _section(path: Path, raw: Any) -> list[str]:
     """The lines of a file that is a section of its own; none for others."""
-    if is_comparison(raw):
+    if Peers.wrote(raw):
         return peers_section(Peers.load(path), "##")
-    if passes.is_passes(raw):
+    if passes.Passes.wrote(raw):
         return passes.markdown(passes.Passes.load(path), "##")
     if batches.is_batches(raw):
         return batches.markdown(raw, "##")

@@ -184,8 +184,8 @@ class _Batches:
         ]
         drafting = llm.with_speculation(WAYS["chain"][0])
         if not self._expected:
-            alone = replace(options, max_rows=1, prefix_memory=0, levels=0)
-            self._expected = [run_batch(Scheduler(drafting, alone), [request])[0][0] for request in given]
+            alone = Scheduler(drafting, replace(options, max_rows=1, prefix_memory=0, levels=0))
+            self._expected = [answer for answer, _ in run_batch(alone, given)]
         scheduler = Scheduler(drafting, options)
         found = {}
         for kind in ("batch", "prefix"):

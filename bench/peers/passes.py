@@ -5,16 +5,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
-from eesd.bench.measure.results import describe_machine, read_json, save_rows, shown_machine
+from eesd.bench.measure.results import Saved, describe_machine, shown_machine
 from eesd.bench.peers.contestants import EESD, LLAMA_CPP, Contestant, grouped
 from eesd.bench.peers.process import Process, started
 from eesd.bench.report.stats import Interval, bootstrap
 from eesd.bench.shapes import bandwidth
-from eesd.common.errors import EESDError
 
-KIND = "passes"
 TAKERS = (EESD, LLAMA_CPP)
 """Peers that can be asked for a pass over several tokens."""
 TURN = 4
@@ -46,7 +44,7 @@ class Pass:
 
 
 @dataclass
-class Passes:
+class Passes(Saved):
     """Everything that one run measured.
 
     Attributes:
@@ -65,27 +63,10 @@ class Passes:
     packages: dict[str, str] = field(default_factory=dict)
     bandwidth: dict[str, float] = field(default_factory=dict)
     passes: list[Pass] = field(default_factory=list)
-    kind: str = KIND
+    schema: int = 1
 
-    def save(self, path: Path) -> None:
-        """Write the file atomically, one measurement a line."""
-        save_rows(self, path)
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file."""
-        raw = read_json(path)
-        if not is_passes(raw):
-            raise EESDError(f"{path} has no passes; give the file that `passes` wrote.")
-        try:
-            return cls(**raw | {"passes": [Pass(**row) for row in raw["passes"]]})
-        except (KeyError, TypeError):
-            raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None
-
-
-def is_passes(raw: Any) -> bool:
-    """Whether a JSON value is a :class:`Passes`."""
-    return isinstance(raw, dict) and raw.get("kind") == KIND
+    WHAT: ClassVar = "a file of passes; measure them again"
+    ROWS: ClassVar[dict[str, type]] = {"passes": Pass}
 
 
 def weight_bytes(file: Path) -> int:
