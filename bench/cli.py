@@ -10,17 +10,17 @@ import click
 import numpy as np
 from click.core import ParameterSource
 
+from eesd.bench import exactness
 from eesd.bench.ablation import ablate, parse_head
-from eesd.bench.draft_vocab import count_tokens, coverage_table, time_draft_steps
+from eesd.bench.draft_vocab import count_tokens, coverage_table
 from eesd.bench.measure.results import Result, read_json
 from eesd.bench.measure.resumable import ResumableRun, refuse_existing, run_with_progress
 from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import LOADERS, load_tasks
+from eesd.bench.peers import batches, passes
 from eesd.bench.peers.results import Result as Peers
-from eesd.bench.peers.results import is_comparison
 from eesd.bench.peers.table import markdown as peers_section
 from eesd.bench.questions.results import Result as Questions
-from eesd.bench.questions.results import is_questions
 from eesd.bench.questions.run import answer_questions
 from eesd.bench.questions.table import markdown as spec_bench_tables
 from eesd.bench.replay.costs import COST_MODELS
@@ -305,15 +305,6 @@ def draft_vocab(model: str, counted: tuple[Path, ...], tested: tuple[Path, ...],
     click.echo(coverage_table(np.asarray(total), categories, [int(size) for size in sizes.split()], config.eos_token_ids))
 
 
-@main.command("draft-steps", context_settings=cli.HELP)
-@click.argument("directories", nargs=-1, required=True, type=cli.PATH)
-@click.option("--threads", type=click.IntRange(1, 1024), default=2, help="CPU threads.")
-@click.option("--rounds", type=COUNT, default=50, help="Turns of each directory.")
-def draft_steps(directories: tuple[Path, ...], threads: int, rounds: int) -> None:
-    """Time a draft step of engine DIRECTORIES in turn, with ONNX Runtime on the CPU."""
-    click.echo(time_draft_steps(directories, threads, rounds))
-
-
 @main.command("replay-rounds", context_settings=cli.HELP)
 @click.argument("file", type=cli.PATH)
 def replay_log(file: Path) -> None:
@@ -359,19 +350,34 @@ def spec_bench(directories: tuple[Path, ...], output: Path, resume: bool, overwr
 @click.option("-o", "--output", type=cli.PATH, default=Path("docs/results.md"), help="Markdown to write.")
 @click.option("--plots/--no-plots", default=True, help="Also draw plots (needs matplotlib).")
 def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
-    """Write Markdown and plots from RESULTS: result.json and simulation.json files, those of spec-bench, and comparisons."""
+    """Write Markdown and plots from RESULTS: files that the benchmarks wrote, and directories of them."""
     check_plots(plots)
-    files = {path: read_json(path) for path in results}
+    files = {path: read_json(path) for path in results if not path.is_dir()}
+    for directory in (path for path in results if path.is_dir()):
+        found = {path: read_json(path) for path in sorted(directory.glob("*.json"), key=lambda path: path.stem)}
+        files |= {path: raw for path, raw in found.items() if "clean" not in raw}  # the soak's report is no section
     replayed = [path for path, raw in files.items() if is_simulation(raw)]
-    compared = [path for path, raw in files.items() if is_comparison(raw)]
-    asked = [path for path, raw in files.items() if is_questions(raw)]
-    measured = [Result.load(path) for path in files if path not in (*replayed, *compared, *asked)]
+    asked = [path for path, raw in files.items() if Questions.wrote(raw)]
+    sections = {path: section for path, raw in files.items() if (section := _section(path, raw))}
+    first = [line for section in sections.values() for line in section]
+    for path in asked:
+        first += spec_bench_tables(Questions.load(path), "##", published=path is asked[-1])
+    measured = [Result.load(path) for path in files if path not in (*replayed, *asked, *sections)]
+    measured.sort(key=lambda result: result.kind, reverse=True)
     simulations = [Simulation.load(path) for path in replayed]
-    questions = [Questions.load(path) for path in asked]
-    first = [line for one in questions for line in spec_bench_tables(one, "##", published=one is questions[-1])]
-    first += [line for path in compared for line in peers_section(Peers.load(path), "##")]
     write_report(measured, simulations, output, plots, first)
     click.echo(output)
+
+
+def _section(path: Path, raw: Any) -> list[str]:
+    """The lines of a file that is a section of its own; none for others."""
+    if Peers.wrote(raw):
+        return peers_section(Peers.load(path), "##")
+    if passes.Passes.wrote(raw):
+        return passes.markdown(passes.Passes.load(path), "##")
+    if batches.is_batches(raw):
+        return batches.markdown(raw, "##")
+    return exactness.markdown(raw, "##") if exactness.is_exactness(raw) else []
 
 
 if __name__ == "__main__":

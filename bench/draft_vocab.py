@@ -1,9 +1,7 @@
-"""What a draft vocabulary costs and saves: the share of a text's tokens that it has, and the time of a draft step."""
+"""What a draft vocabulary costs: the share of a text's tokens that it has."""
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -12,14 +10,9 @@ from numpy.typing import NDArray
 from eesd.common.draft_vocab import most_used
 from eesd.common.errors import EESDError
 from eesd.common.json_input import json_lines, read_text
-from eesd.common.manifest_reader import load_manifest
-from eesd.runtime.engines.backends import open_engines
-from eesd.runtime.engines.base import Binding
 from eesd.runtime.text import TextCodec
 
 REMEDY = "give a text, or JSON lines with text, prompt, turns or messages"
-CONTEXT, STEPS = 64, 8
-"""Tokens behind which draft steps are timed, and steps in a row of one engine."""
 
 Counts = NDArray[np.int64]
 
@@ -76,47 +69,3 @@ def coverage_table(chosen_by: Counts, tested: Mapping[str, Counts], sizes: Seque
         shares = [f"{counts[chosen].sum() / max(counts.sum(), 1):.1%}" for chosen in ids]
         lines.append(f"| {name} | {counts.sum()} | {' | '.join(shares)} |")
     return "\n".join(lines)
-
-
-def time_draft_steps(directories: Sequence[Path], threads: int, rounds: int) -> str:
-    """Time draft steps of one token of several engine directories in turn, with ONNX Runtime on the CPU.
-
-    A first step after another engine's finds its weights outside of the caches, so it does not count.
-
-    Args:
-        directories: The engine directories.
-        threads: CPU threads of an engine.
-        rounds: Turns of each engine.
-
-    Returns:
-        A Markdown table.
-    """
-    manifests = [load_manifest(directory) for directory in directories]
-    bindings: list[Binding] = []
-    for directory, manifest in zip(directories, manifests, strict=True):
-        engine = open_engines(directory, manifest, "ort", threads, draft=True).draft
-        assert engine is not None
-        kv_cache = engine.new_kv_cache()
-        kv_cache.reserve(CONTEXT + 1)
-        bindings.append(engine.bind(kv_cache))
-    seconds: list[list[float]] = [[] for _ in directories]
-    for _ in range(rounds):
-        for binding, times in zip(bindings, seconds, strict=True):
-            times += _timed(binding)[1:]
-    lines = ["| engine directory | draft vocabulary | LM head | draft step, ms |", "|---|---|---|---|"]
-    for directory, manifest, times in zip(directories, manifests, seconds, strict=True):
-        columns = manifest.draft.results[0].shape[-1]
-        one = manifest.quantization.draft
-        kind = manifest.dtype if one is None else one.weights
-        lines.append(f"| {directory} | {columns} | {kind} | {1000 * median(times):.2f} |")
-    return "\n".join(lines)
-
-
-def _timed(binding: Binding) -> list[float]:
-    """Seconds of ``STEPS`` draft steps."""
-    times = []
-    for _ in range(STEPS):
-        started = time.perf_counter()
-        binding.forward([1], [CONTEXT], CONTEXT)
-        times.append(time.perf_counter() - started)
-    return times

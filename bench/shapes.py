@@ -41,11 +41,13 @@ from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import LLM, Speculation
 
-Shape = tuple[dict[str, int], int]
+Shape = tuple[dict[str, int | bool], int]
 """Sizes of a Llama for ``config.json``, and the exit layer."""
 
 
-def _llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, exit_layer: int) -> Shape:
+def _llama(
+    vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, exit_layer: int, tied: bool = False
+) -> Shape:
     sizes = {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -53,12 +55,15 @@ def _llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_head
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": tied,
     }
     return sizes, exit_layer
 
 
 SHAPES = {
     "tiny": _llama(256, 64, 96, 4, 4, 2, 1),
+    "small": _llama(512, 256, 512, 4, 4, 2, 1),
+    "1b": _llama(128256, 2048, 8192, 16, 32, 8, 4, tied=True),
     "7b": _llama(32000, 4096, 11008, 32, 32, 32, 4),
     "13b": _llama(32000, 5120, 13824, 40, 40, 40, 4),
 }
@@ -66,7 +71,7 @@ PROMPT, SLOTS, TREE_NODES = 512, 1024, 64
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 BLOCK = 1 << 22
 """Distinct random numbers of a checkpoint, which repeats them: billions would take minutes and not change the timing."""
-MEMORY_BYTES = 1 << 28
+MEMORY_BYTES = 1 << 29
 """What is copied or read to measure the bandwidth, larger than any cache."""
 LOADS = 3
 """Times that engines are loaded on a CPU. On a GPU they are loaded once: they may fill its memory."""
@@ -76,10 +81,16 @@ NUM_KV_CACHES = 2
 
 
 def write_checkpoint(directory: Path, shape: Shape) -> None:
-    """Write a float16 Llama with random weights in one safetensors file."""
+    """Write a float16 Llama with random weights in one safetensors file, and a tokenizer of single bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     from eesd.model.config import load_config
 
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    vocabulary = {character: index for index, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "th": len(vocabulary)}, merges=[("t", "h")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(directory / "tokenizer.json"))
     config = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "dtype": "float16"}
     (directory / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": 2} | shape[0]))
     header, end = {}, 0

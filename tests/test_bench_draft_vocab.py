@@ -1,11 +1,10 @@
-"""``eesd-bench draft-vocab`` and ``draft-steps``."""
+"""``eesd-bench draft-vocab``."""
 
 import json
 from pathlib import Path
 
 import pytest
 from support.command import assert_refused, run, succeed
-from support.harness import Harness
 
 from eesd.bench.cli import main
 
@@ -42,10 +41,3 @@ def test_bad_input_is_refused(text_model: Path, tmp_path: Path, text: str, sizes
     path.write_text(text)
     options = ("--model", text_model, "--count", path, "--text", path, "--sizes", sizes)
     assert_refused(run(main, "draft-vocab", *options), *words)
-
-
-def test_draft_steps_are_timed(harness: Harness, reduced_harness: Harness) -> None:
-    result = succeed(main, "draft-steps", harness.directory, reduced_harness.directory, "--rounds", 2, "--threads", 1)
-    whole, reduced = cells(result.stdout)
-    assert whole[1:3] == ["97", "float32"] and reduced[1:3] == ["77", "float32"]
-    assert float(whole[3]) > 0 and float(reduced[3]) > 0

@@ -1,5 +1,6 @@
 """Drafting changes no bit of the logits that choose a token, and what checks this notices when it is not so."""
 
+import json
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ from support.harness import Wrapped
 from support.without_operators import needs_operators, without_operators
 
 import eesd
+from eesd.bench.cli import main as report_main
+from eesd.bench.exactness import WAYS, Row, combinations, open_with
 from eesd.bench.exactness import main as bench_main
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
@@ -335,6 +338,22 @@ def test_export_reports_bits(exported: Export, tmp_path: Path) -> None:
     assert "verify: logits of calls of 1 to 6 tokens equal in every bit" in result.stdout
 
 
-def test_the_benchmark_counts_positions(exported: Export) -> None:
-    result = succeed(bench_main, exported("int4"), "--positions", 100, "--new-tokens", 30, "--threads", 1)
-    assert "0 of 120 positions differ" in result.stdout
+@needs_operators()
+def test_the_benchmark_compares_all_ways(exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, report = tmp_path / "exactness.json", tmp_path / "results.md"
+    done = succeed(bench_main, exported("int4"), "--new-tokens", 8, "-o", output)
+    engines = len(combinations("ort"))
+    texts = 2 * engines * (2 * 2 * (len([way for ways in WAYS.values() for way in ways]) + 2) + 8)
+    assert f"{texts} texts compared, 0 differ" in done.stdout
+    rows = [Row(**row) for row in json.loads(output.read_text())["rows"]]
+    assert {row.kind for row in rows} == {*WAYS, "calls", "chunks", "batch", "prefix"} and not any(
+        row.different for row in rows
+    )
+    assert {row.activations for row in rows} == {"int8", "float32"} and {row.threads for row in rows} == {1, 2}
+    assert all(row.positions for row in rows)
+    succeed(report_main, "report", output, "-o", report, "--no-plots")
+    assert f"**0 of {texts} texts differ**" in report.read_text()
+
+    monkeypatch.setattr("eesd.bench.exactness.open_with", lambda *given: inexact(open_with(*given)))
+    broken = succeed(bench_main, exported("float32"), "--new-tokens", 8)
+    assert f"{texts // 2} texts compared, 0 differ" not in broken.stdout

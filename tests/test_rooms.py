@@ -29,7 +29,6 @@ MAY_IMPORT_INSIDE = {
     "bench.replay": {"bench.measure"},
     "bench.report": {"bench.measure", "bench.replay"},
     "bench.peers": {"bench.measure", "bench.report"},
-    "bench.serving": {"bench.measure", "bench.peers"},
 }
 """Parts of a room that may import only these other parts of it."""
 TORCH_FREE = {"common", "controllers", "runtime"}

@@ -8,27 +8,36 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from eesd.common import json_input, machine
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
+from eesd.runtime.engines import operators
 
 SCHEMA = 2
 LIBRARIES = ("eesd", "numpy", "onnxruntime", "torch", "tokenizers")
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, cores that this process may use, GPU, memory, system and library versions."""
+    """Processor, cores that this process may use, kernels of the CPU engine, GPU, memory, system and library versions."""
     facts = machine.describe()
     return {
         "CPU": _cpu_model(),
         "cores": f"{machine.cores()} cores ({', '.join(machine.cpu_features())})",
+        "kernels": "ONNX Runtime's" if operators.missing() else operators.fastest(),
         "memory": facts["memory"],
         "GPU": facts["GPU"],
         "system": f"{platform.system()}, Python {platform.python_version()}",
         "libraries": ", ".join(f"{name} {found}" for name in LIBRARIES if (found := machine.installed(name))),
     }
+
+
+def shown_machine(facts: dict[str, str]) -> str:
+    """What :func:`describe_machine` gave, as the beginning of a sentence. Results without kernels are older than these."""
+    kernels = facts.get("kernels", "ONNX Runtime's")
+    where = f"{facts['CPU']}, {facts['cores']}, {facts['memory']}; {facts['system']}; CPU kernels: {kernels}"
+    return where[:1].upper() + where[1:]
 
 
 def _cpu_model() -> str:
@@ -151,8 +160,49 @@ class Tuning:
         return list(self.seconds)[-1]
 
 
+class Saved:
+    """A dataclass that is a JSON file, with a line for each item of its lists."""
+
+    WHAT: ClassVar[str]
+    """What the file is, for a message."""
+    ROWS: ClassVar[dict[str, type]]
+    """Lists of dataclasses, and what they hold. A file of this kind has all of them."""
+    schema: int
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically: each item of its lists, a dataclass or a dict, has a line."""
+        parts = []
+        for item in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            if isinstance(value, list):
+                rows = [json.dumps(row if isinstance(row, dict) else rounded(asdict(row))) for row in value]
+                parts.append(f'"{item.name}": [\n' + ",\n".join(rows) + "\n]")
+            else:
+                parts.append(f'"{item.name}": {json.dumps(value)}')
+        with written_whole(path) as temporary:
+            temporary.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file, and for another schema."""
+        raw = read_json(path)
+        if not cls.wrote(raw):
+            raise EESDError(f"{path} is not {cls.WHAT}.")
+        if raw.get("schema") != cls.schema:
+            raise EESDError(f"{path} has schema {raw.get('schema')}, this EESD reads schema {cls.schema}; measure again.")
+        try:
+            return cls(**raw | {name: [kind(**row) for row in raw[name]] for name, kind in cls.ROWS.items()})
+        except (KeyError, TypeError):
+            raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None
+
+    @classmethod
+    def wrote(cls, raw: Any) -> bool:
+        """Whether a JSON value is such a file, though it may be damaged."""
+        return isinstance(raw, dict) and next(iter(cls.ROWS)) in raw
+
+
 @dataclass
-class Result:
+class Result(Saved):
     """Everything that one benchmark measured.
 
     Attributes:
@@ -193,23 +243,10 @@ class Result:
             self.configurations.append(configuration)
         return self.configurations.index(configuration)
 
-    def save(self, path: Path) -> None:
-        """Write the file atomically, one run a line."""
-        save_rows(self, path)
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file, and for another schema."""
-        raw = read_json(path)
-        if not isinstance(raw, dict) or "runs" not in raw:
-            raise EESDError(f"{path} is not a result of eesd-bench; give a result.json.")
-        if raw.get("schema") != SCHEMA:
-            raise EESDError(f"{path} has schema {raw.get('schema')}, this EESD reads schema {SCHEMA}; measure again.")
-        try:
-            rows = {"tunings": Tuning, "configurations": Configuration, "sweeps": CallLatency, "runs": Run}
-            return cls(**raw | {name: [kind(**row) for row in raw[name]] for name, kind in rows.items()})
-        except (KeyError, TypeError):
-            raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None
+    WHAT: ClassVar = "a result of eesd-bench; give a result.json"
+    ROWS: ClassVar[dict[str, type]] = {
+        "tunings": Tuning, "configurations": Configuration, "sweeps": CallLatency, "runs": Run
+    }  # fmt: skip
 
 
 def acceptance_by_depth(runs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
@@ -234,17 +271,3 @@ def rounded(value: Any) -> Any:
 def read_json(path: Path) -> Any:
     """The JSON value of a file that eesd-bench wrote. Raises :class:`EESDError` if the file is not JSON."""
     return json_input.read_json(path, "give a file that eesd-bench wrote")
-
-
-def save_rows(result: Any, path: Path) -> None:
-    """Write a dataclass as JSON, atomically: each item of its lists, a dataclass or a dict, has a line."""
-    parts = []
-    for item in fields(result):
-        value = getattr(result, item.name)
-        if isinstance(value, list):
-            rows = [json.dumps(row if isinstance(row, dict) else rounded(asdict(row))) for row in value]
-            parts.append(f'"{item.name}": [\n' + ",\n".join(rows) + "\n]")
-        else:
-            parts.append(f'"{item.name}": {json.dumps(value)}')
-    with written_whole(path) as temporary:
-        temporary.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")

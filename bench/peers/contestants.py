@@ -1,17 +1,19 @@
-"""Who takes part: runtimes, the forms of a checkpoint that each reads, and the ways in which each decodes."""
+"""Who takes part: runtimes, the forms of a model that each reads, and the ways in which each decodes."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from eesd.common.errors import EESDError
 
-GGUF = "gguf"
-GROUPS = ("float32", "int8", "int4", GGUF)
-"""Contestants of a group run side by side, and are compared with EESD's plain decoding in that group.
-Those of GGUF read one file, or the nearest form of it."""
-EESD = "EESD"
+F32, GGUF = "F32", "gguf"
+TYPES = ("Q4_0", "Q4_1", "Q4_K_M", "Q5_K_M", "Q6_K", "Q2_K", "Q3_K_M", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16")
+"""Types of GGUF files that llama.cpp's quantizer writes."""
+GROUPS = (GGUF, *TYPES, F32)
+"""Forms of a model, each a file; ``gguf`` is the file that was given. Contestants of a group read one file, or the nearest form
+of it. They run side by side, and are compared with EESD's plain decoding in that group."""
+EESD, LLAMA_CPP = "EESD", "llama.cpp"
 WORKERS = Path(__file__).parent / "workers"
 
 
@@ -21,56 +23,34 @@ class Peer:
 
     Attributes:
         worker: Its file in ``workers/``.
-        variants: Its forms of a checkpoint, and the group of each.
-        modes: Ways to decode besides plainly, and the variants that are run so; none for all variants.
-        install: What to install in the peers' environment.
-        converts: Whether it needs the checkpoint in a form of its own.
+        modes: Ways to decode besides plainly.
+        converts: Whether it needs the model in a form of its own.
+        extra: Variants besides one for each group, and the group of each.
     """
 
     worker: str
-    variants: dict[str, str]
-    modes: dict[str, tuple[str, ...]]
-    install: str
+    modes: tuple[str, ...]
     converts: bool = True
+    extra: Mapping[str, str] = field(default_factory=dict)
 
 
 PEERS = {
-    EESD: Peer("eesd_peer.py", {group: group for group in GROUPS}, {"drafting": ()}, "eesd[export]"),
-    "llama.cpp": Peer(
-        "llama_cpp_peer.py",
-        {"F32": "float32", "Q8_0": "int8", "Q4_0": "int4", "Q4_K_M": "int4", GGUF: GGUF},
-        {"lookup": ("F32", "Q8_0", "Q4_0", GGUF)},
-        "llama-cpp-python gguf torch safetensors",
-    ),
-    "OpenVINO": Peer(
-        "openvino_peer.py",
-        {"fp32": "float32", "int8": "int8", "int4": "int4", GGUF: GGUF},
-        {"lookup": ()},
-        "openvino-genai",
-    ),
-    "ort-genai": Peer(
-        "ort_genai_peer.py",
-        {"fp32": "float32", "int8": "int8", "int4": "int4", GGUF: GGUF, f"{GGUF}-int8": GGUF},
-        {"lookup": ()},
-        "onnxruntime-genai onnx-ir torch transformers gguf",
-    ),
-    "transformers": Peer(
-        "transformers_peer.py",
-        {"fp32": "float32", "bf16": "float32"},
-        {"lookup": ("fp32",), "early-exit": ("fp32",)},
-        "transformers torch",
-        converts=False,
-    ),
+    LLAMA_CPP: Peer("llama_cpp_peer.py", ("lookup",)),
+    EESD: Peer("eesd_peer.py", ("drafting",)),
+    "OpenVINO": Peer("openvino_peer.py", ("lookup",)),
+    "ort-genai": Peer("ort_genai_peer.py", ("lookup",), extra={f"{GGUF}-int8": GGUF}),
+    "transformers": Peer("transformers_peer.py", ("lookup", "early-exit"), converts=False),
 }
+"""llama.cpp comes first: its quantizer makes the files that the others read."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One runtime with one form of the checkpoint and one way to decode.
+    """One runtime with one form of the model and one way to decode.
 
     Attributes:
         peer: Key of :data:`PEERS`.
-        variant: Form of the checkpoint; of EESD the name of an engine directory.
+        variant: Form of the model; of EESD the name of an engine directory.
         mode: ``plain``, or a mode of the peer.
         group: Of :data:`GROUPS`.
         path: What the worker loads.
@@ -96,8 +76,8 @@ class Contestant:
 
 
 def of_variant(peer: str, variant: str, group: str, path: Path) -> list[Contestant]:
-    """The contestants of one form of the checkpoint: plain first."""
-    modes = [mode for mode, variants in PEERS[peer].modes.items() if not variants or variant in variants]
+    """The contestants of one form of the model: plain first. The made types are only decoded plainly."""
+    modes = PEERS[peer].modes if group in (F32, GGUF) else ()
     return [Contestant(peer, variant, mode, group, str(path)) for mode in ("plain", *modes)]
 
 
@@ -105,7 +85,7 @@ def group_of(variant: str) -> str:
     """The group of an engine directory's name, which begins with it. Raises :class:`EESDError` for other names."""
     group = variant.partition("-")[0]
     if group not in GROUPS:
-        raise EESDError(f"--eesd {variant!r} begins with no group; name it {', '.join(GROUPS)}, or such as int4-small.")
+        raise EESDError(f"--eesd {variant!r} begins with no group; name it {', '.join(GROUPS)}, or such as Q4_0-small.")
     return group
 
 
@@ -127,4 +107,12 @@ def anchors(contestants: Iterable[Contestant]) -> dict[str, Contestant]:
     for contestant in contestants:
         if contestant.peer == EESD and contestant.is_plain:
             found.setdefault(contestant.group, contestant)
+    return found
+
+
+def grouped(contestants: Iterable[Contestant]) -> dict[str, list[Contestant]]:
+    """The contestants by group, in their order."""
+    found: dict[str, list[Contestant]] = {}
+    for contestant in contestants:
+        found.setdefault(contestant.group, []).append(contestant)
     return found

@@ -1,15 +1,15 @@
-"""One checkpoint in the forms that the peers read, in a work directory, with a record of what was made and what was not."""
+"""One model in the forms that the peers read, in a work directory, with a record of what was made and what was not."""
 
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
-from eesd.bench.peers.contestants import EESD, GGUF, PEERS, WORKERS, Contestant, group_of, of_variant
+from eesd.bench.peers.contestants import EESD, F32, GGUF, LLAMA_CPP, PEERS, WORKERS, Contestant, group_of, of_variant
 from eesd.bench.peers.process import PeerError, one_line, started
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, written_whole
@@ -17,6 +17,8 @@ from eesd.common.json_input import read_json_object
 
 RECORD = "work.json"
 REMEDY = "make it with: python -m eesd.bench.peers convert"
+MADE_UP = "checkpoint"
+"""Name of a checkpoint with made-up weights in the work directory. Its exports are not checked: that takes long."""
 EXIT_SHARE = 4
 """Without an exit head, the exit is behind this fraction of the layers."""
 
@@ -59,18 +61,21 @@ class Work:
             directory: The work directory.
             engines: Engine directories of EESD by name; none for those in the work directory.
         """
-        own = engines or {v: variant_dir(directory, EESD, v) for v in PEERS[EESD].variants if f"{EESD} {v}" in self.made}
+        made = [tuple(name.split(" ")) for name in self.made]
+        own = engines or {variant: variant_dir(directory, EESD, variant) for peer, variant in made if peer == EESD}
         found = [c for variant, path in own.items() for c in of_variant(EESD, variant, group_of(variant), path)]
-        for name, peer in PEERS.items():
-            for variant, group in peer.variants.items():
-                if name != EESD and (f"{name} {variant}" in self.made if peer.converts else not Path(self.model).is_file()):
-                    path = variant_dir(directory, name, variant) if peer.converts else Path(self.model)
-                    found += of_variant(name, variant, group, path)
+        for peer, variant in made:
+            if peer != EESD:
+                found += of_variant(peer, variant, group_of(variant), variant_dir(directory, peer, variant))
+        if not Path(self.model).is_file():
+            found += [
+                c for name, peer in PEERS.items() if not peer.converts for c in of_variant(name, F32, F32, Path(self.model))
+            ]
         return found
 
 
 def variant_dir(directory: Path, peer: str, variant: str) -> Path:
-    """Where the work directory has a converted checkpoint."""
+    """Where the work directory has a form of the model."""
     return directory / f"{peer}-{variant}"
 
 
@@ -79,12 +84,12 @@ def directory_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-def variants(model: Path) -> list[str]:
-    """All conversions of a checkpoint, in order: of a GGUF file EESD in float32, which judges the quality, and its own form."""
-    found = [(name, *form) for name, peer in PEERS.items() if peer.converts for form in peer.variants.items()]
-    if not model.is_file():
-        return [f"{name} {variant}" for name, variant, group in found if group != GGUF]
-    return [f"{name} {variant}" for name, variant, group in found if group == GGUF or (name, group) == (EESD, "float32")]
+def variants(model: Path, types: Sequence[str]) -> list[str]:
+    """All conversions of a model, in order: float32, which judges the quality; the file itself; files of other types."""
+    groups = [F32, *([GGUF] if model.is_file() else []), *types]
+    peers = {name: peer for name, peer in PEERS.items() if peer.converts}
+    found = [f"{name} {group}" for group in groups for name in peers]
+    return found + [f"{name} {extra}" for name, peer in peers.items() for extra, of in peer.extra.items() if of in groups]
 
 
 def exit_layer(model: Path, given: int | None, exit_head: Path | None) -> tuple[int, list[str]]:
@@ -103,7 +108,7 @@ def exit_layer(model: Path, given: int | None, exit_head: Path | None) -> tuple[
 
 
 def convert(
-    work: Work, directory: Path, pythons: dict[str, str], export: list[str], wanted: set[str], seconds: float,
+    work: Work, directory: Path, head: list[str], sizes: list[str], wanted: Sequence[str], seconds: float,
     report: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Make every wanted variant that is not there, and keep the record.
@@ -111,15 +116,12 @@ def convert(
     Args:
         work: The record, which is updated and saved.
         directory: The work directory.
-        pythons: Interpreters of single peers, instead of that of all.
-        export: Options of ``eesd-export``.
-        wanted: Names of variants.
+        head, sizes: Options of ``eesd-export`` for the exit head, and others.
+        wanted: Names of variants, in order.
         seconds: Longest time of one conversion.
         report: Called with a line for each variant.
     """
-    for name in variants(Path(work.model)):
-        if name not in wanted:
-            continue
+    for name in wanted:
         peer, variant = name.split(" ")
         output = variant_dir(directory, peer, variant)
         if name in work.made and output.exists():
@@ -130,9 +132,10 @@ def convert(
         begun = time.monotonic()
         try:
             if peer == EESD:
-                _export(work.model, output, variant, export, seconds)
+                _export(work, directory, variant, head, sizes, seconds)
             else:
-                _convert(work.model, output, peer, variant, pythons.get(peer, work.python), seconds)
+                source = Path(work.model) if peer == LLAMA_CPP else file_of(work, directory, variant)
+                _convert(source, output, peer, variant, work.python, seconds)
         except PeerError as error:
             work.skipped[name] = str(error)
             report(f"{name}: skipped; {error}")
@@ -143,16 +146,37 @@ def convert(
         work.save(directory)
 
 
-def _convert(model: str, output: Path, peer: str, variant: str, python: str, seconds: float) -> None:
+def file_of(work: Work, directory: Path, variant: str) -> Path:
+    """The GGUF file of a variant: the given one, or what llama.cpp's quantizer made of it."""
+    if group_of(variant) == GGUF:
+        return Path(work.model)
+    path = variant_dir(directory, LLAMA_CPP, variant) / "model.gguf"
+    if not path.exists():
+        raise PeerError(f"llama.cpp {variant} is missing, which is the file to read")
+    return path.absolute()
+
+
+def _convert(source: Path, output: Path, peer: str, variant: str, python: str, seconds: float) -> None:
     with started(python, WORKERS / PEERS[peer].worker, 1, seconds) as process, directory_written_whole(output) as temporary:
-        process.ask("convert", model=model, output=str(temporary), variant=variant)
+        process.ask("convert", model=str(source), output=str(temporary), variant=variant)
 
 
-def _export(model: str, output: Path, variant: str, options: list[str], seconds: float) -> None:
-    """Export for EESD with the benchmark's own interpreter, and load it once: the first load writes packed weights."""
-    quantize = ["--quantize", {"float32": "none", GGUF: "keep"}.get(variant, variant)]
-    command = [sys.executable, "-m", "eesd.export.cli", "--model", model, "--output", str(output), "--dtype", "float32"]
-    done = subprocess.run([*command, *quantize, *options], capture_output=True, text=True, check=False)
+def _export(work: Work, directory: Path, variant: str, head: list[str], sizes: list[str], seconds: float) -> None:
+    """Export for EESD with the benchmark's own interpreter, and load it once: the first load writes packed weights.
+
+    The given exit head fits the file as it is, and its values in float32; other types get an untrained one.
+    """
+    output = variant_dir(directory, EESD, variant)
+    if variant == F32:
+        source, options = work.model, [*head, "--dtype", "float32", "--quantize", "none"]
+    elif variant == GGUF:
+        source, options = work.model, head
+    else:
+        source, options = str(file_of(work, directory, variant)), ["--exit-layer", str(work.exit_layer)]
+    if Path(work.model).name == MADE_UP:
+        sizes = [*sizes, "--no-check"]
+    command = [sys.executable, "-m", "eesd.export.cli", "--model", source, "--output", str(output), *options, *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PeerError(f"eesd-export: {one_line(done.stderr)}")
     with started(sys.executable, WORKERS / PEERS[EESD].worker, 1, seconds) as process:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eesd.bench.peers.contestants import EESD, GROUPS, PEERS, Contestant
+from eesd.bench.peers.contestants import EESD, PEERS, Contestant, grouped
 from eesd.bench.peers.process import PeerError, Process, busy_threads, started
 from eesd.bench.peers.quality import measure_quality, reference_of
 from eesd.bench.peers.results import Load, Prompt, Quality, Result, Run
@@ -96,10 +96,8 @@ class Comparison:
         for name in [name for name in self.result.skipped if name in {c.name for c in self.result.contestants}]:
             del self.result.skipped[name]  # a contestant that failed gets another chance
         for process in range(self.options.processes):
-            for group in GROUPS:
-                members = [c for c in self.result.contestants if c.group == group]
-                if members:
-                    self._measure_group(process, group, members)
+            for group, members in grouped(self.result.contestants).items():
+                self._measure_group(process, group, members)
         if windows:
             self._measure_quality(windows, others)
         self.result.complete = not any(c.name in self.result.skipped for c in self.result.contestants)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.bench.peers.contestants import EESD, Contestant
+from eesd.bench.peers.contestants import EESD, F32, Contestant
 from eesd.bench.peers.process import PeerError, Process
 from eesd.bench.peers.results import Quality
 from eesd.common.errors import EESDError
@@ -42,11 +42,11 @@ def _log_softmax(logits: Logits) -> Logits:
 
 def reference_of(contestants: list[Contestant]) -> Contestant:
     """Whose logits are float32: EESD's, or those of transformers. Raises :class:`EESDError` if neither is there."""
-    for peer, variant in ((EESD, None), ("transformers", "fp32")):
+    for peer in (EESD, "transformers"):
         for c in contestants:
-            if c.peer == peer and c.is_plain and c.group == "float32" and variant in (None, c.variant):
+            if c.peer == peer and c.is_plain and c.group == F32:
                 return c
-    raise EESDError("The quality needs a float32 reference; convert EESD float32.")
+    raise EESDError("The quality needs a float32 reference; convert EESD F32.")
 
 
 class Judge:

@@ -1,12 +1,10 @@
 """The result of a comparison: one JSON file with every run, saved after each round so that it can be resumed."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
-from eesd.bench.measure.results import describe_machine, read_json, save_rows
+from eesd.bench.measure.results import Saved, describe_machine
 from eesd.bench.peers.contestants import Contestant
-from eesd.common.errors import EESDError
 
 SCHEMA = 1
 KINDS = ("short", "long", "longest")
@@ -86,7 +84,7 @@ class Quality:
 
 
 @dataclass
-class Result:
+class Result(Saved):
     """Everything that one comparison measured.
 
     Attributes:
@@ -123,25 +121,7 @@ class Result:
         """Whether all of these contestants have decoded this prompt in this process."""
         return names <= {run.contestant for run in self.runs if (run.process, run.prompt) == (process, prompt)}
 
-    def save(self, path: Path) -> None:
-        """Write the file atomically, one measurement a line."""
-        save_rows(self, path)
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file, and for another schema."""
-        raw = read_json(path)
-        if not is_comparison(raw):
-            raise EESDError(f"{path} is not a comparison with peers; give the results.json of its run.")
-        if raw.get("schema") != SCHEMA:
-            raise EESDError(f"{path} has schema {raw.get('schema')}, this EESD reads schema {SCHEMA}; measure again.")
-        rows = {"contestants": Contestant, "prompts": Prompt, "qualities": Quality, "loads": Load, "runs": Run}
-        try:
-            return cls(**raw | {name: [kind(**row) for row in raw[name]] for name, kind in rows.items()})
-        except (KeyError, TypeError):
-            raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None
-
-
-def is_comparison(raw: Any) -> bool:
-    """Whether a JSON value is a :class:`Result`."""
-    return isinstance(raw, dict) and "contestants" in raw
+    WHAT: ClassVar = "a comparison with peers; give the results.json of its run"
+    ROWS: ClassVar[dict[str, type]] = {
+        "contestants": Contestant, "prompts": Prompt, "qualities": Quality, "loads": Load, "runs": Run
+    }  # fmt: skip

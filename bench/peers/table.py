@@ -3,7 +3,8 @@
 import statistics
 from collections.abc import Callable, Iterable
 
-from eesd.bench.peers.contestants import GROUPS, Contestant, anchors
+from eesd.bench.measure.results import shown_machine
+from eesd.bench.peers.contestants import F32, Contestant, anchors, grouped
 from eesd.bench.peers.results import KINDS, Result, Run
 from eesd.bench.report.stats import Interval, bootstrap
 
@@ -13,9 +14,8 @@ Value = Callable[[Run], float]
 def markdown(result: Result, level: str = "#") -> list[str]:
     """Lines: a table for each group, and what is needed to read it. ``level`` begins the heading."""
     lines = [f"{level} EESD against other runtimes: {result.model['name']}", "", *_conditions(result)]
-    for group in GROUPS:
-        members = [c for c in result.contestants if c.group == group and any(r.contestant == c.name for r in result.runs)]
-        if members:
+    for group, everybody in grouped(result.contestants).items():
+        if members := [c for c in everybody if any(r.contestant == c.name for r in result.runs)]:
             lines += [f"{level}# {group}", "", *_table(result, members), ""]
     lines += _quality(result, f"{level}# Quality")
     if result.skipped:
@@ -24,15 +24,14 @@ def markdown(result: Result, level: str = "#") -> list[str]:
 
 
 def _conditions(result: Result) -> list[str]:
-    machine, options = result.machine, result.options
+    options = result.options
     lengths = {kind: len(p.tokens) for p in result.prompts for kind in KINDS if p.kind == kind}
     counts = {kind: sum(p.kind == kind for p in result.prompts) for kind in KINDS}
     prompts = " and ".join(f"{counts[kind]} of {length} tokens" for kind, length in lengths.items()) or "none"
     counted = ", counted by their processor time" if any(load.threads for load in result.loads) else ""
     packages = ", ".join(result.packages.values())
-    where = f"{machine['CPU']}, {machine['cores']}, {machine['memory']}; {machine['system']}"
     lines = [
-        f"{where[:1].upper()}{where[1:]}. {packages}.",
+        f"{shown_machine(result.machine)}. {packages}.",
         "",
         f"{options['threads']} threads{counted}, batch 1, greedy, {options['new_tokens']} new tokens, past any EOS. "
         f"Prompts: {prompts}; the same token ids for everybody. {options['processes']} processes of each contestant; those of "
@@ -98,7 +97,7 @@ def _interval(found: Interval, scale: float, style: str, bold: str = "") -> str:
 def same_tokens(result: Result, contestant: Contestant) -> str:
     """Median common prefix with the tokens that should be the same; empty if there are none."""
     if contestant.is_plain:
-        anchor = anchors(result.contestants).get("float32") if contestant.group == "float32" else None
+        anchor = anchors(result.contestants).get(F32) if contestant.group == F32 else None
     else:
         weights = (contestant.peer, contestant.variant, "plain")
         anchor = next((c for c in result.contestants if (c.peer, c.variant, c.mode) == weights), None)

@@ -1,11 +1,9 @@
 """What the questions took, in each configuration; the file that holds it."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
-from eesd.bench.measure.results import describe_machine, read_json, save_rows
-from eesd.common.errors import EESDError
+from eesd.bench.measure.results import Saved, describe_machine
 
 KIND = "questions"
 SCHEMA = 1
@@ -45,7 +43,7 @@ class Answer:
 
 
 @dataclass
-class Result:
+class Result(Saved):
     """Everything that one run measured.
 
     Attributes:
@@ -73,22 +71,5 @@ class Result:
         """Whether a question is answered already."""
         return any((a.engine, a.sampling, a.question) == (engine, sampling, question) for a in self.answers)
 
-    def save(self, path: Path) -> None:
-        """Write the file atomically, one answer a line."""
-        save_rows(self, path)
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file."""
-        raw = read_json(path)
-        if not is_questions(raw) or raw.get("schema") != SCHEMA:
-            raise EESDError(f"{path} is not a result of eesd-bench spec-bench; measure again.")
-        try:
-            return cls(**raw | {"answers": [Answer(**row) for row in raw["answers"]]})
-        except (KeyError, TypeError):
-            raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None
-
-
-def is_questions(raw: Any) -> bool:
-    """Whether a JSON value is a result of this benchmark."""
-    return isinstance(raw, dict) and raw.get("kind") == KIND
+    WHAT: ClassVar = "a result of eesd-bench spec-bench; measure again"
+    ROWS: ClassVar[dict[str, type]] = {"answers": Answer}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from eesd.bench.measure.results import shown_machine
 from eesd.bench.questions.results import PLAIN, Answer, Result
 from eesd.bench.replay.costs import COST_MODELS, CostModel
 from eesd.bench.report.stats import LEVEL, RESAMPLES, Interval
@@ -50,7 +51,7 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
         f"{heading} Spec-Bench: {engine['model']}, {answered} questions, {', '.join(result.engines)}",
         "",
         f"{engine['architecture']} of {engine['num_layers']} layers, exit after layer {engine['exit_layer']}. "
-        f"CPU: {result.machine['CPU']}, {result.machine['cores']}; {result.machine['libraries']}.",
+        f"{shown_machine(result.machine)}; {result.machine['libraries']}.",
         "",
         f"{answered} of Spec-Bench's questions with all their turns, answers of at most "
         f"{result.options['max_new_tokens']} tokens through the chat template; "

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from eesd.bench.measure.results import Configuration, Result
+from eesd.bench.measure.results import Configuration, Result, shown_machine
 from eesd.bench.replay.costs import mean_call_costs
 from eesd.bench.replay.simulation import Simulation
 from eesd.bench.report import plots
@@ -70,8 +70,8 @@ def _setting(result: Result) -> list[str]:
     tasks = ", ".join(dict.fromkeys(prompt["task"] for prompt in result.prompts))
     lines = [
         f"{engine['architecture']} of {engine['num_layers']} layers, exit after layer {engine['exit_layer']}, "
-        f"{engine['dtype']}, backend `{options['backend']}`. CPU: {machine['CPU']}, {machine['cores']}; "
-        f"GPU: {machine['GPU']}; {machine['system']}; {machine['libraries']}.",
+        f"{engine['dtype']}, backend `{options['backend']}`. {shown_machine(machine)}; GPU: {machine['GPU']}; "
+        f"{machine['libraries']}.",
         "",
         f"{measured} prompts ({tasks}) with {options['max_new_tokens']} new tokens each; temperature {options['temperature']} "
         f"except for greedy; {'with' if options['guard'] else 'without'} the guard. Each prompt is decoded plainly and in "

@@ -1,11 +1,14 @@
 """EESD itself, decoding plainly or drafting with the default controller. Runs in the interpreter of the benchmark."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 PACKAGE = "eesd"
+CACHE_DTYPE = "float32"
+"""Of the CPU engine's cache."""
 
 
 def load(path: str, options: dict[str, Any]) -> "Contestant":
@@ -29,6 +32,36 @@ class Contestant:
                 new = len(session.step().tokens)
                 seconds += [time.perf_counter() - started] * new
             return session.tokens[len(prompt) :], seconds
+
+    def prefill(self, tokens: list[int], start: int) -> float:
+        """Fill the cache from a position on, with the logits of the last token. Gives the seconds."""
+        if start == 0:
+            self.cache = self.llm.engines.verify.new_kv_cache()
+            self.binding = self.llm.engines.verify.bind(self.cache)
+        verify, stop = self.llm.engines.verify, start + len(tokens)
+        started = time.perf_counter()
+        self.cache.reserve(stop)
+        for at in range(start, stop - 1, verify.prefill_chunk):
+            self.binding.prefill(tokens[at - start : min(at + verify.prefill_chunk, stop - 1) - start], at)
+        self.binding.forward(tokens[-1:], [stop - 1], stop - 1)
+        return time.perf_counter() - started
+
+    def passes(self, rows: int, behind: int, count: int) -> list[float]:
+        """Seconds of passes over so many tokens, each with its logits."""
+        self.cache.reserve(behind + rows)
+        seconds = []
+        for _ in range(count):
+            started = time.perf_counter()
+            self.binding.forward([7] * rows, range(behind, behind + rows), behind)
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+    def slot_bytes(self) -> int:
+        """Bytes of keys and values of a token that a pass of the verify engine reads."""
+        from eesd.export.memory import slot_bytes
+
+        manifest = self.llm.manifest
+        return slot_bytes(replace(manifest, dtype=CACHE_DTYPE), sum(len(graph.caches) for graph in manifest.verify))
 
     def logits(self, tokens: list[int]) -> np.ndarray[Any, Any]:
         """By the verify engine, in the chunks of a prefill."""

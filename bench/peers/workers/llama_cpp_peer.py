@@ -13,28 +13,33 @@ LOOKUP_TOKENS = 2
 
 
 def convert(model: str, output: str, variant: str) -> None:
-    """Write the checkpoint as F32 GGUF, and quantize that with llama.cpp, without an importance matrix. A GGUF file stays."""
-    import llama_cpp
+    """Write the model as GGUF of a type, by llama.cpp's quantizer, without an importance matrix; a given file as ``gguf``.
 
+    The quantizer reads any GGUF file, and turns its values to float32 first. A checkpoint is written as such a file.
+    """
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
+    file, source = directory / FILE, Path(model)
     if variant == "gguf":
-        (directory / FILE).symlink_to(model)
+        file.symlink_to(source)
         return
-    whole = directory / ("F32.gguf" if variant != "F32" else FILE)
-    write_gguf(Path(model), whole)
-    if variant == "F32":
-        return
+    import llama_cpp
+
+    if source.is_dir():
+        source = directory / "whole.gguf"
+        write_gguf(Path(model), source)
+    llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{variant}")
-    files = [str(path).encode() for path in (whole, directory / FILE)]
-    if llama_cpp.llama_model_quantize(*files, ctypes.byref(params)):
+    params.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32 if variant == "F32" else getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{variant}")
+    params.allow_requantize, params.nthread = True, 2
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params)):
         raise RuntimeError("llama_model_quantize failed")
-    whole.unlink()
+    if source.parent == directory:
+        source.unlink()
 
 
 def write_gguf(model: Path, output: Path) -> None:
-    """Write a Llama checkpoint as F32 GGUF.
+    """Write a Llama checkpoint as GGUF: float16 where the checkpoint is, else float32.
 
     The tokenizer is written as far as llama.cpp needs it to load: the benchmark gives token ids.
     """
@@ -59,7 +64,6 @@ def write_gguf(model: Path, output: Path) -> None:
     writer.add_rope_freq_base(config.get("rope_theta") or rope.get("rope_theta") or 10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     add_tokenizer(writer, model, config)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, tensor in read_tensors(model):
@@ -69,7 +73,7 @@ def write_gguf(model: Path, output: Path) -> None:
             tensor = interleave(tensor, heads if "q_proj" in name else kv_heads)
         own_name = names.get_name(name, try_suffixes=(".weight",))
         assert own_name is not None
-        writer.add_tensor(own_name, tensor)
+        writer.add_tensor(own_name, tensor if tensor.ndim > 1 else tensor.astype("float32"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -100,7 +104,7 @@ def add_tokenizer(writer: Any, model: Path, config: dict[str, Any]) -> None:
 
 
 def read_tensors(model: Path) -> Any:
-    """Name and float32 array of each weight of the checkpoint."""
+    """Name and array of each weight of the checkpoint; bfloat16, which numpy has not, in float32."""
     import torch
     from safetensors import safe_open
 
@@ -110,7 +114,8 @@ def read_tensors(model: Path) -> Any:
     for file in sorted(set(files["weight_map"].values())):
         with safe_open(model / file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dictionary)
-                yield name, tensors.get_tensor(name).to(torch.float32).numpy()
+                tensor = tensors.get_tensor(name)
+                yield name, (tensor if tensor.dtype == torch.float16 else tensor.to(torch.float32)).numpy()
 
 
 def interleave(weight: Any, heads: int) -> Any:
@@ -159,16 +164,52 @@ class Plain:
             if len(tokens) == count:
                 return tokens, seconds
 
+    def prefill(self, tokens: list[int], start: int) -> float:
+        """Fill the cache from a position on, with the logits of the last token. Gives the seconds."""
+        lib = self.lib
+        started = time.perf_counter()
+        lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), 0, start, -1)
+        ids = (lib.llama_token * len(tokens))(*tokens)
+        if lib.llama_decode(self.context, lib.llama_batch_get_one(ids, len(tokens))):
+            raise RuntimeError("llama_decode failed")
+        return time.perf_counter() - started
+
+    def passes(self, rows: int, behind: int, count: int) -> list[float]:
+        """Seconds of passes over so many tokens, each with its logits; the cache stays as it was."""
+        lib, memory = self.lib, self.lib.llama_get_memory(self.context)
+        seconds = []
+        for _ in range(count):
+            lib.llama_memory_seq_rm(memory, 0, behind, -1)
+            batch = self._batch([7] * rows, behind)
+            started = time.perf_counter()
+            if lib.llama_decode(self.context, batch):
+                raise RuntimeError("llama_decode failed")
+            lib.llama_get_logits(self.context)  # waits for them
+            seconds.append(time.perf_counter() - started)
+            lib.llama_batch_free(batch)
+        return seconds
+
+    def slot_bytes(self) -> int:
+        """Bytes of keys and values of a token; llama.cpp keeps them in float16."""
+        lib, model = self.lib, self.model
+        width = lib.llama_model_n_embd(model) // lib.llama_model_n_head(model) * lib.llama_model_n_head_kv(model)
+        return int(2 * 2 * lib.llama_model_n_layer(model) * width)
+
+    def _batch(self, tokens: list[int], start: int) -> Any:
+        """Tokens from a position on that all get logits."""
+        batch = self.lib.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for index, token in enumerate(tokens):
+            batch.token[index], batch.pos[index], batch.logits[index] = token, start + index, 1
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+        return batch
+
     def logits(self, tokens: list[int]) -> Any:
         import numpy as np
 
         lib = self.lib
         lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
-        batch = lib.llama_batch_init(len(tokens), 0, 1)
-        batch.n_tokens = len(tokens)
-        for index, token in enumerate(tokens):
-            batch.token[index], batch.pos[index], batch.logits[index] = token, index, 1
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+        batch = self._batch(tokens, 0)
         if lib.llama_decode(self.context, batch):
             raise RuntimeError("llama_decode failed")
         vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))

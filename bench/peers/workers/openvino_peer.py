@@ -1,45 +1,21 @@
-"""OpenVINO GenAI, with models that optimum-intel exports or that it reads itself from GGUF files; plain, or with prompt lookup.
+"""OpenVINO GenAI, with what it makes of GGUF files; plain, or with prompt lookup.
 
-float32 computes in float32. The others are given no hints, so OpenVINO chooses the precision of activations and KV cache.
+Models of floats compute in float32. The others get no hints, so OpenVINO chooses the precision of activations and KV cache.
 """
 
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 PACKAGE = "openvino-genai"
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-GROUP_SIZES = (128, 64, 32)
+FLOATS = ("F32", "F16", "BF16")
 LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
 """Of the example in its documentation."""
 
 
-def convert(model: str, output: str, variant: str) -> None:
-    """By ``optimum-cli export openvino``. int4 has the largest group size that divides the layers' inputs.
-
-    OpenVINO GenAI reads a GGUF file when it loads. What it makes of it is saved, so that later loads need not.
-    """
-    if variant == "gguf":
-        save_gguf(model, output)
-        return
-    from optimum.commands.optimum_cli import main
-
-    task = ["--task", "text-generation-with-past", "--weight-format", variant]
-    if variant == "int4":
-        config = json.loads((Path(model) / "config.json").read_text("utf-8"))
-        widths = (config["hidden_size"], config["intermediate_size"])
-        size = next(size for size in GROUP_SIZES if all(width % size == 0 for width in widths))
-        task += ["--group-size", str(size)]
-    sys.argv = ["optimum-cli", "export", "openvino", "--model", model, *task, output]
-    main()
-    if not (Path(output) / "openvino_model.xml").exists():
-        raise RuntimeError("optimum-cli wrote no openvino_model.xml")
-
-
-def save_gguf(model: str, output: str) -> None:
-    """Let OpenVINO GenAI read a GGUF file, and save its model, which lies beside the file."""
+def convert(model: str, output: str, _: str) -> None:
+    """Let OpenVINO GenAI read a GGUF file, and save its model, which lies beside the file, so that later loads need not."""
     import openvino_genai as genai
 
     link = Path(output) / "model.gguf"
@@ -54,7 +30,7 @@ def save_gguf(model: str, output: str) -> None:
 def load(path: str, options: dict[str, Any]) -> "Contestant":
     import openvino_genai as genai
 
-    properties = {"INFERENCE_NUM_THREADS": options["threads"], **(FLOAT32 if options["variant"] == "fp32" else {})}
+    properties = {"INFERENCE_NUM_THREADS": options["threads"], **(FLOAT32 if options["variant"] in FLOATS else {})}
     lookup = {"prompt_lookup": True} if options["mode"] == "lookup" else {}
     return Contestant(path, genai.LLMPipeline(path, "CPU", **properties, **lookup), properties, options["mode"])
 

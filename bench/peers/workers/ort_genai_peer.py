@@ -20,20 +20,17 @@ INT8 = ["block_size=32"]
 
 
 def convert(model: str, output: str, variant: str) -> None:
-    """By its model builder, with the builder's defaults for the CPU if the checkpoint is no GGUF file."""
+    """By its model builder, from the values of a GGUF file; ``gguf-int8`` in 8 bits."""
     with tempfile.TemporaryDirectory() as cache:
-        extra: list[str] = []
-        if variant.startswith("gguf"):
-            wide = variant != "gguf"
-            variant, extra = nearest(model)
-            if wide and variant == "int8":
-                raise RuntimeError("the file has 8 bits itself: gguf is the same")
-            if wide:
-                variant, extra = "int8", INT8
-            model = dequantized(Path(model), Path(cache) / "checkpoint")
-        builder = ["-m", "onnxruntime_genai.models.builder", "-i", model, "-o", output, "-p", variant, "-e", "cpu", "-c", cache]
+        precision, extra = nearest(model)
+        if variant == "gguf-int8":
+            if precision != "int4":
+                raise RuntimeError("the file has 8 bits or more itself: gguf is the same")
+            precision, extra = "int8", INT8
+        source = dequantized(Path(model), Path(cache) / "checkpoint")
+        builder = ["-m", "onnxruntime_genai.models.builder", "-i", source, "-o", output, "-p", precision]
         options = ["--extra_options", *extra] if extra else []
-        subprocess.run([sys.executable, *builder, *options], check=True, stdout=sys.stderr)
+        subprocess.run([sys.executable, *builder, "-e", "cpu", "-c", cache, *options], check=True, stdout=sys.stderr)
 
 
 def nearest(model: str) -> tuple[str, list[str]]:
@@ -54,7 +51,7 @@ def nearest(model: str) -> tuple[str, list[str]]:
     layers = sizes.most_common(1)[0][0]
     head = tensors.get("output.weight", tensors["token_embd.weight"]).tensor_type
     if bits(layers) > MOST_BITS_OF_INT4:
-        return "int8", INT8
+        return ("int8", INT8) if layers.name.startswith("Q") else ("fp32", [])
     symmetric = "true" if layers.name in ("Q4_0", "Q5_0") else "false"
     wide_head = ["matmul_mixed_precision=last_matmul:int8"] if bits(head) > MOST_BITS_OF_INT4 else []
     return "int4", ["block_size=32", "algo_config=k_quant", f"is_symmetric={symmetric}", *wide_head]

@@ -42,6 +42,14 @@ class Server:
             raise RuntimeError(f"gave {len(tokens)} tokens with {len(seconds)} times instead of {count}")
         return {"tokens": [int(token) for token in tokens], "seconds": seconds}
 
+    def prefill(self, tokens: list[int], start: int) -> dict[str, Any]:
+        """Fill the cache from position ``start`` on."""
+        return {"seconds": self.contestant.prefill(tokens, start), "slot_bytes": self.contestant.slot_bytes()}
+
+    def passes(self, rows: int, behind: int, count: int) -> dict[str, Any]:
+        """Time ``count`` passes over ``rows`` tokens behind a filled cache; one more comes before, to warm up."""
+        return {"seconds": self.contestant.passes(rows, behind, count + 1)[1:]}
+
     def serve(self, prompts: list[list[int]], count: int, concurrency: int) -> dict[str, Any]:
         """Generate for several prompts, so many at a time. Of each: its tokens, and the seconds until they came."""
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Hugging Face transformers on torch: float32 or bfloat16; with prompt lookup, or drafting by its own first layers."""
+"""Hugging Face transformers on torch in float32; with prompt lookup, or drafting by its own first layers."""
 
 import time
 from pathlib import Path
@@ -14,8 +14,7 @@ def load(path: str, options: dict[str, Any]) -> "Contestant":
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(options["threads"])
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options["variant"]]
-    model = AutoModelForCausalLM.from_pretrained(Path(path), dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(Path(path), dtype=torch.float32)
     # Without an EOS nothing stops early, and no logits are changed, as min_new_tokens would.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

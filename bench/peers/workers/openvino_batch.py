@@ -1,10 +1,11 @@
-"""OpenVINO GenAI's continuous batching in float32, with a model that optimum-intel exported."""
+"""OpenVINO GenAI's continuous batching. Models of floats compute in float32."""
 
 import time
 from typing import Any
 
 PACKAGE = "openvino-genai"
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+FLOATS = ("F32", "F16", "BF16")
 
 
 def load(path: str, options: dict[str, Any]) -> "Contestant":
@@ -12,7 +13,7 @@ def load(path: str, options: dict[str, Any]) -> "Contestant":
 
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_seqs, scheduler.cache_size, scheduler.enable_prefix_caching = options["rows"], 2, False
-    properties = {"INFERENCE_NUM_THREADS": options["threads"], **FLOAT32}
+    properties = {"INFERENCE_NUM_THREADS": options["threads"], **(FLOAT32 if options["variant"] in FLOATS else {})}
     return Contestant(genai.ContinuousBatchingPipeline(path, scheduler, "CPU", properties))
 
 

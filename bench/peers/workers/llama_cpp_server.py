@@ -1,8 +1,9 @@
-"""llama.cpp's server with parallel slots, as the package xllamacpp carries it. It takes a GGUF file."""
+"""llama.cpp's server with parallel slots, as the package xllamacpp carries it. It takes a directory with ``model.gguf``."""
 
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 PACKAGE = "xllamacpp"
@@ -12,7 +13,7 @@ def load(path: str, options: dict[str, Any]) -> "Contestant":
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
-    parameters.model.path = path
+    parameters.model.path = str(Path(path) / "model.gguf")
     parameters.n_parallel = options["rows"]
     parameters.n_ctx = options["slots"] * options["rows"]
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = options["threads"]
