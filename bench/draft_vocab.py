@@ -14,7 +14,7 @@ from eesd.common.errors import EESDError
 from eesd.common.json_input import json_lines, read_text
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.engines.backends import open_engines
-from eesd.runtime.engines.base import Binding
+from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.text import TextCodec
 
 REMEDY = "give a text, or JSON lines with text, prompt, turns or messages"
@@ -92,17 +92,17 @@ def time_draft_steps(directories: Sequence[Path], threads: int, rounds: int) -> 
         A Markdown table.
     """
     manifests = [load_manifest(directory) for directory in directories]
-    bindings: list[Binding] = []
+    steps: list[tuple[Engine, Call]] = []
     for directory, manifest in zip(directories, manifests, strict=True):
         engine = open_engines(directory, manifest, "ort", threads, draft=True).draft
         assert engine is not None
-        kv_cache = engine.new_kv_cache()
+        [kv_cache] = engine.new_kv_caches()
         kv_cache.reserve(CONTEXT + 1)
-        bindings.append(engine.bind(kv_cache))
+        steps.append((engine, Call(kv_cache, [1], [CONTEXT], CONTEXT)))
     seconds: list[list[float]] = [[] for _ in directories]
     for _ in range(rounds):
-        for binding, times in zip(bindings, seconds, strict=True):
-            times += _timed(binding)[1:]
+        for step, times in zip(steps, seconds, strict=True):
+            times += _timed(*step)[1:]
     lines = ["| engine directory | draft vocabulary | LM head | draft step, ms |", "|---|---|---|---|"]
     for directory, manifest, times in zip(directories, manifests, seconds, strict=True):
         columns = manifest.draft.results[0].shape[-1]
@@ -112,11 +112,11 @@ def time_draft_steps(directories: Sequence[Path], threads: int, rounds: int) -> 
     return "\n".join(lines)
 
 
-def _timed(binding: Binding) -> list[float]:
+def _timed(engine: Engine, step: Call) -> list[float]:
     """Seconds of ``STEPS`` draft steps."""
     times = []
     for _ in range(STEPS):
         started = time.perf_counter()
-        binding.forward([1], [CONTEXT], CONTEXT)
+        engine.forward([step])
         times.append(time.perf_counter() - started)
     return times

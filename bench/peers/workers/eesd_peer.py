@@ -32,12 +32,14 @@ class Contestant:
 
     def logits(self, tokens: list[int]) -> np.ndarray[Any, Any]:
         """By the verify engine, in the chunks of a prefill."""
+        from eesd.runtime.engines.base import Call
+
         verify = self.llm.engines.verify
-        cache = verify.new_kv_cache()
-        binding = verify.bind(cache)
+        [cache] = verify.new_kv_caches()
         rows = []
         for start in range(0, len(tokens), verify.prefill_chunk):
             chunk = tokens[start : start + verify.prefill_chunk]
             cache.reserve(start + len(chunk))
-            rows.append(binding.forward(chunk, range(start, start + len(chunk)), start).logits.copy())
+            [outputs] = verify.forward([Call(cache, chunk, range(start, start + len(chunk)), start)])
+            rows.append(outputs.logits.copy())
         return np.concatenate(rows)
