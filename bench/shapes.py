@@ -37,6 +37,7 @@ from eesd.common.weights import DTYPES, model_shapes
 from eesd.export.memory import estimate_memory, format_bytes
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
 from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, Engines, default_threads, open_engines
+from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import LLM, Speculation
@@ -207,16 +208,15 @@ def time_passes(
         take, and as ``predicted`` the predicted seconds.
     """
     assert engines.draft is not None
-    kv_cache = engines.verify.new_kv_cache()
-    verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)
+    [kv_cache] = engines.verify.new_kv_caches()
     counts = [count for count in counts if count <= manifest.max_tree_nodes + 1]
     kv_cache.reserve(max(behind) + max(counts))
     calls: dict[tuple[int, int], Callable[[], object]] = {}
     for context in behind:
         for count in counts:
             tokens, positions = [7] * count, range(context, context + count)
-            calls[context, count] = partial(verify.forward, tokens, positions, context)
-        calls[context, 0] = partial(draft.forward, [7], [context], context)
+            calls[context, count] = partial(engines.verify.forward, [Call(kv_cache, tokens, positions, context)])
+        calls[context, 0] = partial(engines.draft.forward, [Call(kv_cache, [7], [context], context)])
 
     def row(context: int, count: int, seconds: Interval) -> dict[str, Any]:
         graphs = manifest.verify if count else (manifest.draft,)

@@ -12,7 +12,7 @@ from eesd.distill.continuing import Logits, TextRows
 from eesd.export.engine_dir import export, untrained_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint
-from eesd.runtime.engines.base import Call, Part
+from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.packed import packed_directory
 
@@ -71,20 +71,19 @@ class _EngineRows:
 
     def __init__(self, engine: CpuEngine, count: int) -> None:
         self._engine = engine
-        self._rows = engine.new_rows(count)
-        self._binding = engine.bind_rows(self._rows)
+        self._kv_caches = engine.new_kv_caches(count)
 
     def prefill(self, first: int, texts: Sequence[Sequence[int]]) -> None:
         most = self._engine.prefill_chunk
-        for row, text in enumerate(texts, start=first):
+        for kv_cache, text in zip(self._kv_caches[first:], texts, strict=False):
             for start in range(0, len(text), most):
                 piece = text[start : start + most]
-                call = Call(piece, range(start, start + len(piece)), start)
-                self._engine.forward([Part(self._rows, row, [call], logits=False)])
+                self._engine.forward([Call(kv_cache, piece, range(start, start + len(piece)), start, logits=False)])
 
     def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Sequence[Logits]:
-        calls = [Call((token,), (at,), at) for token, at in zip(tokens, positions, strict=True)]
-        return [outputs.logits[0] for outputs in self._binding.forward(0, calls)]
+        places = zip(self._kv_caches, tokens, positions, strict=False)
+        calls = [Call(kv_cache, (token,), (at,), at) for kv_cache, token, at in places]
+        return [outputs.logits[0] for outputs in self._engine.forward(calls)]
 
     def keep(self, rows: Sequence[int]) -> None:
-        self._rows.caches = [self._rows.caches[row] for row in rows]
+        self._kv_caches = [self._kv_caches[row] for row in rows]

@@ -29,6 +29,7 @@ from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.quantize import dequantize
 from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.backends import Engines, default_threads
+from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.graph_file import to_session
 from eesd.runtime.engines.ort_cpu import OrtEngine
@@ -219,12 +220,12 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
     assert engines.draft is not None
     count = min(_ENGINE_PROMPT, manifest.max_tree_nodes + 1, manifest.max_seq_len - 1)
     tokens: list[int] = np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=count + 1).tolist()
-    kv_cache = engines.verify.new_kv_cache()
+    [kv_cache] = engines.verify.new_kv_caches()
     caches = {index: _empty_cache(manifest, count + 1) for index in range(manifest.num_caches)}
     cosines: dict[str, float] = {}
 
     def compare(kind: str, engine: Any, stages: Sequence[GraphInfo], first: int, stop: int) -> None:
-        logits = engine.bind(kv_cache).forward(tokens[first:stop], range(first, stop), first).logits.copy()
+        logits = engine.forward([Call(kv_cache, tokens[first:stop], range(first, stop), first)])[0].logits.copy()
         expected, written = _run_chain(directory, stages, tokens[first:stop], first, caches)
         cosines[f"{kind} logits"] = least_cosine(logits, expected)
         for part, name in enumerate(("keys", "values")):

@@ -30,7 +30,7 @@ from eesd.runtime.decoding.session import Drafter, Limits, Observer, Session
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.backends import Engines, open_engines
-from eesd.runtime.engines.base import Binding, KVCache
+from eesd.runtime.engines.base import KVCache
 from eesd.runtime.text import TextCodec, TextStream
 
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -117,15 +117,6 @@ class Completion:
     stats: Stats
 
 
-@dataclass(frozen=True)
-class _Workspace:
-    """A KV cache and the engines bound to it. Requests reuse it, so nothing is bound twice."""
-
-    kv_cache: KVCache
-    verify: Binding
-    draft: Binding | None
-
-
 def load(
     engine_dir: str | os.PathLike[str],
     backend: str = "auto",
@@ -198,7 +189,7 @@ class LLM:
     Attributes:
         manifest: The engine directory's manifest.
         default_sampling: For requests that give none.
-        engines: The verify engine and the draft engine, to bind to other KV caches.
+        engines: The verify engine and the draft engine.
         draft_columns: The tokens that the draft can predict.
         controller, guard, budget: What decides about drafting with the exit head; None where it is not used.
         text: What decides about drafting from the text, and the outputs of earlier requests; None where it is not used.
@@ -220,7 +211,7 @@ class LLM:
         # Read now: later the directory may have been exported again, with another tokenizer.
         self.draft_columns = DraftColumns(load_draft_vocab(directory, manifest))
         self._codec = TextCodec(directory) if (directory / "tokenizer.json").exists() else None
-        self._idle: list[_Workspace] = []
+        self._idle: list[KVCache] = []
         self.observer: Observer | None = None
         self._draft_with(speculation)
 
@@ -305,13 +296,13 @@ class LLM:
         if not isinstance(sampling, Sampling | None):
             raise EESDError(f"sampling is {shown(sampling)}; it must be a Sampling or None.")
         tokens = self.encode(prompt)
-        workspace = self._idle.pop() if self._idle else self._new_workspace()
-        workspace.kv_cache.reset()
+        kv_cache = self._idle.pop() if self._idle else self._new_kv_cache()
+        kv_cache.reset()
         limits = self.limits(max_new_tokens, ignore_eos)
         drafter = None
-        if draft and workspace.draft and self.controller and self.speculation:
+        if draft and self.engines.draft and self.controller and self.speculation:
             width, columns = self.speculation.tree_width, self.draft_columns
-            drafter = Drafter(workspace.draft, self.controller, self.guard, width, self.budget, columns)
+            drafter = Drafter(self.engines.draft, self.controller, self.guard, width, self.budget, columns)
             self.controller.begin_request()
             if self.budget:
                 self.budget.begin_request()
@@ -322,8 +313,8 @@ class LLM:
         try:
             session = Session(
                 tokens,
-                workspace.kv_cache,
-                workspace.verify,
+                kv_cache,
+                self.engines.verify,
                 drafter,
                 limits,
                 sampling or self.default_sampling,
@@ -336,7 +327,7 @@ class LLM:
         finally:
             if session is not None:
                 session.close()
-            self._idle.append(workspace)
+            self._idle.append(kv_cache)
 
     def limits(self, max_new_tokens: int, ignore_eos: bool) -> Limits:
         """Where a request of this model ends, and what its calls may hold."""
@@ -351,10 +342,13 @@ class LLM:
             self.engines.last_positions,
         )
 
-    def _new_workspace(self) -> _Workspace:
-        verify, draft = self.engines.verify, self.engines.draft
-        kv_cache = verify.new_kv_cache()
-        return _Workspace(kv_cache, verify.bind(kv_cache), draft.bind(kv_cache) if draft else None)
+    def _new_kv_cache(self) -> KVCache:
+        """A cache for which the engines are prepared. Requests reuse it, so nothing is prepared twice."""
+        kv_caches = self.engines.verify.new_kv_caches()
+        for engine in (self.engines.verify, self.engines.draft):
+            if engine is not None:
+                engine.prepare(kv_caches)
+        return kv_caches[0]
 
     def generate(
         self,

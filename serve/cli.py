@@ -47,12 +47,6 @@ TRITON = "Write a model for Triton Inference Server into this repository instead
 @click.option(
     "--prefix-memory", type=int, default=BatchOptions.prefix_memory, help="Bytes for prefixes that are kept; 0: none."
 )
-@click.option(
-    "--join-memory",
-    type=int,
-    default=BatchOptions.join_memory,
-    help="Bytes that a second copy of the weights may take, with which prompts, short and long texts share calls; 0: none.",
-)
 @click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, help="What drafts.")
 @click.option("--levels", type=int, help="Levels that every round drafts.  [default: as many as pay, given the load]")
 @click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)

@@ -14,6 +14,7 @@ from support import tiny_models
 from support.batches import OPTIONS, SAMPLINGS, Record, alone, arrive_at_random, logprobs, requests, run
 from support.command import export_engine
 from support.harness import Harness
+from support.without_operators import needs_operators
 
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.prefix_cache import BLOCK, PrefixCache
@@ -23,17 +24,15 @@ from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines import operators
-from eesd.runtime.engines.base import Call, KVCache, Rows
-from eesd.runtime.engines.cpu_cache import CpuRows
-from eesd.runtime.engines.cpu_engine import CpuEngine, CpuRowsBinding
+from eesd.runtime.engines.base import Call, Values
+from eesd.runtime.engines.cpu_cache import CpuKVCache
+from eesd.runtime.engines.cpu_engine import CpuEngine
+from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
-from eesd.runtime.engines.ort_rows import OrtRowsBinding
-from eesd.runtime.engines.rows import GrowingRows
 from eesd.runtime.llm import LLM, Speculation, load
 
 ENGINE: Any = OrtEngine if operators.missing() else CpuEngine
-BINDING: Any = OrtRowsBinding if operators.missing() else CpuRowsBinding
-ROWS: Any = GrowingRows if operators.missing() else CpuRows
+CACHE: Any = HostKVCache if operators.missing() else CpuKVCache
 """What the CPU's batches run here."""
 
 
@@ -106,7 +105,7 @@ def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPa
         sizes.append(len(piece.tokens))
         add_piece(session, piece, seconds)
 
-    scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=256, prefix_memory=0, join_memory=0))
+    scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=256, prefix_memory=0))
     monkeypatch.setattr(Session, "add_piece", note)
     given = [Request(tokens=[5] * (1 + length), max_new_tokens=2) for length in (300, 200, 60, 50)]
     run(scheduler, given)
@@ -131,8 +130,7 @@ def test_random_arrivals_and_cancellations(llm: LLM) -> None:
     assert 10 < sum(record.reason != "cancelled" for record in records) < 40
 
 
-def test_long_texts_move_to_a_group_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eesd.runtime.batch.scheduler.JOINT", (64, 2))
+def test_texts_of_all_lengths_run_side_by_side(llm: LLM) -> None:
     given = [Request(tokens=[7] * n, max_new_tokens=300 - n, ignore_eos=True) for n in (5, 90, 150, 20, 250)]
     records = run(Scheduler(llm, OPTIONS), given, every=7)
     for request, record in zip(given, records, strict=True):
@@ -255,31 +253,34 @@ def test_a_request_that_fails_ends_alone(llm: LLM, caplog: pytest.LogCaptureFixt
 
 def test_an_engine_that_fails_ends_its_rows_and_no_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(llm, OPTIONS)
-    forward = BINDING.forward
-    monkeypatch.setattr(BINDING, "forward", lambda *_: 1 / 0)
+    forward = ENGINE.forward
+    monkeypatch.setattr(ENGINE, "forward", lambda *_: 1 / 0)
     assert {record.reason for record in run(scheduler, list(requests(3)))} == {"error"}
-    monkeypatch.setattr(BINDING, "forward", forward)
+    monkeypatch.setattr(ENGINE, "forward", forward)
     given = list(requests(4))
     assert [record.tokens for record in run(scheduler, given)] == [alone(llm, request) for request in given]
 
 
-take = ROWS.take
+fill = CACHE.fill
 
 
-def half(rows: Rows, row: int, kv_cache: KVCache, used: int) -> None:
-    take(rows, row, kv_cache, used // 2)
+def half(kv_cache: Any, start: int, values: Values) -> None:
+    fill(kv_cache, start, values[..., : values.shape[3] // 2, :])
 
 
-@pytest.mark.parametrize(("name", "mistake"), [("take", half), ("move", lambda *_: None)])
-def test_a_mistake_with_rows_is_caught(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, mistake: Callable[..., None]
+def share(scheduler: Scheduler, _: object) -> None:
+    scheduler._free.append(scheduler._kv_caches[0])
+
+
+@pytest.mark.parametrize(("owner", "name", "mistake"), [(CACHE, "fill", half), (Scheduler, "_give_back", share)])
+def test_a_mistake_with_caches_is_caught(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mistake: Callable[..., None]
 ) -> None:
-    """Keys and values that are not copied whole show in the tokens."""
-    scheduler = Scheduler(llm, OPTIONS)
-    monkeypatch.setattr(ROWS, name, mistake)
-    given = list(requests(12))
-    records = run(scheduler, given)
-    assert [record.tokens for record in records] != [alone(llm, request) for request in given]
+    """Keys and values that are not copied whole, or that two requests write, show in the tokens."""
+    scheduler, given = Scheduler(llm, OPTIONS), list(requests(12))
+    expected = [alone(llm, request) for request in given]
+    monkeypatch.setattr(owner, name, mistake)
+    assert [record.tokens for record in run(scheduler, given)] != expected
 
 
 @pytest.fixture
@@ -386,15 +387,16 @@ def test_requests_that_can_never_run_are_refused(llm: LLM, request_: Request, me
     service.close()
 
 
+@needs_operators()
 def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_call = ENGINE.run
+    run_call = CpuEngine._run_bound
 
     def disturbed(engine: Any, call: Any) -> None:
         run_call(engine, call)
         if len(call.results[0]) > 1:
             call.results[0][1] = np.nextafter(call.results[0][1], np.float32(np.inf))
 
-    monkeypatch.setattr(ENGINE, "run", disturbed)
+    monkeypatch.setattr(CpuEngine, "_run_bound", disturbed)
     with pytest.raises(EESDError, match="max_rows 1"):
         Scheduler(llm, OPTIONS)
     Scheduler(llm, replace(OPTIONS, max_rows=1))

@@ -18,11 +18,10 @@ from eesd.common.errors import EESDError
 from eesd.runtime.batch.request import Request
 from eesd.runtime.batch.scheduler import Scheduler
 from eesd.runtime.batch.service import Service
-from eesd.runtime.engines.base import Call, RowsEngine
-from eesd.runtime.engines.device import DeviceKVCache, device_streams
-from eesd.runtime.engines.device_rows import DeviceRows
+from eesd.runtime.engines.base import Call
+from eesd.runtime.engines.device import device_streams
+from eesd.runtime.engines.device_cache import DeviceKVCache, DeviceMemory
 from eesd.runtime.engines.exactness import Exactness
-from eesd.runtime.engines.rows import GrowingRows
 from eesd.runtime.engines.torch_engine import TorchStageRunner
 from eesd.runtime.llm import LLM, Speculation, load
 
@@ -81,8 +80,7 @@ def test_a_service_runs_rows_in_its_thread(llm: LLM) -> None:
         service.close()
 
 
-def test_long_texts_move_and_known_beginnings_are_copied(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eesd.runtime.batch.scheduler.SEPARATE", (100, 4))
+def test_texts_of_all_lengths_share_memory_and_known_beginnings_are_copied(llm: LLM) -> None:
     scheduler = Scheduler(llm, OPTIONS)
     given = [Request(tokens=[7] * n, max_new_tokens=300 - n, ignore_eos=True) for n in (5, 90, 150, 20, 250)]
     for request, record in zip(given, run(scheduler, given, every=7), strict=True):
@@ -114,38 +112,40 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
-    """Into a row, to another one, out as a prefix, and into a cache again. Slots behind a text hold nothing of another one."""
+    """Out of a cache, into a row and another one, through memory that grows. A row that begins anew has nothing of before."""
     manifest, streams = replace(harness.manifest, dtype=dtype), device_streams(1, "cpu")
-    cache, other = (DeviceKVCache(manifest, streams, grow=True) for _ in range(2))
-    cache.shards[0].normal_()
-    rows, later = (DeviceRows(manifest, streams, 3, grow=True) for _ in range(2))
-    rows.shards[0].fill_(torch.inf)
-    rows.take(0, cache, 50)
-    rows.resize(200, [50])
-    rows.move(0, 2, 50)
-    later.take_over(1, rows, 2, 50)
-    other.fill(10, later.values(1, 0, 50))
-    assert torch.equal(other.shards[0][..., 10:60, :], cache.shards[0][..., :50, :])
-    assert not rows.shards[0][:, :, 2, :, 50:].any() and not later.shards[0][:, :, 0].any()
-    assert rows.slot_bytes == cache.shards[0][..., 0, :].nbytes
+    first, second = (DeviceMemory(manifest, streams, rows, grow=True, spare=4) for rows in (1, 3))
+    [cache], rows = first.caches(), second.caches()
+    first.shards[0].normal_()
+    second.shards[0].fill_(torch.inf)
+    rows[1].reset()
+    rows[1].fill(10, cache.values(0, 50))
+    rows[1].reserve(200)
+    assert second.version == 1 and second.slots == 256 + 4
+    rows[2].reset()
+    rows[2].copy_from(rows[1], 10, 60)
+    assert torch.equal(second.shards[0][:, :, 2:, :, 10:60], first.shards[0][..., :50, :])
+    assert torch.equal(second.shards[0][:, :, 1:2, :, 10:60], first.shards[0][..., :50, :])
+    rows[2].clear_from(20)
+    assert second.shards[0][:, :, 2, :, 10:20].any() and not second.shards[0][:, :, 2, :, 20:].any()
+    assert not second.shards[0][:, :, 1, :, 60:].any() and second.shards[0][:, :, 0, :, :128].isinf().all()
+    assert rows[0].slot_bytes == cache.slot_bytes == first.shards[0][..., 0, :].nbytes
+    rows[1].reset()
+    assert second.slots == 128 + 4 and not second.shards[0][:, :, 1].any()
 
 
 def test_trees_of_several_rows_are_those_of_a_row_alone(llm: LLM) -> None:
     """Batches draft chains, but rows take trees, too."""
     engine = llm.engines.verify
-    assert isinstance(engine, RowsEngine)
-    rows = engine.new_rows(2)
-    rows.resize(40, [])
     seen = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
-    calls, alone = [], []
-    for row, length in enumerate((9, 20)):
-        cache = engine.new_kv_cache()
-        cache.reserve(40)
-        engine.bind(cache).prefill(list(range(length)), 0)
-        rows.take(row, cache, length)
-        calls.append(Call([5, 6, 7 + row], [length, length + 1, length + 1], length, length, seen))
-        alone.append(engine.bind(cache).forward(*calls[-1]).logits.copy())
-    for found, expected in zip(engine.bind_rows(rows).forward(0, calls), alone, strict=True):
+    caches, calls = engine.new_kv_caches(3), []
+    for row, length in ((0, 9), (2, 20)):
+        kv_cache = caches[row]
+        kv_cache.reserve(40)
+        engine.forward([Call(kv_cache, list(range(length)), range(length), 0, logits=False)])
+        calls.append(Call(kv_cache, [5, 6, 7 + row], [length, length + 1, length + 1], length, length, seen))
+    alone = [engine.forward([call])[0].logits.copy() for call in calls]
+    for found, expected in zip(engine.forward(calls), alone, strict=True):
         np.testing.assert_allclose(found.logits, expected, rtol=0, atol=1e-5)
         assert found.argmax(2) == expected[2].argmax()
 
@@ -203,16 +203,21 @@ def test_rows_on_a_gpu_whose_work_is_late(planned: Path, cuda_graphs: bool) -> N
 
 
 def clear_nothing(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    patch.setattr(DeviceRows, "_copy", GrowingRows._copy)
-    patch.setattr(DeviceRows, "_zeros", lambda self, _, shape: torch.empty(shape, device=self._streams[0].device))
+    patch.setattr(DeviceMemory, "reset", lambda *_: None)
+    patch.setattr(DeviceKVCache, "clear_from", lambda *_: None)
+    patch.setattr(DeviceMemory, "_zeros", lambda self, _, shape: torch.empty(shape, device=self.streams[0].device))
 
 
 def copy_rows_in_another_stream(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    patch.setattr(DeviceRows, "_active_shards", lambda self: iter(self.shards))
+    patch.setattr(DeviceMemory, "active_shards", lambda self: iter(self.shards))
+
+
+def leave_prompts_where_they_ran(patch: pytest.MonkeyPatch, _: Machine) -> None:
+    patch.setattr(DeviceKVCache, "copy_from", lambda *_: None)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
-@pytest.mark.parametrize("mutate", [clear_nothing, copy_rows_in_another_stream])
+@pytest.mark.parametrize("mutate", [clear_nothing, copy_rows_in_another_stream, leave_prompts_where_they_ran])
 def test_a_mistake_on_a_gpu_is_noticed(planned: Path, mutate: Callable[[pytest.MonkeyPatch, Machine], None]) -> None:
     given, plain = few(6), load(planned, "ort", threads=1)
     with late_llm(planned, Setting(1, 1, Speculation()), seed=0) as (machine, llm), pytest.MonkeyPatch.context() as patch:

@@ -17,6 +17,7 @@ from support import gguf_files, tiny_models
 from support.command import contents, export_engine, slow_but, succeed
 from support.engine_dirs import edit_manifest, graph_of
 from support.lossless_checks import DRAFT_VOCAB
+from support.on_cache import OnCache
 from support.operators import kernels
 
 from eesd.common.errors import EESDError
@@ -29,7 +30,7 @@ from eesd.runtime import doctor
 from eesd.runtime.engines import operators, packed
 from eesd.runtime.engines.backends import KV_CACHE_DTYPES, open_engines
 from eesd.runtime.engines.base import Engine, StepOutputs
-from eesd.runtime.engines.cpu_cache import CpuKVCache, CpuRows, slots_of
+from eesd.runtime.engines.cpu_cache import CpuKVCache, slots_of
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.ort_cpu import CPU_PROVIDERS, OrtEngine, load_session
@@ -85,11 +86,11 @@ class Pass:
     """What an engine pair computes of one text: a prompt in two pieces, a token, a chain, a tree, and draft steps."""
 
     def __init__(self, verify: Engine, draft: Engine) -> None:
-        manifest = verify.manifest  # type: ignore[attr-defined]
+        manifest = verify.manifest
         tokens = np.random.default_rng(0).integers(0, manifest.geometry.vocab_size, PROMPT + 20).tolist()
-        cache = verify.new_kv_cache()
+        cache = verify.new_kv_caches()[0]
         cache.reserve(PROMPT + 20)
-        own, drafting = verify.bind(cache), draft.bind(cache)
+        own, drafting = OnCache(verify, cache), OnCache(draft, cache)
         own.prefill(tokens[:33], 0)
         own.prefill(tokens[33:PROMPT], 33)
         self.steps: list[list[NDArray[Any]]] = []
@@ -203,21 +204,6 @@ def test_a_cache_has_limits(manifest: Manifest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("eesd.runtime.engines.cpu_cache.KEPT", 0)
     kv_cache.reset()
     assert not kv_cache.values(0, kv_cache.slots).any(), "the pages were not given back"
-
-
-@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
-def test_rows_take_and_move_texts(manifest: Manifest, dtype: str) -> None:
-    rows, kv_cache = CpuRows(manifest, 3, dtype), CpuKVCache(manifest, dtype)
-    values = np.random.default_rng(0).normal(0, 1, kv_cache.values(0, 37).shape).astype(dtype)
-    assert rows.slot_bytes == values[..., :1, :].nbytes
-    kv_cache.fill(0, values)
-    rows.resize(37, [])
-    rows.take(1, kv_cache, 37)
-    rows.move(1, 0, 37)
-    assert (rows.values(0, 0, 37) == values).all()
-    others = CpuRows(manifest, 1, dtype)
-    others.take_over(0, rows, 0, 20)
-    assert (others.values(0, 3, 20) == values[..., 3:20, :]).all()
 
 
 @pytest.fixture

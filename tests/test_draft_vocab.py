@@ -12,6 +12,7 @@ from support.distilling import SMALL, distill, read_losses, read_metrics
 from support.engine_dirs import assert_weights_match_manifest, edit_manifest, logits_of, make_version_6
 from support.harness import Harness
 from support.lossless_checks import DRAFT_VOCAB, PROMPTS
+from support.on_cache import OnCache
 from torch.nn.functional import cross_entropy, log_softmax
 
 import eesd
@@ -172,9 +173,9 @@ def test_torch_drafts_chains_of_tokens_by_itself(reduced_harness: Harness) -> No
     directory, prompt = reduced_harness.directory, PROMPTS[2]
     verify, draft = open_torch(directory, reduced_harness.manifest, 1, draft=True, device="cpu")
     assert draft is not None
-    kv_cache = verify.new_kv_cache()
-    verify.bind(kv_cache).prefill(prompt[:-1], 0)
-    found = draft.bind(kv_cache).draft_chain(prompt[-1], len(prompt) - 1, 4).topk_ids
+    kv_cache = verify.new_kv_caches()[0]
+    OnCache(verify, kv_cache).prefill(prompt[:-1], 0)
+    found = OnCache(draft, kv_cache).draft_chain(prompt[-1], len(prompt) - 1, 4).topk_ids
     parts, expected, token = reduced_harness.fresh_prefill(prompt), [], prompt[-1]
     for slot in range(len(prompt) - 1, len(prompt) + 3):
         logits = parts.draft.forward([token], [slot], slot).logits[0]

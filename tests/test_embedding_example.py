@@ -44,7 +44,7 @@ def test_contexts_compile_eagerly_and_share_their_kernels(service: ModuleType, t
     contexts = service.ContextMaker(trt)
     host = Host([verify], draft, contexts, stream=None)  # type: ignore[arg-type]  # there is none on the CPU
     engines = open_host_engines(manifest, host, [DeviceStream(torch.device("cpu"))], exact=False)
-    engines.verify.bind(engines.verify.new_kv_cache())
+    engines.verify.prepare(engines.verify.new_kv_caches())
     assert len(verify._contexts) > 3 and len(contexts.kernels[verify]._kernels) == len(verify._contexts)
     draft = service.load_engine(other.Runtime(other.ILogger()), directory / "draft.plan")
     assert service.ContextMaker(other)(draft) is draft._contexts[-1]

@@ -22,15 +22,15 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
-from eesd.runtime import compare as comparing
 from eesd.runtime import cli, doctor
+from eesd.runtime import compare as comparing
 from eesd.runtime.compare import LogitRecord, compare
 from eesd.runtime.decoding import session
 from eesd.runtime.decoding.draft_tree import Node
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.backends import Engines, open_engines
-from eesd.runtime.engines.base import Binding, Engine, KVCache, StepOutputs
+from eesd.runtime.engines.base import Engine, StepOutputs
 from eesd.runtime.engines.exactness import Differences, Exactness
 from eesd.runtime.llm import LLM, Speculation
 
@@ -75,24 +75,16 @@ def standard() -> Iterator[None]:
         yield
 
 
-class Inexact:
-    """An engine whose first logit of the first row is one bit larger in calls of several rows."""
-
-    prefill_chunk = 128
-
-    def __init__(self, inner: Engine) -> None:
-        self._inner = inner
-
-    def new_kv_cache(self) -> KVCache:
-        return self._inner.new_kv_cache()
-
-    def bind(self, kv_cache: KVCache) -> Binding:
-        return Wrapped(self._inner.bind(kv_cache), after=one_bit_larger)
-
-
 def one_bit_larger(tokens: Any, _: int, outputs: StepOutputs) -> None:
     if len(tokens) > 1:
         outputs.logits[0, 0] = np.nextafter(outputs.logits[0, 0], np.float32(np.inf))
+
+
+class Inexact(Wrapped):
+    """An engine whose first logit of the first row is one bit larger in calls of several rows."""
+
+    def __init__(self, inner: Engine) -> None:
+        super().__init__(inner, after=one_bit_larger)
 
 
 def inexact(llm: LLM) -> LLM:

@@ -30,7 +30,7 @@ from eesd.export.weights import ALIGNMENT
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.engines.base import Call
-from eesd.runtime.engines.ort_cpu import OrtEngine
+from eesd.runtime.engines.ort_gpu import open_ort_gpu
 from eesd.runtime.llm import Speculation
 
 FamilyDir = Callable[[str], Path]
@@ -167,17 +167,17 @@ def test_heads_are_apart_or_folded_with_the_same_bits(exported: Callable[[str], 
     _fold_heads(model.graph)
     assert not {"Where", "Shape", "Less"} & {node.op_type for node in model.graph.node}
     (folded / "verify.onnx").write_bytes(model.SerializeToString())
-    engines = [OrtEngine(path, manifest, manifest.verify, 1) for path in (directory, folded)]
+    engines = [open_ort_gpu(path, manifest, 1, draft=False, device="cpu")[0] for path in (directory, folded)]
     random = np.random.default_rng(0)
     few = FEW_NODES
     for batch, nodes in ((1, 1), (1, few), (1, few + 1), (1, 17), (1, 100), (2, few), (2, 2 * few + 1), (3, 2)):
         tokens = random.integers(0, manifest.geometry.vocab_size, (batch, nodes)).tolist()
-        calls = [Call(ids, range(20, 20 + nodes), 20) for ids in tokens]
         found = []
         for engine in engines:
-            rows = engine.new_rows(batch)
-            rows.resize(20 + nodes, [])
-            found.append(np.stack([output.logits for output in engine.bind_rows(rows).forward(0, calls)]))
+            rows = list(zip(engine.new_kv_caches(batch), tokens, strict=True))
+            rows[0][0].reserve(20 + nodes)
+            calls = [Call(kv_cache, ids, range(20, 20 + nodes), 20) for kv_cache, ids in rows]
+            found.append(np.stack([output.logits.copy() for output in engine.forward(calls)]))
         assert np.array_equal(found[0], found[1]), (batch, nodes)
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from support import tiny_models
 from support.command import succeed
+from support.on_cache import OnCache
 
 import eesd
 from eesd.common.manifest import FLAVOURS
@@ -68,8 +69,8 @@ def test_logits_and_caches_match_the_cpu(opened: Callable[[str], Path], backend:
     reference = Engines(*open_torch(directory, manifest, 1, True, "cpu"))
     found = []
     for engines in (reference, engines_of(backend, directory)):
-        kv_cache = engines.verify.new_kv_cache()
-        verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)  # type: ignore[union-attr]
+        kv_cache = engines.verify.new_kv_caches()[0]
+        verify, draft = OnCache(engines.verify, kv_cache), OnCache(engines.draft, kv_cache)  # type: ignore[union-attr]
         tokens = [token % 97 for token in range(3, 40)]
         verify.prefill(tokens[:27], 0)
         logits = [verify.forward(tokens[27:], range(27, 37), 27).logits.copy()]

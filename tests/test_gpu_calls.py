@@ -13,13 +13,14 @@ from support.call_rules import Figures, figures, violations
 from support.fake_cuda import Machine, install
 from support.late_gpus import PROMPTS, SETTINGS, Planned, Setting, late_llm
 from support.mutants import mutate
+from support.on_cache import OnCache
 
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.embed import Host, embed
 from eesd.runtime.engines import device_engine
-from eesd.runtime.engines.device import DeviceKVCache
+from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import CapturedGraph, DraftLoop, ForwardStep
 from eesd.runtime.engines.trt_engine import TrtStageRunner
 from eesd.runtime.llm import LLM, Speculation
@@ -166,27 +167,27 @@ def test_lent_memory_is_zeroed_in_the_streams_of_its_cache(planned: Planned, mon
     directory = planned(CHAIN)
     expected = late_gpus.expected(directory)[1, 0]
     assert tokens_while_other_streams_are_late(directory) == expected
-    mutate(monkeypatch, DeviceKVCache, "_checked", "stream.activate(), ", "")
+    mutate(monkeypatch, DeviceMemory, "_checked", "stream.activate(), ", "")
     assert tokens_while_other_streams_are_late(directory) != expected, "nothing notices the mistake"
 
 
-def binding_a_draft_changes_the_cache(directory: Path) -> bool:
-    """Whether caches that verify has filled are others when the draft has been bound, and its calls captured."""
+def preparing_a_draft_changes_the_cache(directory: Path) -> bool:
+    """Whether caches that verify has filled are others when the draft has been prepared, and its calls captured."""
     with late_llm(directory, CHAIN, seed=1) as (_, llm):
         verify, draft = llm.engines.verify, llm.engines.draft
         assert draft is not None
-        kv_cache = verify.new_kv_cache()
-        verify.bind(kv_cache).prefill(PROMPTS[1], 0)
+        kv_cache = verify.new_kv_caches()[0]
+        OnCache(verify, kv_cache).prefill(PROMPTS[1], 0)
         before = [kv_cache.read(index) for index in range(llm.manifest.num_caches)]
-        draft.bind(kv_cache)
+        draft.prepare([kv_cache])
         return not all(np.array_equal(kv_cache.read(index), values) for index, values in enumerate(before))
 
 
-def test_binding_a_draft_leaves_the_cache_as_it_is(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not binding_a_draft_changes_the_cache(planned(CHAIN))
+def test_preparing_a_draft_leaves_the_cache_as_it_is(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not preparing_a_draft_changes_the_cache(planned(CHAIN))
     again = "step.device_inputs.copy_(step.host_inputs, non_blocking=True)  # capture() ran a step"
     mutate(monkeypatch, DraftLoop, "run", again, "pass")
-    assert binding_a_draft_changes_the_cache(planned(CHAIN)), "nothing notices the mistake"
+    assert preparing_a_draft_changes_the_cache(planned(CHAIN)), "nothing notices the mistake"
 
 
 Mutation = Callable[[pytest.MonkeyPatch, Machine], object]

@@ -15,7 +15,8 @@ from support.late_gpus import PROMPTS, SETTINGS, Planned, Setting, late_llm, wro
 import eesd
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import device_engine
-from eesd.runtime.engines.device import DeviceKVCache, DeviceStream
+from eesd.runtime.engines.device import DeviceStream
+from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import ForwardStep
 
 Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
@@ -108,15 +109,15 @@ def run_engines_in_another_stream(patch: pytest.MonkeyPatch, machine: Machine) -
 
 
 def move_slots_in_another_stream(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    patch.setattr(DeviceKVCache, "_active_shards", lambda self: iter(self.shards))
+    patch.setattr(DeviceMemory, "active_shards", lambda self: iter(self.shards))
 
 
 def leave_caches_as_they_are(patch: pytest.MonkeyPatch, _: Machine) -> None:
     def empty(self: Any, shard: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._streams[shard].device)
+        return torch.empty(shape, dtype=self._dtype, device=self.streams[shard].device)
 
-    patch.setattr(DeviceKVCache, "_zeros", empty)
-    patch.setattr(DeviceKVCache, "reset", lambda _: None)
+    patch.setattr(DeviceMemory, "_zeros", empty)
+    patch.setattr(DeviceMemory, "reset", lambda *_: None)
 
 
 def free_what_a_prepared_call_reads(patch: pytest.MonkeyPatch, _: Machine) -> None:

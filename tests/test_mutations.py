@@ -240,7 +240,7 @@ def test_temperature_after_top_p_is_caught(five_token_harness: Harness, monkeypa
     ("owner", "name", "old", "new"),
     [
         pytest.param(None, "", "", "", id="none"),
-        pytest.param(HostKVCache, "compact", "shard[..., sources, :]", "shard[..., targets, :]", id="stale slot"),
+        pytest.param(HostKVCache, "compact", "self.data[..., sources, :]", "self.data[..., targets, :]", id="stale slot"),
         pytest.param(Session, "_call", "root + node.depth", "root + node.index", id="positions"),
         pytest.param(
             session,
@@ -378,12 +378,20 @@ def test_logits_of_displaced_nodes_are_caught(tmp_path: Path, monkeypatch: pytes
 
 
 def in_another_order(paths: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    return lambda call: None if call.tree_mask is None else [path[::-1] for path in paths(call)]
+    """Every node sees its path from its end."""
+
+    def reversed_paths(call: Call) -> Any:
+        found = paths(call)
+        for row, length in zip(found.slots, found.lengths, strict=True):
+            row[:length] = row[:length][::-1].copy()
+        return found
+
+    return reversed_paths
 
 
 def by_index(paths: Callable[[Call], Any]) -> Callable[[Call], Any]:
     """Every node sees all nodes in front of it."""
-    return lambda call: None if call.tree_mask is None else paths(call._replace(tree_mask=np.tri(len(call.tokens)) > 0))
+    return lambda call: paths(call._replace(tree_mask=np.tri(len(call.tokens)) > 0))
 
 
 @needs_operators()

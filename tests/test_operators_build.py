@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.command import succeed
+from support.on_cache import OnCache
 from support.operators import kernels
 from support.without_operators import needs_operators, without_operators
 
@@ -156,7 +157,7 @@ def test_all_kernels_give_the_same_logits(engine: Path) -> None:
     found = []
     for name in kernels():
         loaded = CpuEngine(packed, manifest, manifest.verify, 1, kernels=name)
-        binding = loaded.bind(loaded.new_kv_cache())
+        binding = OnCache(loaded, loaded.new_kv_caches()[0])
         found.append(binding.forward(PROMPT, range(len(PROMPT)), 0).logits.tobytes())
     assert len(found) > 1 and len(set(found)) == 1
 

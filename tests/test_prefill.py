@@ -10,14 +10,15 @@ import pytest
 from numpy.typing import NDArray
 from support.command import assert_refused, run
 from support.engine_dirs import edit_manifest
-from support.harness import Harness
+from support.harness import Harness, Wrapped
+from support.on_cache import OnCache
 
 from eesd.common.manifest import MASKED
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.cli import main
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.backends import open_engines
-from eesd.runtime.engines.base import Binding, StepOutputs
+from eesd.runtime.engines.base import Call, StepOutputs
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.device import StepInputs
 from eesd.runtime.engines.ort_cpu import OrtEngine
@@ -61,9 +62,9 @@ def test_a_prefill_leaves_the_cache_and_the_next_logits_of_calls_with_logits(
     found = []
     for with_logits in (False, True):
         verify = open_engines(harness.directory, harness.manifest, backend, 1, draft=False).verify
-        kv_cache, start = verify.new_kv_cache(), 0
+        kv_cache, start = verify.new_kv_caches()[0], 0
         kv_cache.reserve(64)
-        binding = verify.bind(kv_cache)
+        binding = OnCache(verify, kv_cache)
         for chunk in chunks:
             tokens = TOKENS[start : start + chunk]
             if with_logits:
@@ -84,7 +85,7 @@ def test_a_chunk_of_a_prompt_has_logits_for_one_token_at_most(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     rows: list[int] = []
-    run_call, prepare = ENGINE.run, TorchStageRunner.prepare
+    run_call, prepare = ENGINE._run_bound, TorchStageRunner.prepare
 
     def count_of_ort(engine: Any, call: Any) -> None:
         rows.append(call.results[0].shape[-2])
@@ -94,25 +95,23 @@ def test_a_chunk_of_a_prompt_has_logits_for_one_token_at_most(
         rows.append(len(inputs.logit_rows))
         return prepare(runner, inputs)
 
-    monkeypatch.setattr(ENGINE, "run", count_of_ort)
+    monkeypatch.setattr(ENGINE, "_run_bound", count_of_ort)
     monkeypatch.setattr(TorchStageRunner, "prepare", count_of_torch)
     verify = open_engines(harness.directory, harness.manifest, backend, 1, draft=False).verify
-    kv_cache = verify.new_kv_cache()
+    kv_cache = verify.new_kv_caches()[0]
     kv_cache.reserve(64)
-    binding = verify.bind(kv_cache)
+    binding = OnCache(verify, kv_cache)
     binding.prefill(TOKENS[:40], 0)
     assert binding.forward(TOKENS[40:44], range(40, 44), 40).logits.shape[0] == 4
     assert rows == [0 if backend == "ort" and ENGINE is CpuEngine else 1, 4]
 
 
-class NoLogits:
-    """A binding that takes prompts only."""
+class NoLogits(Wrapped):
+    """An engine that takes prompts only."""
 
-    def __init__(self, inner: Binding) -> None:
-        self.prefill = inner.prefill
-
-    def forward(self, *_: object) -> StepOutputs:
-        raise AssertionError("a pass with logits")
+    def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
+        assert not any(call.logits for call in calls), "a pass with logits"
+        return super().forward(calls)
 
 
 def test_a_sessions_prefill_asks_for_no_logits(harness: Harness) -> None:

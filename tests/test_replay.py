@@ -20,7 +20,6 @@ from eesd.controllers import DraftStep, RoundOutcome, make_controller
 from eesd.controllers.baselines import Fixed
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.engines.base import Binding, KVCache
 from eesd.runtime.llm import LLM, Speculation, load
 
 GOLDEN = {  # by acceptance, for c = .05, .1, .2, .3: the best length and its speed, flat verify (Leviathan et al. 2023)
@@ -275,7 +274,7 @@ def test_a_chain_drafter_drafts_what_a_round_would_and_commits_nothing(harness: 
     session = harness.session(prompt, sampling, seeing, workspace=workspace)
     undisturbed = harness.session(prompt, sampling, Seeing(), workspace=harness.workspace())
     session.prefill()
-    drafter = ChainDrafter(session, BoundDraft(workspace.draft), sampling, harness.manifest.geometry.vocab_size)
+    drafter = ChainDrafter(session, workspace.draft, sampling, harness.manifest.geometry.vocab_size)
     while session.finish_reason is None:
         before = asdict(session.stats), list(session.tokens)
         room = 40 - session.stats.new_tokens - 1
@@ -288,18 +287,3 @@ def test_a_chain_drafter_drafts_what_a_round_would_and_commits_nothing(harness: 
         assert result.tokens[: result.num_accepted] == tokens[: result.num_accepted]
     finish(undisturbed)
     assert session.tokens == undisturbed.tokens
-
-
-class BoundDraft:
-    """A draft engine that is bound already."""
-
-    prefill_chunk = 128
-
-    def __init__(self, binding: Binding) -> None:
-        self._binding = binding
-
-    def new_kv_cache(self) -> KVCache:
-        raise NotImplementedError
-
-    def bind(self, kv_cache: KVCache) -> Binding:
-        return self._binding

@@ -1,16 +1,15 @@
 """The rooms of the package import one way, and every import can be found by a type checker in a fresh clone."""
 
-import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.core_size import BUDGETS, sizes
+from support.imports import PACKAGE, ROOMS, graph, imports, modules
 
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "src" / "eesd"
 MAY_IMPORT = {
     "common": set(),
     "controllers": {"common"},
@@ -39,7 +38,7 @@ TORCH_FILES = {
     "device_noise.py",
     "device_rejection.py",
     "device_sampler.py",
-    "device_rows.py",
+    "device_cache.py",
     "ort_gpu.py",
     "torch_engine.py",
     "torch_weights.py",
@@ -48,37 +47,13 @@ TORCH_FILES = {
 }
 
 
-ONNX_FILES = {"operator_graph.py", "joint_graph.py", "torch_weights.py"}
+ONNX_FILES = {"operator_graph.py", "torch_weights.py"}
 """Of these rooms, the files that load onnx when they are loaded themselves, which is only where a graph is made or read."""
-
-
-def modules() -> Iterator[tuple[str, Path]]:
-    """Dotted name inside eesd, and file, of every module."""
-    for room in MAY_IMPORT:
-        for path in sorted((PACKAGE / room).rglob("*.py")):
-            name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-            yield name.removesuffix(".__init__"), path
-
-
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """The modules that a file imports, and whether it does so when it is loaded (not in a function or for types alone)."""
-    tree = ast.parse(path.read_text("utf-8"))
-    lazy = {
-        id(node)
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef) or (isinstance(outer, ast.If) and "TYPE_CHECKING" in ast.unparse(outer.test))
-        for node in ast.walk(outer)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) not in lazy) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "eesd" else [node.module]
-            yield from ((name, id(node) not in lazy) for name in names)
 
 
 def test_every_room_is_listed() -> None:
     assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == MAY_IMPORT.keys()
+    assert tuple(MAY_IMPORT) == ROOMS
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
@@ -98,22 +73,17 @@ def test_the_order_of_the_rooms_has_no_cycle() -> None:
 
 
 def test_modules_inside_a_room_have_no_cycle() -> None:
-    """No module imports itself through others when it is loaded."""
-    known = {name for name, _ in modules()}
-    graph: dict[str, set[str]] = {}
-    for name, path in modules():
-        found = {imported.removeprefix("eesd.") for imported, at_load in imports(path) if at_load}
-        graph[name] = {imported for imported in found if imported in known and imported != name}
-    done: set[str] = set()
+    """No module imports itself through others, in functions neither."""
+    edges, done = graph(), set[str]()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, f"a cycle: {' -> '.join((*path, name))}"
         if name not in done:
-            for imported in graph[name]:
+            for imported in edges[name]:
                 visit(imported, (*path, name))
             done.add(name)
 
-    for name in graph:
+    for name in edges:
         visit(name, ())
 
 
@@ -153,3 +123,8 @@ def test_every_import_of_the_package_is_a_file() -> None:
 def test_no_test_module_imports_another() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         assert not any(re.match(r"(tests\.)?test_", imported) for imported, _ in imports(path)), path
+
+
+@pytest.mark.parametrize("part", BUDGETS)
+def test_the_core_keeps_to_its_budget(part: str) -> None:
+    assert all(size <= most for size, most in zip(sizes()[part], BUDGETS[part], strict=True)), sizes()

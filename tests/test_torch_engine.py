@@ -24,6 +24,7 @@ from support.command import assert_one_line, assert_refused, run, succeed
 from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
 from support.harness import Harness
 from support.no_torch import BLOCK
+from support.on_cache import OnCache
 from torch import nn
 
 import eesd
@@ -38,7 +39,8 @@ from eesd.runtime.decoding.draft_tree import Node, tree_mask
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Engine, StepOutputs
-from eesd.runtime.engines.device import DeviceKVCache, device_streams, explain_out_of_memory
+from eesd.runtime.engines.device import device_streams, explain_out_of_memory
+from eesd.runtime.engines.device_cache import DeviceKVCache, DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.ort_gpu import open_ort_gpu
@@ -102,8 +104,8 @@ def draft_tree(slot: int) -> tuple[list[Node], list[int]]:
 
 def forward_passes(verify: Engine, draft: Engine) -> list[StepOutputs]:
     """The outputs for a prompt, a drafted chain, a level of a tree, a verified tree, and both engines after compaction."""
-    kv_cache = verify.new_kv_cache()
-    verifier, drafter = verify.bind(kv_cache), draft.bind(kv_cache)
+    kv_cache = verify.new_kv_caches()[0]
+    verifier, drafter = OnCache(verify, kv_cache), OnCache(draft, kv_cache)
     prompt = [token % 97 for token in range(3, 24)]
     outputs = [_copied(verifier.forward(prompt, range(21), 0))]
     outputs += [_copied(drafter.forward([7 + i], [21 + i], 21 + i)) for i in range(3)]
@@ -178,9 +180,9 @@ def test_stages_with_a_shard_each_give_the_same_tokens(harness: Harness, staged:
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["coupled"]):
         expected = plain.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True)
         assert llm.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True).tokens == expected.tokens
-    kv_cache = engines.verify.new_kv_cache()
+    kv_cache = engines.verify.new_kv_caches()[0]
     assert isinstance(kv_cache, DeviceKVCache)
-    assert [shard.shape[0] for shard in kv_cache.shards] == [len(stage.caches) for stage in manifest.verify]
+    assert [shard.shape[0] for shard in kv_cache.memory.shards] == [len(stage.caches) for stage in manifest.verify]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -189,7 +191,7 @@ def test_16_bit_engines_differ_from_plain_decoding_by_rounding_at_most(narrow: P
     """Caches have the engines' type. Drafting changes a token only if the logits of both are equal up to 16-bit rounding."""
     llm = torch_llm(narrow, device, Speculation("fixed:k=4", width, guard=False))
     dtype = getattr(torch, llm.manifest.dtype)
-    assert llm.engines.verify.new_kv_cache().shards[0].dtype == dtype  # type: ignore[attr-defined]
+    assert llm.engines.verify.new_kv_caches()[0].memory.shards[0].dtype == dtype  # type: ignore[attr-defined]
     for prompt in PROMPTS:
         plain = llm.generate(prompt, max_new_tokens=100, draft=False, ignore_eos=True)
         drafted = llm.generate(prompt, max_new_tokens=100, ignore_eos=True)
@@ -247,32 +249,34 @@ def test_loading_and_running_copies_no_weights(tmp_path: Path, dtype: str) -> No
 
 def small_cache(harness: Harness, device: str) -> DeviceKVCache:
     """A cache whose first 16 slots hold the numbers of the slots. It has 16 slots on the CPU, and all 384 on a GPU."""
-    kv_cache = DeviceKVCache(harness.manifest, device_streams(1, device), grow=device == "cpu", slots=16)
-    assert kv_cache.shards[0].shape == (harness.manifest.num_caches, 2, 1, 2, 16 if device == "cpu" else 384, 8)
-    kv_cache.shards[0][..., :16, :] = torch.arange(16.0)[:, None]
+    [kv_cache] = DeviceMemory(harness.manifest, device_streams(1, device), grow=device == "cpu", slots=16).caches()
+    assert kv_cache.memory.shards[0].shape == (harness.manifest.num_caches, 2, 1, 2, 16 if device == "cpu" else 384, 8)
+    kv_cache.memory.shards[0][..., :16, :] = torch.arange(16.0)[:, None]
     return kv_cache
 
 
 def test_cache_on_the_cpu_grows_with_its_contents(harness: Harness) -> None:
     kv_cache = small_cache(harness, "cpu")
     kv_cache.reserve(16)
-    assert kv_cache.slots == 16 and kv_cache.version == 0
+    assert kv_cache.memory.slots == 16 and kv_cache.memory.version == 0
     kv_cache.reserve(17)
-    assert kv_cache.slots == 128 and kv_cache.version == 1
-    assert (kv_cache.shards[0][..., :16, :] == torch.arange(16.0)[:, None]).all() and not kv_cache.shards[0][..., 16:, :].any()
+    assert kv_cache.memory.slots == 128 and kv_cache.memory.version == 1
+    assert (kv_cache.memory.shards[0][..., :16, :] == torch.arange(16.0)[:, None]).all() and not kv_cache.memory.shards[0][
+        ..., 16:, :
+    ].any()
     kv_cache.reset()
-    assert kv_cache.slots == 16 and kv_cache.version == 2
+    assert kv_cache.memory.slots == 16 and kv_cache.memory.version == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cache_on_a_gpu_keeps_its_memory(harness: Harness) -> None:
     """CUDA graphs have captured its address."""
     kv_cache = small_cache(harness, "cuda")
-    address = kv_cache.shards[0].data_ptr()
+    address = kv_cache.memory.shards[0].data_ptr()
     kv_cache.reserve(384)
     kv_cache.reset()
-    assert kv_cache.slots == 384 and kv_cache.version == 0 and kv_cache.shards[0].data_ptr() == address
-    assert (kv_cache.shards[0][..., :16, :] == torch.arange(16.0, device="cuda")[:, None]).all()
+    assert kv_cache.memory.slots == 384 and kv_cache.memory.version == 0 and kv_cache.memory.shards[0].data_ptr() == address
+    assert (kv_cache.memory.shards[0][..., :16, :] == torch.arange(16.0, device="cuda")[:, None]).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -280,7 +284,7 @@ def test_compaction_moves_accepted_slots_together(harness: Harness, device: str)
     kv_cache = small_cache(harness, device)
     kv_cache.compact(4, [5, 6, 9])
     expected = torch.tensor([0, 1, 2, 3, 5, 6, 9, 7, 8], device=device)
-    assert (kv_cache.shards[0][..., :9, :] == expected[:, None]).all()
+    assert (kv_cache.memory.shards[0][..., :9, :] == expected[:, None]).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -297,14 +301,14 @@ def test_bound_engines_follow_the_cache_when_it_grows(harness: Harness) -> None:
     tokens, mask = [node.token for node in nodes], tree_mask(nodes)
     results = []
     for slots_after_prompt in (128, 129):
-        kv_cache = verify.new_kv_cache()
-        verifier, drafter = verify.bind(kv_cache), draft.bind(kv_cache)
+        kv_cache: Any = verify.new_kv_caches()[0]
+        verifier, drafter = OnCache(verify, kv_cache), OnCache(draft, kv_cache)
         for start in (0, 3):  # the same calls before and after
             verifier.forward([5, 9, 3], range(start, start + 3), start)
             drafted = drafter.draft_chain(7, start + 3, 4)
             outputs = verifier.forward(tokens, [start + position for position in positions], start + 3, start + 3, mask)
             kv_cache.reserve(slots_after_prompt)
-        assert kv_cache.version == (slots_after_prompt > 128)
+        assert kv_cache.memory.version == (slots_after_prompt > 128)
         caches = [kv_cache.read(index)[kind][..., :12, :] for index in range(manifest.num_caches) for kind in (0, 1)]
         assert drafted.topk_logprobs is not None and all(cache.any(3).all() for cache in caches)
         results.append([outputs.logits.copy(), drafted.topk_logprobs.copy(), *caches])
@@ -314,15 +318,15 @@ def test_bound_engines_follow_the_cache_when_it_grows(harness: Harness) -> None:
 
 def test_engines_write_to_their_own_layers_of_the_shared_cache(harness: Harness) -> None:
     verify, draft = open_on_cpu(harness.directory)
-    kv_cache = draft.new_kv_cache()
-    draft.bind(kv_cache).forward([5, 6], [0, 1], 0)
-    written = kv_cache.shards[0][..., :2, :].flatten(1).any(1)
+    kv_cache: Any = draft.new_kv_caches()[0]
+    OnCache(draft, kv_cache).forward([5, 6], [0, 1], 0)
+    written = kv_cache.memory.shards[0][..., :2, :].flatten(1).any(1)
     assert isinstance(module_of(draft), Draft)
     assert written.nonzero().flatten().tolist() == [0, harness.manifest.geometry.num_layers]
-    assert not kv_cache.shards[0][..., 2:, :].any()
-    verify.bind(kv_cache).forward([5, 6], [0, 1], 0)
-    assert kv_cache.shards[0][..., :2, :].flatten(1).any(1).all()
-    assert not kv_cache.shards[0][..., ROWS:, :].any()  # verify's calls are padded
+    assert not kv_cache.memory.shards[0][..., 2:, :].any()
+    OnCache(verify, kv_cache).forward([5, 6], [0, 1], 0)
+    assert kv_cache.memory.shards[0][..., :2, :].flatten(1).any(1).all()
+    assert not kv_cache.memory.shards[0][..., ROWS:, :].any()  # verify's calls are padded
 
 
 def test_logits_are_fetched_once_when_first_used() -> None:

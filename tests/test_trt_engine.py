@@ -23,6 +23,7 @@ from support.command import assert_refused, run, succeed
 from support.engine_dirs import edit_manifest
 from support.harness import Harness
 from support.late_gpus import allow_few_slots
+from support.on_cache import OnCache
 from support.trt_api import VERSIONS
 
 import eesd
@@ -38,7 +39,7 @@ from eesd.runtime.embed import Host, open_host_engines
 from eesd.runtime.engines import device, trt_engine, trt_plans
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.device import DeviceStream
-from eesd.runtime.engines.device_engine import CapturedGraph, DeviceBinding
+from eesd.runtime.engines.device_engine import CapturedGraph, DeviceEngine
 from eesd.runtime.llm import LLM, Speculation
 
 CPU = DeviceStream(torch.device("cpu"))
@@ -135,9 +136,9 @@ def test_a_level_of_a_tree_drafted_node_by_node_is_as_in_one_call(staged: Callab
     mask = np.array([[1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], dtype=bool)
     for backend in ("ort", "tensorrt"):
         engines = eesd.load(staged(1), backend).engines
-        kv_cache = engines.verify.new_kv_cache()
+        kv_cache = engines.verify.new_kv_caches()[0]
         kv_cache.reserve(20)
-        verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)  # type: ignore[union-attr]
+        verify, draft = OnCache(engines.verify, kv_cache), OnCache(engines.draft, kv_cache)  # type: ignore[union-attr]
         verify.prefill([5, 9, 3, 44], 0)
         draft.forward([17], [4], 4)
         found.append(draft.forward([8, 90, 31, 2], [5, 5, 6, 6], 5, 4, mask))
@@ -198,14 +199,14 @@ def test_attention_reads_as_many_slots_for_a_token_whatever_is_drafted(
 ) -> None:
     """Other numbers of slots may be other kernels, so a round ends before a token that plain decoding gives to another one."""
     passes: list[int] = []
-    original = DeviceBinding._step
+    original = DeviceEngine._step
 
-    def step(self: DeviceBinding, count: int, slots: int, only_caches: bool) -> Any:
-        if not self._engine.is_draft:
+    def step(self: DeviceEngine, memory: Any, first: int, rows: int, count: int, slots: int, only_caches: bool) -> Any:
+        if not self.is_draft:
             passes.append(slots)
-        return original(self, count, slots, only_caches)
+        return original(self, memory, first, rows, count, slots, only_caches)
 
-    monkeypatch.setattr(DeviceBinding, "_step", step)
+    monkeypatch.setattr(DeviceEngine, "_step", step)
     llm = eesd.load(few_slots, "tensorrt", speculation=speculation)
 
     def run_through(prompt: list[int], draft: bool) -> tuple[list[int], dict[int, int]]:
@@ -400,15 +401,15 @@ def test_what_overflowed_in_one_request_does_not_reach_the_next(staged: Callable
     assert llm.generate(PROMPTS[1], max_new_tokens=20, ignore_eos=True).tokens == expected
 
 
-def test_binding_an_engine_changes_no_cache(staged: Callable[[int], Path]) -> None:
+def test_preparing_an_engine_changes_no_cache(staged: Callable[[int], Path]) -> None:
     """It warms up, and the cache may be filled already."""
     directory = staged(1)
     llm = embedded(directory, host_of(directory))
     with llm.session(PROMPTS[1], max_new_tokens=20) as session:
         session.step()
         before = [session.kv_cache.read(layer) for layer in range(4)]
-        llm.engines.draft.bind(session.kv_cache)  # type: ignore[union-attr]
-        llm.engines.verify.bind(session.kv_cache)
+        llm.engines.draft.prepare([session.kv_cache])  # type: ignore[union-attr]
+        llm.engines.verify.prepare([session.kv_cache])
         after = [session.kv_cache.read(layer) for layer in range(4)]
     assert before[0][0].any() and all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -447,7 +448,7 @@ def test_contexts_are_made_on_the_device_of_their_stage(staged: Callable[[int], 
 
     source = embed._HostEngines(manifest, replace(host, make_context=make_context))
     verify, _ = trt_engine.open_tensorrt(manifest, source, True, places)
-    verify.bind(verify.new_kv_cache())
+    verify.prepare(verify.new_kv_caches())
     for engine, place in zip(host.verify, places, strict=True):
         contexts = [where for which, where in made if which is engine]
         assert contexts and all(where is place for where in contexts)
@@ -464,8 +465,8 @@ def test_each_stage_works_in_its_own_stream_and_scratch_memory(
     engines = open_host_engines(manifest, replace(host_of(directory), scratch=scratch), places)
     stages: Any = engines.verify.stages  # type: ignore[attr-defined]
     assert [stage._scratch.data_ptr() for stage in stages] == [memory.data_ptr() for memory in scratch]
-    cache: Any = engines.verify.new_kv_cache()
-    outputs = engines.verify.bind(cache).forward([5, 9], [0, 1], 0)
+    cache: Any = engines.verify.new_kv_caches()[0]
+    outputs = OnCache(engines.verify, cache).forward([5, 9], [0, 1], 0)
     entered: list[Place] = []
 
     @contextmanager
@@ -481,16 +482,17 @@ def test_each_stage_works_in_its_own_stream_and_scratch_memory(
 
 def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], Path]) -> None:
     """A cycle would hold buffers on the GPU until the collector runs, perhaps while work is captured."""
-    llm = embedded(staged(1), host_of(staged(1)))
+    llm: Any = embedded(staged(1), host_of(staged(1)))
     gc.collect()
     gc.disable()
     try:
-        verify: Any = llm.engines.verify.bind(llm.engines.verify.new_kv_cache())
-        draft: Any = llm.engines.draft.bind(llm.engines.verify.new_kv_cache())  # type: ignore[union-attr]
-        draft.draft_chain(5, 3, 2)
-        found = [weakref.ref(step) for step in [*verify._steps.values(), *draft._steps.values(), *draft._draft_loops.values()]]
+        kv_caches, found = llm.engines.verify.new_kv_caches(), []
+        for engine in llm.engines[:2]:
+            engine.prepare(kv_caches)
+            [prepared] = engine._prepared.values()
+            found += [weakref.ref(step) for step in [*prepared.steps._values.values(), *prepared.loops.values()]]
         assert len(found) > 3
-        del verify, draft
+        del kv_caches, prepared
         assert not any(reference() for reference in found)
     finally:
         gc.enable()
@@ -537,7 +539,7 @@ def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable
     with pytest.raises(EESDError, match=r"given for verify\.onnx has other inputs"):
         opened(verify=[host.draft])
     with pytest.raises(EESDError, match=r"kv_cache given is \[3\] of torch.float32 on cpu at .* \[5, 2, 1, 2, 112, 8\]"):
-        opened(kv_cache=[torch.zeros(3)]).verify.new_kv_cache()
+        opened(kv_cache=[torch.zeros(3)]).verify.new_kv_caches()
     with pytest.raises(EESDError, match="5 bytes of scratch memory are given, and these engines need 4096"):
         opened(scratch=torch.zeros(5, dtype=torch.uint8))
     with pytest.raises(EESDError, match="There are 1 stages of verify, and 2 tensors of scratch memory are given"):

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines.backends import Engines
-from eesd.runtime.engines.cpu_engine import CpuBinding
-from eesd.runtime.engines.ort_cpu import OrtBinding
+from eesd.runtime.engines.base import Call
+from eesd.runtime.engines.cpu_engine import CpuEngine
+from eesd.runtime.engines.ort_cpu import OrtEngine
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 SHORT = 8
@@ -100,14 +101,12 @@ def _medians(samples: dict[int, list[float]]) -> list[list[float]]:
 def call_overhead(engines: Engines, repeats: int = 200) -> float | None:
     """Median seconds that our code adds to one draft step of the ONNX Runtime session; None for other backends."""
     assert engines.draft is not None
-    draft = engines.draft.bind(engines.verify.new_kv_cache())
-    if not isinstance(draft, OrtBinding | CpuBinding):
+    draft = engines.draft
+    if not isinstance(draft, OrtEngine | CpuEngine):
         return None
-    draft.forward([1], [0], 0)
-    calls: dict[str, Callable[[], Any]] = {
-        "ours": lambda: draft.forward([1], [0], 0),
-        "raw": lambda: draft.run_again(1),
-    }
+    step = Call(engines.verify.new_kv_caches()[0], [1], [0], 0)
+    draft.forward([step])
+    calls: dict[str, Callable[[], Any]] = {"ours": lambda: draft.forward([step]), "raw": draft.run_again}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():

@@ -36,7 +36,7 @@ from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Session, entropy_of
-from eesd.runtime.engines.base import Engine
+from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.llm import LLM, Prompt
 
 TRACE_FILE, TUNING_TRACE_FILE = "trace.npz", "tuning.npz"
@@ -173,7 +173,7 @@ class ChainDrafter:
     def __init__(
         self, session: Session, draft: Engine, sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE
     ) -> None:
-        self._session, self._draft = session, draft.bind(session.kv_cache)
+        self._session, self._draft = session, draft
         self._sampler = make_sampler(sampling, vocab_size, columns)
 
     def draft(self, count: int) -> tuple[list[int], list[DraftStep]]:
@@ -189,7 +189,7 @@ class ChainDrafter:
         for _ in range(count):
             [node] = tree.frontier
             position = len(tokens) - 1 + node.depth
-            outputs = self._draft.forward([node.token], [position], position)
+            [outputs] = self._draft.forward([Call(self._session.kv_cache, [node.token], [position], position)])
             step = tree.grow([self._sampler.propose(node, outputs, 0, 1)])
             assert step is not None
             steps.append(step._replace(entropy=entropy_of(outputs.logits[0])))

@@ -15,7 +15,7 @@ from eesd.runtime.batch.request import Generation, TokenLogprob, TokenOutput, Up
 from eesd.runtime.decoding.samplers import Allowed
 from eesd.runtime.decoding.session import Drafter, RoundResult, Session
 from eesd.runtime.decoding.text_drafter import TextDrafter
-from eesd.runtime.engines.base import Binding, KVCache, Logits
+from eesd.runtime.engines.base import Call, KVCache, Logits, StepOutputs
 from eesd.runtime.llm import LLM
 from eesd.runtime.text import TextStream
 
@@ -32,15 +32,16 @@ class Row:
     Attributes:
         generation: The request, and whom to tell.
         session: Its sequence.
+        kv_cache: The keys and values of its sequence.
         controller: What it expects of its draft; None: it decodes plainly, or drafts a fixed length.
         error: What went wrong with this row alone.
         began: Time at which it got its row, in seconds.
         cached_tokens: Tokens of its prompt whose keys and values were kept from earlier requests.
     """
 
-    def __init__(self, llm: LLM, rule: LoadRule, generation: Generation, kv_cache: KVCache, verify: Binding) -> None:
+    def __init__(self, llm: LLM, rule: LoadRule, generation: Generation, kv_cache: KVCache) -> None:
         request = generation.request
-        self.generation, self.request = generation, request
+        self.generation, self.request, self.kv_cache = generation, request, kv_cache
         self.error: Exception | None = None
         self.cached_tokens = 0
         self.began = time.monotonic()
@@ -50,11 +51,11 @@ class Row:
         self._prompt_logprobs: list[TokenLogprob] | None = None
         drafter, text = None, None
         if request.draft and llm.speculation is not None:
-            drafter, text = self._drafters(llm, rule, verify)
+            drafter, text = self._drafters(llm, rule)
         self.session = Session(
             request.tokens,
             kv_cache,
-            verify,
+            llm.engines.verify,
             drafter,
             llm.limits(request.max_new_tokens, request.ignore_eos),
             request.sampling,
@@ -69,8 +70,8 @@ class Row:
         if request.prompt_logprobs is not None:
             self._prompt_logprobs = [TokenLogprob(request.tokens[0], None)]
 
-    def _drafters(self, llm: LLM, rule: LoadRule, binding: Binding) -> tuple[Drafter | None, TextDrafter | None]:
-        """How this row drafts. The binding is not used: the batch runs the draft engine."""
+    def _drafters(self, llm: LLM, rule: LoadRule) -> tuple[Drafter | None, TextDrafter | None]:
+        """How this row drafts."""
         assert llm.speculation is not None
         controller: Controller
         controller = own = RowController(rule)
@@ -78,11 +79,11 @@ class Row:
             controller = make_controller(REJECTION_DRAFT)
         else:
             self.controller = own
-        heads = llm.speculation.head_drafts and llm.engines.draft is not None
-        drafter = Drafter(binding, controller, None, columns=llm.draft_columns) if heads else None
+        engine = llm.engines.draft if llm.speculation.head_drafts else None
+        drafter = None if engine is None else Drafter(engine, controller, None, columns=llm.draft_columns)
         if not llm.speculation.text_drafts or self.fixed:
             return drafter, None
-        return drafter, TextDrafter(RowTextRule(rule, own, heads), None, llm.text.past if llm.text else None)
+        return drafter, TextDrafter(RowTextRule(rule, own, engine is not None), None, llm.text.past if llm.text else None)
 
     def _restriction(self, llm: LLM) -> Allowed | None:
         """What restricts the tokens: the request's constraint, and EOS before ``min_tokens``."""
@@ -108,24 +109,18 @@ class Row:
         assert self.request.constraint is not None
         return self.request.constraint.forced(self.session.tokens[self.session.stats.prompt_tokens :], most)
 
-    def prefill(self, most: int) -> int:
-        """Put at most ``most`` tokens of the prompt into the cache; how many it were. 0: the prompt is complete."""
-        before = self.session.prefilled
+    def next_piece(self, most: int) -> Call | None:
+        """The call of the next piece of the prompt, at most ``most`` tokens; None: the prompt is complete."""
         if self._prompt_logprobs is None:
-            self.session.prefill_some(most)
-            return self.session.prefilled - before
-        tokens, top = self.request.tokens, self.request.prompt_logprobs
-        assert top is not None
-        if before < len(tokens) - 1:
-            logits = self.session.prefill_with_logits(min(most, LOGIT_CHUNK))
-            after = self.session.prefilled
-            self._prompt_logprobs += _logprobs(tokens[before + 1 : after + 1], logits, top)
-        return self.session.prefilled - before
+            return self.session.next_piece(most)
+        return self.session.next_piece(min(most, LOGIT_CHUNK), logits=True)
 
-    @property
-    def reports_prompt(self) -> bool:
-        """Whether the log-probabilities of its prompt are still to be reported."""
-        return self._prompt_logprobs is not None
+    def add_piece(self, piece: Call, outputs: StepOutputs, seconds: float) -> None:
+        """Go on behind a piece of the prompt, whose call took so many seconds."""
+        if self._prompt_logprobs is not None and self.request.prompt_logprobs is not None:
+            behind = self.request.tokens[piece.slot + 1 : piece.slot + 1 + len(piece.tokens)]
+            self._prompt_logprobs += _logprobs(behind, outputs.logits, self.request.prompt_logprobs)
+        self.session.add_piece(piece, seconds)
 
     @property
     def unfilled(self) -> int:

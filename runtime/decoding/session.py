@@ -26,7 +26,7 @@ from eesd.runtime.decoding.samplers import AcceptResult, Allowed, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter, TextIndex
-from eesd.runtime.engines.base import Binding, Call, ChainBinding, Choose, ChoosingBinding, KVCache, Logits, StepOutputs
+from eesd.runtime.engines.base import Call, DraftChain, Engine, KVCache, Logits, StepOutputs
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class RoundResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafter:
-    """What a session needs to draft with the exit head: the bound draft engine, the controller, the guard (None: never pause),
+    """What a session needs to draft with the exit head: the draft engine, the controller, the guard (None: never pause),
     the nodes of a level (1: a chain), the budget that chooses what is verified (None: everything), and the tokens of the
     draft's columns."""
 
-    binding: Binding
+    engine: Engine
     controller: Controller
     guard: Guard | None
     tree_width: int = 1
@@ -128,7 +128,7 @@ class Session:
         self,
         prompt: Sequence[int],
         kv_cache: KVCache,
-        verify: Binding,
+        verify: Engine,
         drafter: Drafter | None,
         limits: Limits,
         sampling: Sampling,
@@ -143,7 +143,7 @@ class Session:
         Args:
             prompt: Token ids, at least one.
             kv_cache: Memory of the sequence.
-            verify: The verify engine, bound to it.
+            verify: The verify engine.
             drafter: How the exit head drafts; None: not at all.
             limits: Where the sequence ends.
             sampling: How tokens are chosen.
@@ -179,60 +179,41 @@ class Session:
         The last token is the first root, so prefill needs no logits.
         """
         self._check_open()
-        while self._prefilled < self.stats.prompt_tokens - 1:
-            self.prefill_some(self._limits.prefill_chunk)
-
-    def prefill_some(self, most: int) -> bool:
-        """Put at most ``most`` more tokens of the prompt into the cache. Returns whether the prompt is complete."""
-        piece = self.next_piece(most)
-        if piece is not None:
+        while (piece := self.next_piece(self._limits.prefill_chunk)) is not None:
             started = time.perf_counter()
-            self._verify.prefill(piece.tokens, piece.slot)
+            self._verify.forward([piece])
             self.add_piece(piece, time.perf_counter() - started)
-        return self._prefilled == self.stats.prompt_tokens - 1
 
-    def next_piece(self, most: int) -> Call | None:
-        """At most ``most`` more tokens of the prompt, for whoever runs them instead, and then tells :meth:`add_piece`.
+    def next_piece(self, most: int, logits: bool = False) -> Call | None:
+        """The call of the next piece of the prompt, at most ``most`` tokens. Tell :meth:`add_piece` when it has run.
 
         None: the prompt is complete.
         """
+        self._check_open()
         start = self._prefilled
         stop = min(start + most, self._limits.prefill_chunk + start, self.stats.prompt_tokens - 1)
         if start == stop:
             return None
         self._kv_cache.reserve(stop)
-        return Call(self.tokens[start:stop], range(start, stop), start)
+        return Call(self._kv_cache, self.tokens[start:stop], range(start, stop), start, logits=logits)
 
     def add_piece(self, piece: Call, seconds: float) -> None:
-        """Take it that the cache has the keys and values of a piece. Its call took so many seconds."""
+        """Note that the keys and values of a piece are in the cache, after a call that took so many seconds."""
         self._prefilled += len(piece.tokens)
         self.stats.prefill_seconds += seconds
 
     def prefill_from(self, slots: int) -> None:
-        """Take it that the cache has the keys and values of the prompt's first tokens, ``slots`` of them."""
+        """Note that the keys and values of the prompt's first ``slots`` tokens are in the cache."""
         self._prefilled = max(self._prefilled, min(slots, self.stats.prompt_tokens - 1))
-
-    def prefill_with_logits(self, most: int) -> Logits:
-        """Like :meth:`prefill_some`, and return the logits behind each of these tokens [n, V]."""
-        self._check_open()
-        start = self._prefilled
-        stop = min(start + most, self.stats.prompt_tokens - 1)
-        self._kv_cache.reserve(stop)
-        outputs, seconds = _timed(self._verify, Call(self.tokens[start:stop], range(start, stop), start))
-        self._prefilled = stop
-        self.stats.prefill_seconds += seconds
-        return outputs.logits
-
-    def move_to(self, kv_cache: KVCache) -> None:
-        """Go on with another cache, which has the same keys and values, and whose calls someone else runs."""
-        self._kv_cache = kv_cache
 
     def step(self) -> RoundResult:
         """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or closed session."""
         current = self.begin()
         self._draft(current)
         call = self.complete(current)
-        outputs, seconds = _timed(self._verify, call, self._chooser(self._verify, current.nodes, 0))
+        if self._verify.chooses:
+            call = call._replace(choose=self._sampler.chooser(current.nodes, 0))
+        outputs, seconds = _timed(self._verify, call)
         return self.commit(current, outputs, seconds)
 
     def begin(self) -> Round:
@@ -398,7 +379,7 @@ class Session:
 
     @property
     def kv_cache(self) -> KVCache:
-        """The session's cache, to bind other engines to it. Raises :class:`EESDError` on a closed session."""
+        """The session's cache, for calls of other engines. Raises :class:`EESDError` on a closed session."""
         self._check_open()
         return self._kv_cache
 
@@ -466,24 +447,20 @@ class Session:
         """Draft with the session's own engine until the controller stops it."""
         if current.drafter is None:
             return
-        binding, width = current.drafter.binding, current.drafter.tree_width
-        if width == 1 and self._sampler.proposes_top_tokens and current.length and isinstance(binding, ChainBinding):
-            self._draft_chain(current, min(current.length, self._max_depth()), binding)
+        engine, width = current.drafter.engine, current.drafter.tree_width
+        if width == 1 and current.length and engine.draft_chain is not None and self._sampler.proposes_top_tokens:
+            self._draft_chain(current, min(current.length, self._max_depth()), engine.draft_chain)
         while (call := self.next_draft(current)) is not None:
-            choose = self._chooser(binding, current.tree.frontier, current.tree.branching)
-            self.drafted(current, *_timed(binding, call, choose))
+            if engine.chooses:
+                call = call._replace(choose=self._sampler.chooser(current.tree.frontier, current.tree.branching))
+            self.drafted(current, *_timed(engine, call))
 
-    def _chooser(self, binding: Binding, nodes: Sequence[Node], count: int) -> Choose | None:
-        """What chooses on the binding's device; see :meth:`~eesd.runtime.decoding.samplers.SpecSampler.chooser`."""
-        chooses = isinstance(binding, ChoosingBinding) and binding.chooses
-        return self._sampler.chooser(nodes, count) if chooses else None
-
-    def _draft_chain(self, current: Round, count: int, binding: ChainBinding) -> None:
+    def _draft_chain(self, current: Round, count: int, draft_chain: DraftChain) -> None:
         """Grow a chain of known length in one call, which does not wait for the host between its steps."""
         self._kv_cache.reserve(len(self.tokens) + self._max_nodes())
         started = time.perf_counter()
         tree = current.tree
-        outputs = binding.draft_chain(tree.root.token, len(self.tokens) - 1, count)
+        outputs = draft_chain(self._kv_cache, tree.root.token, len(self.tokens) - 1, count)
         current.draft_seconds = time.perf_counter() - started
         for row in range(count):
             tree.grow([self._sampler.propose(tree.frontier[0], outputs, row, tree.branching)])
@@ -505,8 +482,8 @@ class Session:
         tokens = [node.token for node in nodes[first:]]
         positions = [root + node.depth for node in nodes[first:]]
         if is_chain(nodes):
-            return Call(tokens, positions, root + first)
-        return Call(tokens, positions, root + first, root, tree_mask(nodes, first))
+            return Call(self._kv_cache, tokens, positions, root + first)
+        return Call(self._kv_cache, tokens, positions, root + first, root, tree_mask(nodes, first))
 
     def _result(self, tokens: list[int], path: Sequence[Node], nodes: Sequence[Node]) -> RoundResult:
         """What the round commits of its tokens: everything up to EOS; and why the sequence ends with them, if it does."""
@@ -537,13 +514,10 @@ def check_prompt(prompt: Sequence[int], limits: Limits, vocab_size: int) -> None
         raise EESDError(f"The prompt has the token id {shown(outside)}; ids go from 0 to {vocab_size - 1}.")
 
 
-def _timed(binding: Binding, call: Call, choose: Choose | None = None) -> tuple[StepOutputs, float]:
-    """The outputs of a call, and its seconds. ``choose`` is for a :class:`ChoosingBinding`."""
+def _timed(engine: Engine, call: Call) -> tuple[StepOutputs, float]:
+    """The outputs of a call, and its seconds."""
     started = time.perf_counter()
-    if choose is not None and isinstance(binding, ChoosingBinding):
-        outputs = binding.forward_and_choose(call, choose)
-    else:
-        outputs = binding.forward(*call)
+    [outputs] = engine.forward([call])
     return outputs, time.perf_counter() - started
 
 

@@ -6,7 +6,6 @@ to a multiple of 16. Pages come when they are written, and are given back when a
 """
 
 import mmap
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import Manifest
-from eesd.runtime.engines.base import KVCache, Rows, Values
+from eesd.runtime.engines.base import Values
 
 TILE = 16
 """Slots whose keys lie in one tile."""
@@ -41,12 +40,16 @@ class CpuKVCache:
         slots: S.
         limit: Most slots of a text.
         dtype: Of an element.
+        slot_bytes: Bytes of the keys and values of one token.
     """
+
+    fixed_bytes = 0
 
     def __init__(self, manifest: Manifest, dtype: str = "float32") -> None:
         geometry = manifest.geometry
         self.dtype = np.dtype(dtype)
         self.slots, self.limit = slots_of(manifest), manifest.max_seq_len
+        self.slot_bytes = 2 * self.dtype.itemsize * manifest.num_caches * geometry.num_kv_heads * geometry.head_dim
         self._head_dim, self._width = geometry.head_dim, -(-geometry.head_dim // TILE) * TILE
         self._shape = (manifest.num_caches, 2, geometry.num_kv_heads, self.slots * self._width)
         size = int(np.prod(self._shape)) * self.dtype.itemsize
@@ -72,13 +75,6 @@ class CpuKVCache:
             self._map.madvise(mmap.MADV_DONTNEED)
         self._used = 0
 
-    def copy(self, other: "CpuKVCache", used: int) -> None:
-        """Take over the first slots of another cache."""
-        tiles = -(-used // TILE)
-        self._keys[:, :, :tiles] = other._keys[:, :, :tiles]
-        self._values[:, :, :used] = other._values[:, :, :used]
-        self._used = max(self._used, used)
-
     def compact(self, start: int, sources: list[int]) -> None:
         self.fill(start, self._gather(np.array(sources, np.intp)))
 
@@ -101,36 +97,3 @@ class CpuKVCache:
     def _gather(self, slots: NDArray[np.intp], layers: slice = slice(None)) -> Values:
         keys = self._keys[layers, :, slots // TILE, : self._head_dim, slots % TILE].transpose(1, 2, 0, 3)
         return np.stack((keys, self._values[layers][:, :, slots, : self._head_dim]), 1)
-
-
-class CpuRows:
-    """The caches of several sequences, see :class:`~eesd.runtime.engines.base.Rows`: each has all slots of its own."""
-
-    fixed, ragged = False, True
-
-    def __init__(self, manifest: Manifest, most: int, dtype: str = "float32") -> None:
-        self.caches = [CpuKVCache(manifest, dtype) for _ in range(most)]
-        geometry = manifest.geometry
-        self.slot_bytes = 2 * np.dtype(dtype).itemsize * manifest.num_caches * geometry.num_kv_heads * geometry.head_dim
-
-    @property
-    def slots(self) -> int:
-        return self.caches[0].slots
-
-    def resize(self, slots: int, used: Sequence[int]) -> None:
-        pass
-
-    def move(self, source: int, target: int, used: int) -> None:
-        caches = self.caches
-        caches[source], caches[target] = caches[target], caches[source]
-
-    def take(self, row: int, kv_cache: KVCache, used: int) -> None:
-        assert isinstance(kv_cache, CpuKVCache)
-        self.caches[row].copy(kv_cache, used)
-
-    def take_over(self, row: int, other: Rows, source: int, used: int) -> None:
-        assert isinstance(other, CpuRows)
-        self.caches[row].copy(other.caches[source], used)
-
-    def values(self, row: int, start: int, stop: int) -> Values:
-        return self.caches[row].values(start, stop)

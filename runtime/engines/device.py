@@ -1,26 +1,22 @@
-"""What the GPU backends share: streams, the KV cache in device memory, and the interface of a stage runner.
+"""What the GPU backends share: streams, and the interface of a stage runner.
 
 A backend implements :class:`StageRunner`, which prepares calls of one graph. The inputs of a prepared call stay at fixed
 addresses, so that the call can be captured in a CUDA graph. ``device_engine.py`` builds engines from stage runners. All of it
 also runs on the CPU, without CUDA graphs and pinned memory, so tests need no GPU.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import GraphInfo, Manifest
+from eesd.common.manifest import GraphInfo
 from eesd.model.decoder import KV
-from eesd.runtime.engines.base import Values
-from eesd.runtime.engines.kv_cache import STEP, GrowingKVCache
 
 ALIGNMENT = 256
 """Bytes. TensorRT requires addresses of inputs, outputs and scratch memory to be multiples of it."""
@@ -92,117 +88,6 @@ def device_streams(stages: int, device: str | None = None) -> list[DeviceStream]
     gpus = [torch.device("cuda", first + stage * min(num_gpus, stages) // stages) for stage in range(stages)]
     streams = {gpu: torch.cuda.Stream(gpu) for gpu in gpus}  # type: ignore[no-untyped-call]
     return [DeviceStream(gpu, streams[gpu]) for gpu in gpus]
-
-
-class DeviceKVCache(GrowingKVCache):
-    """A KV cache in the engines' element type, with a shard on the device of each stage."""
-
-    shards: list[Tensor]
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        streams: Sequence[DeviceStream],
-        *,
-        grow: bool = False,
-        slots: int = STEP,
-        spare: int = 0,
-        memory: Sequence[Tensor] = (),
-    ) -> None:
-        """Allocate the cache, all zeros.
-
-        Args:
-            manifest: Manifest of the engine directory.
-            streams: The stream of each stage.
-            grow: Begin with few slots and grow. Otherwise all ``gpu_slots`` of the manifest are allocated now, because a
-                captured CUDA graph needs fixed addresses.
-            slots: First number of slots of a cache that grows.
-            spare: Of a cache that grows, the slots behind those that tokens may use, for padding nodes.
-            memory: A tensor for each shard, which the caller owns. Default: allocate with torch.
-
-        Raises:
-            EESDError: The cache does not fit the GPU, or ``memory`` does not have its shape, type and device.
-        """
-        self._dtype: torch.dtype = getattr(torch, manifest.dtype)
-        self._streams = streams
-        self._memory = memory
-        layers = [stage.caches for stage in manifest.verify]
-        most = manifest.max_seq_len
-        super().__init__(manifest, slots if grow else most, layers, spare if grow else manifest.gpu_slots - most)
-
-    def _zeros(self, shard: int, shape: tuple[int, ...]) -> Tensor:
-        stream = self._streams[shard]
-        if self._memory:
-            return self._checked(self._memory[shard], shape, stream)
-        with explain_out_of_memory(f"The KV caches of {shape[4]} slots"), stream.activate():
-            return torch.zeros(shape, dtype=self._dtype, device=stream.device)
-
-    def _checked(self, memory: Tensor, shape: tuple[int, ...], stream: DeviceStream) -> Tensor:
-        fits = (tuple(memory.shape), memory.dtype) == (shape, self._dtype) and memory.is_contiguous()
-        if not fits or not stream.lies_here(memory) or not stream.aligned(memory):
-            raise EESDError(
-                f"The kv_cache given is {list(memory.shape)} of {memory.dtype} on {memory.device} at {memory.data_ptr():#x}; "
-                f"these engines need a contiguous {list(shape)} of {self._dtype} on {stream.device}, at a multiple of "
-                f"{ALIGNMENT} bytes."
-            )
-        with stream.activate(), torch.inference_mode():
-            return memory.zero_()  # a slot that nobody sees still counts with 0 x NaN
-
-    @torch.inference_mode()
-    def values(self, start: int, stop: int) -> Values:
-        return to_host([shard[:, :, 0, :, start:stop] for shard in self._active_shards()])
-
-    @torch.inference_mode()
-    def fill(self, start: int, values: Values) -> None:
-        first, stop = 0, start + values.shape[3]
-        for shard in self._active_shards():
-            given = torch.from_numpy(values[first : first + len(shard)])
-            shard[:, :, 0, :, start:stop] = given.view(shard.dtype).to(shard.device)
-            first += len(shard)
-
-    @torch.inference_mode()
-    def reset(self) -> None:
-        """Begin another sequence. A slot that overflowed to infinity would spoil it: a hidden slot counts with 0 x infinity."""
-        super().reset()
-        for shard in self._active_shards():
-            shard.zero_()
-
-    @contextmanager
-    def kept(self, start: int, stop: int) -> Iterator[None]:
-        """Undo, when the block ends, what it writes to the slots from ``start`` to ``stop - 1``."""
-        before = [shard[..., start:stop, :].clone() for shard in self._active_shards()]
-        yield
-        for shard, values in zip(self._active_shards(), before, strict=True):
-            shard[..., start:stop, :] = values
-
-    def _active_shards(self) -> Iterator[Tensor]:
-        return active_shards(self._streams, self.shards)
-
-    @torch.inference_mode()
-    def compact(self, start: int, sources: list[int]) -> None:
-        for shard in self._active_shards():
-            index = torch.tensor(sources, pin_memory=shard.is_cuda).to(shard.device, non_blocking=True)
-            shard[..., start : start + len(sources), :] = shard.index_select(4, index)
-
-    def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        stream = self._streams[self._rows[index][0]]
-        with stream.activate():
-            keys, values = self.layer(index).float().cpu().numpy().copy()
-        return keys, values
-
-
-def active_shards(streams: Sequence[DeviceStream], shards: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Each shard, while its stream is torch's current stream."""
-    for stream, shard in zip(streams, shards, strict=True):
-        with stream.activate():
-            yield shard
-
-
-def to_host(pieces: Sequence[Tensor]) -> Values:
-    """Pieces of shards, [layers, ...] each, as one array in host memory; 16-bit ones as their bits: NumPy has no bfloat16."""
-    gathered = torch.cat([piece.cpu() for piece in pieces])
-    values: Values = (gathered.view(torch.int16) if gathered.itemsize == 2 else gathered).numpy()
-    return values
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
-"""The engine that the GPU backends share: padding to buckets, CUDA graphs, stages, and chains drafted on the device.
+"""The engine that the GPU backends share: rows, padding to buckets, CUDA graphs, stages, and chains drafted on the device.
 
-A forward call copies its inputs to the device in one piece, computes the attention mask there, runs the graph, and copies the
-few results that the host needs back in one piece. Host memory is pinned. On a GPU all of this is captured in a CUDA graph, one
-for each stage.
+Calls of a round over caches of one memory run as one. On a GPU that has all rows of the memory, so that one kernel computes a
+row, whatever runs beside it, and what is captured in CUDA graphs does not change. A call copies its inputs to the device in one
+piece, computes the attention mask there, runs the graph, and copies the few results that the host needs back in one piece. Host
+memory is pinned. On a GPU all of this is captured in a CUDA graph, one for each stage.
 """
 
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,16 +23,18 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED, PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.model.decoder import KV
-from eesd.runtime.engines.base import Call, Choose, KVCache, Rows, RowsBinding, StepOutputs
-from eesd.runtime.engines.device import ALIGNMENT, DeviceKVCache, DeviceStream, StageRunner, StepInputs
+from eesd.runtime.engines.base import NO_OUTPUTS, Call, Choose, KVCache, StepOutputs, Work
+from eesd.runtime.engines.device import ALIGNMENT, DeviceStream, StageRunner, StepInputs
+from eesd.runtime.engines.device_cache import DeviceKVCache, DeviceMemory
+from eesd.runtime.engines.recent import Recent
 
 LOGGER = logging.getLogger(__name__)
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Node counts that calls on a GPU are padded to. Results of padding nodes are ignored."""
 STRIDE = ALIGNMENT // 8
 """Inputs in one int64 buffer begin at multiples of this many elements."""
-
-
+MOST_STEPS = 256
+"""Calls over a memory that stay prepared. On the CPU, where rows come and go, each has a mask, B x n x S, of its own."""
 EXACT_NODES = 64
 """Up to this many nodes, reading weights takes a GPU longer than computing, so a call of all of them costs little more."""
 
@@ -63,8 +68,8 @@ class DeviceEngine:
             all. A call reads the fewest that hold its padded nodes. Rows of a batch are always read whole.
         multiple: Without buckets, calls are padded to a multiple of this.
         prefill_chunk: Tokens of the prompt that one call takes at most.
-        on_warm_up: Called with each graph after a new binding has warmed up.
-        cuda_graphs: Whether bindings that are made from now on use CUDA graphs. It has no effect on the CPU.
+        on_warm_up: Called with each graph after :meth:`prepare`.
+        cuda_graphs: Whether calls over memory that is new to the engine use CUDA graphs. It has no effect on the CPU.
         chooses: Whether sessions let the device choose tokens, instead of copying logits. Default: on a GPU.
     """
 
@@ -73,8 +78,7 @@ class DeviceEngine:
         manifest: Manifest,
         stages: Sequence[StageRunner],
         is_draft: bool,
-        make_kv_cache: Callable[[], DeviceKVCache],
-        make_rows: Callable[[int], Rows],
+        make_memory: Callable[[int], DeviceMemory],
         buckets: tuple[int, ...],
         slots: tuple[int, ...],
         multiple: int,
@@ -91,32 +95,45 @@ class DeviceEngine:
         self.on_warm_up = on_warm_up
         self.cuda_graphs = True
         self.chooses = stages[-1].stream.on_gpu
-        self._make_kv_cache = make_kv_cache
-        self._make_rows = make_rows
+        self._make_memory = make_memory
+        self._prepared: WeakKeyDictionary[DeviceMemory, _Prepared] = WeakKeyDictionary()
 
-    def new_kv_cache(self) -> DeviceKVCache:
-        return self._make_kv_cache()
-
-    def bind(self, kv_cache: KVCache) -> "DeviceBinding":
-        assert isinstance(kv_cache, DeviceKVCache)
-        binding = DeviceBinding(self, kv_cache)
-        if self.buckets:
-            binding.warm_up()
-        return binding
-
-    def new_rows(self, most: int) -> Rows:
-        if self.buckets and self.buckets[0] <= self.manifest.max_tree_nodes and not self.is_draft:
+    def new_kv_caches(self, count: int = 1) -> Sequence[DeviceKVCache]:
+        if count > 1 and self.buckets and self.buckets[0] <= self.manifest.max_tree_nodes and not self.is_draft:
             raise EESDError(
                 "Where rounds have several node counts, requests of a batch could change each other; start with --exact, "
                 "or run one request at a time with eesd-run."
             )
-        return self._make_rows(most)
+        return self._make_memory(count).caches()
 
-    def bind_rows(self, rows: Rows) -> RowsBinding:
-        from eesd.runtime.engines.device_rows import DeviceRows, DeviceRowsBinding
+    @torch.inference_mode()
+    def prepare(self, kv_caches: Sequence[KVCache]) -> None:
+        """Prepare and run a call for each bucket and number of slots. A draft drafts a chain in calls of one node.
 
-        assert isinstance(rows, DeviceRows)
-        return DeviceRowsBinding(self, rows)
+        What the calls write is undone: another engine may have filled the cache. Those of several rows write nothing of them.
+        """
+        kv_cache = _row(kv_caches[0])
+        memory = kv_cache.memory
+        if not self.buckets:
+            return
+        if memory.rows > 1:
+            with active_streams(self.stages):
+                step = self._step(memory, 0, memory.rows, self.padded(1))
+                step.set_inputs([None] * memory.rows)
+                step.run([])
+        if memory.rows == 1 or not self.is_draft:  # a draft runs no prompts
+            self._warm_up(kv_cache if memory.rows == 1 else self._staging(memory))
+        for stage in self.stages:
+            self.on_warm_up(stage.graph)
+
+    def _warm_up(self, kv_cache: DeviceKVCache) -> None:
+        for count in self.buckets[:1] if self.is_draft else self.buckets:
+            more = [slots for slots in self.slots[:-1] if slots >= count]
+            for slot in (0, *(slots + 1 - count for slots in more)):  # the first ones whose calls read more slots
+                with kv_cache.kept(slot, slot + count):
+                    self.forward([Call(kv_cache, [0] * count, range(slot, slot + count), slot, logits=self.is_draft)])
+                    if self.is_draft:
+                        self.draft_chain(kv_cache, 0, slot, 1)
 
     @property
     def last_positions(self) -> tuple[int, ...]:
@@ -138,13 +155,199 @@ class DeviceEngine:
             return next((bucket for bucket in self.buckets if bucket >= count), count)
         return -(-count // self.multiple) * self.multiple
 
+    def work(self, calls: Sequence[Call]) -> Work:
+        """See :meth:`~eesd.runtime.engines.base.Engine.work`. All rows take as many nodes as the longest."""
+        longest = max(len(call.tokens) for call in calls)
+        return Work(len(calls) * longest, _row(calls[0].kv_cache).memory.slots)
+
+    @torch.inference_mode()
+    def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
+        """See :meth:`~eesd.runtime.engines.base.Engine.forward`. Pieces of prompts run before a round, one after another.
+
+        A call is finished when this returns.
+        """
+        if len(calls) == 1:
+            return [self._alone(calls[0])]
+        outputs: dict[int, StepOutputs] = {}
+        together: dict[int, list[int]] = {}
+        for number, call in enumerate(calls):
+            if self._fits_round(call):
+                together.setdefault(id(_row(call.kv_cache).memory), []).append(number)
+            else:
+                outputs[number] = _kept(self._alone(call))
+        for numbers in together.values():
+            found = self._together([calls[number] for number in numbers])
+            outputs |= zip(numbers, found if len(together) == 1 else map(_kept, found), strict=True)
+        return [outputs[number] for number in range(len(calls))]
+
+    def _fits_round(self, call: Call) -> bool:
+        return call.logits and len(call.tokens) <= self.manifest.max_tree_nodes + 1
+
+    def _alone(self, call: Call) -> StepOutputs:
+        """Run a call of one sequence."""
+        memory = _row(call.kv_cache).memory
+        if memory.fixed and memory.rows > 1 and not self._fits_round(call):
+            return self._staged(call)
+        if call.logits:
+            return self._together([call])[0]
+        self._prefill(call)
+        return NO_OUTPUTS
+
+    def _staged(self, call: Call) -> StepOutputs:
+        """Run a call of one row of several in memory for one, whose calls are captured once and not for each row."""
+        row, stop = _row(call.kv_cache), call.slot + len(call.tokens)
+        staging = self._staging(row.memory)
+        staging.copy_from(row, 0, call.slot)
+        staging.clear_from(call.slot)
+        outputs = self._alone(call._replace(kv_cache=staging))
+        row.copy_from(staging, call.slot, stop)
+        return outputs
+
+    def _staging(self, memory: DeviceMemory) -> DeviceKVCache:
+        """The cache beside several rows in which their prompts run."""
+        prepared = self._prepared_over(memory)
+        if prepared.staging is None:
+            prepared.staging = self._make_memory(1).caches()[0]
+        return prepared.staging
+
+    def _prefill(self, call: Call) -> None:
+        """Run a piece of a prompt, in as many calls as it takes at the end of a cache."""
+        tokens, slot, memory = call.tokens, call.slot, _row(call.kv_cache).memory
+        while tokens:
+            # Padding nodes write behind the last token, up to the end of the cache.
+            most = max(bucket for bucket in self.buckets if slot + bucket <= memory.slots) if self.buckets else len(tokens)
+            count = min(len(tokens), most)
+            # A call that fits a round is captured already, with logits for all of its nodes.
+            only_caches = self.padded(count) > self.manifest.max_tree_nodes + 1
+            self._run([Call(call.kv_cache, tokens[:count], range(slot, slot + count), slot)], only_caches)
+            tokens, slot = tokens[count:], slot + count
+
+    def _together(self, calls: Sequence[Call]) -> list[StepOutputs]:
+        """Run calls of a round over caches of one memory."""
+        one_by_one = self.buckets == (1,) and any(len(call.tokens) > 1 for call in calls)
+        return self._one_by_one(calls) if one_by_one else self._run(calls)
+
+    def _one_by_one(self, calls: Sequence[Call]) -> list[StepOutputs]:
+        """Run calls of the draft as a call for each node. Its row of the mask says whether a node sees those before it."""
+        kept: list[list[Tensor]] = [[] for _ in calls]
+        found: list[list[StepOutputs]] = [[] for _ in calls]
+
+        def keep(number: int, row: Tensor) -> Any:
+            own, call = kept[number], calls[number]
+            own.append(row.clone())  # the next call overwrites it
+            return call.choose(torch.cat(own)) if call.choose and len(own) == len(call.tokens) else None
+
+        for at in range(max(len(call.tokens) for call in calls)):
+            left = [number for number, call in enumerate(calls) if at < len(call.tokens)]
+            steps = [_node(calls[number], at)._replace(choose=partial(keep, number)) for number in left]
+            for number, outputs in zip(left, self._run(steps), strict=True):
+                assert outputs.topk_ids is not None and outputs.topk_logprobs is not None
+                ids, logprobs = outputs.topk_ids, outputs.topk_logprobs.copy()
+                found[number].append(StepOutputs(_no_logits, ids, logprobs, chosen=outputs.chosen))
+        return [_joined(own, rows, self.stages[-1].stream) for own, rows in zip(found, kept, strict=True)]
+
+    def _run(self, calls: Sequence[Call], only_caches: bool = False) -> list[StepOutputs]:
+        """Run calls over rows of one memory. With ``only_caches`` each has logits for one node, because they are not used."""
+        rows, memory = [_row(call.kv_cache).row for call in calls], _row(calls[0].kv_cache).memory
+        first, stop = (0, memory.rows) if memory.fixed else (min(rows), max(rows) + 1)
+        padded = self.padded(max(len(call.tokens) for call in calls))
+        slots = self.seen(calls[0].slot + padded) if memory.rows == 1 else 0
+        given: list[Call | None] = [None] * (stop - first)
+        for row, call in zip(rows, calls, strict=True):
+            given[row - first] = call
+        with active_streams(self.stages):
+            step = self._step(memory, first, stop - first, padded, slots, only_caches)
+            step.set_inputs(given)
+            wanted = [(row - first, len(call.tokens), call.choose) for row, call in zip(rows, calls, strict=True)]
+            return step.run(wanted)
+
+    @torch.inference_mode()
+    def draft_chain(self, kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
+        """See :data:`~eesd.runtime.engines.base.DraftChain`."""
+        memory, row = _row(kv_cache).memory, _row(kv_cache).row
+        prepared, key = self._prepared_over(memory), (row, self.seen(slot + count) if memory.rows == 1 else 0)
+        with active_streams(self.stages):
+            if key not in prepared.loops:
+                layer = partial(memory.layer, first=row, rows=1)
+                prepared.loops[key] = DraftLoop(self, layer, key[1], prepared.pool)
+            ids, logprobs = prepared.loops[key].run(token, slot, count)
+        return StepOutputs(_no_logits, ids, logprobs)
+
+    def _prepared_over(self, memory: DeviceMemory) -> "_Prepared":
+        """What is prepared over a memory. Calls that are bound to memory that it no longer uses are dropped."""
+        found = self._prepared.get(memory)
+        if found is None:
+            capture = self.cuda_graphs and self.stages[0].stream.on_gpu
+            found = self._prepared[memory] = _Prepared(torch.cuda.graph_pool_handle() if capture else None, memory.version)
+        if found.version != memory.version:
+            found.version = memory.version
+            found.steps.clear()
+            found.loops.clear()
+        return found
+
+    def _step(
+        self, memory: DeviceMemory, first: int, rows: int, count: int, slots: int = 0, only_caches: bool = False
+    ) -> "ForwardStep":
+        """The call of ``count`` nodes of each row whose attention reads the first ``slots`` slots; 0: all. It is captured and
+        kept if ``count`` is a bucket or, without buckets, fits a round."""
+        prepared, largest_round = self._prepared_over(memory), self.padded(self.manifest.max_tree_nodes + 1)
+        reused = count in self.buckets if self.buckets else count <= largest_round
+
+        def make() -> ForwardStep:
+            width, pool = largest_round if count <= largest_round else 0, prepared.pool if reused else None
+            layer = partial(memory.layer, first=first, rows=rows)
+            return ForwardStep(self, layer, count, width, 1 if only_caches else count, pool, slots)
+
+        return prepared.steps.get((first, rows, count, slots, only_caches), make) if reused else make()
+
+
+@dataclass
+class _Prepared:
+    """What an engine has prepared over a memory.
+
+    Attributes:
+        pool: Memory pool for CUDA graphs; None: nothing is captured.
+        version: Of the memory, for which this is prepared.
+        steps: Calls by first row, rows, nodes, slots that attention reads, and whether they have no logits.
+        loops: Chains of the draft by row and slots.
+        staging: Of several rows that are fixed, the cache beside them in which their prompts run.
+    """
+
+    pool: object
+    version: int
+    steps: "Recent[tuple[int, int, int, int, bool], ForwardStep]" = field(default_factory=lambda: Recent(MOST_STEPS))
+    loops: "dict[tuple[int, int], DraftLoop]" = field(default_factory=dict)
+    staging: DeviceKVCache | None = None
+
+
+def _row(kv_cache: KVCache) -> DeviceKVCache:
+    assert isinstance(kv_cache, DeviceKVCache)
+    return kv_cache
+
+
+def _kept(outputs: StepOutputs) -> StepOutputs:
+    """Outputs whose logits are fetched before another call overwrites them."""
+    return outputs if outputs is NO_OUTPUTS else outputs.fetched()
+
+
+def _node(call: Call, at: int) -> Call:
+    """A node of a call as a call of its own."""
+    mask = None if call.tree_mask is None else call.tree_mask[at : at + 1]
+    return Call(call.kv_cache, call.tokens[at : at + 1], call.positions[at : at + 1], call.slot + at, call.context_len, mask)
+
+
+def _joined(outputs: Sequence[StepOutputs], rows: Sequence[Tensor], stream: DeviceStream) -> StepOutputs:
+    """The outputs of the nodes of a draft's call, whose logits are the ``rows`` on the device."""
+    ids = np.concatenate([one.topk_ids for one in outputs if one.topk_ids is not None])
+    logprobs = np.concatenate([one.topk_logprobs for one in outputs if one.topk_logprobs is not None])
+    return StepOutputs(partial(fetch, lambda: torch.cat(list(rows)), stream), ids, logprobs, chosen=outputs[-1].chosen)
+
 
 def make_engines(
     manifest: Manifest,
     verify: Sequence[StageRunner],
     draft: StageRunner | None,
-    make_kv_cache: Callable[[], DeviceKVCache],
-    make_rows: Callable[[int], Rows],
+    make_memory: Callable[[int], DeviceMemory],
     *,
     pad: bool,
     multiple: int = 1,
@@ -160,8 +363,7 @@ def make_engines(
         manifest: Manifest of the engine directory.
         verify: The stages of verify in order.
         draft: The draft; None: no draft engine.
-        make_kv_cache: Makes a KV cache for both engines.
-        make_rows: Makes memory for so many sequences, for both engines.
+        make_memory: Makes memory for the KV caches of so many sequences, for both engines.
         pad: Whether to pad calls to buckets.
         multiple: Without buckets, pad verify's calls to multiples of this. The draft's calls need no padding: nothing that they
             compute reaches the output.
@@ -179,8 +381,7 @@ def make_engines(
     engine = partial(
         DeviceEngine,
         manifest,
-        make_kv_cache=make_kv_cache,
-        make_rows=make_rows,
+        make_memory=make_memory,
         prefill_chunk=chunk,
         on_warm_up=on_warm_up,
     )
@@ -188,138 +389,6 @@ def make_engines(
     levels = (1,) if one_by_one else buckets_for(manifest, chunk, exact=False) if pad else ()
     drafter = engine([draft], is_draft=True, buckets=levels, slots=slots[1], multiple=1) if draft else None
     return engine(verify, is_draft=False, buckets=rounds, slots=slots[0], multiple=multiple), drafter
-
-
-class DeviceBinding:
-    """A :class:`DeviceEngine` bound to one KV cache. A call is finished when it returns."""
-
-    def __init__(self, engine: DeviceEngine, kv_cache: DeviceKVCache) -> None:
-        self._engine = engine
-        self._kv_cache = kv_cache
-        self._version = kv_cache.version
-        self._steps: dict[tuple[int, int, bool], ForwardStep] = {}
-        self._draft_loops: dict[int, DraftLoop] = {}
-        capture = engine.cuda_graphs and engine.stages[0].stream.on_gpu
-        self._pool = torch.cuda.graph_pool_handle() if capture else None
-
-    def warm_up(self) -> None:
-        """Prepare and run a call for each bucket and number of slots, so that no round waits for it. A draft drafts a chain in
-        calls of one node.
-
-        What the calls write is undone: another engine may have filled the cache.
-        """
-        engine = self._engine
-        for count in engine.buckets[:1] if engine.is_draft else engine.buckets:
-            more = [slots for slots in engine.slots[:-1] if slots >= count]
-            for slot in (0, *(slots + 1 - count for slots in more)):  # the first ones whose calls read more slots
-                with self._kv_cache.kept(slot, slot + count):
-                    self._warm_up(count, slot)
-        for stage in engine.stages:
-            engine.on_warm_up(stage.graph)
-
-    def _warm_up(self, count: int, slot: int) -> None:
-        if self._engine.is_draft:
-            self.forward([0], [slot], slot)
-            self.draft_chain(0, slot, 1)
-        else:
-            self.prefill([0] * count, slot)
-
-    @torch.inference_mode()
-    def forward(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slot: int,
-        context_len: int = 0,
-        tree_mask: NDArray[np.bool_] | None = None,
-    ) -> StepOutputs:
-        return self._forward(Call(tokens, positions, slot, context_len, tree_mask), None)
-
-    @property
-    def chooses(self) -> bool:
-        return self._engine.chooses
-
-    @torch.inference_mode()
-    def forward_and_choose(self, call: Call, choose: Choose) -> StepOutputs:
-        """See :class:`~eesd.runtime.engines.base.ChoosingBinding`."""
-        return self._forward(call, choose)
-
-    def _forward(self, call: Call, choose: Choose | None) -> StepOutputs:
-        one_by_one = self._engine.buckets == (1,) and len(call.tokens) > 1
-        return self._one_by_one(call, choose) if one_by_one else self._run(call, choose)
-
-    def _one_by_one(self, call: Call, choose: Choose | None) -> StepOutputs:
-        """Run a call of the draft as a call for each node. Its row of the mask says whether a node sees those before it."""
-        kept: list[Tensor] = []
-
-        def keep(row: Tensor) -> Any:
-            kept.append(row.clone())  # the next call overwrites it
-            return choose(torch.cat(kept)) if choose and len(kept) == len(call.tokens) else None
-
-        ids, logprobs = [], []
-        for row, (token, position) in enumerate(zip(call.tokens, call.positions, strict=True)):
-            mask = None if call.tree_mask is None else call.tree_mask[row : row + 1]
-            outputs = self._run(Call([token], [position], call.slot + row, call.context_len, mask), keep)
-            assert outputs.topk_ids is not None and outputs.topk_logprobs is not None
-            ids.append(outputs.topk_ids)
-            logprobs.append(outputs.topk_logprobs.copy())
-        fetch_all = partial(fetch, lambda: torch.cat(kept), self._engine.stages[-1].stream)
-        return StepOutputs(fetch_all, np.concatenate(ids), np.concatenate(logprobs), chosen=outputs.chosen)
-
-    @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int], slot: int) -> None:
-        while tokens:
-            count = min(len(tokens), self._most(slot))
-            # A call that fits a round is captured already, with logits for all of its nodes.
-            only_caches = self._engine.padded(count) > self._engine.manifest.max_tree_nodes + 1
-            self._run(Call(tokens[:count], range(slot, slot + count), slot), only_caches=only_caches)
-            tokens, slot = tokens[count:], slot + count
-
-    def _most(self, slot: int) -> int:
-        """The most nodes of a call from ``slot`` on. Padding nodes write behind the last token, up to the end of the cache."""
-        buckets = self._engine.buckets
-        return max(bucket for bucket in buckets if slot + bucket <= self._kv_cache.slots) if buckets else self._kv_cache.slots
-
-    def _run(self, call: Call, choose: Choose | None = None, only_caches: bool = False) -> StepOutputs:
-        """Run a call. With ``only_caches`` it has logits for one node, because they are not used."""
-        self._drop_stale()
-        count = len(call.tokens)
-        with active_streams(self._engine.stages):
-            padded = self._engine.padded(count)
-            step = self._step(padded, self._engine.seen(call.slot + padded), only_caches)
-            step.set_inputs([call])
-            return step.outputs(0, count, step.run(count, choose))
-
-    @torch.inference_mode()
-    def draft_chain(self, token: int, slot: int, count: int) -> StepOutputs:
-        """See :class:`~eesd.runtime.engines.base.ChainBinding`."""
-        self._drop_stale()
-        with active_streams(self._engine.stages):
-            slots = self._engine.seen(slot + count)
-            if slots not in self._draft_loops:
-                self._draft_loops[slots] = DraftLoop(self._engine, self._kv_cache.layer, slots, self._pool)
-            ids, logprobs = self._draft_loops[slots].run(token, slot, count)
-        return StepOutputs(_no_logits, ids, logprobs)
-
-    def _drop_stale(self) -> None:
-        """Drop the calls that are bound to memory that the KV cache no longer uses."""
-        if self._version != self._kv_cache.version:
-            self._version = self._kv_cache.version
-            self._steps.clear()
-            self._draft_loops.clear()
-
-    def _step(self, count: int, slots: int, only_caches: bool) -> "ForwardStep":
-        """The call of ``count`` nodes whose attention reads the first ``slots`` slots; 0: all. It is captured and kept if
-        ``count`` is a bucket or, without buckets, fits a round."""
-        step = self._steps.get((count, slots, only_caches))
-        if step is None:
-            engine, largest_round = self._engine, self._engine.padded(self._engine.manifest.max_tree_nodes + 1)
-            reused = count in engine.buckets if engine.buckets else count <= largest_round
-            width, pool = largest_round if count <= largest_round else 0, self._pool if reused else None
-            step = ForwardStep(engine, self._kv_cache.layer, count, width, 1 if only_caches else count, pool, slots)
-            if reused:
-                self._steps[count, slots, only_caches] = step
-        return step
 
 
 def active_streams(stages: Sequence[StageRunner]) -> ExitStack:
@@ -331,7 +400,7 @@ def active_streams(stages: Sequence[StageRunner]) -> ExitStack:
 
 
 def _no_logits() -> NDArray[np.float32]:
-    raise AssertionError("draft_chain returns no logits")
+    raise AssertionError("a chain that the device drafted has no logits")
 
 
 Buffer = TypeVar("Buffer", Tensor, NDArray[np.int64])
@@ -344,7 +413,7 @@ class InputViews(NamedTuple, Generic[Buffer]):
         tokens: [B, n].
         positions: [B, n].
         slot: Slot of the first node of each sequence, [B].
-        context_len: See :meth:`~eesd.runtime.engines.base.Binding.forward`; [B].
+        context_len: See :class:`~eesd.runtime.engines.base.Call`; [B].
         tree_mask: 1 where a node sees a slot, else 0; [B, n, width].
     """
 
@@ -580,10 +649,20 @@ class ForwardStep:
     def set_inputs(self, calls: Sequence[Call | None]) -> None:
         """Write the inputs of each sequence, up to n nodes. None: one that only fills the call, and writes its last slots."""
         for row, call in enumerate(calls):
-            self._set_row(row, call or Call((), (), self._slots - self._count))
+            if call is None:
+                self._set_row(row, (), (), self._slots - self._count)
+            else:
+                self._set_row(row, call.tokens, call.positions, call.slot, call.context_len, call.tree_mask)
 
-    def _set_row(self, row: int, call: Call) -> None:
-        tokens, positions, slot, context_len, tree_mask = call
+    def _set_row(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slot: int,
+        context_len: int = 0,
+        tree_mask: NDArray[np.bool_] | None = None,
+    ) -> None:
         inputs, given = InputViews(*(view[row] for view in self._inputs)), len(tokens)
         inputs.tokens[:given], inputs.tokens[given:] = tokens, 0
         inputs.positions[:given] = positions
@@ -594,10 +673,11 @@ class ForwardStep:
         if tree_mask is not None:
             inputs.tree_mask[:given, : tree_mask.shape[1]] = tree_mask
 
-    def run(self, count: int = 0, choose: Choose | None = None) -> NDArray[np.float64] | None:
+    def run(self, wanted: Sequence[tuple[int, int, Choose | None]]) -> list[StepOutputs]:
         """Run all stages, and wait for the results.
 
-        Returns what ``choose`` makes of the logits of the first ``count`` nodes; it is for one sequence.
+        Args:
+            wanted: Sequences, the number of their first nodes whose results are returned, and what chooses from their logits.
         """
         previous: _StageStep | None = None
         for step, graph in zip(self._stages, self._graphs, strict=True):
@@ -608,13 +688,18 @@ class ForwardStep:
                     graph.capture()
                 graph()
             previous = step
-        stream = self._stages[-1].stage.stream
+        stream, chosen = self._stages[-1].stage.stream, list[Tensor | None]()
         with stream.activate():
-            chosen = None if choose is None else _to_host(choose(self._stages[-1].results[0][0, :count]), stream)
+            for row, count, choose in wanted:
+                logits = self._stages[-1].results[0][row, :count]
+                chosen.append(None if choose is None else _to_host(choose(logits), stream))
         stream.synchronize()
-        return None if chosen is None else chosen.numpy()
+        return [
+            self._outputs(row, count, None if one is None else one.numpy())
+            for (row, count, _), one in zip(wanted, chosen, strict=True)
+        ]
 
-    def outputs(self, row: int, count: int, chosen: NDArray[np.float64] | None = None) -> StepOutputs:
+    def _outputs(self, row: int, count: int, chosen: NDArray[np.float64] | None) -> StepOutputs:
         """The results of the first ``count`` nodes of a sequence."""
         stream, logits = self._stages[-1].stage.stream, self._stages[-1].results[0][row, :count]
         results, fetch_logits = self._host_results[row :: self._batch, :count].numpy(), partial(fetch, lambda: logits, stream)

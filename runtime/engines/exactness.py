@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from eesd.common.manifest import Manifest
-from eesd.runtime.engines.base import Binding, Engine, Logits
+from eesd.runtime.engines.base import Call, Engine, KVCache, Logits
 
 PROMPT = 40
 CHUNKS = (PROMPT, 16, 7, 1)
@@ -97,34 +97,32 @@ class Exactness:
         """
         kind = "threads"
         for slots, chunk in self._layouts():
-            kv_cache = engine.new_kv_cache()
+            [kv_cache] = engine.new_kv_caches()
             kv_cache.reserve(min(slots, self.manifest.max_seq_len))
-            binding = engine.bind(kv_cache)
-            self._prefill(binding, chunk)
-            several = self._forward(binding, self._rows)
+            self._prefill(engine, kv_cache, chunk)
+            several = self._forward(engine, kv_cache, self._rows)
             if self._expected is None:
                 self._expected = several
             self.chains = self.chains.with_rows(kind, several, self._expected)
             every = chunk == PROMPT and slots == 0
             for rows in range(1, self._rows) if every else (1, 2, 3):
                 if rows < self._rows:
-                    self.chains = self.chains.with_rows("rows", self._forward(binding, rows), several)
-            self._one_by_one(binding, several)
+                    self.chains = self.chains.with_rows("rows", self._forward(engine, kv_cache, rows), several)
+            self._one_by_one(engine, kv_cache, several)
             if every:
-                self._tree(binding)
+                self._tree(engine, kv_cache)
             kind = "chunks" if slots == 0 else "slots"
             progress()
 
     def check_quickly(self, engine: Engine) -> bool:
         """Compare a few calls of one and two rows with one of all rows from slot 0 on. Returns whether all bits are equal."""
-        kv_cache = engine.new_kv_cache()
+        [kv_cache] = engine.new_kv_caches()
         kv_cache.reserve(self._rows)
-        binding = engine.bind(kv_cache)
         tokens = self._tokens[: self._rows]
-        every = binding.forward(tokens, range(len(tokens)), 0).logits.copy()
+        every = _logits(engine, Call(kv_cache, tokens, range(len(tokens)), 0))
         middle, last = len(tokens) // 2, len(tokens) - 1
         for start, count in ((0, 1), (0, 2), (middle, 1), (last - 1, 2), (last - 1, 1), (last, 1)):
-            found = binding.forward(tokens[start : start + count], range(start, start + count), start).logits
+            found = _logits(engine, Call(kv_cache, tokens[start : start + count], range(start, start + count), start))
             self.chains = self.chains.with_rows("rows", found, every[start:])
         return not self.chains.differing
 
@@ -132,23 +130,22 @@ class Exactness:
         yield from ((0, chunk) for chunk in CHUNKS)
         yield from ((slots, PROMPT) for slots in SLOTS[1:])
 
-    def _prefill(self, binding: Binding, chunk: int) -> None:
+    def _prefill(self, engine: Engine, kv_cache: KVCache, chunk: int) -> None:
         for start in range(0, self._prompt, chunk):
             stop = min(start + chunk, self._prompt)
-            binding.prefill(self._tokens[start:stop], start)
+            engine.forward([Call(kv_cache, self._tokens[start:stop], range(start, stop), start, logits=False)])
 
-    def _forward(self, binding: Binding, rows: int, skip: int = 0) -> Logits:
+    def _forward(self, engine: Engine, kv_cache: KVCache, rows: int, skip: int = 0) -> Logits:
         """The logits of ``rows`` tokens behind the prompt and ``skip`` more."""
         first, stop = self._prompt + skip, self._prompt + skip + rows
-        logits: Logits = binding.forward(self._tokens[first:stop], range(first, stop), first).logits.copy()
-        return logits
+        return _logits(engine, Call(kv_cache, self._tokens[first:stop], range(first, stop), first))
 
-    def _one_by_one(self, binding: Binding, several: Logits) -> None:
+    def _one_by_one(self, engine: Engine, kv_cache: KVCache, several: Logits) -> None:
         """Decode the first few tokens as plain decoding does, so that also the cache comes from calls of one row."""
         for row in range(min(4, self._rows)):
-            self.chains = self.chains.with_rows("rows", self._forward(binding, 1, row), several[row:])
+            self.chains = self.chains.with_rows("rows", self._forward(engine, kv_cache, 1, row), several[row:])
 
-    def _tree(self, binding: Binding) -> None:
+    def _tree(self, engine: Engine, kv_cache: KVCache) -> None:
         """Run a random tree behind the prompt, then the path of each of its nodes as a chain."""
         random = np.random.default_rng(1)
         count, prompt = min(TREE_NODES, self._rows), self._prompt
@@ -160,7 +157,13 @@ class Exactness:
             seen[node, path] = True
         tokens = self._tokens[prompt : prompt + count]
         positions = [prompt + len(path) - 1 for path in paths]
-        found = binding.forward(tokens, positions, prompt, prompt, seen).logits.copy()
+        found = _logits(engine, Call(kv_cache, tokens, positions, prompt, prompt, seen))
         for node, path in enumerate(paths):
-            chain = binding.forward([tokens[i] for i in path], range(prompt, prompt + len(path)), prompt).logits
+            chain = _logits(engine, Call(kv_cache, [tokens[i] for i in path], range(prompt, prompt + len(path)), prompt))
             self.trees = self.trees.with_rows("slots", found[node : node + 1], chain[-1:])
+
+
+def _logits(engine: Engine, call: Call) -> Logits:
+    """The logits of a call [n, V]: a copy."""
+    logits: Logits = engine.forward([call])[0].logits.copy()
+    return logits

@@ -1,11 +1,11 @@
 """ONNX Runtime on the CPU. Caches and all other inputs and outputs are bound once for each node count, and updated in place."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import onnxruntime as ort
@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
-from eesd.runtime.engines.base import Call, JointEngine, KVCache, Rows, RowsBinding, StepOutputs
-from eesd.runtime.engines.graph_file import read_graph, to_session
+from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
+from eesd.runtime.engines.graph_file import to_session
 from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.rows import HostRows
 from eesd.runtime.engines.widened import NARROW, Widened, widen, widened_info
 
 HIDDEN = np.float32(MASKED)
@@ -40,11 +39,15 @@ of the MatMul that packs the weight, where folding would write a copy of the wei
 class OrtEngine:
     """A graph of an engine directory, or its stages in order, each in an ONNX Runtime session, in float32.
 
+    Calls run one after another, each over its own cache.
+
     The threads of a session spin during a call, in which they wait for each other hundreds of times, and stop spinning at its
     end. Draft and verify alternate: a thread pool that went on spinning would take the cores from the other engine's pool.
     """
 
     prefill_chunk = 256
+    chooses = False
+    draft_chain = None
 
     def __init__(
         self,
@@ -71,62 +74,85 @@ class OrtEngine:
         widened = ({} if widened is None else widened) if manifest.dtype in NARROW else None
         self.manifest = manifest
         self._widened = widened  # the sessions do not keep it alive
-        self._load = partial(
-            load_session,
-            directory,
-            manifest,
-            threads=threads,
-            providers=CPU_PROVIDERS,
-            widened=widened,
-            int8_activations=int8_activations,
-        )
-        self.stages = [(widened_info(graph), self._load(graph=graph)) for graph in stages]
+        self.stages = [
+            (
+                widened_info(graph),
+                load_session(directory, manifest, graph, threads, CPU_PROVIDERS, widened, int8_activations),
+            )
+            for graph in stages
+        ]
+        self._bound: WeakKeyDictionary[HostKVCache, _BoundCalls] = WeakKeyDictionary()
+        self._results = ResultMemory()
+        self._last: _BoundCall | None = None
 
-    def new_kv_cache(self) -> HostKVCache:
-        return HostKVCache(self.manifest)
+    def new_kv_caches(self, count: int = 1) -> Sequence[HostKVCache]:
+        return [HostKVCache(self.manifest) for _ in range(count)]
 
-    def bind(self, kv_cache: KVCache) -> "OrtBinding":
-        assert isinstance(kv_cache, HostKVCache)
-        return OrtBinding(self, kv_cache)
+    def prepare(self, kv_caches: Sequence[KVCache]) -> None:
+        """Do nothing: a call is bound when its node count first occurs."""
 
-    def new_rows(self, most: int) -> HostRows:
-        return HostRows(self.manifest, most)
+    def work(self, calls: Sequence[Call]) -> Work:
+        """See :meth:`~eesd.runtime.engines.base.Engine.work`. Attention reads the whole cache."""
+        slots = sum(_host(call.kv_cache).slots for call in calls)
+        return Work(sum(len(call.tokens) for call in calls), slots / len(calls))
 
-    def bind_rows(self, rows: Rows) -> RowsBinding:
-        from eesd.runtime.engines.ort_rows import OrtRowsBinding
+    def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
+        """See :meth:`~eesd.runtime.engines.base.Engine.forward`."""
+        if len(calls) == 1:
+            return [StepOutputs(*self._run(calls[0]))] if calls[0].logits else [self._prefill(calls[0])]
+        # The results of all calls are in one memory.
+        return [
+            StepOutputs(*(result.copy() for result in self._run(call))) if call.logits else self._prefill(call)
+            for call in calls
+        ]
 
-        assert isinstance(rows, HostRows)
-        return OrtRowsBinding(self, rows)
+    def run_again(self) -> None:
+        """Repeat the session calls of the last call without the code around them, to time them."""
+        assert self._last is not None
+        self._run_bound(self._last)
 
-    def join(self, parts: int, memory: int) -> JointEngine | None:
-        """See :class:`~eesd.runtime.engines.base.JoiningEngine`."""
-        wide = replace(self.manifest, dtype="float32")
-        if sum(wide.weight_bytes(graph) for graph, _ in self.stages) > memory:
-            return None
-        from eesd.runtime.engines.ort_joint import OrtJointEngine
+    def _prefill(self, call: Call) -> StepOutputs:
+        self._run(call)
+        return NO_OUTPUTS
 
-        return OrtJointEngine(self.manifest, [(graph, self._load(graph=graph, parts=parts)) for graph, _ in self.stages], parts)
+    def _run(self, call: Call) -> list[NDArray[Any]]:
+        """Run a call. Returns the last stage's results, [n, ...] each; without logits the last node has some nevertheless."""
+        kv_cache, count = _host(call.kv_cache), len(call.tokens)
+        if not count:
+            raise EESDError("A call of the engine has no tokens.")  # who asks for nothing would ask again for ever
+        bound = self._bound_calls(kv_cache).get(count) if call.logits else None
+        if bound is None:
+            bound = self._bind(kv_cache, count, count if call.logits else 1)
+            # Calls larger than a round and those of a prefill have many node counts.
+            if call.logits and count <= self.manifest.max_tree_nodes + 1:
+                self._bound_calls(kv_cache)[count] = bound
+        bound.set_inputs(call)
+        self._run_bound(bound)
+        self._last = bound
+        return [result[0] for result in bound.results]
 
-    def run(self, call: "BoundCall") -> None:
+    def _bound_calls(self, kv_cache: HostKVCache) -> "dict[int, _BoundCall]":
+        """The calls that are bound to a cache, by node count: they are kept until it grows."""
+        found = self._bound.get(kv_cache)
+        if found is None or found.version != kv_cache.version:
+            found = self._bound[kv_cache] = _BoundCalls(kv_cache.version, {})
+        return found.calls
+
+    def _run_bound(self, bound: "_BoundCall") -> None:
         """Run a call through all stages."""
-        for (_, session), io_binding in zip(self.stages, call.io_bindings, strict=True):
+        for (_, session), io_binding in zip(self.stages, bound.io_bindings, strict=True):
             session.run_with_iobinding(io_binding)
 
-    def bind_call(
-        self, layer: Callable[[int], NDArray[Any]], count: int, logit_rows: int, results: "ResultMemory | None" = None
-    ) -> "BoundCall":
+    def _bind(self, kv_cache: HostKVCache, count: int, logit_rows: int) -> "_BoundCall":
         """Bind every stage to the shared inputs, its layer caches, and the hidden state of the previous stage.
 
         Args:
-            layer: Keys and values of a layer, [2, B, KV, S, D]: the memory that calls update.
-            count: Nodes of each sequence.
+            kv_cache: The cache that calls update.
+            count: Nodes.
             logit_rows: Of these, the last so many get logits; with a draft engine all of them do.
-            results: Memory for the last stage's results, which several calls may share; None: the call's own.
         """
-        batch, slots = layer(self.stages[0][0].caches[0]).shape[1:4:2]
-        ids, positions = np.zeros((batch, count), np.int64), np.zeros((batch, count), np.int64)
-        write_indices = np.zeros(batch, np.int64)
-        mask = np.zeros((batch, 1, count, slots), np.float32)
+        ids, positions, write_indices = np.zeros((1, count), np.int64), np.zeros((1, count), np.int64), np.zeros(1, np.int64)
+        mask = np.zeros((1, 1, count, kv_cache.slots), np.float32)
         rows = np.arange(count - logit_rows, count)
         shared: dict[str, NDArray[Any]] = {
             "position_ids": positions,
@@ -136,32 +162,26 @@ class OrtEngine:
         }
         x: NDArray[Any] = ids
         io_bindings: list[Any] = []
-        buffers: list[NDArray[Any]] = [rows]
+        buffers: list[NDArray[Any]] = [rows, kv_cache.data]
+        outputs: list[NDArray[Any]] = []
         for number, (graph, session) in enumerate(self.stages, start=1):
             io_binding = session.io_binding()
             given = {**shared, graph.inputs[0].name: x}
             for info in graph.inputs[: -2 * len(graph.caches)]:
                 io_binding.bind_input(info.name, *buffer(given[info.name]))
-            bind_caches(io_binding, graph, layer)
-            sizes = [(info.sized(B=batch, n=count, R=logit_rows), info.dtype) for info in graph.results]
-            if results is not None and number == len(self.stages):
-                outputs = [results.array(i, shape, dtype) for i, (shape, dtype) in enumerate(sizes)]
-            else:
-                outputs = [np.zeros(shape, dtype) for shape, dtype in sizes]
-            for info, output in zip(graph.results, outputs, strict=True):
-                io_binding.bind_output(info.name, *buffer(output))
+            for index in graph.caches:
+                for kind, cache in zip(("key", "value"), kv_cache.data[index], strict=True):
+                    io_binding.bind_input(f"{kind}_{index}", *buffer(cache))
+                    io_binding.bind_output(f"{kind}_{index}_out", *buffer(cache))
+            outputs = []
+            for index, info in enumerate(graph.results):
+                shape, last = info.sized(B=1, n=count, R=logit_rows), number == len(self.stages)
+                outputs.append(self._results.array(index, shape, info.dtype) if last else np.zeros(shape, info.dtype))
+                io_binding.bind_output(info.name, *buffer(outputs[-1]))
             x = outputs[0]
             io_bindings.append(io_binding)
             buffers.append(x)
-        return BoundCall(ids, positions, write_indices, mask[:, 0], io_bindings, buffers, outputs)
-
-
-def bind_caches(io_binding: Any, graph: GraphInfo, layer: Callable[[int], NDArray[Any]], suffix: str = "") -> None:
-    """Bind the caches of a graph, or of a part of it, whose names have a ``suffix``; see :meth:`OrtEngine.bind_call`."""
-    for index in graph.caches:
-        for kind, cache in zip(("key", "value"), layer(index), strict=True):
-            io_binding.bind_input(f"{kind}_{index}{suffix}", *buffer(cache))
-            io_binding.bind_output(f"{kind}_{index}_out{suffix}", *buffer(cache))
+        return _BoundCall(ids[0], positions[0], write_indices, mask[0, 0], io_bindings, buffers, outputs)
 
 
 def load_session(
@@ -172,7 +192,6 @@ def load_session(
     providers: Sequence[Any],
     widened: Widened | None = None,
     int8_activations: bool = True,
-    parts: int = 0,
 ) -> Any:
     """Load a graph into an ONNX Runtime session.
 
@@ -184,7 +203,6 @@ def load_session(
         providers: Execution providers.
         widened: To widen the graph to float32: widened weights, see :func:`~eesd.runtime.engines.widened.widen`.
         int8_activations: See :class:`OrtEngine`.
-        parts: To run sequences in so many memories in one call, see :func:`~eesd.runtime.engines.joint_graph.join`; 0: in one.
 
     Raises:
         EESDError: The graph cannot be loaded, or has other inputs and outputs than the manifest says. Buffers are bound by what
@@ -192,8 +210,7 @@ def load_session(
     """
     path = directory / graph.file
     options = _options(manifest, graph, threads, int8_activations)
-    options.enable_mem_pattern = not parts  # joint calls have too many shapes to plan the memory of each
-    model = _model(path, options, threads, widened, parts)
+    model = str(path) if widened is None else to_session(widen(path, options, widened, threads), path, options)
     try:
         session = ort.InferenceSession(model, options, providers=providers)
     except Exception as error:  # ONNX Runtime's exceptions have no common base class
@@ -201,7 +218,7 @@ def load_session(
         raise EESDError(f"ONNX Runtime cannot load {path} ({reason}); export again.") from None
     graph = graph if widened is None else widened_info(graph)
     found = [(t.name, tuple(t.shape), ORT_TYPES.get(t.type)) for t in (*session.get_inputs(), *session.get_outputs())]
-    if not parts and found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
+    if found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
         raise EESDError(f"{path} is not the graph that the manifest describes; export again.")
     slots = session.get_modelmeta().custom_metadata_map.get(SLOTS_PROPERTY)
     if slots != str(manifest.max_seq_len):
@@ -229,18 +246,6 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int, int8_activation
     return options
 
 
-def _model(path: Path, options: ort.SessionOptions, threads: int, widened: Widened | None, parts: int) -> str | bytes:
-    """A graph as a session takes it: its file, or what was made of it in memory."""
-    if widened is None and not parts:
-        return str(path)
-    model = read_graph(path) if widened is None else widen(path, options, widened, threads)
-    if parts:
-        from eesd.runtime.engines.joint_graph import join
-
-        join(model, parts)
-    return to_session(model, path, options)
-
-
 class ResultMemory:
     """Memory that the results of several calls share: those of a call are valid until the next one."""
 
@@ -256,116 +261,53 @@ class ResultMemory:
 
 
 @dataclass
-class CallInputs:
-    """The inputs of B sequences of n nodes each.
+class _BoundCall:
+    """The buffers of a call of n nodes, R of them with logits, and the I/O bindings that point at them.
 
     Attributes:
-        input_ids, position_ids: [B, n].
-        write_indices: [B].
-        mask: Additive attention mask [B, n, S].
+        input_ids, position_ids: [n].
+        write_indices: [1].
+        mask: Additive attention mask [n, S].
+        io_bindings: One for each stage.
+        buffers: The other buffers, because an I/O binding does not keep its buffers alive: hidden states, which the next stage
+            reads in place, the cache, and which nodes get logits.
+        results: The last stage's outputs: logits [1, R, V], and of a draft engine the top tokens and log-probabilities.
     """
 
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     write_indices: NDArray[np.int64]
     mask: NDArray[np.float32]
-
-    def set_row(self, row: int, call: Call, slots: NDArray[np.int64]) -> None:
-        """Write the inputs of a sequence. If it has fewer nodes than others, what is behind them only fills the call.
-
-        Args:
-            row: The sequence.
-            call: Its nodes.
-            slots: 0 to S - 1.
-        """
-        count = len(call.tokens)
-        self.input_ids[row, :count], self.input_ids[row, count:] = call.tokens, 0
-        self.position_ids[row, :count], self.position_ids[row, count:] = call.positions, call.positions[-1]
-        self.write_indices[row] = call.slot
-        set_mask(self.mask[row], call, slots)
-
-
-def set_mask(mask: NDArray[np.float32], call: Call, slots: NDArray[np.int64]) -> None:
-    """Write the additive mask [n, S] of a sequence; ``slots`` are 0 to S - 1. n may be more than the nodes of the call."""
-    _, _, slot, context_len, tree_mask = call
-    if tree_mask is None:
-        np.multiply(slots > np.arange(slot, slot + len(mask))[:, None], HIDDEN, out=mask)
-    else:
-        mask.fill(HIDDEN)
-        mask[:, :context_len] = 0
-        nodes = len(tree_mask)
-        mask[:nodes, context_len : context_len + tree_mask.shape[1]] = np.where(tree_mask, np.float32(0), HIDDEN)
-
-
-@dataclass
-class BoundCall(CallInputs):
-    """The buffers of a call of B sequences and n nodes each, R of them with logits, and the I/O bindings that point at them.
-
-    Attributes:
-        io_bindings: One for each stage.
-        buffers: The other buffers, because an I/O binding does not keep its buffers alive: hidden states, which the next stage
-            reads in place, the logits, and which nodes get them.
-        results: The last stage's outputs: logits [B, R, V], and of a draft engine the top tokens and log-probabilities.
-    """
-
     io_bindings: list[Any]
     buffers: list[NDArray[Any]]
     results: list[NDArray[Any]]
 
-    def outputs(self, row: int, count: int | None = None) -> StepOutputs:
-        """Views of a sequence's outputs, of the first ``count`` nodes; None: of all."""
-        return StepOutputs(*(result[row, :count] for result in self.results))
+    def __post_init__(self) -> None:
+        self._slots = np.arange(self.mask.shape[1])
+
+    def set_inputs(self, call: Call) -> None:
+        self.input_ids[:], self.position_ids[:], self.write_indices[0] = call.tokens, call.positions, call.slot
+        if call.tree_mask is None:
+            behind = self._slots > np.arange(call.slot, call.slot + len(call.tokens))[:, None]
+            np.multiply(behind, HIDDEN, out=self.mask)
+            return
+        self.mask.fill(HIDDEN)
+        self.mask[:, : call.context_len] = 0
+        seen = self.mask[:, call.context_len : call.context_len + call.tree_mask.shape[1]]
+        seen[:] = np.where(call.tree_mask, np.float32(0), HIDDEN)
 
 
-class OrtBinding:
-    """An :class:`OrtEngine` bound to one KV cache.
+@dataclass(frozen=True)
+class _BoundCalls:
+    """Calls by node count that are bound to a cache in its present version."""
 
-    A call is bound when its node count first occurs and kept until the KV cache grows. Calls larger than a round and those of a
-    prefill are not kept: they have many node counts.
-    """
+    version: int
+    calls: dict[int, _BoundCall]
 
-    def __init__(self, engine: OrtEngine, kv_cache: HostKVCache) -> None:
-        self._engine = engine
-        self._kv_cache = kv_cache
-        self._version = kv_cache.version
-        self._calls: dict[int, BoundCall] = {}
-        self._slots = np.arange(kv_cache.slots)
 
-    def forward(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slot: int,
-        context_len: int = 0,
-        tree_mask: NDArray[np.bool_] | None = None,
-    ) -> StepOutputs:
-        self._drop_stale()
-        count = len(tokens)
-        call = self._calls.get(count)
-        if call is None:
-            call = self._engine.bind_call(self._kv_cache.layer, count, count)
-            if count <= self._engine.manifest.max_tree_nodes + 1:
-                self._calls[count] = call
-        call.set_row(0, Call(tokens, positions, slot, context_len, tree_mask), self._slots)
-        self._engine.run(call)
-        return call.outputs(0)
-
-    def prefill(self, tokens: Sequence[int], slot: int) -> None:
-        self._drop_stale()
-        call = self._engine.bind_call(self._kv_cache.layer, len(tokens), 1)
-        call.set_row(0, Call(tokens, range(slot, slot + len(tokens)), slot), self._slots)
-        self._engine.run(call)
-
-    def _drop_stale(self) -> None:
-        """Drop the calls that are bound to memory that the KV cache no longer uses."""
-        if self._version != self._kv_cache.version:
-            self._version = self._kv_cache.version
-            self._calls.clear()
-            self._slots = np.arange(self._kv_cache.slots)
-
-    def run_again(self, count: int) -> None:
-        """Repeat the session calls of the last ``forward`` over ``count`` nodes without the code around them, to time them."""
-        self._engine.run(self._calls[count])
+def _host(kv_cache: KVCache) -> HostKVCache:
+    assert isinstance(kv_cache, HostKVCache)
+    return kv_cache
 
 
 def buffer(array: NDArray[Any]) -> tuple[Any, ...]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.runtime.engines.device import (
-    DeviceKVCache,
     DeviceStream,
     PreparedCall,
     ResultMemory,
@@ -21,8 +20,8 @@ from eesd.runtime.engines.device import (
     device_streams,
     tensors_by_name,
 )
+from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
-from eesd.runtime.engines.device_rows import DeviceRows
 from eesd.runtime.engines.ort_cpu import CPU_PROVIDERS, load_session
 
 ONNX_TYPES = {torch.float32: 1, torch.int64: 7, torch.float16: 10, torch.bfloat16: 16}
@@ -89,10 +88,9 @@ def open_ort_gpu(
 
     verify = [load(graph, stream) for graph, stream in zip(manifest.verify, streams, strict=True)]
     on_gpu = streams[0].on_gpu
-    make_kv_cache = partial(DeviceKVCache, manifest, streams, grow=not on_gpu)
-    make_rows = partial(DeviceRows, manifest, streams, grow=not on_gpu)
+    make_memory = partial(DeviceMemory, manifest, streams, grow=not on_gpu, spare=manifest.max_tree_nodes + 1)
     drafter = load(manifest.draft, streams[0]) if draft else None
-    return make_engines(manifest, verify, drafter, make_kv_cache, make_rows, pad=on_gpu, exact=exact)
+    return make_engines(manifest, verify, drafter, make_memory, pad=on_gpu, exact=exact)
 
 
 def _providers(stream: DeviceStream) -> list[Any]:

@@ -8,9 +8,9 @@ from torch import Tensor, set_num_threads
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.model.decoder import Inputs
 from eesd.model.graphs import Draft, Verify
-from eesd.runtime.engines.device import DeviceKVCache, DeviceStream, PreparedCall, StepInputs, device_streams
+from eesd.runtime.engines.device import DeviceStream, PreparedCall, StepInputs, device_streams
+from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
-from eesd.runtime.engines.device_rows import DeviceRows
 from eesd.runtime.engines.torch_weights import load_modules
 
 ROWS = 4
@@ -75,6 +75,6 @@ def open_torch(
     ]
     first = stages[0]
     drafter = TorchStageRunner(first.draft, manifest.draft, first.rotary_tables, streams[0]) if first.draft else None
-    make_kv_cache = partial(DeviceKVCache, manifest, streams, grow=not on_gpu, spare=ROWS - 1)
-    make_rows = partial(DeviceRows, manifest, streams, grow=not on_gpu, spare=ROWS - 1)
-    return make_engines(manifest, verify, drafter, make_kv_cache, make_rows, pad=on_gpu, multiple=ROWS, exact=exact)
+    spare = manifest.max_tree_nodes + ROWS
+    make_memory = partial(DeviceMemory, manifest, streams, grow=not on_gpu, spare=spare)
+    return make_engines(manifest, verify, drafter, make_memory, pad=on_gpu, multiple=ROWS, exact=exact)

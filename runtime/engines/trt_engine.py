@@ -11,7 +11,6 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.runtime.engines.device import (
     ALIGNMENT,
-    DeviceKVCache,
     DeviceStream,
     PreparedCall,
     ResultMemory,
@@ -20,8 +19,8 @@ from eesd.runtime.engines.device import (
     explain_out_of_memory,
     tensors_by_name,
 )
+from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
-from eesd.runtime.engines.device_rows import DeviceRows
 
 
 class TrtStageRunner:
@@ -136,8 +135,8 @@ def open_tensorrt(
         draft: Whether to load the draft engine.
         streams: The stream of each stage of verify. Stages on one GPU share its stream. Default: the stages are spread over the
             GPUs.
-        kv_memory: Memory for the KV cache, as in :class:`~eesd.runtime.engines.device.DeviceKVCache`, or a function that makes
-            it for each session that is open beside others. Default: allocate with torch.
+        kv_memory: Memory for the KV cache of one sequence, see :class:`~eesd.runtime.engines.device_cache.DeviceMemory`, or a
+            function that makes it for each session that is open beside others. Default: allocate with torch.
         scratch: Memory that execution contexts work in, one for all stages or one for each. Default: allocate with torch.
         exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`.
 
@@ -170,8 +169,7 @@ def open_tensorrt(
         manifest,
         stages,
         drafter,
-        _kv_cache_maker(manifest, streams, kv_memory),
-        partial(_make_rows, manifest, streams, source),
+        _memory_maker(manifest, streams, source, kv_memory),
         pad=True,
         one_by_one=True,
         slots=(
@@ -208,32 +206,29 @@ def _attended(manifest: Manifest, graphs: Sequence[GraphInfo], engines: dict[str
     return manifest.attended_slots(graphs[0])
 
 
-def _kv_cache_maker(manifest: Manifest, streams: Sequence[DeviceStream], memory: KVMemory) -> Callable[[], DeviceKVCache]:
-    """Makes the KV caches of open sessions, each in memory of its own."""
-    if callable(memory):
-        return lambda: DeviceKVCache(manifest, streams, memory=memory())
-    if not memory:
-        return partial(DeviceKVCache, manifest, streams)
-    unused = [memory]
+def _memory_maker(
+    manifest: Manifest, streams: Sequence[DeviceStream], source: EngineSource, given: KVMemory
+) -> Callable[[int], DeviceMemory]:
+    """Makes the KV caches of open sessions, each in memory of its own, and those of a batch, in memory of torch."""
+    unused = [] if callable(given) else [given]
 
-    def make() -> DeviceKVCache:
+    def make(rows: int) -> DeviceMemory:
+        if rows > 1 and rows > source.max_batch:
+            raise EESDError(
+                f"The plans take {source.max_batch} rows in a call, and the batch may have {rows}; build them with: eesd-build "
+                f"--batch {rows}, or start with max_rows {source.max_batch}."
+            )
+        if rows > 1 or not given:
+            return DeviceMemory(manifest, streams, rows)
+        if callable(given):
+            return DeviceMemory(manifest, streams, given=given())
         if not unused:
             raise EESDError(
                 "The kv_cache given belongs to another open session; close that first, or give a function that makes memory."
             )
-        return DeviceKVCache(manifest, streams, memory=unused.pop())
+        return DeviceMemory(manifest, streams, given=unused.pop())
 
     return make
-
-
-def _make_rows(manifest: Manifest, streams: Sequence[DeviceStream], source: EngineSource, most: int) -> DeviceRows:
-    """Rows for a batch. Raises :class:`EESDError` if the engines do not take so many."""
-    if most > source.max_batch:
-        raise EESDError(
-            f"The plans take {source.max_batch} rows in a call, and the batch may have {most}; build them with: eesd-build "
-            f"--batch {most}, or start with max_rows {source.max_batch}."
-        )
-    return DeviceRows(manifest, streams, most)
 
 
 def _scratch_memory(

@@ -18,6 +18,7 @@ from eesd.export.memory import estimate_memory
 from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.backends import open_engines
+from support.on_cache import OnCache
 from support.tiny_checkpoints import randomise
 
 Damage = Callable[[Path], object]
@@ -68,8 +69,8 @@ def logits_of(directory: Path, backend: str, activations: str | None = None) -> 
     """The logits of a prompt, of a verify pass over one token, and of a draft step."""
     engines = open_engines(directory, load_manifest(directory), backend, 1, draft=True, activations=activations)
     assert engines.draft is not None
-    kv_cache = engines.verify.new_kv_cache()
-    verify, draft = engines.verify.bind(kv_cache), engines.draft.bind(kv_cache)
+    kv_cache = engines.verify.new_kv_caches()[0]
+    verify, draft = OnCache(engines.verify, kv_cache), OnCache(engines.draft, kv_cache)
     calls = ((verify, PROMPT, 0), (verify, [7], len(PROMPT)), (draft, [9], len(PROMPT) + 1))
     return [binding.forward(tokens, range(w, w + len(tokens)), w).logits.copy() for binding, tokens, w in calls]
 

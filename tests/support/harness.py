@@ -16,7 +16,7 @@ from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Limits, Observer, RoundResult, Session
 from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
-from eesd.runtime.engines.base import Binding, StepOutputs
+from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs, Work
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
 
@@ -26,11 +26,11 @@ FIRST_SLOTS = 16
 
 @dataclass(frozen=True)
 class Workspace:
-    """A kv_cache and the engines bound to it."""
+    """A kv_cache and the engines for it."""
 
     kv_cache: HostKVCache
-    verify: Binding
-    draft: Binding
+    verify: Engine
+    draft: Engine
 
 
 class Harness:
@@ -46,7 +46,7 @@ class Harness:
 
     def workspace(self, slots: int = FIRST_SLOTS) -> Workspace:
         kv_cache = HostKVCache(self.manifest, slots)
-        return Workspace(kv_cache, self._verify.bind(kv_cache), self._draft.bind(kv_cache))
+        return Workspace(kv_cache, self._verify, self._draft)
 
     def session(
         self,
@@ -143,33 +143,36 @@ class PauseUntil(Guard):
 
 
 class Wrapped:
-    """A binding with something done before and after each of its calls. After a prefill there are logits that nobody reads."""
+    """An engine with something done before and after each of its calls. After a prefill there are logits that nobody reads."""
+
+    chooses, draft_chain = False, None
 
     def __init__(
         self,
-        inner: Binding,
+        inner: Engine,
         before: Callable[[Sequence[int], int], None] = lambda tokens, slot: None,
         after: Callable[[Sequence[int], int, StepOutputs], None] = lambda tokens, slot, outputs: None,
     ) -> None:
         self._inner, self._before, self._after = inner, before, after
+        self.manifest, self.prefill_chunk = inner.manifest, inner.prefill_chunk
 
-    def forward(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slot: int,
-        context_len: int = 0,
-        tree_mask: NDArray[np.bool_] | None = None,
-    ) -> StepOutputs:
-        self._before(tokens, slot)
-        outputs = self._inner.forward(tokens, positions, slot, context_len, tree_mask)
-        self._after(tokens, slot, outputs)
-        return outputs
+    def new_kv_caches(self, count: int = 1) -> Sequence[KVCache]:
+        return self._inner.new_kv_caches(count)
 
-    def prefill(self, tokens: Sequence[int], slot: int) -> None:
-        self._before(tokens, slot)
-        self._inner.prefill(tokens, slot)
-        self._after(tokens, slot, StepOutputs(np.zeros((len(tokens), 97), np.float32)))
+    def prepare(self, kv_caches: Sequence[KVCache]) -> None:
+        self._inner.prepare(kv_caches)
+
+    def work(self, calls: Sequence[Call]) -> Work:
+        return self._inner.work(calls)
+
+    def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
+        [call] = calls
+        self._before(call.tokens, call.slot)
+        [outputs] = self._inner.forward(calls)
+        self._after(
+            call.tokens, call.slot, outputs if call.logits else StepOutputs(np.zeros((len(call.tokens), 97), np.float32))
+        )
+        return [outputs]
 
 
 def recording_drafts(workspace: Workspace) -> tuple[Workspace, dict[int, NDArray[np.float32]]]:

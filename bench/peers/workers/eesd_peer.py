@@ -35,24 +35,29 @@ class Contestant:
 
     def prefill(self, tokens: list[int], start: int) -> float:
         """Fill the cache from a position on, with the logits of the last token. Gives the seconds."""
-        if start == 0:
-            self.cache = self.llm.engines.verify.new_kv_cache()
-            self.binding = self.llm.engines.verify.bind(self.cache)
+        from eesd.runtime.engines.base import Call
+
         verify, stop = self.llm.engines.verify, start + len(tokens)
+        if start == 0:
+            [self.cache] = verify.new_kv_caches()
         started = time.perf_counter()
         self.cache.reserve(stop)
         for at in range(start, stop - 1, verify.prefill_chunk):
-            self.binding.prefill(tokens[at - start : min(at + verify.prefill_chunk, stop - 1) - start], at)
-        self.binding.forward(tokens[-1:], [stop - 1], stop - 1)
+            chunk = tokens[at - start : min(at + verify.prefill_chunk, stop - 1) - start]
+            verify.forward([Call(self.cache, chunk, range(at, at + len(chunk)), at, logits=False)])
+        verify.forward([Call(self.cache, tokens[-1:], [stop - 1], stop - 1)])
         return time.perf_counter() - started
 
     def passes(self, rows: int, behind: int, count: int) -> list[float]:
         """Seconds of passes over so many tokens, each with its logits."""
+        from eesd.runtime.engines.base import Call
+
         self.cache.reserve(behind + rows)
+        call = Call(self.cache, [7] * rows, range(behind, behind + rows), behind)
         seconds = []
         for _ in range(count):
             started = time.perf_counter()
-            self.binding.forward([7] * rows, range(behind, behind + rows), behind)
+            self.llm.engines.verify.forward([call])
             seconds.append(time.perf_counter() - started)
         return seconds
 
@@ -65,12 +70,14 @@ class Contestant:
 
     def logits(self, tokens: list[int]) -> np.ndarray[Any, Any]:
         """By the verify engine, in the chunks of a prefill."""
+        from eesd.runtime.engines.base import Call
+
         verify = self.llm.engines.verify
-        cache = verify.new_kv_cache()
-        binding = verify.bind(cache)
+        [cache] = verify.new_kv_caches()
         rows = []
         for start in range(0, len(tokens), verify.prefill_chunk):
             chunk = tokens[start : start + verify.prefill_chunk]
             cache.reserve(start + len(chunk))
-            rows.append(binding.forward(chunk, range(start, start + len(chunk)), start).logits.copy())
+            [outputs] = verify.forward([Call(cache, chunk, range(start, start + len(chunk)), start)])
+            rows.append(outputs.logits.copy())
         return np.concatenate(rows)

@@ -1,0 +1,224 @@
+"""KV caches on devices: one memory for the sequences that a call may run together, of which each has a row."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eesd.common.errors import EESDError
+from eesd.common.manifest import Manifest
+from eesd.runtime.engines.base import Values
+from eesd.runtime.engines.device import ALIGNMENT, DeviceStream, explain_out_of_memory
+from eesd.runtime.engines.kv_cache import STEP, grown
+
+
+class DeviceMemory:
+    """Keys and values of B sequences, [L+E, 2, B, KV, S, D] in the engines' element type.
+
+    Where the stages of verify run on several devices, each device has a shard: the layers of its stage.
+
+    Attributes:
+        shards: Tensors [layers, 2, B, KV, S, D].
+        rows: B.
+        fixed: Whether S is that of the longest text from the beginning, because a captured CUDA graph needs fixed addresses.
+        limit: Most slots of a text.
+        version: Number of changes of ``shards``, after which they must be bound again.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        streams: Sequence[DeviceStream],
+        rows: int = 1,
+        *,
+        grow: bool = False,
+        slots: int = STEP,
+        spare: int = 0,
+        given: Sequence[Tensor] = (),
+    ) -> None:
+        """Allocate the memory, all zeros.
+
+        Args:
+            manifest: Manifest of the engine directory.
+            streams: The stream of each stage.
+            rows: B.
+            grow: Begin with few slots, and follow the longest text. Otherwise all ``gpu_slots`` of the manifest are allocated.
+            slots: First number of slots of memory that grows.
+            spare: Of memory that grows, the slots behind those that tokens may use, for nodes that only fill a call.
+            given: A tensor for each shard, which the caller owns. Default: allocate with torch.
+
+        Raises:
+            EESDError: The memory does not fit the GPU, or ``given`` does not have its shape, type and device.
+        """
+        self.rows, self.fixed, self.limit, self.version = rows, not grow, manifest.max_seq_len, 0
+        self.streams = streams
+        self._dtype: torch.dtype = getattr(torch, manifest.dtype)
+        self._given = given
+        layers = [stage.caches for stage in manifest.verify]
+        self._places = {layer: (shard, at) for shard, group in enumerate(layers) for at, layer in enumerate(group)}
+        self._first = min(slots, self.limit) if grow else self.limit
+        self._spare = spare if grow else manifest.gpu_slots - self.limit
+        geometry = manifest.geometry
+        self._shapes = [(len(group), 2, rows, geometry.num_kv_heads, geometry.head_dim) for group in layers]
+        self._reserved = [0] * rows
+        self.shards = self._allocate(self._first)
+
+    @property
+    def slots(self) -> int:
+        """S now, spare slots included."""
+        return int(self.shards[0].shape[4])
+
+    def layer(self, index: int, first: int, rows: int) -> Tensor:
+        """Keys and values of one layer, [2, rows, KV, S, D], of the rows from ``first`` on: the memory itself."""
+        shard, at = self._places[index]
+        return self.shards[shard][at, :, first : first + rows]
+
+    def stream_of(self, index: int) -> DeviceStream:
+        """The stream of a layer's stage."""
+        return self.streams[self._places[index][0]]
+
+    def active_shards(self) -> Iterator[Tensor]:
+        """Each shard, while its stream is torch's current stream."""
+        for stream, shard in zip(self.streams, self.shards, strict=True):
+            with stream.activate():
+                yield shard
+
+    def caches(self) -> "list[DeviceKVCache]":
+        """The cache of each sequence."""
+        return [DeviceKVCache(self, row) for row in range(self.rows)]
+
+    @torch.inference_mode()
+    def reserve(self, row: int, slots: int) -> None:
+        """Make room for at least this many slots of a row. Raises :class:`EESDError` beyond the limit."""
+        capacity = self.slots - self._spare
+        if slots > min(capacity, self.limit):
+            self._resize(grown(capacity, slots, self.limit), capacity)
+        self._reserved[row] = max(self._reserved[row], slots)
+
+    @torch.inference_mode()
+    def reset(self, row: int) -> None:
+        """Let a row begin another sequence. Memory that grows shrinks, so that short texts do not pay for a long one before.
+
+        A slot that overflowed to infinity would spoil the sequence: a hidden slot counts with 0 x infinity.
+        """
+        self._reserved[row] = 0
+        used = max(self._reserved)
+        capacity, most = self.slots - self._spare, max(used, self._first)
+        if not self.fixed and capacity > most + (STEP if used else 0):  # other rows are not copied for little
+            self._resize(most, used)
+        for shard in self.active_shards():
+            shard[:, :, row].zero_()
+
+    def _resize(self, slots: int, used: int) -> None:
+        """Have this many slots for tokens; the first ``used`` are kept."""
+        old, self.shards = self.shards, self._allocate(slots)
+        for mine, before in zip(self.active_shards(), old, strict=True):
+            mine[..., :used, :] = before[..., :used, :]
+        self.version += 1
+
+    def _allocate(self, slots: int) -> list[Tensor]:
+        shapes = [(*shape[:4], slots + self._spare, shape[4]) for shape in self._shapes]
+        return [self._zeros(shard, shape) for shard, shape in enumerate(shapes)]
+
+    def _zeros(self, shard: int, shape: tuple[int, ...]) -> Tensor:
+        stream = self.streams[shard]
+        if self._given:
+            return self._checked(self._given[shard], shape, stream)
+        if stream.device.type == "cpu":
+            return _lazy_zeros(shape, self._dtype)
+        caches = "The KV caches" if self.rows == 1 else f"The KV caches of {self.rows} rows"
+        with explain_out_of_memory(f"{caches} of {shape[4]} slots"), stream.activate():
+            return torch.zeros(shape, dtype=self._dtype, device=stream.device)
+
+    def _checked(self, memory: Tensor, shape: tuple[int, ...], stream: DeviceStream) -> Tensor:
+        fits = (tuple(memory.shape), memory.dtype) == (shape, self._dtype) and memory.is_contiguous()
+        if not fits or not stream.lies_here(memory) or not stream.aligned(memory):
+            raise EESDError(
+                f"The kv_cache given is {list(memory.shape)} of {memory.dtype} on {memory.device} at {memory.data_ptr():#x}; "
+                f"these engines need a contiguous {list(shape)} of {self._dtype} on {stream.device}, at a multiple of "
+                f"{ALIGNMENT} bytes."
+            )
+        with stream.activate(), torch.inference_mode():
+            return memory.zero_()  # a slot that nobody sees still counts with 0 x NaN
+
+
+class DeviceKVCache:
+    """The keys and values of one sequence: a row of a :class:`DeviceMemory`."""
+
+    def __init__(self, memory: DeviceMemory, row: int) -> None:
+        self.memory, self.row = memory, row
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(shard[:, :, 0, :, 0].nbytes for shard in self.memory.shards)
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.memory.slots * self.slot_bytes if self.memory.fixed else 0
+
+    def reserve(self, slots: int) -> None:
+        self.memory.reserve(self.row, slots)
+
+    def reset(self) -> None:
+        self.memory.reset(self.row)
+
+    @torch.inference_mode()
+    def compact(self, start: int, sources: list[int]) -> None:
+        for cache in self._shards():
+            index = torch.tensor(sources, pin_memory=cache.is_cuda).to(cache.device, non_blocking=True)
+            cache[..., start : start + len(sources), :] = cache.index_select(3, index)
+
+    def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        with self.memory.stream_of(index).activate():
+            keys, values = self.memory.layer(index, self.row, 1).float().cpu().numpy().copy()
+        return keys, values
+
+    @torch.inference_mode()
+    def values(self, start: int, stop: int) -> Values:
+        """Keys and values in host memory, those of 16 bits as their bits: NumPy has no bfloat16."""
+        gathered = torch.cat([cache[..., start:stop, :].cpu() for cache in self._shards()])
+        values: Values = (gathered.view(torch.int16) if gathered.itemsize == 2 else gathered).numpy()
+        return values
+
+    @torch.inference_mode()
+    def fill(self, start: int, values: Values) -> None:
+        first, stop = 0, start + values.shape[3]
+        for cache in self._shards():
+            given = torch.from_numpy(values[first : first + len(cache)])
+            cache[..., start:stop, :] = given.view(cache.dtype).to(cache.device)
+            first += len(cache)
+
+    def copy_from(self, other: "DeviceKVCache", start: int, stop: int) -> None:
+        """Copy the slots from ``start`` to ``stop - 1`` of another cache on the same devices."""
+        for mine, theirs in zip(self._shards(), other.memory.shards, strict=True):
+            mine[..., start:stop, :] = theirs[:, :, other.row, :, start:stop]
+
+    def clear_from(self, start: int) -> None:
+        """Make the slots from ``start`` on zeros."""
+        for cache in self._shards():
+            cache[..., start:, :] = 0
+
+    @contextmanager
+    def kept(self, start: int, stop: int) -> Iterator[None]:
+        """Undo, when the block ends, what it writes to the slots from ``start`` to ``stop - 1``."""
+        before = [cache[..., start:stop, :].clone() for cache in self._shards()]
+        yield
+        for cache, values in zip(self._shards(), before, strict=True):
+            cache[..., start:stop, :] = values
+
+    def _shards(self) -> Iterator[Tensor]:
+        """The row in each shard, [layers, 2, KV, S, D], while the shard's stream is torch's current stream."""
+        return (shard[:, :, self.row] for shard in self.memory.active_shards())
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in main memory, of which pages that are not touched are not taken. Products may depend on the alignment."""
+    size = prod(shape) * dtype.itemsize
+    memory: NDArray[Any] = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)

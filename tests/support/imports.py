@@ -1,0 +1,58 @@
+"""Which modules of the package import which, read from their sources."""
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent.parent / "src" / "eesd"
+ROOMS = ("common", "controllers", "model", "runtime", "export", "serve", "distill", "bench")
+
+
+def modules(package: Path = PACKAGE) -> Iterator[tuple[str, Path]]:
+    """Dotted name inside eesd, and file, of every module."""
+    for room in ROOMS:
+        for path in sorted((package / room).rglob("*.py")):
+            name = ".".join(path.relative_to(package).with_suffix("").parts)
+            yield name.removesuffix(".__init__"), path
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """The modules that a file imports, and whether it does so when it is loaded, and not in a function. Imports for types alone
+    are left out."""
+    tree = ast.parse(path.read_text("utf-8"))
+    for_types = _inside([node for node in ast.walk(tree) if _is_for_types(node)])
+    lazy = _inside([node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)])
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) not in lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "eesd" else [node.module]
+            yield from ((name, id(node) not in lazy) for name in names)
+
+
+def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
+    """For each module the modules of the package that it imports, also inside functions."""
+    files = dict(modules(package))
+    found = {name: {imported.removeprefix("eesd.") for imported, _ in imports(path)} for name, path in files.items()}
+    return {name: (imported & files.keys()) - {name} for name, imported in found.items()}
+
+
+def closure(edges: dict[str, set[str]], start: str, without: Sequence[str] = ()) -> set[str]:
+    """A module and everything that it imports, directly or through others, but not through modules ``without``."""
+    found, waiting = set[str](), [start]
+    while waiting:
+        name = waiting.pop()
+        if name not in found and name not in without:
+            found.add(name)
+            waiting += edges[name]
+    return found
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _inside(outer: Sequence[ast.AST]) -> set[int]:
+    return {id(node) for one in outer for node in ast.walk(one)}
