@@ -92,7 +92,6 @@ class DeviceMemory:
         """The cache of each sequence."""
         return [DeviceKVCache(self, row) for row in range(self.rows)]
 
-    @torch.inference_mode()
     def reserve(self, row: int, slots: int) -> None:
         """Make room for at least this many slots of a row. Raises :class:`EESDError` beyond the limit."""
         capacity = self.slots - self._spare
@@ -193,11 +192,13 @@ class DeviceKVCache:
             cache[..., start:stop, :] = given.view(cache.dtype).to(cache.device)
             first += len(cache)
 
+    @torch.inference_mode()
     def copy_from(self, other: "DeviceKVCache", start: int, stop: int) -> None:
         """Copy the slots from ``start`` to ``stop - 1`` of another cache on the same devices."""
         for mine, theirs in zip(self._shards(), other.memory.shards, strict=True):
             mine[..., start:stop, :] = theirs[:, :, other.row, :, start:stop]
 
+    @torch.inference_mode()
     def clear_from(self, start: int) -> None:
         """Make the slots from ``start`` on zeros."""
         for cache in self._shards():
