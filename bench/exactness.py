@@ -36,7 +36,7 @@ PROMPTS = (7, 129)
 CHUNKS = (7, 64)
 """Tokens of a prompt that are computed together, besides the default."""
 SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=1))
-WAYS = {
+WAYS: dict[str, list[Speculation | None]] = {
     "plain": [None],
     "chain": [Speculation(name, guard=False) for name in ("fixed:k=4", "cost-aware-ts")],
     "tree": [Speculation("fixed:k=4", tree_width=3, guard=False)],

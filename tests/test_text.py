@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -272,7 +273,7 @@ def test_damaged_files_are_refused(directory: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_template_of_tokens_that_names_an_unlisted_one_is_refused(tmp_path: Path, sequence: bool) -> None:
     """The library would panic when it encodes a text."""
-    step = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}], "pair": []}
+    step: dict[str, Any] = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}], "pair": []}
     step |= {"special_tokens": {}}
     processor = {"type": "Sequence", "processors": [step]} if sequence else step
     Tokenizer(models.BPE({"<s>": 0, "a": 1}, [])).save(str(tmp_path / "tokenizer.json"))

@@ -233,8 +233,8 @@ class Cache:
         memory = np.full(size + 32, UNWRITTEN, np.float16 if float16 else np.float32)
         self.array: Array = memory[-memory.ctypes.data % 64 // memory.itemsize :][:size]
         shape = layers, 2, kv_heads
-        self.keys = self.array.reshape(*shape, slots // 16, self.width, 16)[:, 0]
-        self.values = self.array.reshape(*shape, slots, self.width)[:, 1]
+        self.keys: Array = self.array.reshape(*shape, slots // 16, self.width, 16)[:, 0]
+        self.values: Array = self.array.reshape(*shape, slots, self.width)[:, 1]
         # What is beside a head's values is multiplied but not used, so it must not be a NaN's neighbour.
         self.keys[..., head_dim:, :], self.values[..., head_dim:] = 0, 0
 
