@@ -1,5 +1,6 @@
-// Products of 8-bit activations with levels, where no instruction adds four products to a sum of 32 bits: vpmaddubsw adds two in 16.
-// So many groups are added up there that no sum leaves 16 bits: 15 127 2 8 = 30480, 31 127 2 4 = 31496, 63 127 2 2 = 32004.
+// Products of 8-bit activations with levels, where no instruction adds four products to a sum of 32 bits. vpmaddubsw adds two in 16
+// bits, and RUN groups are added up there, so that no sum leaves them: 15 127 2 8 = 30480, 31 127 2 4 = 31496, 63 127 2 2 = 32004.
+// Levels of 8 bits are multiplied by halves of 4 bits.
 
 template <Format format> constexpr int RUN = format == BITS5 ? 4 : format == BITS6 ? 2 : 8;
 
