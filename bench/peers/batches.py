@@ -75,12 +75,15 @@ def measure(
     settings = {"threads": options.threads, "rows": ROWS, "slots": 2 * options.prompt_tokens + count, "levels": options.levels}
     samples: dict[str, dict[int, list[dict[str, Any]]]] = {}
     skipped: dict[str, str] = {}
+    packages: dict[str, str] = {}
     with ExitStack() as stack:
         processes: dict[str, Process] = {}
         for name, (one, mode) in who.items():
             worker = WORKERS / BATCH_WORKERS[one.peer]
             process = stack.enter_context(started(pythons[one.peer], worker, options.threads, seconds))
             try:
+                hello = process.ask("hello")
+                packages[one.peer] = f"{hello['package']} {hello['version']}"
                 process.ask("load", path=one.path, options={**settings, "mode": mode, "variant": one.variant})
                 # Memory that a process touches first costs time: each has touched what it needs before anything is measured.
                 process.ask("serve", prompts=prompts, count=min(8, count), concurrency=max(options.concurrency))
@@ -99,6 +102,7 @@ def measure(
     return {
         "kind": KIND,
         "machine": describe_machine(),
+        "packages": packages,
         "options": {**settings, "prompts": len(prompts), "max_new_tokens": count, "rounds": options.rounds},
         "group": contestants[0].group,
         "prompt_tokens": sum(map(len, prompts)),
@@ -171,7 +175,7 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
     lines = [
         f"{level} Batches: {results['group']}",
         "",
-        f"{shown_machine(results['machine'])}. {options['threads']} threads.",
+        f"{shown_machine(results['machine'])}. {', '.join(results['packages'].values())}. {options['threads']} threads.",
         "",
         f"Greedy, {options['prompts']} texts of {options['max_new_tokens']} tokens, behind {results['prompt_tokens']} tokens "
         f"of prompts. Tokens a second of all clients together, median of {options['rounds']} (median time to the first "
