@@ -11,10 +11,10 @@ from typing import Any
 
 from eesd.runtime.batch.request import Generation, Request, TokenLogprob, TokenOutput, Update
 from eesd.runtime.decoding.stats import Stats
-from eesd.serve.errors import APIError
-from eesd.serve.metrics import Meter, num_drafts
-from eesd.serve.options import Serving
-from eesd.serve.schemas import PromptDetails, ResponseMetrics, SpeculativeDecoding, Usage
+from eesd.serve.http.errors import APIError
+from eesd.serve.http.metrics import Meter, num_drafts
+from eesd.serve.http.options import Serving
+from eesd.serve.openai.schemas import PromptDetails, ResponseMetrics, SpeculativeDecoding, Usage
 
 LIVENESS_SECONDS = 5.0
 """How often a request that hears nothing looks whether the batch is alive."""

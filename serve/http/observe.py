@@ -16,7 +16,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eesd.serve.errors import LEFT, as_api_error
+from eesd.serve.http.errors import LEFT, as_api_error
 
 LOGGER = logging.getLogger("eesd.serve")
 QUIET = ("/health", "/ready", "/metrics")
