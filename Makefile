@@ -55,6 +55,7 @@ triton-venv ray-venv containers-venv: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/check.py
 	$(BIN)/mypy src/eesd tests
 
 bench: build/pycode/manifest.json operators

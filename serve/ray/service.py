@@ -44,7 +44,7 @@ class RemoteService:
     """What the routes of the server need of a :class:`~eesd.runtime.batch.service.Service`, over replicas.
 
     A replica that dies in the middle of a text is no loss: the same request gives the same tokens, so another replica runs it
-    again, and the client gets those that it does not have yet. Only sampling by ``rejection`` cannot be repeated; such a
+    again, and the client gets the tokens that it does not have yet. Only sampling by ``rejection`` cannot be repeated; such a
     request then ends with an error, unless it had no token.
 
     Args:
