@@ -56,6 +56,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/support/core_size.py
+	$(BIN)/python docs/check.py
 	$(BIN)/mypy src/eesd tests
 
 bench: build/pycode/manifest.json operators

@@ -308,7 +308,7 @@ def draft_vocab(model: str, counted: tuple[Path, ...], tested: tuple[Path, ...],
 @main.command("replay-rounds", context_settings=cli.HELP)
 @click.argument("file", type=cli.PATH)
 def replay_log(file: Path) -> None:
-    """Repeat the decisions in a FILE that eesd-run --log-rounds wrote, and show those that differ."""
+    """Repeat the decisions in a FILE that eesd-run --log-rounds wrote, and show the decisions that differ."""
     rounds, differences = replay_rounds(file)
     for found in differences[:20]:
         click.echo(f"line {found.line}, {found.call}: {found.recorded} recorded, {found.replayed} now")

@@ -19,7 +19,7 @@ import numpy as np
 from eesd.common import cli
 from eesd.common.files import written_whole
 from eesd.runtime.llm import LLM, load
-from eesd.serve.constraint import GrammarConstraint, constraint, vocabulary_of
+from eesd.serve.grammar.constraint import GrammarConstraint, constraint, vocabulary_of
 
 PERSON = {
     "type": "object",

@@ -33,7 +33,7 @@ INTERVAL = click.IntRange(1, 10**9)
     "--draft-vocab",
     type=click.IntRange(0, LARGEST_SIZE),
     default=0,
-    help="Let the head predict only this many tokens, those that the text uses most; 0: the whole vocabulary.",
+    help="Let the head predict only this many tokens, the most used ones of the text; 0: the whole vocabulary.",
 )
 @click.option("--init-head", type=cli.PATH, help="Start from this head instead of the model's last layers.")
 @click.option("--search-exit-layer", help="Compare these exit layers in short runs, e.g. 2,3,4,6, and recommend one.")

@@ -175,7 +175,7 @@ def hold_out_prompts(rows: Rows, count: int, prompt_tokens: int) -> tuple[list[l
         prompt_tokens: Tokens of a prompt.
 
     Returns:
-        The prompts, and the rows without those that the prompts come from.
+        The prompts, and the rows that no prompt comes from.
 
     Raises:
         EESDError: There are fewer than ten primary rows.

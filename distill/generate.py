@@ -20,7 +20,7 @@ from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.runtime.decoding.sampling import philox
 
 SHARD_BATCHES = 4
-"""Texts in a shard, as a multiple of those that are decoded together: at a shard's end fewer and fewer rows are busy."""
+"""Texts in a shard, as a multiple of the texts that are decoded together: at a shard's end fewer and fewer rows are busy."""
 
 STREAM = 2
 """Of the random numbers of own text; prompts that the model writes have the next one."""

@@ -103,7 +103,7 @@ def predict(manifest: Manifest, hardware: Hardware, slots: int, draft_slots: int
         manifest: Its manifest.
         hardware: The device, or each of the devices if verify has several stages.
         slots: Slots of the KV cache that attention of verify reads.
-        draft_slots: Those that attention of the draft reads. Default: as many.
+        draft_slots: Slots that attention of the draft reads. Default: as many.
     """
     return Prediction(
         draft=call_seconds(manifest, (manifest.draft,), hardware, slots if draft_slots is None else draft_slots, 1),

@@ -54,9 +54,9 @@ class ModelConfig:
         dtype: Element type of the checkpoint, such as ``bfloat16``. None if the config does not say.
         bos_token_id: Token that begins a text; None if the model has none.
         eos_token_ids: Tokens that end a text.
-        notices: Sentences about fields that are ignored, for whoever exports the model.
+        notices: Sentences about fields that are ignored. The export shows them.
         packing: How quantized weights are stored; None if there are none.
-        generation: Fields of ``generation_config.json``; without the file, those that ``config.json`` has.
+        generation: Fields of ``generation_config.json``; without the file, the same fields of ``config.json``.
     """
 
     geometry: Geometry

@@ -148,7 +148,7 @@ class _Header:
 
     def tensor(self, start: int, name: str, shape: tuple[int, ...], stored: str, offset: int) -> CheckpointTensor:
         """A tensor of a file whose data begin at ``start``."""
-        nbytes = 0  # whoever reads a tensor of an unknown type is refused
+        nbytes = 0  # reading a tensor of an unknown type is refused
         if stored in gguf.GGMLQuantizationType.__members__:
             values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[stored]]
             if not shape or prod(shape) == 0 or shape[-1] % values:

@@ -172,7 +172,7 @@ def _llama3(divisors: Tensor, theta: float, head_dim: int) -> dict[str, Any] | N
 
 
 def model_tensors(file: GgufFile, config: Mapping[str, Any]) -> dict[str, CheckpointTensor | GgufTensor]:
-    """The tensors of a GGUF file by their names in a Hugging Face checkpoint; those that have none there keep their own.
+    """The tensors of a GGUF file by their names in a Hugging Face checkpoint. A tensor without such a name keeps its own.
 
     Args:
         file: The file.

@@ -121,7 +121,7 @@ def _tensor(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) 
     shape = tuple(int(length) for length in entry["shape"])
     if base + end > size:
         raise EESDError(f"{path} is truncated: the tensor {name} ends past the end of the file; fetch it again.")
-    # Whoever reads a tensor of another type is refused; one that nobody reads does no harm.
+    # Reading a tensor of another type is refused. A tensor that is not read does no harm.
     wrong = stored in DTYPES and end - start != prod(shape) * DTYPES[stored].itemsize
     if start < 0 or end < start or min(shape, default=0) < 0 or wrong:
         raise EESDError(f"{path} is damaged: the tensor {name} has the wrong number of bytes; fetch it again.")

@@ -2,7 +2,7 @@
 
 transformers does not always use ``tokenizer.json`` as it stands: ``LlamaTokenizer`` and ``Qwen2Tokenizer`` rebuild the steps
 around the vocabulary, classes bring special tokens of their own, and some files overrule others. So transformers loads the
-tokenizer here, once, and what it made is written down. Whoever reads these files gets the same token ids.
+tokenizer here, once, and what it made is written down. All readers of these files get the same token ids.
 """
 
 import json
@@ -25,7 +25,7 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
     """Make the files of a tokenizer and its chat template, as ``AutoTokenizer`` of transformers loads them.
 
     No code of the model runs, and nothing is downloaded. A tokenizer that transformers cannot load is refused and not used as
-    it stands: its token ids might not be those that the model was trained with.
+    it stands: its token ids might differ from the ids of the training.
 
     Args:
         model: Directory of the model, or a GGUF file, which has its tokenizer in its metadata.

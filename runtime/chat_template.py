@@ -35,7 +35,7 @@ class ChatTemplate:
 
     Args:
         source: The template, in Jinja's language.
-        special_tokens: The model's special tokens by name, such as ``bos_token``. Those that it does not have are missing.
+        special_tokens: The model's special tokens by name, such as ``bos_token``. Tokens that it does not have are missing.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:

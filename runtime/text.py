@@ -87,7 +87,7 @@ def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def _templates(path: Path, template: Any) -> dict[str, str]:
-    """The templates in a tokenizer's configuration by name: of several those that are used; a single one is ``default``."""
+    """The templates in a tokenizer's configuration by name: the used ones of several; a single one is ``default``."""
     if isinstance(template, list):
         named: dict[str, Any] = {}
         for entry in template:
@@ -165,7 +165,7 @@ class _CharacterStream:
 
     A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers cannot wait for the rest: they
     write U+FFFD, and ``ByteFallback`` does so for a whole run of bytes if one is broken, even for characters shown long ago.
-    So bytes are joined here. Valid text is the text that the decoder writes. Of broken bytes, only those that belong to no
+    So bytes are joined here. Valid text is the text that the decoder writes. Of broken bytes, only bytes that belong to no
     character become U+FFFD, as SentencePiece itself has it, and only once it is certain that they do not.
     """
 

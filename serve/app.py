@@ -7,12 +7,13 @@ from fastapi.openapi.utils import get_openapi
 
 import eesd
 from eesd.runtime.batch.service import Service
-from eesd.serve import chat, completions, probes, tokens
-from eesd.serve.errors import handle_errors
-from eesd.serve.gate import Gate
-from eesd.serve.observe import Observe, tracer_from_environment
-from eesd.serve.options import ServeOptions, Serving
-from eesd.serve.playground import mount_page
+from eesd.serve.http import probes
+from eesd.serve.http.errors import handle_errors
+from eesd.serve.http.gate import Gate
+from eesd.serve.http.observe import Observe, tracer_from_environment
+from eesd.serve.http.options import ServeOptions, Serving
+from eesd.serve.openai import chat, completions, tokens
+from eesd.serve.page.routes import FILES, mount_page
 
 ROUTERS = (completions.router, chat.router, tokens.router, probes.router)
 
@@ -20,7 +21,7 @@ ROUTERS = (completions.router, chat.router, tokens.router, probes.router)
 def make_app(service: Service, options: ServeOptions) -> FastAPI:
     """The application over a running service.
 
-    ``app.state.serving`` is the :class:`~eesd.serve.options.Serving` of its routes. The caller closes the service.
+    ``app.state.serving`` is the :class:`~eesd.serve.http.options.Serving` of its routes. The caller closes the service.
 
     Args:
         service: The batch.
@@ -34,7 +35,7 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
     mount_page(app)
     handle_errors(app)
     app.state.tracer = tracer_from_environment()
-    app.add_middleware(Gate, serving=app.state.serving)
+    app.add_middleware(Gate, serving=app.state.serving, open_paths=("/health", "/ready", *FILES))
     app.add_middleware(Observe, tracer=app.state.tracer)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign] # FastAPI's way to change it
     return app

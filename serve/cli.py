@@ -71,9 +71,9 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
         return
     try:
         from eesd.serve.app import make_app
-        from eesd.serve.observe import LOGGER, log_to_stderr
-        from eesd.serve.options import ServeOptions
-        from eesd.serve.run import address_of, bind, serve
+        from eesd.serve.http.observe import LOGGER, log_to_stderr
+        from eesd.serve.http.options import ServeOptions
+        from eesd.serve.http.run import address_of, bind, serve
     except ModuleNotFoundError as error:
         raise EESDError(f"Serving needs {error.name}; pip install 'eesd[serve]'.") from None
     names = [field.name for field in fields(ServeOptions) if field.name in options]

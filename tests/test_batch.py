@@ -90,7 +90,7 @@ def test_texts_of_earlier_requests_are_drafted_where_that_is_asked_for(llm: LLM)
 
 
 def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
-    """Whatever is drafted, whoever runs beside, however the prompt is cut: the logits are the same bits."""
+    """The logits are the same bits for all drafts, neighbours and pieces of the prompt."""
     found = [logprobs(llm, *sizes) for sizes in ((0, 1, 256), (3, 2, 7), (None, 5, 16))]
     assert found[0] == found[1] == found[2]
     first = found[0][0][0]

@@ -19,7 +19,7 @@ from eesd.common.errors import EESDError
 from eesd.runtime.batch.request import ConstraintError
 from eesd.runtime.llm import LLM, load
 from eesd.runtime.text import TextCodec
-from eesd.serve.constraint import GrammarConstraint, _Tokens, constraint, constraint_of
+from eesd.serve.grammar.constraint import GrammarConstraint, _Tokens, constraint, constraint_of
 
 WORD = {"type": "string", "maxLength": 4}
 

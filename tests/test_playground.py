@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from support.serving import Served, events, served
 
-from eesd.serve.options import ServeOptions
+from eesd.serve.http.options import ServeOptions
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [

@@ -24,7 +24,7 @@ from eesd.runtime.batch.request import Request as RunRequest
 from eesd.runtime.batch.service import Service
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Completion, load
-from eesd.serve.constraint import constraint
+from eesd.serve.grammar.constraint import constraint
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def cluster(bundled: Path) -> Iterator[RayCluster]:
     except environments.Unavailable as reason:
         pytest.skip(f"no Ray here: {reason}")
     arguments = {"engine_dir": str(bundled), "min_replicas": 2, "max_replicas": 2, "max_rows": 8, "model_name": "pycode"}
-    with ray_cluster(python, "eesd.serve.ray_app:app", arguments) as cluster:
+    with ray_cluster(python, "eesd.serve.ray.app:app", arguments) as cluster:
         yield cluster
 
 

@@ -19,8 +19,8 @@ from eesd.runtime.batch.request import QueueFullError, Request, Update
 from eesd.runtime.batch.service import Service
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, load
-from eesd.serve.constraint import constraint, of_grammar
-from eesd.serve.ray_service import ATTEMPTS, RemoteService, Stream
+from eesd.serve.grammar.constraint import constraint, of_grammar
+from eesd.serve.ray.service import ATTEMPTS, RemoteService, Stream
 
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, seed=5)]
 

@@ -24,6 +24,12 @@ MAY_IMPORT = {
 MAY_IMPORT_INSIDE = {
     "runtime.engines": set(),
     "runtime.decoding": {"runtime.engines"},
+    "serve.grammar": set(),
+    "serve.http": set(),
+    "serve.openai": {"serve.grammar", "serve.http"},
+    "serve.page": {"serve.http", "serve.openai"},
+    "serve.ray": {"serve.app", "serve.grammar", "serve.http"},
+    "serve.triton": set(),
     "bench.measure": set(),
     "bench.replay": {"bench.measure"},
     "bench.report": {"bench.measure", "bench.replay"},

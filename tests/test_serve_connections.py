@@ -13,8 +13,8 @@ import pytest
 from support.serving import Held, Served, eventually, served
 
 from eesd.runtime.batch.scheduler import BatchOptions
-from eesd.serve import params
-from eesd.serve.options import ServeOptions
+from eesd.serve.http.options import ServeOptions
+from eesd.serve.openai import params
 
 BODY_TIMEOUT, MOST = 1.0, 100_000
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from support.serving import Held, Served, events, served
 
 from eesd.runtime.batch.scheduler import BatchOptions
-from eesd.serve import params
-from eesd.serve.options import ServeOptions
-from eesd.serve.schemas import CompletionBody
+from eesd.serve.http.options import ServeOptions
+from eesd.serve.openai import params
+from eesd.serve.openai.schemas import CompletionBody
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -11,7 +11,7 @@ from support.serving import Served, served
 
 from eesd.common.errors import EESDError
 from eesd.serve.cli import api_keys
-from eesd.serve.options import ServeOptions
+from eesd.serve.http.options import ServeOptions
 
 KEYS = ("first-key-123", "second-key-456")
 PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/metrics", "/openapi.json", "/x")

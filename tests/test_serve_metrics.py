@@ -15,8 +15,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from support.serving import Held, Served, eventually, served
 
-from eesd.serve import params
-from eesd.serve.observe import JSONFormatter, TextFormatter
+from eesd.serve.http.observe import JSONFormatter, TextFormatter
+from eesd.serve.openai import params
 
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "examples/serving/grafana.json"

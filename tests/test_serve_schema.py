@@ -13,7 +13,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from support.serving import Served, served
 
-from eesd.serve.options import ServeOptions
+from eesd.serve.http.options import ServeOptions
 
 CHECKED = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
 

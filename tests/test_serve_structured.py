@@ -19,7 +19,7 @@ from eesd.runtime.batch.request import Request, Update
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.serve.constraint import constraint
+from eesd.serve.grammar.constraint import constraint
 
 WEATHER: dict[str, Any] = {
     "name": "weather",

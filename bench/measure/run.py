@@ -144,7 +144,7 @@ class Bench:
                 raise EESDError(f"A tree width is {width}; this engine allows 1 to {widest}.")
 
     def encode(self, prompts: Sequence[TaskPrompt], options: Options) -> list[EncodedPrompt]:
-        """Encode the prompts, and skip those that leave no room for the new tokens: truncated texts would measure less.
+        """Encode the prompts, and skip prompts that leave no room for the new tokens: truncated texts would measure less.
 
         Raises :class:`EESDError` if none is left.
         """
@@ -226,7 +226,7 @@ def tune(bench: Bench, engine: str, prompts: Sequence[EncodedPrompt], options: O
         engine: Their name in ``result``.
         prompts: Tuning prompts.
         options: What to measure.
-        result: Receives the tunings. Those that it has already are skipped.
+        result: Receives the tunings. Tunings that it already has are skipped.
 
     Yields:
         After each prompt of a sampling and width.

@@ -62,7 +62,7 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens per second behind the first one; those that came with the first one are counted, too."""
+        """Tokens per second behind the first one; tokens that came with the first one are counted, too."""
         return (len(self.tokens) - 1) / max(self.decode_seconds, 1e-9)
 
 
@@ -90,7 +90,7 @@ class Result(Saved):
     Attributes:
         options: What was measured.
         model: The checkpoint, and the layers before the exit.
-        contestants: Those that took part.
+        contestants: The contestants that ran.
         prompts: What was decoded.
         machine: Where it was measured.
         packages: Package and version by peer.

@@ -131,7 +131,7 @@ class Case:
         names = sorted(tensors)
         shards = {f"model-0000{i + 1}-of-00003.safetensors": names[i::3] for i in range(3)}
         for file, part in shards.items():
-            changed = 1.25 if self.files != "sharded" else 1.0  # whoever takes the shards gets another model
+            changed = 1.25 if self.files != "sharded" else 1.0  # a reader of the shards gets another model
             save_file({name: _scaled(tensors[name], changed) for name in part}, directory / file, {"format": "pt"})
         index = {"metadata": {}, "weight_map": {name: file for file, part in shards.items() for name in part}}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -20,8 +20,8 @@ from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.llm import LLM
 from eesd.serve.app import make_app
-from eesd.serve.options import ServeOptions, Serving
-from eesd.serve.run import address_of, bind, serve
+from eesd.serve.http.options import ServeOptions, Serving
+from eesd.serve.http.run import address_of, bind, serve
 
 OPTIONS, BATCH = ServeOptions(), BatchOptions()
 

@@ -22,7 +22,7 @@ def most_used(counts: NDArray[np.int64], size: int, always: Iterable[int]) -> Id
     Args:
         counts: How often each token was seen [V].
         size: Vd, the number of tokens to choose, at most V.
-        always: Tokens that are chosen however rare they are: those that end a text.
+        always: Tokens that are always chosen: the tokens that end a text.
 
     Returns:
         The ids [Vd], ascending. Of tokens that were seen as often, those with the lowest ids are chosen.

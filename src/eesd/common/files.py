@@ -78,7 +78,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file name is one of those that this module gives to temporary files."""
+    """Whether this module gives such a name to temporary files."""
     return _TEMPORARY.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Whether the files of an engine directory are still those that were written: hashes, sizes, times."""
+"""Whether the files of an engine directory are still as they were written: hashes, sizes, times."""
 
 import hashlib
 from collections.abc import Callable

@@ -8,7 +8,7 @@ from eesd.common.checks import as_float, shown
 
 
 class Fields:
-    """The fields of a JSON object. Each is taken with its type; those that nobody took are left over.
+    """The fields of a JSON object. Each is taken with its type; fields that were not taken are left over.
 
     Raises:
         ValueError: A field has another type, or is out of range.
@@ -68,5 +68,5 @@ class Fields:
 
     @property
     def left(self) -> list[str]:
-        """Names of the fields that nobody took, apart from those that are null."""
+        """Names of the fields that were not taken and are not null."""
         return sorted(name for name, value in self.raw.items() if name not in self.taken and value is not None)

@@ -41,7 +41,7 @@ def describe() -> dict[str, str]:
 
 
 def cpu_features() -> list[str]:
-    """The vector extensions that matter for matrix products, of those that Linux reports."""
+    """The vector extensions that matter for matrix products and that Linux reports."""
     try:
         flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
     except (OSError, IndexError):

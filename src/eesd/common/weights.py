@@ -111,12 +111,12 @@ class Quantizations:
 
     @property
     def places(self) -> dict[str, Quantization | None]:
-        """Those that are not of single tensors, by the words for where they are used."""
+        """The quantizations that are not of single tensors, by the words for where they are used."""
         return {"layers": self.layers, "LM head": self.head, "draft": self.draft}
 
     @property
     def used(self) -> tuple[Quantization, ...]:
-        """Those that are not None."""
+        """The quantizations that are not None."""
         return (*(one for one in self.places.values() if one is not None), *self.tensors.values())
 
     @property

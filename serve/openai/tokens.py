@@ -6,12 +6,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from fastapi.concurrency import run_in_threadpool
 
-from eesd.serve.answers import serving_of
-from eesd.serve.errors import ERRORS, APIError
-from eesd.serve.json_route import JSONRoute
-from eesd.serve.options import Serving
-from eesd.serve.params import check_ids, check_model, check_supported
-from eesd.serve.schemas import (
+from eesd.serve.http.errors import ERRORS, APIError
+from eesd.serve.http.json_route import JSONRoute, serving_of
+from eesd.serve.http.options import Serving
+from eesd.serve.openai.params import check_ids, check_model, check_supported
+from eesd.serve.openai.schemas import (
     DetokenizeAnswer,
     DetokenizeBody,
     ModelCard,

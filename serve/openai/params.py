@@ -8,11 +8,11 @@ from typing import Any
 from eesd.common.checks import shown
 from eesd.runtime.batch.request import Constraint, Request
 from eesd.runtime.llm import LLM
-from eesd.serve.constraint import constraint_of
-from eesd.serve.errors import APIError
-from eesd.serve.options import Serving
-from eesd.serve.schemas import Body, GenerationBody
-from eesd.serve.tools import Tools
+from eesd.serve.grammar.constraint import constraint_of
+from eesd.serve.grammar.tools import Tools
+from eesd.serve.http.errors import APIError
+from eesd.serve.http.options import Serving
+from eesd.serve.openai.schemas import Body, GenerationBody
 
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty")
 NEUTRAL: dict[str, Any] = {

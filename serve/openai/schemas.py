@@ -23,7 +23,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     def given(self) -> dict[str, Any]:
-        """The fields that the client sent, those that are not known included."""
+        """The fields that the client sent, unknown ones included."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -132,7 +132,7 @@ class SpeculativeDecoding(BaseModel):
     Attributes:
         mean_acceptance_length: Tokens of a round that verified a draft, on average: the accepted ones and one more.
         draft_acceptance_rate: Share of the verified draft tokens that were accepted.
-        acceptance_histogram: Rounds with 0, 1, 2, ... accepted tokens, of those that verified a draft.
+        acceptance_histogram: Rounds with 0, 1, 2, ... accepted tokens, of the rounds that verified a draft.
         num_spec_steps: Rounds that verified a draft.
         num_accepted_draft_tokens, num_draft_tokens: Draft tokens accepted, and verified.
     """

@@ -1,4 +1,4 @@
-"""The server on Ray Serve: ``serve run eesd.serve.ray_app:app engine_dir=plans/ max_replicas=4``.
+"""The server on Ray Serve: ``serve run eesd.serve.ray.app:app engine_dir=plans/ max_replicas=4``.
 
 One deployment answers HTTP and reads text; the other has the engines, in as many replicas as the load needs.
 """
@@ -26,10 +26,10 @@ from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.llm import load
 from eesd.serve.app import make_app
-from eesd.serve.constraint import of_grammar
-from eesd.serve.options import ServeOptions
-from eesd.serve.ray_router import PrefixRouter
-from eesd.serve.ray_service import RemoteService
+from eesd.serve.grammar.constraint import of_grammar
+from eesd.serve.http.options import ServeOptions
+from eesd.serve.ray.router import PrefixRouter
+from eesd.serve.ray.service import RemoteService
 
 LIVENESS_SECONDS = 5.0
 """How often a request that hears nothing looks whether the batch is alive."""
@@ -39,7 +39,7 @@ LIVENESS_SECONDS = 5.0
 class RayOptions:
     """How the server runs on Ray.
 
-    Each may be given as an argument (``serve run eesd.serve.ray_app:app engine_dir=plans/``), in a configuration file of Serve
+    Each may be given as an argument (``serve run eesd.serve.ray.app:app engine_dir=plans/``), in a configuration file of Serve
     (``args``), or in the environment (``EESD_ENGINE_DIR``). An argument comes before the environment.
 
     Attributes:

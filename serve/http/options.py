@@ -6,7 +6,7 @@ from eesd.common.checks import check_integer, check_number, shown
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.service import Service
 from eesd.runtime.text import TextCodec
-from eesd.serve.metrics import Metrics
+from eesd.serve.http.metrics import Metrics
 
 
 @dataclass(frozen=True, kw_only=True)

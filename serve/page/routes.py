@@ -16,16 +16,15 @@ from pydantic import BaseModel, Field
 
 import eesd
 from eesd.runtime.batch import request as batch
-from eesd.serve.answers import serving_of
-from eesd.serve.errors import APIError
-from eesd.serve.generations import Generations
-from eesd.serve.json_route import JSONRoute
-from eesd.serve.options import Serving
-from eesd.serve.params import requests_of
-from eesd.serve.schemas import GenerationBody, Message
-from eesd.serve.streaming import Events, event, event_stream
+from eesd.serve.http.errors import APIError
+from eesd.serve.http.json_route import JSONRoute, serving_of
+from eesd.serve.http.options import Serving
+from eesd.serve.http.streaming import Events, event, event_stream
+from eesd.serve.openai.generations import Generations
+from eesd.serve.openai.params import requests_of
+from eesd.serve.openai.schemas import GenerationBody, Message
 
-PAGE = Path(__file__).parent / "page"
+PAGE = Path(__file__).parent
 SCRIPTS = ("app.js", "answer.js", "figures.js", "stream.js", "style.css")
 FILES = {"/": "index.html"} | {f"/playground/{name}": name for name in SCRIPTS}
 """Paths of the page, which need no API key: it has nothing to hide, and asks for the key itself."""

@@ -10,8 +10,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from eesd.serve.errors import ClientLeftError, as_api_error
-from eesd.serve.observe import LOGGER
+from eesd.serve.http.errors import ClientLeftError, as_api_error
+from eesd.serve.http.observe import LOGGER
 
 T = TypeVar("T")
 Events = AsyncGenerator[bytes, None]

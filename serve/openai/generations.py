@@ -11,10 +11,10 @@ from typing import Any
 
 from eesd.runtime.batch.request import Generation, Request, TokenLogprob, TokenOutput, Update
 from eesd.runtime.decoding.stats import Stats
-from eesd.serve.errors import APIError
-from eesd.serve.metrics import Meter, num_drafts
-from eesd.serve.options import Serving
-from eesd.serve.schemas import PromptDetails, ResponseMetrics, SpeculativeDecoding, Usage
+from eesd.serve.http.errors import APIError
+from eesd.serve.http.metrics import Meter, num_drafts
+from eesd.serve.http.options import Serving
+from eesd.serve.openai.schemas import PromptDetails, ResponseMetrics, SpeculativeDecoding, Usage
 
 LIVENESS_SECONDS = 5.0
 """How often a request that hears nothing looks whether the batch is alive."""
@@ -92,7 +92,7 @@ class Generations:
         for generation in self._running:
             generation.cancel()
         for meter in self._meters:
-            meter.end("cancelled", monotonic())  # counts those that had not ended
+            meter.end("cancelled", monotonic())  # counts the choices that had not ended
 
     @property
     def ended(self) -> bool:
@@ -151,7 +151,7 @@ class Generations:
         drafted = sum(stats.draft_tokens for stats in all_stats)
         accepted = sum(stats.accepted_tokens for stats in all_stats)
         depth = max(len(stats.accepted_at_depth) for stats in all_stats)
-        # Of the rounds that verified a draft: those that accepted at least d tokens, from d = 0 on.
+        # Of the rounds that verified a draft: the rounds that accepted at least d tokens, from d = 0 on.
         at_least = [rounds] + [sum(sum(stats.accepted_at_depth[d : d + 1]) for stats in all_stats) for d in range(depth)]
         speculative = SpeculativeDecoding(
             mean_acceptance_length=1 + accepted / rounds if rounds else 1.0,

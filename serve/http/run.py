@@ -16,8 +16,8 @@ if sys.platform != "win32":
     import resource
 
 from eesd.common.errors import EESDError
-from eesd.serve.observe import LOGGER
-from eesd.serve.options import Serving
+from eesd.serve.http.observe import LOGGER
+from eesd.serve.http.options import Serving
 
 SAVE_SECONDS = 300.0
 """How often what the controllers learned is saved."""

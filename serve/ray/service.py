@@ -18,7 +18,7 @@ from eesd.runtime.decoding.session import Limits, check_prompt
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.llm import LLM, models_sampling
-from eesd.serve.constraint import GrammarConstraint
+from eesd.serve.grammar.constraint import GrammarConstraint
 
 LOGGER = logging.getLogger(__name__)
 ATTEMPTS = 5
@@ -44,7 +44,7 @@ class RemoteService:
     """What the routes of the server need of a :class:`~eesd.runtime.batch.service.Service`, over replicas.
 
     A replica that dies in the middle of a text is no loss: the same request gives the same tokens, so another replica runs it
-    again, and the client gets those that it does not have yet. Only sampling by ``rejection`` cannot be repeated; such a
+    again, and the client gets the tokens that it does not have yet. Only sampling by ``rejection`` cannot be repeated; such a
     request then ends with an error, unless it had no token.
 
     Args:
@@ -72,7 +72,7 @@ class RemoteService:
         limits = Limits(manifest.eos_token_ids, request.max_new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
         check_prompt(request.tokens, limits, manifest.geometry.vocab_size)
         if not isinstance(request.constraint, GrammarConstraint | None):
-            raise EESDError("The constraint cannot be sent to a replica; give one that eesd.serve.constraint makes.")
+            raise EESDError("The constraint cannot be sent to a replica; give one that eesd.serve.grammar.constraint makes.")
         if len(self._open) >= self._most:
             raise QueueFullError(f"{self._most} requests are waiting or running; try again later.", 1.0)
         generation = RemoteGeneration(request, on_update)

@@ -6,9 +6,9 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from eesd.serve.answers import serving_of
-from eesd.serve.errors import ERRORS, APIError
-from eesd.serve.options import Serving
+from eesd.serve.http.errors import ERRORS, APIError
+from eesd.serve.http.json_route import serving_of
+from eesd.serve.http.options import Serving
 
 router = APIRouter(responses={status: ERRORS[status] for status in (401, 503)})
 Shared = Annotated[Serving, Depends(serving_of)]

@@ -1,4 +1,4 @@
-"""Routes whose JSON goes through the one door for outside input."""
+"""Routes whose JSON goes through the one door for outside input, and the server that they belong to."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -9,6 +9,7 @@ from fastapi.routing import APIRoute
 
 from eesd.common.errors import EESDError
 from eesd.common.json_input import decode, parse_json
+from eesd.serve.http.options import Serving
 
 
 class _CheckedRequest(Request):
@@ -29,3 +30,9 @@ class JSONRoute(APIRoute):
             return await handler(_CheckedRequest(request.scope, request.receive))
 
         return checked
+
+
+def serving_of(request: Request) -> Serving:
+    """The server that a request came to."""
+    serving: Serving = request.app.state.serving
+    return serving

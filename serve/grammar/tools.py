@@ -1,7 +1,7 @@
 """Function calling: the tools of a chat request in the prompt, and the grammar of calls that must come.
 
 Tools go to the chat template if it reads them. Other models are told about them in plain words, in the system message, and
-asked for calls in the hermes format. :mod:`eesd.serve.tool_calls` reads the answer.
+asked for calls in the hermes format. :mod:`eesd.serve.grammar.tool_calls` reads the answer.
 """
 
 import json
@@ -15,8 +15,8 @@ from eesd.common.errors import EESDError
 from eesd.runtime.chat_template import Message
 from eesd.runtime.llm import LLM
 from eesd.runtime.text import TextCodec
-from eesd.serve.constraint import ONE_LINE, GrammarConstraint, constraint, quoted
-from eesd.serve.tool_calls import HERMES, LLAMA, MISTRAL, ToolFormat, ToolParser
+from eesd.serve.grammar.constraint import ONE_LINE, GrammarConstraint, constraint, quoted
+from eesd.serve.grammar.tool_calls import HERMES, LLAMA, MISTRAL, ToolFormat, ToolParser
 
 MAX_TOOLS = 128
 MAX_CALLS = 16

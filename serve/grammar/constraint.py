@@ -248,7 +248,7 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 _OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
 """The entries of vLLM's ``structured_outputs`` that say what is allowed."""
 _IGNORED = ("disable_any_whitespace", "disable_fallback")
-"""Those that change nothing here."""
+"""Entries that change nothing here."""
 
 
 def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None:

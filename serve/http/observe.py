@@ -16,7 +16,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eesd.serve.errors import LEFT, as_api_error
+from eesd.serve.http.errors import LEFT, as_api_error
 
 LOGGER = logging.getLogger("eesd.serve")
 QUIET = ("/health", "/ready", "/metrics")
@@ -107,7 +107,7 @@ def tracer_from_environment() -> Tracer | None:
 
 
 class Observe:
-    """ASGI middleware around everything: gives each request an id, logs it, traces it, and answers what nobody caught."""
+    """ASGI middleware around everything: an id, a log line and a trace for each request, and an answer to exceptions."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer | None) -> None:
         self._app, self._tracer = app, tracer

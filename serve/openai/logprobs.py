@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from eesd.runtime.batch.request import TokenLogprob, TokenOutput
 from eesd.runtime.text import TextCodec, TokenBytes
-from eesd.serve.schemas import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from eesd.serve.openai.schemas import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 
 LEAST = -9999.0
 """Stands for the logarithm of zero, which JSON cannot write."""

@@ -10,14 +10,17 @@ from fastapi.responses import Response
 
 from eesd.runtime.batch.request import TokenOutput, Update
 from eesd.runtime.text import TextCodec
-from eesd.serve.answers import Head, chunks, finished, serving_of
-from eesd.serve.errors import ANSWERS, APIError
-from eesd.serve.generations import Generations, Progress
-from eesd.serve.json_route import JSONRoute
-from eesd.serve.logprobs import TokenWriter
-from eesd.serve.options import Serving
-from eesd.serve.params import check_model, requests_of
-from eesd.serve.schemas import (
+from eesd.serve.grammar.tool_calls import ToolDelta, whole_calls
+from eesd.serve.grammar.tools import Tools, encode_chat, tools_of
+from eesd.serve.http.errors import ANSWERS, APIError
+from eesd.serve.http.json_route import JSONRoute, serving_of
+from eesd.serve.http.options import Serving
+from eesd.serve.http.streaming import Events, event_stream, json_response, unless_left
+from eesd.serve.openai.answers import Head, chunks, finished
+from eesd.serve.openai.generations import Generations, Progress
+from eesd.serve.openai.logprobs import TokenWriter
+from eesd.serve.openai.params import check_model, requests_of
+from eesd.serve.openai.schemas import (
     ChatAnswer,
     ChatBody,
     ChatChoice,
@@ -28,9 +31,6 @@ from eesd.serve.schemas import (
     Delta,
     ToolCall,
 )
-from eesd.serve.streaming import Events, event_stream, json_response, unless_left
-from eesd.serve.tool_calls import ToolDelta, whole_calls
-from eesd.serve.tools import Tools, encode_chat, tools_of
 
 router = APIRouter(route_class=JSONRoute)
 

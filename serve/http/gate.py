@@ -2,28 +2,32 @@
 
 import asyncio
 import hmac
+from collections.abc import Collection
 from hashlib import sha256
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eesd.serve.errors import APIError
-from eesd.serve.observe import QUIET
-from eesd.serve.options import Serving
-from eesd.serve.playground import FILES
+from eesd.serve.http.errors import APIError
+from eesd.serve.http.observe import QUIET
+from eesd.serve.http.options import Serving
 
-OPEN = {"/health", "/ready", *FILES}
-"""Paths that need no API key."""
 LINGER = 8
 """A body that is too large is read up to so many times the limit, so that the client sees the answer and not a reset."""
 CLOSE = {"Connection": "close"}
 
 
 class Gate:
-    """ASGI middleware in front of the routes. A body is read whole before its route is entered."""
+    """ASGI middleware in front of the routes. A body is read whole before its route is entered.
 
-    def __init__(self, app: ASGIApp, serving: Serving) -> None:
-        self._app, self._serving = app, serving
+    Args:
+        app: The routes.
+        serving: What they share.
+        open_paths: Paths that need no API key.
+    """
+
+    def __init__(self, app: ASGIApp, serving: Serving, open_paths: Collection[str]) -> None:
+        self._app, self._serving, self._open = app, serving, open_paths
         self._keys = [sha256(key.encode()).digest() for key in serving.options.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +54,7 @@ class Gate:
             APIError: It may not enter.
         """
         headers, options = Headers(scope=scope), self._serving.options
-        if self._keys and scope["path"] not in OPEN and not self._knows(headers.get("authorization", "")):
+        if self._keys and scope["path"] not in self._open and not self._knows(headers.get("authorization", "")):
             message = "The API key is missing or wrong; send it as Authorization: Bearer KEY."
             raise APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer", **CLOSE})
         if self._serving.draining and scope["path"] not in QUIET:

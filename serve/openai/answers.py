@@ -6,13 +6,11 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
-from fastapi import Request
-
 from eesd.runtime.batch.request import Update
-from eesd.serve.generations import Generations, Progress
-from eesd.serve.options import Serving
-from eesd.serve.schemas import Answer, Choice, GenerationBody
-from eesd.serve.streaming import DONE, Events, event
+from eesd.serve.http.options import Serving
+from eesd.serve.http.streaming import DONE, Events, event
+from eesd.serve.openai.generations import Generations, Progress
+from eesd.serve.openai.schemas import Answer, Choice, GenerationBody
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,3 @@ async def chunks(
     if body.include_usage:
         yield event(new(choices=[], usage=generations.usage(body.choices), metrics=generations.metrics()))
     yield DONE
-
-
-def serving_of(request: Request) -> Serving:
-    """The server that a request came to."""
-    serving: Serving = request.app.state.serving
-    return serving

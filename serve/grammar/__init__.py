@@ -1,0 +1,1 @@
+"""Output by a grammar: constraints, and the calls of tools."""
