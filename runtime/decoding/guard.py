@@ -1,149 +1,167 @@
-"""Never slower than plain decoding: the guard keeps an account of what drafting gained, and pauses it when overdrawn."""
+"""Never slower than plain decoding: the guard counts what each drafter gains, and pauses those that gain nothing."""
 
 from collections import deque
-from statistics import median_low
+from statistics import median
 
-FIRST_ALLOWANCE, ALLOWANCE = 1.0, 0.01
-"""Plain steps that drafting may lose before it has gained any; and how many more for each token that is decoded."""
-LEAST_ALLOWANCE, LESS = 0.0025, 0.85
-"""The allowance for each token after many pauses, and what each pause leaves of it. Gains restore it."""
-GAINED = 2.0
-"""Plain steps in the account that restore the allowance."""
-LARGEST_BALANCE = 16.0
-"""Plain steps. So little is lost where text changes and drafting no longer pays."""
-LARGEST_SAVINGS, TRIALS = 24.0, 0.04
-"""Plain steps that are saved of what was gained beyond the largest balance; and how many of them a token of a pause may spend.
-A draft that has paid before is thus tried again sooner."""
-TO_RESUME = 0.5
-"""Plain steps in the account at which a pause ends: about what one more round of drafting may lose."""
-LARGEST_LOSS, LARGEST_DEBT = 3.0, 0.5
-"""Plain steps that one round can lose, and that the account can be overdrawn. More was lost to the machine, not to drafting. A
-single round that loses more does not count at all."""
-SLOWED = 1.5
-"""If plain rounds in a pause take this many times what they took before, the machine is slower, and drafting may go on."""
-LUCK = 4.0
-"""Tokens, more or fewer than expected, that count as luck and not as gain or loss."""
-FIRST_INTERVAL, SHORTEST_INTERVAL, LONGEST_INTERVAL = 64, 16, 256
-"""Rounds between two probes. A probe is two plain rounds; the second is measured."""
-SETTLED = 0.15
-"""A probe that differs by a smaller share from the earlier ones confirms them."""
+from eesd.controllers import RoundOutcome
+
+ALLOWANCE = 0.006
+"""Plain steps that a drafter may lose for each token that is decoded."""
+STAKE = 1.0
+"""Plain steps that it may lose at first, and that it saves in a pause at most beyond the price of a trial."""
+TRIAL = 3
+"""Rounds that a trial can pay for. A single one would say little, and each trial disturbs a plain round."""
+MARGIN = 0.03
+"""Plain steps that a drafting round must gain: by less, measurements err, and less is worth little."""
+DOUBT = 4.0
+"""Luck is believed as if so many further rounds had brought what was expected."""
+FORGOTTEN = 128
+SAVED, SPENT = 16.0, 0.04
+MEMORY = 48
+"""About so many of the last drafting rounds make the gain."""
+PROBE, FIRST_INTERVAL, LONGEST_INTERVAL = 4, 16, 256
+"""Plain rounds that measure plain decoding while a drafter drafts, and rounds between two such probes."""
+NEAR = 4
+"""Drafting rounds before and behind plain ones that are compared with them."""
+SLOWER = 1.3
+"""If the last rounds took so many times what they usually do, plain decoding is measured again."""
+
+
+class Prices:
+    """What parts of rounds cost in plain steps, by a count: the median of the last samples."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
+
+    def add(self, count: int, price: float) -> None:
+        samples = self._samples.setdefault(count, deque(maxlen=4 * NEAR + 1))
+        samples.append(price)
+        self._medians[count] = median(samples)
+
+    def get(self, count: int, price: float) -> float:
+        if count not in self._samples:
+            self.add(count, price)
+        return self._medians[count]
+
+
+class Account:
+    """What one drafter gains."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.pauses = 0
+        self._rounds = self._gained = self._luck = 0.0
+        self._budget = STAKE
+        self._saved = 0.0
+
+    @property
+    def gain(self) -> float:
+        """Plain steps that a drafting round gains: what it is expected to bring minus its price, and the luck it had."""
+        rounds = self._rounds
+        return self._gained / rounds + self._luck / (rounds + DOUBT) - MARGIN if rounds else 0.0
+
+    def earn(self, tokens: float) -> None:
+        self._budget += ALLOWANCE * tokens
+        if self.paused:
+            spent = min(self._saved, SPENT * tokens)
+            self._saved -= spent
+            self._budget += spent
+            keep = 1 - tokens / FORGOTTEN
+            self._rounds, self._gained, self._luck = self._rounds * keep, self._gained * keep, self._luck * keep
+        price = TRIAL * min(max(-self.gain, 0.0), 1.0) + 0.1
+        if self.paused:
+            self.paused = self._budget < price
+        self._budget = min(self._budget, STAKE + price)
+
+    def note(self, tokens: float, expected: float, price: float) -> None:
+        keep = 1 - 1 / MEMORY
+        self._rounds = self._rounds * keep + 1
+        self._gained = self._gained * keep + expected - price
+        self._luck = self._luck * keep + tokens - expected
+        gain = self.gain
+        self._saved = min(self._saved + max(gain, 0.0), SAVED)
+        if gain < 0:
+            self._budget = max(self._budget + gain, -STAKE)
+            if self._budget < 0:
+                self.paused = True
+                self.pauses += 1
 
 
 class Guard:
-    """Allows drafting while its account is not overdrawn.
-
-    Call :meth:`allows` at the start of a round and :meth:`record` at its end. The account is in plain steps, the time of a
-    plain round. A drafting round that is expected to bring n tokens and took as long as m plain rounds adds n - m. What it
-    brought beyond that, or short of it, counts only where the sum of it exceeds ``LUCK`` tokens: a few rejections in a row say
-    little about drafting, but an expectation that is never met is wrong. Every token adds an allowance, less after each pause,
-    so a pause ends, and all that drafting can ever lose is a small share of the time.
-
-    Attributes:
-        pauses: Number of pauses so far.
-        paused: Whether drafting is paused now.
-        balance: Plain steps in the account.
-    """
-
     def __init__(self) -> None:
-        self.pauses = 0
-        self.paused = False
-        self.balance = FIRST_ALLOWANCE
-        self._allowance = ALLOWANCE
-        self._savings = 0.0
-        self._luck = 0.0
-        """Tokens that are not in the account."""
-        self._plain: deque[float] = deque(maxlen=5)
-        """Seconds of plain rounds behind plain rounds. Right behind drafting they are slower: the draft took the caches."""
-        self._price = 0.0
-        """Plain seconds when the last pause began."""
-        self._stalled = False
-        """Whether the last drafting round lost more than ``LARGEST_LOSS``."""
-        self._drafted: bool | None = True
-        """Whether the last round drafted; None: another drafter did."""
+        self._accounts = {"exit": Account(), "text": Account()}
+        self._draft, self._verify = Prices(), Prices()
+        self._plain: list[float] = []
+        self._recent: deque[tuple[RoundOutcome, float]] = deque(maxlen=NEAR)
+        self._slow: deque[float] = deque(maxlen=2 * NEAR)
+        self._near = 0
         self._interval = FIRST_INTERVAL
-        self._until_probe = 0
-        """Drafting rounds before the next probe."""
-
-    def allows(self) -> bool:
-        """Whether this round may draft."""
-        return not self.paused and self._until_probe > 0
+        self._until_probe = FIRST_INTERVAL
+        self._probing = PROBE
 
     @property
-    def probes(self) -> bool:
-        """Whether this round shall be plain to be measured, so no other drafter may draft either."""
-        return not self.paused and self._until_probe <= 0
+    def pauses(self) -> int:
+        return sum(account.pauses for account in self._accounts.values())
 
-    @property
-    def plain_seconds(self) -> float:
-        """Seconds of a plain round: the median of the last ones, which an outlier does not move; 0 while unknown."""
-        return median_low(self._plain) if self._plain else 0.0
+    def allows(self, drafter: str) -> bool:
+        return not self._probing and not self._accounts[drafter].paused
 
-    def record(self, drafted: bool, tokens: float, expected: float, seconds: float) -> None:
-        """Note a round.
-
-        Args:
-            drafted: Whether it ran the draft.
-            tokens: Tokens that it brought.
-            expected: Tokens that such a round brings on average, as far as the controller knows.
-            seconds: Its time.
-        """
-        plain = self.plain_seconds
-        if drafted:
-            self._until_probe -= 1
-            luck = min(max(self._luck + tokens - expected, -LUCK), LUCK)
-            gained = tokens - (luck - self._luck)
-            self._luck = luck
-            if plain:
-                self._settle(gained - seconds / plain)
-        elif self._drafted is None:
-            pass  # neither behind a draft of this drafter nor behind a plain round
-        elif self._drafted:
-            if plain:  # slower because of the draft, which therefore pays the difference
-                self.balance -= min(max(seconds / plain - 1, 0.0), 1.0)
+    def record(self, outcome: RoundOutcome, expected: float, seconds: float) -> None:
+        tokens = outcome.accepted + 1
+        if outcome.nodes:
+            self._drafted(outcome, seconds)
+            if self._plain:
+                price = self._price(outcome, seconds)
+                self._accounts["exit" if outcome.steps else "text"].note(tokens, expected, price)
         else:
-            self._measured(seconds)
-        self._drafted = drafted
-        self._close(tokens, plain)
+            self._plainly(seconds)
+        for account in self._accounts.values():
+            account.earn(tokens)
 
-    def pass_over(self, tokens: int) -> None:
-        """Note a round of another drafter, which has a guard of its own, and the tokens that it brought.
+    def _price(self, outcome: RoundOutcome, seconds: float) -> float:
+        level = self._level
+        rest = (seconds - outcome.draft_seconds) / level if outcome.steps else seconds / level
+        verify = self._verify.get(outcome.nodes, rest)
+        return verify + (self._draft.get(outcome.steps, outcome.draft_seconds / level) if outcome.steps else 0.0)
 
-        They add to the allowance, too: a pause shall end, although rounds without any draft become rare.
-        """
-        self._drafted = None
-        self._close(tokens, self.plain_seconds)
+    def _compare(self, outcome: RoundOutcome, seconds: float) -> None:
+        level = self._level
+        if outcome.steps:
+            self._draft.add(outcome.steps, outcome.draft_seconds / level)
+            seconds -= outcome.draft_seconds
+        self._verify.add(outcome.nodes, seconds / level)
 
-    def _close(self, tokens: float, plain: float) -> None:
-        """End a round of so many tokens: a pause begins or ends. ``plain``: seconds of a plain round when it began."""
-        self._refill(tokens)
-        if self.paused:
-            self.paused = self.balance < TO_RESUME and self.plain_seconds < SLOWED * self._price
-        elif self.balance < 0:
-            self.paused, self._price = True, plain
-            self.pauses += 1
-            self._allowance = max(self._allowance * LESS, LEAST_ALLOWANCE)
-
-    def _refill(self, tokens: float) -> None:
-        """Add the allowance, and in a pause some of the savings; save what is beyond the largest balance."""
-        spent = min(self._savings, TRIALS * tokens) if self.paused else 0.0
-        balance = max(self.balance, -LARGEST_DEBT) + self._allowance * tokens + spent
-        self.balance = min(balance, LARGEST_BALANCE)
-        self._savings = min(self._savings - spent + balance - self.balance, LARGEST_SAVINGS)
-        if self.balance > GAINED:
-            self._allowance = ALLOWANCE
-
-    def _settle(self, gained: float) -> None:
-        """Add what a drafting round gained, in plain steps, unless the machine stalled in it."""
-        stalled = gained < -LARGEST_LOSS
-        if self._stalled or not stalled:
-            self.balance += max(gained, -LARGEST_LOSS)
-        self._stalled = stalled
-
-    def _measured(self, seconds: float) -> None:
-        """Note a plain round behind a plain round. The next probe comes later if this one says what is known already."""
-        settled = abs(seconds - self.plain_seconds) < SETTLED * self.plain_seconds
+    def _drafted(self, outcome: RoundOutcome, seconds: float) -> None:
+        if self._plain and self._near > 0:
+            self._compare(outcome, seconds)
+        elif self._plain:
+            self._recent.append((outcome, seconds))
+        self._near -= 1
+        self._until_probe -= 1
+        self._behind = True
         if self._plain:
-            interval = self._interval * 2 if settled else self._interval // 2
-            self._interval = min(max(interval, SHORTEST_INTERVAL), LONGEST_INTERVAL)
-        self._until_probe = self._interval
-        self._plain.append(seconds)
+            self._slow.append(seconds / self._level / self._price(outcome, seconds))
+            changed = len(self._slow) == 2 * NEAR and not 1 / SLOWER < median(self._slow) < SLOWER
+            if self._until_probe <= 0 or changed:
+                self._probing = PROBE
+                self._interval = FIRST_INTERVAL if changed else min(2 * self._interval, LONGEST_INTERVAL)
+                self._until_probe = self._interval
+
+    def _plainly(self, seconds: float) -> None:
+        self._probing = max(self._probing - 1, 0)
+        if self._behind:
+            self._behind = False
+            self._block: list[float] = []
+            return
+        self._block.append(seconds)
+        if len(self._block) >= PROBE - 1:
+            self._plain = self._block = self._block[-5:]
+            self._level = median(self._plain)
+            for outcome, taken in self._recent:
+                self._compare(outcome, taken)
+            self._recent.clear()
+            self._slow.clear()
+            self._near = NEAR
+
+    _behind = True
