@@ -10,7 +10,7 @@ from eesd.bench.replay.costs import CallCosts
 from eesd.bench.replay.replay import chain_outcome, draft_length
 from eesd.bench.replay.traces import Trace
 from eesd.controllers import Controller
-from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
 
 COLD = 0.1
 """A plain round right behind a drafting one is this share slower: the draft has taken the processor's caches."""
@@ -94,7 +94,7 @@ def decode(trace: Trace, machine: Machine, controller: Controller | None = None,
         position, accepted_at, steps = 0, request.accepted.tolist(), request.steps
         while position < request.tokens:
             room = request.room(position)
-            drafting = controller is not None and room > 0 and (guard is None or guard.allows())
+            drafting = controller is not None and room > 0 and (guard is None or guard.allows(EXIT_HEAD))
             drafted = draft_length(controller, steps[position], room) if controller and drafting else 0
             accepted = min(drafted, accepted_at[position])
             draft_seconds, verify_seconds = machine.run(drafted)
@@ -103,7 +103,7 @@ def decode(trace: Trace, machine: Machine, controller: Controller | None = None,
                 expected = controller.expected_tokens(outcome)
                 controller.observe(outcome)
                 if guard:
-                    guard.record(drafted > 0, accepted + 1, expected, draft_seconds + verify_seconds)
+                    guard.record(outcome, expected, draft_seconds + verify_seconds)
             rounds.append((accepted + 1, drafted, draft_seconds + verify_seconds))
             position += accepted + 1
     return Run(np.array(rounds, np.float64))

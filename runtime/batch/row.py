@@ -79,10 +79,10 @@ class Row:
         else:
             self.controller = own
         heads = llm.speculation.head_drafts and llm.engines.draft is not None
-        drafter = Drafter(binding, controller, None, columns=llm.draft_columns) if heads else None
+        drafter = Drafter(binding, controller, columns=llm.draft_columns) if heads else None
         if not llm.speculation.text_drafts or self.fixed:
             return drafter, None
-        return drafter, TextDrafter(RowTextRule(rule, own, heads), None, llm.text.past if llm.text else None)
+        return drafter, TextDrafter(RowTextRule(rule, own, heads), llm.text.past if llm.text else None)
 
     def _restriction(self, llm: LLM) -> Allowed | None:
         """What restricts the tokens: the request's constraint, and EOS before ``min_tokens``."""

@@ -1,40 +1,39 @@
-"""Never slower than plain decoding: the guard counts what each drafter gains, and pauses those that gain nothing."""
+"""Never slower than plain decoding: the guard estimates what each drafter gains, and pauses one that loses."""
 
 from collections import deque
 from statistics import median, median_low
 
 from eesd.controllers import RoundOutcome
 
-ALLOWANCE = 0.0045
-"""Plain steps that a drafter may lose for each token that is decoded."""
-STAKE = 0.8
-"""Plain steps that it may lose at first, and that it saves in a pause at most beyond the price of a trial."""
-TRIAL = 3
-"""Rounds that a trial can pay for. A single one would say little, and each trial disturbs a plain round."""
+EXIT_HEAD, TEXT = "exit", "text"
+"""What drafts. A round counts for the exit head if it ran draft steps, otherwise for the text."""
+STAKE, ALLOWANCE, MOST = 0.8, 0.0045, 8.0
+"""Plain steps that a drafter may lose at first, further ones for each token that is decoded, and as many of what it gained."""
 MARGIN = 0.05
-"""Plain steps that a drafting round must gain: by less, measurements err, and less is worth little."""
+"""Plain steps that a drafting round must gain at least: measurements err, and less is worth little."""
 DOUBT = 4.0
 """Luck is believed as if so many further rounds had brought what was expected."""
-FORGOTTEN = 128
-SAVED, SPENT = 8.0, 0.04
-MEMORY = 48
-"""About so many of the last drafting rounds make the gain."""
-PROBE, FIRST_INTERVAL, LONGEST_INTERVAL = 4, 16, 256
-"""Plain rounds that measure plain decoding while a drafter drafts, and rounds between two such probes."""
-NEAR = 4
-"""Drafting rounds before and behind plain ones that are compared with them."""
+MEMORY = 64
+"""About so many of the last drafting rounds, or tokens of a pause, are remembered."""
+TRIAL, SWITCH = 3, 0.1
+"""A pause ends when so many rounds can be paid for, and what the draft costs the plain round behind it."""
+PROBE, NEAR = 4, 4
+"""Plain rounds of a probe, and drafting rounds before and behind plain ones that are compared with them."""
+FIRST_INTERVAL, LONGEST_INTERVAL = 16, 256
+"""Drafting rounds between two probes."""
 SLOWER = 1.3
-"""If the last rounds took so many times what they usually do, plain decoding is measured again."""
+"""If rounds take so many times what such rounds usually do, plain decoding is measured again."""
 
 
 class Prices:
-    """What parts of rounds cost in plain steps, by a count: the median of the last samples."""
+    """What parts of rounds cost in plain steps, by a count: medians, which stalls of the machine do not move."""
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {0: 0.0}
+        self._medians = {0: 0.0}
 
     def add(self, count: int, price: float) -> None:
+        """Note one. Only the last ones count."""
         samples = self._samples.setdefault(count, deque(maxlen=4 * NEAR + 1))
         samples.append(price)
         self._medians[count] = median_low(samples)
@@ -47,123 +46,134 @@ class Prices:
 
 
 class Account:
-    """What one drafter gains."""
+    """What one drafter may lose, and what its rounds gain.
+
+    Attributes:
+        paused: Whether it is paused now.
+        pauses: Number of pauses so far.
+    """
 
     def __init__(self, draft: Prices, verify: Prices) -> None:
         self.paused = False
         self.pauses = 0
         self._draft, self._verify = draft, verify
-        self._rounds = self._expected = self._luck = 0.0
-        self._shapes: dict[tuple[int, int], float] = {}
+        self._rounds: dict[tuple[int, int], float] = {}
+        """How many of the remembered rounds had so many draft steps and nodes."""
+        self._expected = self._luck = 0.0
+        """Tokens that these rounds were expected to bring, and what they brought beyond that."""
         self._budget = STAKE
-        self._saved = 0.0
 
     @property
     def gain(self) -> float:
-        """Plain steps that a drafting round gains: what it is expected to bring minus its price, and the luck it had."""
-        rounds = self._rounds
+        """Plain steps that a round gains beyond ``MARGIN``: the tokens that it brings minus what it costs; 0 while unknown."""
+        rounds = sum(self._rounds.values())
         if not rounds:
             return 0.0
-        price = sum(weight * (self._draft[steps] + self._verify[nodes]) for (steps, nodes), weight in self._shapes.items())
-        return (self._expected - price) / rounds + self._luck / (rounds + DOUBT) - MARGIN
+        cost = sum(weight * (self._draft[steps] + self._verify[nodes]) for (steps, nodes), weight in self._rounds.items())
+        return (self._expected - cost) / rounds + self._luck / (rounds + DOUBT) - MARGIN
 
-    def _age(self, keep: float) -> None:
-        self._rounds, self._expected, self._luck = self._rounds * keep, self._expected * keep, self._luck * keep
-        self._shapes = {shape: weight * keep for shape, weight in self._shapes.items() if weight > 0.01 * self._rounds}
-        self._rounds = sum(self._shapes.values())
-
-    def earn(self, tokens: float) -> None:
-        self._budget += ALLOWANCE * tokens
-        price = 0.1
-        if self.paused:
-            self._age(1 - tokens / FORGOTTEN)
-            spent = min(self._saved, SPENT * tokens)
-            self._saved -= spent
-            self._budget += spent
-            price = TRIAL * min(max(-self.gain, 0.0), 0.5) + 0.1
-            self.paused = self._budget < price
-        self._budget = min(self._budget, STAKE + price)
-
-    def note(self, tokens: float, expected: float, shape: tuple[int, int]) -> None:
-        self._age(1 - 1 / MEMORY)
-        self._rounds += 1
-        self._shapes[shape] = self._shapes.get(shape, 0.0) + 1
+    def drafted(self, outcome: RoundOutcome, expected: float) -> None:
+        """Note a round of this drafter, and the tokens that such a round brings on average."""
+        self._forget(1.0)
+        shape = outcome.steps, outcome.nodes
+        self._rounds[shape] = self._rounds.get(shape, 0.0) + 1
         self._expected += expected
-        self._luck += tokens - expected
-        gain = self.gain
-        self._saved = min(self._saved + max(gain, 0.0), SAVED)
-        if gain < 0:
-            self._budget = max(self._budget + gain, -STAKE)
-            if self._budget < 0:
-                self.paused = True
-                self.pauses += 1
+        self._luck += outcome.accepted + 1 - expected
+        self._budget = min(max(self._budget + self.gain, -STAKE), MOST)
+        if self._budget < 0:
+            self.paused = True
+            self.pauses += 1
+
+    def earn(self, tokens: int) -> None:
+        """Add the allowance for tokens of any round. A pause ends when it pays for a trial."""
+        self._budget = min(self._budget + ALLOWANCE * tokens, MOST)
+        if self.paused:
+            self._forget(tokens)
+            self.paused = self._budget < SWITCH + TRIAL * min(max(-self.gain, 0.0), 0.5)
+
+    def _forget(self, age: float) -> None:
+        keep = max(1 - age / MEMORY, 0.0)
+        self._rounds = {shape: weight * keep for shape, weight in self._rounds.items()}
+        self._expected, self._luck = self._expected * keep, self._luck * keep
 
 
 class Guard:
+    """Allows a drafter while its account is not overdrawn.
+
+    Call :meth:`allows` at the start of a round and :meth:`record` at its end. Tokens are counted, and need no estimate but that
+    of luck. Seconds are noisy, and change with the load of the machine. So no round is charged what it took: a round is charged
+    the median *price* of such rounds, in plain steps, and prices are measured only close to plain rounds, in the same load.
+    """
+
     def __init__(self) -> None:
         self._draft, self._verify = Prices(), Prices()
-        self._accounts = {name: Account(self._draft, self._verify) for name in ("exit", "text")}
-        self._plain: list[float] = []
-        self._block: list[float] = []
-        self._level = 0.0
+        """By draft steps, and by nodes (with all that a round does beside its draft)."""
+        self._accounts = {name: Account(self._draft, self._verify) for name in (EXIT_HEAD, TEXT)}
+        self._plain: deque[float] = deque(maxlen=5)
+        """Seconds of the plain rounds since the last draft, but for the first: the draft took the processor's caches from it."""
+        self._plain_step = 0.0
+        """Seconds of a plain round; 0 while unknown."""
         self._recent: deque[tuple[RoundOutcome, float]] = deque(maxlen=NEAR)
-        self._slow: deque[float] = deque(maxlen=2 * NEAR)
-        self._near = 0
+        """The last drafting rounds and their seconds."""
+        self._pace: deque[float] = deque(maxlen=2 * NEAR)
+        """How many times their usual seconds the last drafting rounds took."""
+        self._drafts_since = 0
+        """Drafting rounds since plain rounds were measured."""
         self._interval = FIRST_INTERVAL
-        self._until_probe = FIRST_INTERVAL
         self._probing = PROBE
-        self._behind = True
+        """Plain rounds that the probe still needs."""
+        self._behind_draft = True
 
     @property
     def pauses(self) -> int:
+        """Number of pauses so far."""
         return sum(account.pauses for account in self._accounts.values())
 
     def allows(self, drafter: str) -> bool:
+        """Whether ``drafter`` may draft in this round. While plain decoding is measured, nothing may."""
         return not self._probing and not self._accounts[drafter].paused
 
     def record(self, outcome: RoundOutcome, expected: float, seconds: float) -> None:
-        tokens = outcome.accepted + 1
+        """Note a committed round, the tokens that such a round brings as far as is known, and the seconds of all of it."""
         if not outcome.nodes:
-            self._plainly(seconds)
-        elif self._level:
-            self._drafted(outcome, seconds)
-            self._accounts["exit" if outcome.steps else "text"].note(tokens, expected, (outcome.steps, outcome.nodes))
+            self._measure_plain(seconds)
+        elif self._plain_step:
+            self._measure_draft(outcome, seconds)
+            self._accounts[EXIT_HEAD if outcome.steps else TEXT].drafted(outcome, expected)
         for account in self._accounts.values():
-            account.earn(tokens)
+            account.earn(outcome.accepted + 1)
 
-    def _compare(self, outcome: RoundOutcome, seconds: float) -> None:
-        level = self._level
-        if outcome.steps:
-            self._draft.add(outcome.steps, outcome.draft_seconds / level)
-            seconds -= outcome.draft_seconds
-        self._verify.add(outcome.nodes, seconds / level)
-
-    def _drafted(self, outcome: RoundOutcome, seconds: float) -> None:
-        if self._near > 0 or outcome.steps not in self._draft or outcome.nodes not in self._verify:
-            self._compare(outcome, seconds)
-        self._recent.append((outcome, seconds))
-        self._near -= 1
-        self._until_probe -= 1
-        self._behind = True
-        self._slow.append(seconds / self._level / (self._draft[outcome.steps] + self._verify[outcome.nodes]))
-        changed = len(self._slow) == 2 * NEAR and not 1 / SLOWER < median(self._slow) < SLOWER
-        if self._until_probe <= 0 or changed:
-            self._probing = PROBE
-            self._interval = FIRST_INTERVAL if changed else min(2 * self._interval, LONGEST_INTERVAL)
-            self._until_probe = self._interval
-
-    def _plainly(self, seconds: float) -> None:
+    def _measure_plain(self, seconds: float) -> None:
         self._probing = max(self._probing - 1, 0)
-        if self._behind:
-            self._behind = False
-            self._block = []
+        if self._behind_draft:
+            self._behind_draft = False
+            self._plain.clear()
             return
-        self._block.append(seconds)
-        if len(self._block) >= PROBE - 1:
-            self._block = self._block[-5:]
-            self._level = median(self._block)
+        self._plain.append(seconds)
+        if len(self._plain) >= PROBE - 1:
+            self._plain_step = median(self._plain)
             for outcome, taken in self._recent:
                 self._compare(outcome, taken)
             self._recent.clear()
-            self._slow.clear()
-            self._near = NEAR
+            self._pace.clear()
+            self._drafts_since = 0
+
+    def _measure_draft(self, outcome: RoundOutcome, seconds: float) -> None:
+        self._behind_draft = True
+        self._drafts_since += 1
+        if self._drafts_since <= NEAR or outcome.steps not in self._draft or outcome.nodes not in self._verify:
+            self._compare(outcome, seconds)
+        self._recent.append((outcome, seconds))
+        usual = self._plain_step * (self._draft[outcome.steps] + self._verify[outcome.nodes])
+        self._pace.append(seconds / usual)
+        changed = len(self._pace) == 2 * NEAR and not 1 / SLOWER < median(self._pace) < SLOWER
+        if changed or self._drafts_since >= self._interval:
+            self._probing = PROBE
+            self._interval = FIRST_INTERVAL if changed else min(2 * self._interval, LONGEST_INTERVAL)
+
+    def _compare(self, outcome: RoundOutcome, seconds: float) -> None:
+        """Note the price of a drafting round that is close to plain ones."""
+        if outcome.steps:
+            self._draft.add(outcome.steps, outcome.draft_seconds / self._plain_step)
+            seconds -= outcome.draft_seconds
+        self._verify.add(outcome.nodes, seconds / self._plain_step)
