@@ -79,7 +79,7 @@ class Account:
         self._rounds[shape] = self._rounds.get(shape, 0.0) + 1
         self._expected += expected
         self._luck += outcome.accepted + 1 - expected
-        self._budget = min(max(self._budget + self.gain, -STAKE), MOST)
+        self._budget = min(max(self._budget + self.gain, -2 * STAKE), MOST)
         if self._budget < 0:
             self.paused = True
             self.pauses += 1
@@ -93,7 +93,7 @@ class Account:
 
     def _forget(self, age: float) -> None:
         keep = max(1 - age / MEMORY, 0.0)
-        self._rounds = {shape: weight * keep for shape, weight in self._rounds.items()}
+        self._rounds = {shape: weight * keep for shape, weight in self._rounds.items() if weight > 0.01}
         self._expected, self._luck = self._expected * keep, self._luck * keep
 
 
