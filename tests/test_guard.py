@@ -78,7 +78,7 @@ def test_stops_when_tokens_are_no_longer_accepted() -> None:
     guard = Guard()
     play(guard, 1000, 1.5)
     drafted = play(guard, 1000, 1.5, tokens=1)
-    assert guard.pauses and sum(drafted) * 0.5 < 3 * MOST
+    assert guard.pauses and sum(drafted) < 120 and sum(drafted[200:]) < 10
 
 
 def test_does_not_judge_before_it_knows_plain_decoding() -> None:

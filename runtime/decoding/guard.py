@@ -88,7 +88,8 @@ class Account:
         """Add the allowance for tokens of any round. A pause ends when it pays for a trial."""
         self._budget = min(self._budget + ALLOWANCE * tokens, MOST)
         if self.paused:
-            self._forget(tokens)
+            if sum(self._rounds.values()) > DOUBT:
+                self._forget(tokens)
             self.paused = self._budget < SWITCH + TRIAL * min(max(-self.gain, 0.0), 0.5)
 
     def _forget(self, age: float) -> None:
