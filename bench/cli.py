@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any, TypeVar
 
 import click
@@ -13,6 +14,7 @@ from click.core import ParameterSource
 from eesd.bench import exactness
 from eesd.bench.ablation import ablate, parse_head
 from eesd.bench.draft_vocab import count_tokens, coverage_table
+from eesd.bench.measure.fresh_starts import measure_starts, read_prompts
 from eesd.bench.measure.results import Result, read_json
 from eesd.bench.measure.resumable import ResumableRun, refuse_existing, run_with_progress
 from eesd.bench.measure.run import Bench, Options
@@ -26,7 +28,7 @@ from eesd.bench.questions.table import markdown as spec_bench_tables
 from eesd.bench.replay.costs import COST_MODELS
 from eesd.bench.replay.round_log import replay_rounds
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, is_simulation, run_simulation
-from eesd.bench.replay.starts import simulate_starts
+from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts, table
 from eesd.bench.replay.traces import (
     TRACE_FILE,
     TUNING_TRACE_FILE,
@@ -262,27 +264,41 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
 
 
 @main.command(context_settings=cli.HELP)
-@click.option("--trace", type=cli.PATH, required=True, help="Recorded trace, of simulate --engine-dir.")
-@click.option("--costs", default=MEASURED, help=f"{', '.join((MEASURED, *COST_MODELS))}.")
+@click.option("--trace", type=cli.PATH, help="Decode what simulate --engine-dir recorded, instead of made-up texts.")
+@click.option("--costs", help=f"{', '.join((MEASURED, *COST_MODELS))}.  [default: 4bit, with --trace measured]")
 @click.option("--controller", default=Speculation().controller, help="Controller and its options.")
-@click.option("--starts", type=click.IntRange(1, 10_000), default=200, help="Number of processes.")
-def starts(trace: Path, costs: str, controller: str, starts: int) -> None:
-    """Simulate fresh processes that are disturbed for a second: bursts, stalls, noisy clocks. Shows what that costs."""
-    recorded = load_trace(trace)
-    models = find_costs([costs], recorded)
+@click.option("--starts", type=click.IntRange(1, 10_000), default=200, help="Processes of each head and machine.")
+@click.option("--engine-dir", type=cli.PATH, help="Measure real processes with this directory instead; needs --prompts.")
+@click.option("--prompts", type=cli.PATH, help="JSON lines with prompts; each process decodes one.")
+@click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation().drafter, help="What drafts in real processes.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads of real processes.")
+@click.option("-n", "--max-new-tokens", type=COUNT, default=100, help="Tokens of a real process.")
+def starts(trace: Path | None, costs: str | None, controller: str, starts: int, **real: Any) -> None:
+    """Simulate fresh processes, with noise, load, stalls and a burst, or measure real ones. Shows what drafting costs them."""
+    if (real["engine_dir"] is None) != (real["prompts"] is None) or (trace is not None and real["prompts"] is not None):
+        raise EESDError("Give --engine-dir and --prompts together to measure real processes, and neither with --trace.")
+    if real["prompts"] is not None:
+        prompts, found = read_prompts(real["prompts"], starts), []
+        measured = measure_starts(real["engine_dir"], prompts, real["drafter"], real["threads"], real["max_new_tokens"])
+        with progress_bar("starting", starts) as advance:
+            for speed in measured:
+                found.append(speed)
+                advance(1)
+        few = sum(speed < 0.98 for speed in found)
+        click.echo(
+            f"speed over plain decoding: least {min(found):.3f}, median {median(found):.3f}, below 0.98 {few} of {starts}"
+        )
+        return
     make_controller(controller)
-    found = []
-    with progress_bar("starting", starts) as advance:
-        for start in simulate_starts(recorded, models[costs], controller, starts):
-            found.append(start)
-            advance(1)
-    lost = sorted(start.lost / start.tokens for start in found)
-    speeds = (sorted(getattr(start, name) for start in found) for name in ("first", "speed"))
-    for label, values in zip(("first request", f"all {found[0].tokens} tokens"), speeds, strict=True):
-        click.echo(f"speed over plain decoding, {label}: mean {fmean(values):.3f}, least {values[0]:.3f}")
-    many = sum(share > 0.01 for share in lost)
-    click.echo(f"tokens lost to a disturbance: mean {fmean(lost):.2%}, most {lost[-1]:.2%}, over 1 % in {many} of {starts}")
-    click.echo(f"drafting stopped for good: {sum(start.stopped for start in found)} of {starts}")
+    recorded = load_trace(trace) if trace else None
+    name = costs or (MEASURED if recorded else "4bit")
+    if recorded is None and name == MEASURED:
+        raise EESDError(f"Only a --trace has measured costs; give --costs with one of {', '.join(COST_MODELS)}.")
+    model = find_costs([name], recorded).get(name) or COST_MODELS[name]
+    heads = {"recorded": recorded} if recorded else HEADS
+    click.echo("worst / 5 % / median of each")
+    for head, machine in product(heads, MACHINES):
+        click.echo(table(head, machine, [*simulate_starts(heads[head], model, machine, controller, starts)]))
 
 
 @main.command("draft-vocab", context_settings=cli.HELP)

@@ -221,19 +221,18 @@ class LLM:
             raise EESDError(f"speculation is {shown(speculation)}; it must be a Speculation or None.")
         self.speculation = speculation
         self.controller: Controller | None = None
-        self.guard: Guard | None = None
+        self.guard = Guard() if speculation is not None and speculation.guard else None
         self.budget: TreeBudget | None = None
         self.text: TextDrafter | None = None
         if speculation is not None and speculation.text_drafts:
             past = PastOutputs(speculation.past_tokens) if speculation.past_tokens else None
-            self.text = TextDrafter(TextRule(), Guard() if speculation.guard else None, past)
+            self.text = TextDrafter(TextRule(), past)
         if speculation is not None and speculation.head_drafts:
             widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
             if not 1 <= speculation.tree_width <= widest:
                 raise EESDError(f"tree_width is {speculation.tree_width}; this engine allows 1 to {widest}.")
             prior = self.manifest.exit_head.calibration
             self.controller = make_controller(speculation.controller, speculation.seed, prior)
-            self.guard = Guard() if speculation.guard else None
             self.budget = TreeBudget(prior=prior) if speculation.tree_budget else None
 
     def with_speculation(self, speculation: Speculation | None) -> "LLM":
@@ -302,7 +301,7 @@ class LLM:
         drafter = None
         if draft and self.engines.draft and self.controller and self.speculation:
             width, columns = self.speculation.tree_width, self.draft_columns
-            drafter = Drafter(self.engines.draft, self.controller, self.guard, width, self.budget, columns)
+            drafter = Drafter(self.engines.draft, self.controller, width, self.budget, columns)
             self.controller.begin_request()
             if self.budget:
                 self.budget.begin_request()
@@ -321,6 +320,7 @@ class LLM:
                 self.manifest.geometry.vocab_size,
                 self.observer,
                 text,
+                guard=self.guard if draft else None,
             )
             session.stats.exact = self.engines.exact
             yield session

@@ -1,8 +1,7 @@
 """A record of rounds: everything that the parts that decide were told, and what they answered.
 
 The file is JSON lines. The first says how they were made and what they had learned. Each further one is a call, ``[part,
-method, arguments, answer]``; a part is ``controller``, ``guard``, ``budget``, ``text`` (the rule for what the text proposes) or
-``text_guard``. ``eesd-bench replay-rounds`` repeats the calls.
+method, arguments, answer]``; a part is ``controller``, ``guard``, ``budget`` or ``text`` (the rule for what the text proposes). ``eesd-bench replay-rounds`` repeats the calls.
 """
 
 import json
@@ -19,17 +18,16 @@ from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.controller_state import learned
 from eesd.runtime.decoding.guard import Guard
-from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.llm import LLM
 
-KIND, FORMAT = "rounds", 3
+KIND, FORMAT = "rounds", 4
 ENDS_ROUND = ("begin_request", "observe", "record")
 """Calls behind which the file is flushed, so that a process that dies leaves its rounds."""
 
 
 @contextmanager
 def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
-    """Record the rounds of ``llm`` until the block ends. The guards start anew, so that a replay can start with them, too.
+    """Record the rounds of ``llm`` until the block ends. The guard starts anew, so that a replay can start with it, too.
 
     Raises:
         EESDError: The LLM does not draft, or the file cannot be written.
@@ -48,16 +46,11 @@ def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
         llm.controller = cast(Controller, _Recorded(file, "controller", llm.controller)) if llm.controller else None
         llm.guard = cast(Guard, _Recorded(file, "guard", Guard())) if llm.guard else None
         llm.budget = cast(TreeBudget, _Recorded(file, "budget", llm.budget)) if llm.budget else None
-        llm.text = _recorded_text(file, llm.text) if llm.text else None
+        llm.text = replace(llm.text, rule=cast(TextRule, _Recorded(file, "text", llm.text.rule))) if llm.text else None
         try:
             yield
         finally:
             llm.controller, llm.guard, llm.budget, llm.text = parts
-
-
-def _recorded_text(file: TextIO, text: TextDrafter) -> TextDrafter:
-    guard = cast(Guard, _Recorded(file, "text_guard", Guard())) if text.guard else None
-    return replace(text, rule=cast(TextRule, _Recorded(file, "text", text.rule)), guard=guard)
 
 
 class _Recorded:

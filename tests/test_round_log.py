@@ -36,7 +36,7 @@ def test_a_record_without_an_exit_head_replays_alike(harness: Harness, tmp_path:
         rounds = sum(llm.generate([5, 9, 3] * 3, max_new_tokens=40, ignore_eos=True).stats.rounds for _ in range(3))
     assert replay_rounds(tmp_path / "rounds.jsonl") == (rounds, [])
     kinds = {tuple(json.loads(line)[:2]) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()[1:]}
-    assert kinds >= {("text", "chance"), ("text", "count"), ("text", "observe"), ("text_guard", "record")}
+    assert kinds >= {("text", "chance"), ("text", "count"), ("text", "observe"), ("guard", "record")}
 
 
 def test_other_decisions_are_shown(harness: Harness, tmp_path: Path) -> None:

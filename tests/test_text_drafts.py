@@ -23,7 +23,7 @@ from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding.draft_tree import DraftTree, Proposal
-from eesd.runtime.decoding.guard import LARGEST_BALANCE, Guard
+from eesd.runtime.decoding.guard import EXIT_HEAD, PROBE, TEXT, Guard
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.decoding.suffix import SuffixAutomaton
@@ -123,7 +123,7 @@ LINE = [(token + 1) % 97 for token in range(97)]
 
 def test_a_repeating_text_commits_many_tokens_a_round(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace = timed(monkeypatch, following(harness.workspace(), CYCLE))
-    session = harness.session([0], new_tokens=150, text=TextDrafter(TextRule(), Guard(), None), workspace=workspace)
+    session = harness.session([0], new_tokens=150, text=TextDrafter(TextRule(), None), guard=Guard(), workspace=workspace)
     longest = max(len(result.tokens) for result in finish(session))
     assert session.tokens == [i % 7 for i in range(151)]
     assert session.stats.tokens_per_round > 3 and longest >= 9
@@ -142,8 +142,8 @@ def timed(monkeypatch: pytest.MonkeyPatch, workspace: Workspace) -> Workspace:
 
 
 def test_nothing_is_verified_where_nothing_repeats(harness: Harness) -> None:
-    text = TextDrafter(TextRule(), Guard(), PastOutputs(1000))
-    session = harness.session([0], new_tokens=90, text=text, workspace=following(harness.workspace(), LINE))
+    text = TextDrafter(TextRule(), PastOutputs(1000))
+    session = harness.session([0], new_tokens=90, text=text, guard=Guard(), workspace=following(harness.workspace(), LINE))
     assert generated(session) == [*range(1, 91)]
     assert session.stats.draft_tokens == 0 and session.stats.rounds == 90
 
@@ -178,7 +178,7 @@ def test_what_the_past_knows_is_found_in_the_next_request(harness: Harness) -> N
 
 def test_a_paused_text_is_not_verified_and_still_judged(harness: Harness) -> None:
     rule, workspace = SometimesCopies(), following(harness.workspace(), CYCLE)
-    session = harness.session([0], new_tokens=40, text=TextDrafter(rule, PauseUntil(20), None), workspace=workspace)
+    session = harness.session([0], new_tokens=40, text=TextDrafter(rule, None), guard=PauseUntil(20, TEXT), workspace=workspace)
     for _ in range(20):
         session.step()
     assert session.stats.draft_tokens == 0 and rule.chance(TextStep(2, 1, 1, False)) > TextRule().chance(
@@ -189,28 +189,24 @@ def test_a_paused_text_is_not_verified_and_still_judged(harness: Harness) -> Non
 
 def test_the_text_does_not_pause_the_exit_head(harness: Harness) -> None:
     """Each drafter has its own account, and a round counts in one of them."""
-    guard, text = Guard(), TextDrafter(SometimesCopies(), PauseUntil(100), None)
+    guard, text = PauseUntil(100, TEXT), TextDrafter(SometimesCopies(), None)
     session = harness.session(REPEATING, controller=make_controller("fixed:k=2"), guard=guard, text=text)
     for _ in range(5):
         session.step()
     assert session.stats.draft_steps and not session.stats.text_rounds
 
 
-def test_both_drafters_wait_while_plain_decoding_is_measured(harness: Harness) -> None:
-    """A probe is two plain rounds; whichever guard asks for it, both learn from it."""
-    guard, other = Guard(), Guard()
-    text, controller = TextDrafter(SometimesCopies(), other, None), make_controller("fixed:k=2")
-    session = harness.session(REPEATING, controller=controller, new_tokens=60, guard=guard, text=text)
-    for due in (guard, other):
-        guard.balance = other.balance = LARGEST_BALANCE  # however long these rounds take, nothing is paused
-        due._until_probe = 0
-        before = session.stats.rounds
-        while guard.probes or other.probes:
-            assert not session.step().num_accepted
-        assert session.stats.rounds == before + 2
-        assert guard.allows() and other.allows()
+def test_both_drafters_wait_while_plain_decoding_is_measured(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, text = Guard(), TextDrafter(SometimesCopies(), None)
+    workspace = timed(monkeypatch, harness.workspace())
+    controller = make_controller("fixed:k=2")
+    session = harness.session(REPEATING, controller=controller, guard=guard, text=text, workspace=workspace)
+    while not guard.allows(EXIT_HEAD):
+        assert not guard.allows(TEXT)
         session.step()
-        assert session.stats.draft_steps
+    assert session.stats.rounds == PROBE and not session.stats.draft_tokens
+    session.step()
+    assert session.stats.draft_tokens
 
 
 def test_int8_activations_stay_exact_with_a_budget(tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ from eesd.bench.replay.costs import CallCosts
 from eesd.bench.replay.replay import chain_outcome, draft_length
 from eesd.bench.replay.traces import Trace
 from eesd.controllers import Controller
-from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
 
 COLD = 0.1
 """A plain round right behind a drafting one is this share slower: the draft has taken the processor's caches."""
+
+STALL_SECONDS = 4e-3
+"""Mean length of a stall: what another program gets of the processor."""
 
 Disturbance = Callable[[int, float], tuple[float, float]]
 """Factors of the draft's and of the verify pass's seconds, by the number of rounds and the seconds that have passed."""
@@ -31,16 +34,36 @@ def burst(first: int, draft: float, verify: float, seconds: float = 1.0) -> Dist
     return factors
 
 
-def stall(first: int, draft: float, verify: float) -> Disturbance:
-    """In round ``first``, calls are slower by these factors."""
-    return lambda rounds, _: (draft, verify) if rounds == first else (1.0, 1.0)
+def changing_load(random: np.random.Generator) -> Disturbance:
+    """Other programs come and go: for 0.7 seconds in the mean, calls are up to three times slower, or as fast as ever."""
+    until, factors = 0.0, (1.0, 1.0)
+
+    def current(_: int, now: float) -> tuple[float, float]:
+        nonlocal until, factors
+        if now >= until:
+            slower = float(np.exp(random.uniform(0, np.log(3)))) if random.random() < 0.6 else 1.0
+            factors = slower ** float(random.uniform(0.8, 1.25)), slower  # a draft, which is small, suffers more or less
+            until = now + float(random.exponential(0.7))
+        return factors
+
+    return current
 
 
 class Machine:
-    """Seconds of calls: those of ``costs``, with lognormal noise, and slowed by a disturbance."""
+    """Seconds of calls: those of ``costs``, with lognormal noise, slowed by a disturbance, and stalled at random times.
 
-    def __init__(self, costs: CallCosts, noise: float = 0.05, disturbance: Disturbance | None = None, seed: int = 0) -> None:
-        self._costs, self._noise, self._disturbance = costs, noise, disturbance
+    ``stalls`` is their number in a second. A stall lasts 4 ms in the mean, which another program gets of the processor.
+    """
+
+    def __init__(
+        self,
+        costs: CallCosts,
+        noise: float = 0.05,
+        disturbance: Disturbance | None = None,
+        seed: int = 0,
+        stalls: float = 0.0,
+    ) -> None:
+        self._costs, self._noise, self._disturbance, self._stalls = costs, noise, disturbance, stalls
         self._random = np.random.default_rng(seed)
         self._now = 0.0
         self._rounds = 0
@@ -54,10 +77,17 @@ class Machine:
         verify = slower[1] * noise[1] * self._costs.verify_cost(steps + 1)
         if self._drafted and not steps:
             verify *= 1 + COLD
+        draft, verify = draft + self._stalled(draft), verify + self._stalled(verify)
         self._drafted = steps > 0
         self._now += draft + verify
         self._rounds += 1
         return draft, verify
+
+    def _stalled(self, seconds: float) -> float:
+        """Seconds for which a call of ``seconds`` is stalled."""
+        if not self._stalls:
+            return 0.0
+        return float(self._random.exponential(STALL_SECONDS, self._random.poisson(self._stalls * seconds)).sum())
 
 
 @dataclass(frozen=True)
@@ -71,13 +101,18 @@ class Run:
         """Seconds of all rounds."""
         return float(self.rounds[:, 2].sum())
 
-    def seconds_at(self, rounds: int) -> float:
-        """Seconds of the first ``rounds`` rounds."""
-        return float(self.rounds[:rounds, 2].sum())
+    def lost(self, costs: CallCosts, first: int, last: float = np.inf) -> float:
+        """Share by which token ``first`` to ``last`` would have taken longer than plainly, without noise and disturbances."""
+        ends, steps = self.rounds[:, 0].cumsum(), self.rounds[:, 1].astype(int)
+        plain = costs.verify_cost(1)
+        spent = np.array([costs.round_cost(n, n) for n in steps.tolist()])
+        spent[1:][(steps[:-1] > 0) & (steps[1:] == 0)] += COLD * plain
+        part = (ends > first) & (ends <= last)
+        return float(spent[part].sum() / (plain * self.rounds[part, 0].sum()) - 1)
 
-    def tokens_at(self, seconds: float) -> int:
-        """Tokens decoded after this time."""
-        return int(self.rounds[self.rounds[:, 2].cumsum() <= seconds, 0].sum())
+    def drafting(self, first: int) -> float:
+        """Share of the rounds behind the first tokens that drafted."""
+        return float((self.rounds[self.rounds[:, 0].cumsum() > first, 1] > 0).mean())
 
     def undisturbed_seconds(self, costs: CallCosts, behind: int = 0) -> float:
         """What the same rounds would have cost on a machine without noise and disturbances, behind the first tokens."""
@@ -94,7 +129,7 @@ def decode(trace: Trace, machine: Machine, controller: Controller | None = None,
         position, accepted_at, steps = 0, request.accepted.tolist(), request.steps
         while position < request.tokens:
             room = request.room(position)
-            drafting = controller is not None and room > 0 and (guard is None or guard.allows())
+            drafting = controller is not None and room > 0 and (guard is None or guard.allows(EXIT_HEAD))
             drafted = draft_length(controller, steps[position], room) if controller and drafting else 0
             accepted = min(drafted, accepted_at[position])
             draft_seconds, verify_seconds = machine.run(drafted)
@@ -103,7 +138,7 @@ def decode(trace: Trace, machine: Machine, controller: Controller | None = None,
                 expected = controller.expected_tokens(outcome)
                 controller.observe(outcome)
                 if guard:
-                    guard.record(drafted > 0, accepted + 1, expected, draft_seconds + verify_seconds)
+                    guard.record(outcome, expected, draft_seconds + verify_seconds)
             rounds.append((accepted + 1, drafted, draft_seconds + verify_seconds))
             position += accepted + 1
     return Run(np.array(rounds, np.float64))

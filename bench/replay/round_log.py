@@ -67,7 +67,7 @@ def _made(header: dict[str, Any]) -> dict[str, Any]:
     parts: dict[str, Any] = {name: make() for name, make in makers.items() if state[name] is not None}
     for name, part in parts.items():
         part.restore(state[name])
-    return parts | {"guard": Guard(), "text_guard": Guard()}
+    return parts | {"guard": Guard()}
 
 
 def _arguments(part: str, method: str, told: list[Any]) -> list[Any]:
@@ -78,6 +78,8 @@ def _arguments(part: str, method: str, told: list[Any]) -> list[Any]:
         return [TextStep(*told[0])]
     if part == "text" and method == "observe":
         return [[TextStep(*step) for step in told[0]], *told[1:3], RoundOutcome(**told[3])]
+    if method == "record":
+        return [RoundOutcome(**told[0]), *told[1:]]
     if method in ("observe", "expected_tokens"):
         labels = [[SiblingLabel(**label) for label in told[0]]] if part == "budget" else []
         return [*labels, RoundOutcome(**told[-1])]

@@ -1,85 +1,98 @@
-"""Many simulated starts of a process: is drafting slower than plain decoding, and does a disturbance stop it for good?"""
+"""Many simulated starts of a process: does drafting cost time where it does not pay, and does it go on where it pays?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from eesd.bench.replay.costs import CallCosts, CostModel
-from eesd.bench.replay.machine import Disturbance, Machine, Run, burst, decode, stall
+from eesd.bench.replay.costs import CostModel
+from eesd.bench.replay.machine import Machine, burst, changing_load, decode
+from eesd.bench.replay.streams import SyntheticStream
 from eesd.bench.replay.traces import Trace
+from eesd.common.prior import CalibrationPrior
 from eesd.controllers import make_controller
 from eesd.runtime.decoding.guard import Guard
 
-BURST_SECONDS = 1.0
-FACTORS = ((20.0, 1.0), (1.0, 5.0), (10.0, 10.0), (2.0, 2.0), (1.5, 1.0))
-"""How much slower a burst makes the draft and the verify pass."""
-STALLS = ((1.0, 400.0), (1000.0, 1.0))
-"""The same for a stall, which slows a single round."""
+PRIOR = CalibrationPrior(accept=(0, 0, 1, 0, 0), following=(0, 0, 1, 0, 0))
+"""Of the heads: it believes the confidence that they show."""
+HEADS = {
+    "useless": SyntheticStream("useless", (0.02, 0.1), 0.5, 0.25, 1.5),
+    "overrated": SyntheticStream("overrated", (0.05, 0.15, 0.35), 0.5, 0.25, 1.4),
+    "pays": SyntheticStream("pays", (0.2, 0.45, 0.75), 0.6, 0.25),
+}
+"""Heads by name: a useless one, one whose .19 accepted tokens look like .45, and one that pays 1.15x with the costs ``4bit``."""
+MACHINES = ("steady", "load", "stalls", "burst")
+"""Disturbances: none, other programs that come and go, 20 stalls in a second, and one second of calls five times slower."""
 NOISE = (0.02, 0.15)
 """Range of the standard deviation of the logarithm of a call's seconds."""
-LATEST = 300
-"""Last round in which a disturbance begins."""
-LAST_PART = 0.75
-"""Drafting stopped for good if it is slower than half-way between plain decoding and itself undisturbed behind this share."""
+STALLS = 20.0
+"""In a second: one in every eighth pass of 6 ms."""
+REQUESTS, TOKENS = 18, 128
+SETTLED = 256
+"""Tokens behind which a process should know whether drafting pays."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start, decoded plainly, undisturbed, and disturbed.
+    """One process: by how much its tokens would have taken longer than plainly, without noise and disturbances.
 
     Attributes:
-        tokens: Tokens decoded.
-        first: Speed over plain decoding in the first request, undisturbed.
-        speed: Speed over plain decoding in all requests, undisturbed.
-        lost: Tokens that the disturbance cost after its end: the time of other decisions, at the undisturbed speed.
-        stopped: Whether drafting did not come back.
+        first: Share of the first 100 tokens' time.
+        thousand: Of the first 1,000.
+        behind: Of those behind the first ``SETTLED``.
+        drafting: Share of the rounds behind the first ``SETTLED`` tokens that drafted.
     """
 
-    tokens: int
     first: float
-    speed: float
-    lost: float
-    stopped: bool
+    thousand: float
+    behind: float
+    drafting: float
 
 
-def simulate_starts(trace: Trace, costs: CostModel, spec: str, starts: int) -> Iterator[Start]:
-    """Start ``starts`` processes that decode the trace's requests in an order of their own, each disturbed in another way.
+def simulate_starts(head: SyntheticStream | Trace, costs: CostModel, machine: str, spec: str, starts: int) -> Iterator[Start]:
+    """Start processes that decode with a fresh controller and a fresh guard.
 
     Args:
-        trace: The trace.
+        head: What is drafted: made up, or recorded; then each process decodes the requests in an order of its own.
         costs: What rounds cost on an undisturbed machine.
+        machine: One of ``MACHINES``.
         spec: The controller and its options.
         starts: Number of processes.
     """
     seconds = costs.calls.scaled(costs.plain_seconds)
     for seed in range(starts):
-        random = np.random.default_rng(seed)
-        order = random.permutation(len(trace.requests))
-        own = Trace(tuple(trace.requests[i] for i in order), trace.origin)
-        begin, noise = int(random.integers(LATEST)) if seed % 2 else seed // 2 % 16, float(random.uniform(*NOISE))
-        kinds = [partial(burst, begin, *factors, BURST_SECONDS) for factors in FACTORS]
-        kinds += [partial(stall, begin, *factors) for factors in STALLS]
-        yield _start(own, seconds, spec, seed, noise, kinds[int(random.integers(len(kinds)))](), begin)
+        random = np.random.default_rng([seed, 7])
+        if isinstance(head, Trace):
+            trace = Trace(
+                tuple(head.requests[i] for i in random.permutation(len(head.requests))), head.origin, prior=head.prior
+            )
+        else:
+            trace = Trace(head.trace(TOKENS, REQUESTS, seed).requests, {}, prior=PRIOR)
+        noise = float(random.uniform(*NOISE))
+        disturbance = {
+            "load": lambda random=random: changing_load(random),
+            "burst": lambda random=random: burst(int(random.integers(300)), 5.0, 5.0),
+        }.get(machine, lambda: None)()
+        simulated = Machine(seconds, noise, disturbance, seed, STALLS if machine == "stalls" else 0.0)
+        run = decode(trace, simulated, make_controller(spec, seed, trace.prior), Guard())
+        lost = (run.lost(seconds, 0, 100), run.lost(seconds, 0, 1000), run.lost(seconds, SETTLED))
+        yield Start(*lost, run.drafting(SETTLED))
 
 
-def _start(trace: Trace, costs: CallCosts, spec: str, seed: int, noise: float, disturbance: Disturbance, begin: int) -> Start:
-    def run(text: Trace, drafting: bool, disturbed: Disturbance | None = None) -> Run:
-        machine = Machine(costs, noise, disturbed, seed)
-        return decode(text, machine, *((make_controller(spec, seed, trace.prior), Guard()) if drafting else ()))
+def table(head: str, machine: str, found: Sequence[Start]) -> str:
+    """A line for the starts of one head on one machine: the worst, the worst but 5 %, and the median of each figure."""
+    parts = [
+        f"{label} {_spread([getattr(start, name) for start in found], worst)}"
+        for label, name, worst in (
+            ("lost of 100 tokens", "first", max),
+            ("of 1000", "thousand", max),
+            (f"behind {SETTLED}", "behind", max),
+            ("drafting", "drafting", min),
+        )
+    ]
+    return f"{head:9} {machine:6} {', '.join(parts)}"
 
-    first = Trace(trace.requests[:1], trace.origin)
-    plain, usual, disturbed = run(trace, False), run(trace, True), run(trace, True, disturbance)
-    tokens = sum(request.tokens for request in trace.requests)
-    behind = disturbed.tokens_at(disturbed.seconds_at(begin) + BURST_SECONDS)
-    rate = tokens / usual.undisturbed_seconds(costs)
-    last = int(tokens * LAST_PART)
-    plainly, *drafting = (part.undisturbed_seconds(costs, last) for part in (plain, usual, disturbed))
-    return Start(
-        tokens=tokens,
-        first=run(first, False).seconds / run(first, True).seconds,
-        speed=plain.seconds / usual.seconds,
-        lost=(disturbed.undisturbed_seconds(costs, behind) - usual.undisturbed_seconds(costs, behind)) * rate,
-        stopped=drafting[0] < 0.95 * plainly and 1 / drafting[1] < (1 / plainly + 1 / drafting[0]) / 2,
-    )
+
+def _spread(values: Sequence[float], worst: object) -> str:
+    ordered = sorted(values, reverse=worst is max)
+    return " / ".join(f"{ordered[int(share * len(ordered))]:.1%}" for share in (0.0, 0.05, 0.5))

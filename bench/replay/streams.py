@@ -18,11 +18,15 @@ class SyntheticStream:
         name: Name in reports.
         levels: Probability of acceptance of each level, ascending.
         stay: Probability that a position has its predecessor's level. Otherwise the level is drawn uniformly.
+        spread: Standard deviation of a request's log-odds of acceptance: texts differ.
+        overconfidence: By how much the log-odds that draft steps show are too high.
     """
 
     name: str
     levels: tuple[float, ...]
     stay: float
+    spread: float = 0.0
+    overconfidence: float = 0.0
 
     @property
     def transition(self) -> list[list[float]]:
@@ -35,7 +39,7 @@ class SyntheticStream:
         return OptimalPolicy(self.levels, self.transition, costs.chain_costs(depth))
 
     def trace(self, tokens: int, requests: int, seed: int, depth: int = 16) -> Trace:
-        """Draw a trace. Its draft steps show the true probability of acceptance, and its log-odds as the margin.
+        """Draw a trace. Its draft steps show the probability of acceptance, and its log-odds as the margin.
 
         Args:
             tokens: Tokens of each request.
@@ -53,11 +57,13 @@ class SyntheticStream:
         for i in range(1, len(level)):
             if stays[i]:
                 level[i] = level[i - 1]
-        chances = np.array(self.levels)[level]
+        odds = np.log(np.array(self.levels) / (1 - np.array(self.levels)))[level]
+        odds = odds + self.spread * rng.standard_normal() if self.spread else odds
+        chances, shown = (1 / (1 + np.exp(-z)) for z in (odds, odds + self.overconfidence))
         # One draw per text position, shared by all roots. Every policy judges a position at most once, so the distribution is
         # that of a draw per root, and two policies on one stream have the same luck.
         right = rng.random(tokens + depth) < chances
-        probability, right = (sliding_window_view(array, depth)[1 : tokens + 1] for array in (chances, right))
+        probability, right = (sliding_window_view(array, depth)[1 : tokens + 1] for array in (shown, right))
         room = np.minimum(tokens - 1 - np.arange(tokens), depth)
         accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), room).astype(np.int32)
         p = probability.astype(np.float32)

@@ -80,10 +80,10 @@ class Row:
         else:
             self.controller = own
         engine = llm.engines.draft if llm.speculation.head_drafts else None
-        drafter = None if engine is None else Drafter(engine, controller, None, columns=llm.draft_columns)
+        drafter = None if engine is None else Drafter(engine, controller, columns=llm.draft_columns)
         if not llm.speculation.text_drafts or self.fixed:
             return drafter, None
-        return drafter, TextDrafter(RowTextRule(rule, own, engine is not None), None, llm.text.past if llm.text else None)
+        return drafter, TextDrafter(RowTextRule(rule, own, engine is not None), llm.text.past if llm.text else None)
 
     def _restriction(self, llm: LLM) -> Allowed | None:
         """What restricts the tokens: the request's constraint, and EOS before ``min_tokens``."""

@@ -1,149 +1,180 @@
-"""Never slower than plain decoding: the guard keeps an account of what drafting gained, and pauses it when overdrawn."""
+"""Never slower than plain decoding: the guard estimates what each drafter gains, and pauses one that loses."""
 
 from collections import deque
-from statistics import median_low
+from statistics import median, median_low
 
-FIRST_ALLOWANCE, ALLOWANCE = 1.0, 0.01
-"""Plain steps that drafting may lose before it has gained any; and how many more for each token that is decoded."""
-LEAST_ALLOWANCE, LESS = 0.0025, 0.85
-"""The allowance for each token after many pauses, and what each pause leaves of it. Gains restore it."""
-GAINED = 2.0
-"""Plain steps in the account that restore the allowance."""
-LARGEST_BALANCE = 16.0
-"""Plain steps. So little is lost where text changes and drafting no longer pays."""
-LARGEST_SAVINGS, TRIALS = 24.0, 0.04
-"""Plain steps that are saved of what was gained beyond the largest balance; and how many of them a token of a pause may spend.
-A draft that has paid before is thus tried again sooner."""
-TO_RESUME = 0.5
-"""Plain steps in the account at which a pause ends: about what one more round of drafting may lose."""
-LARGEST_LOSS, LARGEST_DEBT = 3.0, 0.5
-"""Plain steps that one round can lose, and that the account can be overdrawn. More was lost to the machine, not to drafting. A
-single round that loses more does not count at all."""
-SLOWED = 1.5
-"""If plain rounds in a pause take this many times what they took before, the machine is slower, and drafting may go on."""
-LUCK = 4.0
-"""Tokens, more or fewer than expected, that count as luck and not as gain or loss."""
-FIRST_INTERVAL, SHORTEST_INTERVAL, LONGEST_INTERVAL = 64, 16, 256
-"""Rounds between two probes. A probe is two plain rounds; the second is measured."""
-SETTLED = 0.15
-"""A probe that differs by a smaller share from the earlier ones confirms them."""
+from eesd.controllers import RoundOutcome
+
+EXIT_HEAD, TEXT = "exit", "text"
+"""What drafts. A round counts for the exit head if it ran draft steps, otherwise for the text."""
+STAKE, ALLOWANCE, MOST = 0.8, 0.0045, 8.0
+"""Plain steps that a drafter may lose at first, further ones for each token that is decoded, and as many of what it gained."""
+MARGIN = 0.05
+"""Plain steps that a drafting round must gain at least: measurements err, and less is worth little."""
+DOUBT = 4.0
+"""Luck is believed as if so many further rounds had brought what was expected."""
+MEMORY = 64
+"""About so many of the last drafting rounds, or tokens of a pause, are remembered."""
+TRIAL, SWITCH = 3, 0.1
+"""A pause ends when so many rounds can be paid for, and what the draft costs the plain round behind it."""
+PROBE, NEAR = 4, 4
+"""Plain rounds of a probe, and drafting rounds before and behind plain ones that are compared with them."""
+FIRST_INTERVAL, LONGEST_INTERVAL = 16, 256
+"""Drafting rounds between two probes."""
+SLOWER = 1.3
+"""If rounds take so many times what such rounds usually do, plain decoding is measured again."""
+
+
+class Prices:
+    """What parts of rounds cost in plain steps, by a count: medians, which stalls of the machine do not move."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
+        self._medians = {0: 0.0}
+
+    def add(self, count: int, price: float) -> None:
+        """Note one. Only the last ones count."""
+        samples = self._samples.setdefault(count, deque(maxlen=4 * NEAR + 1))
+        samples.append(price)
+        self._medians[count] = median_low(samples)
+
+    def __contains__(self, count: int) -> bool:
+        return count in self._medians
+
+    def __getitem__(self, count: int) -> float:
+        return self._medians[count]
+
+
+class Account:
+    """What one drafter may lose, and what its rounds gain.
+
+    Attributes:
+        paused: Whether it is paused now.
+        pauses: Number of pauses so far.
+    """
+
+    def __init__(self, draft: Prices, verify: Prices) -> None:
+        self.paused = False
+        self.pauses = 0
+        self._draft, self._verify = draft, verify
+        self._rounds: dict[tuple[int, int], float] = {}
+        """How many of the remembered rounds had so many draft steps and nodes."""
+        self._expected = self._luck = 0.0
+        """Tokens that these rounds were expected to bring, and what they brought beyond that."""
+        self._budget = STAKE
+
+    @property
+    def gain(self) -> float:
+        """Plain steps that a round gains beyond ``MARGIN``: the tokens that it brings minus what it costs; 0 while unknown."""
+        rounds = sum(self._rounds.values())
+        if not rounds:
+            return 0.0
+        cost = sum(weight * (self._draft[steps] + self._verify[nodes]) for (steps, nodes), weight in self._rounds.items())
+        return (self._expected - cost) / rounds + self._luck / (rounds + DOUBT) - MARGIN
+
+    def drafted(self, outcome: RoundOutcome, expected: float) -> None:
+        """Note a round of this drafter, and the tokens that such a round brings on average."""
+        self._forget(1.0)
+        shape = outcome.steps, outcome.nodes
+        self._rounds[shape] = self._rounds.get(shape, 0.0) + 1
+        self._expected += expected
+        self._luck += outcome.accepted + 1 - expected
+        self._budget = min(max(self._budget + self.gain, -2 * STAKE), MOST)
+        if self._budget < 0:
+            self.paused = True
+            self.pauses += 1
+
+    def earn(self, tokens: int) -> None:
+        """Add the allowance for tokens of any round. A pause ends when it pays for a trial."""
+        self._budget = min(self._budget + ALLOWANCE * tokens, MOST)
+        if self.paused:
+            if sum(self._rounds.values()) > DOUBT:
+                self._forget(tokens)
+            self.paused = self._budget < SWITCH + TRIAL * min(max(-self.gain, 0.0), 0.5)
+
+    def _forget(self, age: float) -> None:
+        keep = max(1 - age / MEMORY, 0.0)
+        self._rounds = {shape: weight * keep for shape, weight in self._rounds.items() if weight > 0.01}
+        self._expected, self._luck = self._expected * keep, self._luck * keep
 
 
 class Guard:
-    """Allows drafting while its account is not overdrawn.
+    """Allows a drafter while its account is not overdrawn.
 
-    Call :meth:`allows` at the start of a round and :meth:`record` at its end. The account is in plain steps, the time of a
-    plain round. A drafting round that is expected to bring n tokens and took as long as m plain rounds adds n - m. What it
-    brought beyond that, or short of it, counts only where the sum of it exceeds ``LUCK`` tokens: a few rejections in a row say
-    little about drafting, but an expectation that is never met is wrong. Every token adds an allowance, less after each pause,
-    so a pause ends, and all that drafting can ever lose is a small share of the time.
-
-    Attributes:
-        pauses: Number of pauses so far.
-        paused: Whether drafting is paused now.
-        balance: Plain steps in the account.
+    Call :meth:`allows` at the start of a round and :meth:`record` at its end. Tokens are counted, and need no estimate but that
+    of luck. Seconds are noisy, and change with the load of the machine. So no round is charged what it took: a round is charged
+    the median *price* of such rounds, in plain steps, and prices are measured only close to plain rounds, in the same load.
     """
 
     def __init__(self) -> None:
-        self.pauses = 0
-        self.paused = False
-        self.balance = FIRST_ALLOWANCE
-        self._allowance = ALLOWANCE
-        self._savings = 0.0
-        self._luck = 0.0
-        """Tokens that are not in the account."""
+        self._draft, self._verify = Prices(), Prices()
+        """By draft steps, and by nodes (with all that a round does beside its draft)."""
+        self._accounts = {name: Account(self._draft, self._verify) for name in (EXIT_HEAD, TEXT)}
         self._plain: deque[float] = deque(maxlen=5)
-        """Seconds of plain rounds behind plain rounds. Right behind drafting they are slower: the draft took the caches."""
-        self._price = 0.0
-        """Plain seconds when the last pause began."""
-        self._stalled = False
-        """Whether the last drafting round lost more than ``LARGEST_LOSS``."""
-        self._drafted: bool | None = True
-        """Whether the last round drafted; None: another drafter did."""
+        """Seconds of the plain rounds since the last draft, but for the first: the draft took the processor's caches from it."""
+        self._plain_step = 0.0
+        """Seconds of a plain round; 0 while unknown."""
+        self._recent: deque[tuple[RoundOutcome, float]] = deque(maxlen=NEAR)
+        """The last drafting rounds and their seconds."""
+        self._pace: deque[float] = deque(maxlen=2 * NEAR)
+        """How many times their usual seconds the last drafting rounds took."""
+        self._drafts_since = 0
+        """Drafting rounds since plain rounds were measured."""
         self._interval = FIRST_INTERVAL
-        self._until_probe = 0
-        """Drafting rounds before the next probe."""
-
-    def allows(self) -> bool:
-        """Whether this round may draft."""
-        return not self.paused and self._until_probe > 0
+        self._probing = PROBE
+        """Plain rounds that the probe still needs."""
+        self._behind_draft = True
 
     @property
-    def probes(self) -> bool:
-        """Whether this round shall be plain to be measured, so no other drafter may draft either."""
-        return not self.paused and self._until_probe <= 0
+    def pauses(self) -> int:
+        """Number of pauses so far."""
+        return sum(account.pauses for account in self._accounts.values())
 
-    @property
-    def plain_seconds(self) -> float:
-        """Seconds of a plain round: the median of the last ones, which an outlier does not move; 0 while unknown."""
-        return median_low(self._plain) if self._plain else 0.0
+    def allows(self, drafter: str) -> bool:
+        """Whether ``drafter`` may draft in this round. While plain decoding is measured, nothing may."""
+        return not self._probing and not self._accounts[drafter].paused
 
-    def record(self, drafted: bool, tokens: float, expected: float, seconds: float) -> None:
-        """Note a round.
+    def record(self, outcome: RoundOutcome, expected: float, seconds: float) -> None:
+        """Note a committed round, the tokens that such a round brings as far as is known, and the seconds of all of it."""
+        if not outcome.nodes:
+            self._measure_plain(seconds)
+        elif self._plain_step:
+            self._measure_draft(outcome, seconds)
+            self._accounts[EXIT_HEAD if outcome.steps else TEXT].drafted(outcome, expected)
+        for account in self._accounts.values():
+            account.earn(outcome.accepted + 1)
 
-        Args:
-            drafted: Whether it ran the draft.
-            tokens: Tokens that it brought.
-            expected: Tokens that such a round brings on average, as far as the controller knows.
-            seconds: Its time.
-        """
-        plain = self.plain_seconds
-        if drafted:
-            self._until_probe -= 1
-            luck = min(max(self._luck + tokens - expected, -LUCK), LUCK)
-            gained = tokens - (luck - self._luck)
-            self._luck = luck
-            if plain:
-                self._settle(gained - seconds / plain)
-        elif self._drafted is None:
-            pass  # neither behind a draft of this drafter nor behind a plain round
-        elif self._drafted:
-            if plain:  # slower because of the draft, which therefore pays the difference
-                self.balance -= min(max(seconds / plain - 1, 0.0), 1.0)
-        else:
-            self._measured(seconds)
-        self._drafted = drafted
-        self._close(tokens, plain)
-
-    def pass_over(self, tokens: int) -> None:
-        """Note a round of another drafter, which has a guard of its own, and the tokens that it brought.
-
-        They add to the allowance, too: a pause shall end, although rounds without any draft become rare.
-        """
-        self._drafted = None
-        self._close(tokens, self.plain_seconds)
-
-    def _close(self, tokens: float, plain: float) -> None:
-        """End a round of so many tokens: a pause begins or ends. ``plain``: seconds of a plain round when it began."""
-        self._refill(tokens)
-        if self.paused:
-            self.paused = self.balance < TO_RESUME and self.plain_seconds < SLOWED * self._price
-        elif self.balance < 0:
-            self.paused, self._price = True, plain
-            self.pauses += 1
-            self._allowance = max(self._allowance * LESS, LEAST_ALLOWANCE)
-
-    def _refill(self, tokens: float) -> None:
-        """Add the allowance, and in a pause some of the savings; save what is beyond the largest balance."""
-        spent = min(self._savings, TRIALS * tokens) if self.paused else 0.0
-        balance = max(self.balance, -LARGEST_DEBT) + self._allowance * tokens + spent
-        self.balance = min(balance, LARGEST_BALANCE)
-        self._savings = min(self._savings - spent + balance - self.balance, LARGEST_SAVINGS)
-        if self.balance > GAINED:
-            self._allowance = ALLOWANCE
-
-    def _settle(self, gained: float) -> None:
-        """Add what a drafting round gained, in plain steps, unless the machine stalled in it."""
-        stalled = gained < -LARGEST_LOSS
-        if self._stalled or not stalled:
-            self.balance += max(gained, -LARGEST_LOSS)
-        self._stalled = stalled
-
-    def _measured(self, seconds: float) -> None:
-        """Note a plain round behind a plain round. The next probe comes later if this one says what is known already."""
-        settled = abs(seconds - self.plain_seconds) < SETTLED * self.plain_seconds
-        if self._plain:
-            interval = self._interval * 2 if settled else self._interval // 2
-            self._interval = min(max(interval, SHORTEST_INTERVAL), LONGEST_INTERVAL)
-        self._until_probe = self._interval
+    def _measure_plain(self, seconds: float) -> None:
+        self._probing = max(self._probing - 1, 0)
+        if self._behind_draft:
+            self._behind_draft = False
+            self._plain.clear()
+            return
         self._plain.append(seconds)
+        if len(self._plain) >= PROBE - 1:
+            self._plain_step = median(self._plain)
+            for outcome, taken in self._recent:
+                self._compare(outcome, taken)
+            self._recent.clear()
+            self._pace.clear()
+            self._drafts_since = 0
+
+    def _measure_draft(self, outcome: RoundOutcome, seconds: float) -> None:
+        self._behind_draft = True
+        self._drafts_since += 1
+        if self._drafts_since <= NEAR or outcome.steps not in self._draft or outcome.nodes not in self._verify:
+            self._compare(outcome, seconds)
+        self._recent.append((outcome, seconds))
+        usual = self._plain_step * (self._draft[outcome.steps] + self._verify[outcome.nodes])
+        self._pace.append(seconds / usual)
+        changed = len(self._pace) == 2 * NEAR and not 1 / SLOWER < median(self._pace) < SLOWER
+        if changed or self._drafts_since >= self._interval:
+            self._probing = PROBE
+            self._interval = FIRST_INTERVAL if changed else min(2 * self._interval, LONGEST_INTERVAL)
+
+    def _compare(self, outcome: RoundOutcome, seconds: float) -> None:
+        """Note the price of a drafting round that is close to plain ones."""
+        if outcome.steps:
+            self._draft.add(outcome.steps, outcome.draft_seconds / self._plain_step)
+            seconds -= outcome.draft_seconds
+        self._verify.add(outcome.nodes, seconds / self._plain_step)

@@ -19,9 +19,9 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import PREFILL_CHUNK
 from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.controllers.calibration import CERTAIN
-from eesd.controllers.tree_budget import SiblingLabel, TreeBudget
+from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain, tree_mask
-from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT, Guard
 from eesd.runtime.decoding.samplers import AcceptResult, Allowed, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
@@ -72,13 +72,11 @@ class RoundResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafter:
-    """What a session needs to draft with the exit head: the draft engine, the controller, the guard (None: never pause),
-    the nodes of a level (1: a chain), the budget that chooses what is verified (None: everything), and the tokens of the
-    draft's columns."""
+    """What a session needs to draft with the exit head: the draft engine, the controller, the nodes of a level (1: a
+    chain), the budget that chooses what is verified (None: everything), and the tokens of the draft's columns."""
 
     engine: Engine
     controller: Controller
-    guard: Guard | None
     tree_width: int = 1
     budget: TreeBudget | None = None
     columns: DraftColumns = WHOLE
@@ -137,6 +135,7 @@ class Session:
         text: TextDrafter | None = None,
         allowed: Allowed | None = None,
         forced: Forced | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """Begin a sequence.
 
@@ -152,6 +151,7 @@ class Session:
             text: How the text drafts; None: not at all.
             allowed: Restricts the tokens; see :data:`~eesd.runtime.decoding.samplers.Allowed`.
             forced: Knows tokens that must follow, which are a draft for nothing.
+            guard: Pauses what drafts in vain; None: nothing is ever paused.
 
         Raises:
             EESDError: The prompt is empty, too long, or has an unknown token.
@@ -166,6 +166,7 @@ class Session:
         self._text = text
         self._index = TextIndex()
         self._forced = forced
+        self._guard = guard
         self._limits = limits
         self._sampler = make_sampler(sampling, vocab_size, drafter.columns if drafter else WHOLE, allowed)
         self._observer = observer
@@ -320,49 +321,38 @@ class Session:
         # The commit: one statement behind everything that may raise. No signal is handled within it.
         self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason
 
-        if self._drafter is not None:
-            self._learn(self._drafter, outcome, tree.labels(chosen), started)
-        if self._text is not None:
-            self._learn_text(self._text, outcome, current.proposal, chosen, started)
+        self._learn(current, outcome, chosen)
         self.stats.guard_pauses = self._pauses() - self._pauses_before
         self.stats.host_seconds += time.perf_counter() - committed_at
         if self._observer is not None:
             self._observer(result.tokens, outputs.logits[[0, *(node.index for node in path)][: len(result.tokens)]])
         return result
 
-    def _learn(self, drafter: Drafter, outcome: RoundOutcome, labels: list[SiblingLabel], started: float) -> None:
-        """Tell the controller, the budget and the guard about a committed round, also if it was not allowed to draft."""
-        expected = drafter.controller.expected_tokens(outcome)
-        drafter.controller.observe(outcome)
-        if drafter.budget is not None:
-            drafter.budget.observe(labels, outcome)
-        if drafter.guard is not None:
-            if outcome.nodes and not outcome.steps:
-                drafter.guard.pass_over(outcome.accepted + 1)
-            else:
-                drafter.guard.record(outcome.steps > 0, outcome.accepted + 1, expected, time.perf_counter() - started)
-
-    def _learn_text(
-        self, text: TextDrafter, outcome: RoundOutcome, proposal: Proposal, chosen: Sequence[int], started: float
-    ) -> None:
-        """Tell the text's rule and guard about a committed round, whether the text's proposal was verified or not."""
-        pairs = enumerate(zip(proposal.tokens, chosen, strict=False))
-        right = next((i for i, (token, other) in pairs if token != other), min(len(proposal.tokens), len(chosen)))
-        judged = min(right + 1, len(proposal.tokens), len(chosen))
-        text.rule.observe(proposal.steps, right, judged, outcome)
-        if text.guard is not None:
+    def _learn(self, current: Round, outcome: RoundOutcome, chosen: Sequence[int]) -> None:
+        """Tell all that decide about a committed round, also if they were not allowed to draft or to copy."""
+        drafter, proposal = self._drafter, current.proposal
+        expected = 1 + sum(proposal.values[: outcome.nodes])
+        if drafter is not None:
             if outcome.steps:
-                text.guard.pass_over(outcome.accepted + 1)
-            else:
-                expected = 1 + sum(proposal.values[: outcome.nodes])
-                text.guard.record(outcome.nodes > 0, outcome.accepted + 1, expected, time.perf_counter() - started)
+                expected = drafter.controller.expected_tokens(outcome)
+            drafter.controller.observe(outcome)
+            if drafter.budget is not None:
+                drafter.budget.observe(current.tree.labels(chosen), outcome)
+        if self._text is not None:
+            pairs = enumerate(zip(proposal.tokens, chosen, strict=False))
+            right = next((i for i, (token, other) in pairs if token != other), min(len(proposal.tokens), len(chosen)))
+            judged = min(right + 1, len(proposal.tokens), len(chosen))
+            self._text.rule.observe(proposal.steps, right, judged, outcome)
+        if self._guard is not None:
+            self._guard.record(outcome, expected, time.perf_counter() - current.started)
 
     def _pauses(self) -> int:
-        """How often the guards have paused drafting."""
-        return sum(guard.pauses for guard in self._guards())
+        """How often the guard has paused a drafter."""
+        return self._guard.pauses if self._guard else 0
 
-    def _guards(self) -> list[Guard]:
-        return [part.guard for part in (self._drafter, self._text) if part and part.guard]
+    def _allows(self, drafter: str) -> bool:
+        """Whether the guard lets this drafter draft now."""
+        return self._guard is None or self._guard.allows(drafter)
 
     def peek(self) -> Logits:
         """The verifier's logits [V] behind the last committed token, by a single-token pass. Commits nothing."""
@@ -394,15 +384,8 @@ class Session:
             raise EESDError("The session is closed, and its KV cache belongs to the next one; start a new session.")
 
     def _active_drafter(self) -> Drafter | None:
-        """The drafter, unless there is none, there is no room to draft, the guard pauses it, or plain decoding is measured."""
-        drafter = self._drafter
-        if drafter is None or self._max_depth() < 1 or (drafter.guard and not drafter.guard.allows()) or self._probes():
-            return None
-        return drafter
-
-    def _probes(self) -> bool:
-        """Whether this round is plain because a guard measures it."""
-        return any(guard.probes for guard in self._guards())
+        """The drafter, unless there is no room to draft or the guard does not allow it."""
+        return self._drafter if self._drafter and self._max_depth() >= 1 and self._allows(EXIT_HEAD) else None
 
     def _add_text(self, text: TextDrafter, tree: DraftTree, proposal: Proposal, joins: bool) -> None:
         """Add to what was drafted what the text proposes behind the root, if it ``joins``, and behind the best drafted path."""
@@ -428,7 +411,7 @@ class Session:
         text = self._text
         if proposal.tokens and not proposal.steps:
             return len(proposal.tokens)  # nothing else may follow
-        if text is None or not proposal.tokens or (text.guard and not text.guard.allows()) or self._probes():
+        if text is None or not proposal.tokens or not self._allows(TEXT):
             return 0
         return text.rule.count(proposal.values, drafter is not None)
 

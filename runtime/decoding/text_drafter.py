@@ -6,7 +6,6 @@ from itertools import chain
 from typing import NamedTuple
 
 from eesd.controllers.text_rule import TextChances, TextStep
-from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.suffix import LONGEST_CONTEXT, Continuation, SuffixAutomaton
 
 LEAST_VALUE = 0.05
@@ -73,11 +72,9 @@ NOTHING = Proposal([], [], [], [])
 
 @dataclass(frozen=True)
 class TextDrafter:
-    """What sessions share to draft from the text: the rule, its guard (None: never pause), and the outputs of the past (None:
-    look at nothing but the text)."""
+    """What sessions share to draft from the text: the rule, and the outputs of the past (None: look at nothing but the text)."""
 
     rule: TextChances
-    guard: Guard | None
     past: PastOutputs | None
 
 

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
 from eesd.common.manifest_reader import load_manifest
-from eesd.controllers import Controller, DraftStep
+from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.tree_budget import TreeBudget
-from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Drafter, Limits, Observer, RoundResult, Session
 from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
@@ -67,10 +67,10 @@ class Harness:
         """A session that drafts with the exit head if there is a controller, and from the text if there is a ``text``."""
         parts, manifest = workspace or self._shared, self.manifest
         limits = Limits(eos, new_tokens, manifest.max_seq_len, manifest.max_tree_nodes, in_place=in_place)
-        drafter = Drafter(parts.draft, controller, guard, width, budget, self.columns) if controller else None
+        drafter = Drafter(parts.draft, controller, width, budget, self.columns) if controller else None
         vocab_size = manifest.geometry.vocab_size
         sampling = sampling or Sampling()
-        return Session(prompt, parts.kv_cache, parts.verify, drafter, limits, sampling, vocab_size, observer, text)
+        return Session(prompt, parts.kv_cache, parts.verify, drafter, limits, sampling, vocab_size, observer, text, guard=guard)
 
     def fresh_prefill(self, tokens: Sequence[int]) -> Workspace:
         """A new cache with all but the last token in it."""
@@ -123,23 +123,21 @@ class SometimesCopies(TextRule):
 
 def copying(seed: int = 0, share: float = 1.0, past: PastOutputs | None = None) -> TextDrafter:
     """Drafts from the text, whether they pay or not."""
-    return TextDrafter(SometimesCopies(seed, share), None, past)
+    return TextDrafter(SometimesCopies(seed, share), past)
 
 
 class PauseUntil(Guard):
-    """A guard that lets nobody draft before ``round``."""
+    """A guard that pauses ``drafter`` before ``round``, and nothing else."""
 
-    def __init__(self, round: int) -> None:
+    def __init__(self, round: int, drafter: str = EXIT_HEAD) -> None:
         super().__init__()
-        self._left = round
-        self.paused, self._until_probe = True, 1000
+        self._left, self._drafter = round, drafter
 
-    def record(self, drafted: bool, tokens: float, expected: float, seconds: float) -> None:
+    def allows(self, drafter: str) -> bool:
+        return drafter != self._drafter or self._left <= 0
+
+    def record(self, outcome: RoundOutcome, expected: float, seconds: float) -> None:
         self._left -= 1
-        self.paused = self._left > 0
-
-    def pass_over(self, tokens: int) -> None:
-        pass
 
 
 class Wrapped:
