@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from support.on_cache import OnCache
 
 from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
 from eesd.common.manifest_reader import load_manifest
@@ -31,6 +32,10 @@ class Workspace:
     kv_cache: HostKVCache
     verify: Engine
     draft: Engine
+
+    def drafted(self, tokens: Sequence[int], slot: int) -> StepOutputs:
+        """The outputs of a draft call over consecutive tokens from a slot on."""
+        return OnCache(self.draft, self.kv_cache).forward(tokens, range(slot, slot + len(tokens)), slot)
 
 
 class Harness:
