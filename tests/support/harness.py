@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from support.on_cache import OnCache
 
 from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
 from eesd.common.manifest_reader import load_manifest
@@ -20,6 +19,7 @@ from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs, Work
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
+from support.on_cache import OnCache
 
 FIRST_SLOTS = 16
 """So few that every generation outgrows them."""
