@@ -178,7 +178,7 @@ def test_torch_drafts_chains_of_tokens_by_itself(reduced_harness: Harness) -> No
     found = OnCache(draft, kv_cache).draft_chain(prompt[-1], len(prompt) - 1, 4).topk_ids
     parts, expected, token = reduced_harness.fresh_prefill(prompt), [], prompt[-1]
     for slot in range(len(prompt) - 1, len(prompt) + 3):
-        logits = parts.draft.forward([token], [slot], slot).logits[0]
+        logits = parts.drafted([token], slot).logits[0]
         token = int(DRAFT_VOCAB[logits.argmax()])
         expected.append(token)
     assert found is not None and found[:, 0].tolist() == expected

@@ -138,7 +138,7 @@ def test_a_level_of_a_tree_drafted_node_by_node_is_as_in_one_call(staged: Callab
         engines = eesd.load(staged(1), backend).engines
         kv_cache = engines.verify.new_kv_caches()[0]
         kv_cache.reserve(20)
-        verify, draft = OnCache(engines.verify, kv_cache), OnCache(engines.draft, kv_cache)  # type: ignore[union-attr]
+        verify, draft = OnCache(engines.verify, kv_cache), OnCache(engines.draft, kv_cache)  # type: ignore[arg-type]
         verify.prefill([5, 9, 3, 44], 0)
         draft.forward([17], [4], 4)
         found.append(draft.forward([8, 90, 31, 2], [5, 5, 6, 6], 5, 4, mask))
@@ -486,7 +486,8 @@ def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], 
     gc.collect()
     gc.disable()
     try:
-        kv_caches, found = llm.engines.verify.new_kv_caches(), []
+        kv_caches = llm.engines.verify.new_kv_caches()
+        found: list[Any] = []
         for engine in llm.engines[:2]:
             engine.prepare(kv_caches)
             [prepared] = engine._prepared.values()

@@ -19,6 +19,7 @@ from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs, Work
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
+from support.on_cache import OnCache
 
 FIRST_SLOTS = 16
 """So few that every generation outgrows them."""
@@ -31,6 +32,10 @@ class Workspace:
     kv_cache: HostKVCache
     verify: Engine
     draft: Engine
+
+    def drafted(self, tokens: Sequence[int], slot: int) -> StepOutputs:
+        """The outputs of a draft call over consecutive tokens from a slot on."""
+        return OnCache(self.draft, self.kv_cache).forward(tokens, range(slot, slot + len(tokens)), slot)
 
 
 class Harness:

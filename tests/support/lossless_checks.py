@@ -192,7 +192,7 @@ def check_reduced_proposals(sampling: Sampling, count: int) -> None:
 
 def check_draft_ids(harness: Harness, prompt: Sequence[int]) -> None:
     """The ids of the draft's candidates are those of its best columns."""
-    outputs = harness.fresh_prefill(prompt).draft.forward(prompt[-1:], [len(prompt) - 1], len(prompt) - 1)
+    outputs = harness.fresh_prefill(prompt).drafted(prompt[-1:], len(prompt) - 1)
     assert outputs.topk_ids is not None and outputs.logits.shape == (1, len(DRAFT_VOCAB))
     best = DRAFT_VOCAB[np.argsort(-outputs.logits[0])[: outputs.topk_ids.shape[1]]]
     np.testing.assert_allclose(outputs.topk_ids[0], best)
@@ -293,7 +293,7 @@ def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> No
     for index, actual in logits.items():
         tokens = [*prompt, *tree.nodes[index].path()]
         end = len(tokens) - 1
-        expected = harness.fresh_prefill(tokens).draft.forward(tokens[end:], [end], end).logits[0]
+        expected = harness.fresh_prefill(tokens).drafted(tokens[end:], end).logits[0]
         np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
 
 
