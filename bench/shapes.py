@@ -92,7 +92,7 @@ def write_checkpoint(directory: Path, shape: Shape) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "th": len(vocabulary)}, merges=[("t", "h")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16"}
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16"}
     config |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
     (directory / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": 2} | shape[0]))
     header, end = {}, 0

@@ -47,7 +47,7 @@ def round_figures(directory: Path, setting: Setting, sampling: Sampling | None =
     """The figures of rounds, the first ones left out, which prepare calls."""
     found = []
     with late_llm(directory, setting, seed=1) as (machine, llm):
-        llm.engines.verify.chooses = llm.engines.draft.chooses = on_device  # type: ignore[attr-defined, union-attr]
+        llm.engines.verify.chooses = llm.engines.draft.chooses = on_device  # type: ignore[misc, union-attr]
         with llm.session(PROMPTS[1], sampling, max_new_tokens=40, ignore_eos=True) as session:
             found += _figures_of_rounds(machine, session)
     return found

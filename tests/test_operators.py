@@ -250,7 +250,7 @@ def test_scales_of_k_quants_are_packed_as_files_have_them(kind: str, size: int, 
         factors = random.uniform(-0.1, 0.1, (len(blocks), 1)).astype(np.float16)
         factors[:3, 0] = 0, 1e-7, 6e4  # none, a subnormal one, and nearly the largest
         blocks[:, at : at + 2] = factors.view(np.uint8)
-    parts = [None if part is None else part.reshape(outputs, -1).T for part in _unpack_blocks(kind, blocks)]
+    parts: list[Any] = [None if part is None else part.reshape(outputs, -1).T for part in _unpack_blocks(kind, blocks)]
     levels, scales, minimums = parts
     assert levels is not None and scales is not None
     packed = pack_levels(Levels(levels.astype(np.int16), scales.astype(np.float32), None, minimums))

@@ -72,7 +72,7 @@ def pack_levels(weight: Levels) -> Packed:
     form, zero = _format(int(weight.levels.min()), int(weight.levels.max()))
     levels = (weight.levels + zero).astype(np.uint8)
     halves = 2 if fine else 1
-    shared = [part for part in (scales, minimums) if part is not None]
+    shared: list[NDArray[Any]] = [part for part in (scales, minimums) if part is not None]
     split = None
     if all(map(_fits_float16, shared)):
         kind, shared = NARROW, [part.astype(np.float16) for part in shared]

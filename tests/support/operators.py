@@ -283,8 +283,9 @@ class Attention:
             np.sin(angles).astype(np.float32),
             self.head_dim**-0.5,
             1e-3,
-            *(norms if self.norms else (None, None)),
-            float16=self.float16,
+            norms[0] if self.norms else None,
+            norms[1] if self.norms else None,
+            self.float16,
         )
 
     def session(self, path: Path, threads: int = 1, name: str = "") -> Any:

@@ -5,7 +5,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
@@ -175,7 +175,7 @@ def _from_json(kind: Any, value: Any, where: str = "") -> Any:
     if origin is UnionType:
         return value if type(value) in arguments else _from_json(arguments[0], value, where)
     if is_dataclass(kind) and type(value) is dict:
-        hints = _hints(kind)
+        hints = _hints(cast(type, kind))
         if value.keys() != hints.keys():
             odd = min(map(str, value.keys() ^ hints.keys()))
             raise ValueError(f"{where}{shown(odd)} is missing or unknown")
