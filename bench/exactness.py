@@ -129,7 +129,7 @@ class _Texts:
         self._expected: dict[tuple[int, Sampling], LogitRecord] = {}
 
     def compare(self, llm: LLM) -> dict[str, Counter[str]]:
-        """Runs, those that differ, and positions compared, by kind."""
+        """Runs, differing runs, and positions compared, by kind."""
         found: dict[str, Counter[str]] = {}
         for length in PROMPTS:
             prompt = random_tokens(llm, length)
@@ -169,7 +169,7 @@ class _Batches:
         self._expected: list[list[Any]] = []
 
     def compare(self, llm: LLM) -> dict[str, Counter[str]]:
-        """Runs, those that differ, and positions compared: of a batch, and of its repetition with kept beginnings."""
+        """Runs, differing runs, and positions compared: of a batch, and of its repetition with kept beginnings."""
         shared = random_tokens(llm, min(SHARED, llm.manifest.max_seq_len // 4))
         options = BatchOptions(max_rows=BATCH, prefill_tokens=48, levels=3)
         given = [
@@ -248,7 +248,7 @@ def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
 
 
 def totals(rows: Sequence[Row]) -> tuple[int, int]:
-    """Texts that were compared, and those that differ."""
+    """Texts that were compared, and differing texts."""
     texts = [row for row in rows if row.kind != "calls"]
     return sum(row.runs for row in texts), sum(row.different for row in texts)
 

@@ -61,7 +61,7 @@ def measure(
     contestants: Sequence[Contestant], prompts: list[list[int]], options: Options, pythons: dict[str, str], seconds: float,
     report: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure all contestants; those that cannot be loaded are left out. Returns what the JSON file holds.
+    """Measure all contestants; a contestant that cannot be loaded is left out. Returns what the JSON file holds.
 
     Args:
         contestants: Those of one group.
@@ -179,7 +179,7 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
         "",
         f"Greedy, {options['prompts']} texts of {options['max_new_tokens']} tokens, behind {results['prompt_tokens']} tokens "
         f"of prompts. Tokens a second of all clients together, median of {options['rounds']} (median time to the first "
-        "token, and between tokens). Same texts: those that equal EESD's plain decoding of one text at a time.",
+        "token, and between tokens). Same texts: texts that equal EESD's plain decoding of one text at a time.",
         "",
         f"| | {' | '.join(f'{count} at a time' for count in counts)} | same texts |",
         "|---" * (len(counts) + 2) + "|",

@@ -266,7 +266,7 @@ class Session:
 
         Args:
             current: The round.
-            levels: Verify at most so many levels; None: all. Not for rejection sampling, where what is left out must not
+            levels: Verify the first `levels` levels; None: all. Not for rejection sampling, where what is left out must not
                 depend on what was drafted.
 
         Returns:
