@@ -71,6 +71,11 @@ class Row:
     positions: int
 
 
+def label(directory: Path) -> str:
+    """Name of an engine directory in the results: several models have one of the same name."""
+    return "/".join(directory.absolute().parts[-2:])
+
+
 def open_with(directory: Path, backend: str, kernels: str, threads: int, activations: str) -> LLM:
     """An engine directory with these kernels; "" for a backend without a choice of kernels or activations."""
     manifest = load_manifest(directory)
@@ -109,7 +114,7 @@ def check_directory(directory: Path, backend: str, new_tokens: int, report: Call
             found = {"calls": _counts(calls) - before} | texts.compare(llm) | batches.compare(llm)
             for kind, counts in found.items():
                 numbers = counts["runs"], counts["different"], counts["positions"]
-                row = Row(directory.name, activations, kernels, threads, kind, *numbers)
+                row = Row(label(directory), activations, kernels, threads, kind, *numbers)
                 report(row)
                 yield row
 
@@ -267,7 +272,7 @@ def main(directories: tuple[Path, ...], new_tokens: int, backend: str, output: P
 
     rows: list[Row] = []
     if output is not None and output.exists():
-        names = {directory.name for directory in directories}
+        names = {label(directory) for directory in directories}
         rows = [row for raw in json.loads(output.read_text("utf-8"))["rows"] if (row := Row(**raw)).directory not in names]
     for directory in directories:
         rows += check_directory(directory, backend, new_tokens, report)
