@@ -32,19 +32,8 @@ WORDS = (
 
 def texts() -> list[Path]:
     """The files in which people read sentences: pages, Python and C++."""
-    folders = [
-        "bench",
-        "controllers",
-        "distill",
-        "docs",
-        "examples",
-        "export",
-        "model",
-        "runtime",
-        "serve",
-        "src/eesd/common",
-        "tests",
-    ]
+    folders = ["bench", "controllers", "distill", "docs", "examples", "export", "model", "runtime", "serve", "tests"]
+    folders.append("src/eesd/common")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in {".md", ".py", ".h", ".cpp"}]
     found += [*ROOT.glob("*.md"), *ROOT.glob("src/eesd/*.py")]
     return [path for path in found if path != Path(__file__) and "results" not in path.parts and path.is_file()]
