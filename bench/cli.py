@@ -284,7 +284,9 @@ def starts(trace: Path | None, costs: str | None, controller: str, starts: int, 
                 found.append(speed)
                 advance(1)
         few = sum(speed < 0.98 for speed in found)
-        click.echo(f"speed over plain decoding: least {min(found):.3f}, median {median(found):.3f}, below 0.98 {few} of {starts}")
+        click.echo(
+            f"speed over plain decoding: least {min(found):.3f}, median {median(found):.3f}, below 0.98 {few} of {starts}"
+        )
         return
     make_controller(controller)
     recorded = load_trace(trace) if trace else None

@@ -26,7 +26,9 @@ def copied(tokens: int, nodes: int = 4) -> RoundOutcome:
     )
 
 
-def play(guard: Guard, rounds: int, seconds: float, plain: float = 1.0, tokens: int = 2, expected: float | None = None) -> list[bool]:
+def play(
+    guard: Guard, rounds: int, seconds: float, plain: float = 1.0, tokens: int = 2, expected: float | None = None
+) -> list[bool]:
     """Rounds of fixed cost: a drafting one takes ``seconds`` and brings ``tokens``, a plain one brings one. Which drafted."""
     drafted = []
     for _ in range(rounds):

@@ -209,7 +209,6 @@ def test_both_drafters_wait_while_plain_decoding_is_measured(harness: Harness, m
     assert session.stats.draft_tokens
 
 
-
 def test_int8_activations_stay_exact_with_a_budget(tmp_path: Path) -> None:
     """Only the best path is verified, in the slots of a chain."""
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)

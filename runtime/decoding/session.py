@@ -19,7 +19,7 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import PREFILL_CHUNK
 from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.controllers.calibration import CERTAIN
-from eesd.controllers.tree_budget import SiblingLabel, TreeBudget
+from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain, tree_mask
 from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT, Guard
 from eesd.runtime.decoding.samplers import AcceptResult, Allowed, make_sampler
