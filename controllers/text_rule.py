@@ -25,6 +25,8 @@ REFIT_EVERY = 8
 """Rounds between two fits of the costs; each of the first ones is fitted."""
 SIZES = (1, 2, 4, 8, 16, 32)
 """Tokens that are verified: an engine prepares each size once, which takes time on a CPU. All sizes are worth 0.4 % more."""
+FIRST_NODES = 4
+"""Nodes of a pass at most while none is measured; afterwards twice as many as were. What more would cost is a guess."""
 FEW = 8
 """Nodes up to which drafts have any number, so every size is prepared."""
 
@@ -221,7 +223,8 @@ class TextRule(TextChances):
         """
         rate, verify = self.rate[0] / self.rate[1], self.costs.verify.seconds
         best, most, before = 0, 0.0, verify(nodes)
-        for number, value in enumerate(accumulate(values), start=1):
+        known = max(FIRST_NODES, 2 * max(self.costs.verify.samples))
+        for number, value in enumerate(accumulate(values[: max(known - nodes, 0)]), start=1):
             worth = right * value - rate * (verify(nodes + number) - before)
             if (nodes + number <= few or nodes + number in SIZES) and worth > most:
                 best, most = number, worth

@@ -1,7 +1,8 @@
 """A record of rounds: everything that the parts that decide were told, and what they answered.
 
 The file is JSON lines. The first says how they were made and what they had learned. Each further one is a call, ``[part,
-method, arguments, answer]``; a part is ``controller``, ``guard``, ``budget`` or ``text`` (the rule for what the text proposes). ``eesd-bench replay-rounds`` repeats the calls.
+method, arguments, answer]``; a part is ``controller``, ``guard``, ``budget`` or ``text`` (the rule for what the text proposes).
+``eesd-bench replay-rounds`` repeats the calls.
 """
 
 import json

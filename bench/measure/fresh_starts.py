@@ -1,4 +1,4 @@
-"""Real starts: fresh processes, each of which decodes one prompt plainly and drafting in turn, and compares the time of both."""
+"""Real starts: fresh processes, each of which decodes a prompt plainly and drafting in turn, and compares the times."""
 
 import json
 import subprocess

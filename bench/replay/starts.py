@@ -20,7 +20,7 @@ HEADS = {
     "overrated": SyntheticStream("overrated", (0.05, 0.15, 0.35), 0.5, 0.25, 1.4),
     "pays": SyntheticStream("pays", (0.2, 0.45, 0.75), 0.6, 0.25),
 }
-"""Heads by name: a useless one, one whose .19 accepted tokens look like .45, and one that pays 1.15x with the costs ``4bit``."""
+"""Heads by name: a useless one, one whose .19 accepted tokens look like .45, and one that pays 1.15x with costs ``4bit``."""
 MACHINES = ("steady", "load", "stalls", "burst")
 """Disturbances: none, other programs that come and go, 20 stalls in a second, and one second of calls five times slower."""
 NOISE = (0.02, 0.15)

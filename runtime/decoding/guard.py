@@ -16,7 +16,7 @@ DOUBT = 4.0
 MEMORY = 64
 """About so many of the last drafting rounds, or tokens of a pause, are remembered."""
 TRIAL, SWITCH = 3, 0.1
-"""A pause ends when so many rounds can be paid for, and what the draft costs the plain round behind it."""
+"""A pause ends when so many rounds can be paid for, or the stake, and what the draft costs the plain round behind it."""
 PROBE, NEAR = 4, 4
 """Plain rounds of a probe, and drafting rounds before and behind plain ones that are compared with them."""
 FIRST_INTERVAL, LONGEST_INTERVAL = 16, 256
@@ -33,10 +33,10 @@ class Prices:
         self._medians = {0: 0.0}
 
     def add(self, count: int, price: float) -> None:
-        """Note one. Only the last ones count."""
+        """Note one. Only the last ones count; of few, the least: nothing makes a call fast."""
         samples = self._samples.setdefault(count, deque(maxlen=4 * NEAR + 1))
         samples.append(price)
-        self._medians[count] = median_low(samples)
+        self._medians[count] = median_low(samples) if len(samples) >= NEAR else min(samples)
 
     def __contains__(self, count: int) -> bool:
         return count in self._medians
@@ -90,7 +90,7 @@ class Account:
         if self.paused:
             if sum(self._rounds.values()) > DOUBT:
                 self._forget(tokens)
-            self.paused = self._budget < SWITCH + TRIAL * min(max(-self.gain, 0.0), 0.5)
+            self.paused = self._budget < SWITCH + min(TRIAL * max(-self.gain, 0.0), STAKE)
 
     def _forget(self, age: float) -> None:
         keep = max(1 - age / MEMORY, 0.0)
@@ -111,7 +111,7 @@ class Guard:
         """By draft steps, and by nodes (with all that a round does beside its draft)."""
         self._accounts = {name: Account(self._draft, self._verify) for name in (EXIT_HEAD, TEXT)}
         self._plain: deque[float] = deque(maxlen=5)
-        """Seconds of the plain rounds since the last draft, but for the first: the draft took the processor's caches from it."""
+        """Seconds of plain rounds since the last draft, but for the first: the draft took the processor's caches from it."""
         self._plain_step = 0.0
         """Seconds of a plain round; 0 while unknown."""
         self._recent: deque[tuple[RoundOutcome, float]] = deque(maxlen=NEAR)

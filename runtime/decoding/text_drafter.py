@@ -72,7 +72,7 @@ NOTHING = Proposal([], [], [], [])
 
 @dataclass(frozen=True)
 class TextDrafter:
-    """What sessions share to draft from the text: the rule, and the outputs of the past (None: look at nothing but the text)."""
+    """What sessions share to draft from the text: the rule, and past outputs (None: look at nothing but the text)."""
 
     rule: TextChances
     past: PastOutputs | None
