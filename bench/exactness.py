@@ -21,7 +21,6 @@ from eesd.bench.measure.results import describe_machine, shown_machine
 from eesd.common.cli import PATH, command
 from eesd.common.files import written_whole
 from eesd.common.manifest_reader import load_manifest
-from eesd.runtime.batch.request import MAX_LOGPROBS, Generation, Request, Update
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.compare import LogitRecord
 from eesd.runtime.decoding.sampling import Sampling
@@ -29,6 +28,7 @@ from eesd.runtime.engines import operators
 from eesd.runtime.engines.backends import ACTIVATIONS, Engines, open_engines
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.llm import LLM, Speculation
+from eesd.runtime.request import MAX_LOGPROBS, Generation, Request, Update
 
 KIND = "exactness"
 PROMPTS = (7, 129)

@@ -18,8 +18,8 @@ import numpy as np
 
 from eesd.common import cli
 from eesd.common.files import written_whole
+from eesd.runtime.constraint import GrammarConstraint, make_constraint, vocabulary_of
 from eesd.runtime.llm import LLM, load
-from eesd.serve.grammar.constraint import GrammarConstraint, constraint, vocabulary_of
 
 PERSON = {
     "type": "object",
@@ -69,11 +69,11 @@ def walk(made: GrammarConstraint, eos: int, most: int, chance: random.Random) ->
 
 def measure(kind: str, llm: LLM, tokens: int) -> dict[str, Any]:
     """Times of one kind of constraint: to read it, and of masks along random texts of ``tokens`` tokens together."""
-    compiled = [timed(lambda: constraint(kind, CONSTRAINTS[kind], llm))[1] for _ in range(GRAMMARS)]
+    compiled = [timed(lambda: make_constraint(kind, CONSTRAINTS[kind], llm))[1] for _ in range(GRAMMARS)]
     masks: list[float] = []
     chance, texts = random.Random(0), 0
     while len(masks) < tokens:
-        made = constraint(kind, CONSTRAINTS[kind], llm)
+        made = make_constraint(kind, CONSTRAINTS[kind], llm)
         masks += walk(made, llm.manifest.eos_token_ids[0], tokens - len(masks), chance)
         texts += 1
     return {

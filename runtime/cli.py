@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +22,8 @@ from eesd.runtime.controller_state import load_controller_state, save_controller
 from eesd.runtime.decoding.sampling import METHODS, Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, KV_CACHE_DTYPES
-from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, LLM, Prompt, Speculation, load
+from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, LLM, Options, Prompt, Speculation, load
+from eesd.runtime.request import Constraint
 from eesd.runtime.round_log import log_rounds
 
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
@@ -33,6 +34,42 @@ ROUNDED = "What quantized weights are multiplied by on the CPU: activations of 8
 CACHED = "The KV cache on the CPU: float16 takes half the memory, and half the time to read.  [default: float32]"
 DRAFTED = "What drafts: the exit head, the text itself where it repeats, or both."
 LEARNED = "Start with what the controller learned in FILE, if it exists; save it there at the end."
+
+
+Command = Callable[..., None]
+
+
+def drafting_options(command: Command) -> Command:
+    """The options of commands that say how to draft; see :func:`speculation_of`."""
+    options = (
+        click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, show_default=True, help=DRAFTED),
+        click.option(
+            "--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4."
+        ),
+        click.option("--log-rounds", type=cli.PATH, metavar="FILE", help="Record what the controller and the guard decide."),
+        click.option("--tree-width", type=int, default=1, help="Nodes of a level of the draft tree; 1 drafts a chain."),
+        click.option("--tree-budget", is_flag=True, help="Verify only the candidates that are worth their place."),
+        click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded."),
+        click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def speculation_of(options: dict[str, Any]) -> Speculation:
+    """How the options of a command say to draft, if they do not say not to.
+
+    Raises:
+        EESDError: A value cannot be used, or an option needs drafting and ``--no-draft`` is given.
+    """
+    for name in ("comparing", "controller_state", "log_rounds"):
+        if options.get(name) and options["no_draft"]:
+            option = "compare" if name == "comparing" else name.replace("_", "-")
+            raise EESDError(f"--{option} needs drafting; leave --no-draft out.")
+    names = ("drafter", "controller", "tree_width", "tree_budget")
+    seed = options.get("seed", Speculation.seed)
+    return Speculation(guard=not options["no_guard"], seed=seed, **{name: options[name] for name in names})
 
 
 @cli.command()
@@ -50,15 +87,14 @@ LEARNED = "Start with what the controller learned in FILE, if it exists; save it
 @click.option("--seed", type=int, default=0)
 @click.option("--sampling", "method", type=click.Choice(METHODS), default="coupled", help="How drafts are verified.")
 @click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
+@click.option("--min-tokens", type=int, default=0, help="No end before so many new tokens.")
+@click.option("--json-schema", type=cli.PATH, metavar="FILE", help="The text is JSON by this schema.")
+@click.option("--regex", help="The text matches this regular expression.")
+@click.option("--grammar", type=cli.PATH, metavar="FILE", help="The text follows this grammar, in Lark's or GBNF's form.")
+@click.option("--logprobs", type=int, metavar="N", help="With --json: log-probabilities of the tokens, and N alternatives.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at EOS (for measuring).")
-@click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, show_default=True, help=DRAFTED)
-@click.option("--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4.")
+@drafting_options
 @click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)
-@click.option("--log-rounds", type=cli.PATH, metavar="FILE", help="Record what the controller and the guard decide.")
-@click.option("--tree-width", type=int, default=1, help="Nodes of a level of the draft tree; 1 drafts a chain.")
-@click.option("--tree-budget", is_flag=True, help="Verify only the candidates that are worth their place.")
-@click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded.")
-@click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", help=AUTO)
 @click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("--exact/--no-exact", default=None, help=BITS)
@@ -75,12 +111,9 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
     Sampling(**chosen)  # refuses bad options before anything is loaded
     learned: Path | None = options["controller_state"]
     log: Path | None = options["log_rounds"]
-    for given, name in ((options["comparing"], "--compare"), (learned, "--controller-state"), (log, "--log-rounds")):
-        if given and options["no_draft"]:
-            raise EESDError(f"{name} needs drafting; leave --no-draft out.")
-    names = ("drafter", "controller", "tree_width", "seed", "tree_budget")
-    speculation = Speculation(guard=not options["no_guard"], **{name: options[name] for name in names})
-    llm = load_as_asked(engine_dir, options, speculation)
+    constraint = _constraint_of(options)
+    llm = load_as_asked(engine_dir, options, speculation_of(options))
+    options["make_constraint"] = _compiled(constraint, llm)
     sampling = replace(llm.default_sampling, **chosen)
     if learned is not None and learned.exists():
         load_controller_state(llm, learned)
@@ -100,6 +133,48 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
     finally:
         if learned is not None:
             save_controller_state(llm, learned)
+
+
+def _constraint_of(options: dict[str, Any]) -> tuple[str, str] | None:
+    """Kind and value of the constraint that the options ask for.
+
+    Raises:
+        EESDError: They ask for several, or for what does not go together.
+    """
+    kinds = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
+    given = [name for name in kinds if options[name] is not None]
+    if len(given) > 1:
+        raise EESDError("--json-schema, --regex and --grammar each constrain the text; give one of them.")
+    if options["logprobs"] is not None and not options["as_json"]:
+        raise EESDError("--logprobs needs --json; add it.")
+    if options["comparing"] and (given or options["logprobs"] is not None or options["min_tokens"]):
+        raise EESDError("--compare takes no constraint, --logprobs or --min-tokens; leave them out.")
+    if not given:
+        return None
+    value = options[given[0]]
+    return kinds[given[0]], value if given[0] == "regex" else read_text(value, "give UTF-8 text")
+
+
+def _compiled(constraint: tuple[str, str] | None, llm: LLM) -> Callable[[], Constraint | None]:
+    """Makes the constraint for each request. One that cannot be used is refused now."""
+    if constraint is None:
+        return lambda: None
+    from eesd.runtime.constraint import make_constraint, of_grammar  # needs an optional package
+
+    grammar = make_constraint(*constraint, llm).grammar
+    return lambda: of_grammar(grammar, llm)
+
+
+def _asked(options: dict[str, Any]) -> Options:
+    """What the options ask of a request."""
+    return {
+        "max_new_tokens": options["max_new_tokens"],
+        "stop": options["stop"],
+        "ignore_eos": options["ignore_eos"],
+        "min_tokens": options["min_tokens"],
+        "logprobs": options["logprobs"],
+        "constraint": options["make_constraint"](),
+    }
 
 
 def _show_generation_config(engine_dir: Path, sampling: Sampling, chosen: dict[str, Any]) -> None:
@@ -182,13 +257,7 @@ def _run(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) 
 
 def _stream(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) -> tuple[str, Stats]:
     """Print text as it comes. Returns the whole text and the statistics."""
-    stream = llm.stream(
-        prompt,
-        sampling,
-        max_new_tokens=options["max_new_tokens"],
-        stop=options["stop"],
-        ignore_eos=options["ignore_eos"],
-    )
+    stream = llm.stream(prompt, sampling, **_asked(options))
     text: list[str] = []
     while True:
         try:
@@ -203,13 +272,7 @@ def _stream(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any
 
 
 def _print_json(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) -> None:
-    completion = llm.generate(
-        prompt,
-        sampling,
-        max_new_tokens=options["max_new_tokens"],
-        stop=options["stop"],
-        ignore_eos=options["ignore_eos"],
-    )
+    completion = llm.generate(prompt, sampling, **_asked(options))
     result = {
         "prompt": prompt,
         "text": completion.text,
@@ -217,6 +280,8 @@ def _print_json(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str,
         "finish_reason": completion.finish_reason,
         "stats": completion.stats.to_dict(),
     }
+    if completion.logprobs is not None:
+        result["logprobs"] = [asdict(one) for one in completion.logprobs]
     click.echo(json.dumps(result, ensure_ascii=False))
 
 

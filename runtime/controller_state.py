@@ -6,6 +6,7 @@ The file is JSON. ``format``, ``model`` (fingerprint of the base model), ``draft
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from eesd.common.checks import check_path, shown
@@ -25,7 +26,7 @@ def save_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:
         raise EESDError("This LLM does not draft, so its controller has learned nothing; load it with a Speculation.")
     try:
         with written_whole(path) as temporary:
-            temporary.write_text(json.dumps(_learned_with(llm) | {"state": learned(llm)}) + "\n")
+            temporary.write_text(json.dumps(state_of(llm)) + "\n")
     except OSError as error:
         raise EESDError(f"{path} cannot be written ({error.strerror}); give another file.") from None
 
@@ -39,7 +40,16 @@ def load_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:
     path = check_path("path", path, "a file that save_controller_state wrote")
     if llm.speculation is None:
         raise EESDError("This LLM does not draft, so it has no controller that could learn; load it with a Speculation.")
-    saved = read_json(path, "give another --controller-state")
+    restore(llm, read_json(path, "give another --controller-state"), path)
+
+
+def state_of(llm: LLM) -> dict[str, Any]:
+    """What :func:`save_controller_state` writes."""
+    return _learned_with(llm) | {"state": learned(llm)}
+
+
+def restore(llm: LLM, saved: Any, path: Path) -> None:
+    """Continue with what :func:`state_of` gave, which came from a file. Errors as in :func:`load_controller_state`."""
     expected = _learned_with(llm)
     if not isinstance(saved, dict) or saved.keys() != {*expected, "state"}:
         raise EESDError(f"{path} is not a controller state; give a file that --controller-state wrote.")

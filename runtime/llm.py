@@ -2,13 +2,14 @@
 
 import logging
 import os
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -25,13 +26,17 @@ from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.round import Drafter, Drafting
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Drafter, Limits, Observer, Session
+from eesd.runtime.decoding.session import Limits, Observer, Session
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.backends import Engines, open_engines
 from eesd.runtime.engines.base import KVCache
-from eesd.runtime.text import TextCodec, TextStream
+from eesd.runtime.prefix_cache import PrefixCache
+from eesd.runtime.request import Constraint, Generation, Request, TokenLogprob, Update
+from eesd.runtime.running import Running
+from eesd.runtime.text import TextCodec
 
 Prompt = str | Sequence[Message] | Sequence[int]
 LOGGER = logging.getLogger(__name__)
@@ -39,6 +44,9 @@ GREEDY = Sampling()
 GENERATION_CONFIGS = ("auto", "none")
 """Whether the sampling options of ``generation_config.json`` are used."""
 DRAFTERS = ("exit", "text", "both")
+REJECTION_DRAFT = "fixed:k=2"
+"""How requests with rejection sampling draft, unless the controller is ``fixed`` itself. Their tokens depend on how far they
+draft, so that must not follow what was learned, or the load."""
 MAX_PAST_TOKENS = 1 << 20
 """About half a GiB of automata."""
 
@@ -100,21 +108,65 @@ class Piece:
         text: The text that became certain with it; may be empty.
         token: Its id. None in a last piece, whose text was held back for a stop string that did not come.
         from_draft: Whether the draft proposed it. False: it is the verifier's bonus token.
+        logprob: If asked for.
     """
 
     text: str
     token: int | None
     from_draft: bool
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished generation. ``tokens`` are the new ones; ``finish_reason`` is ``stop`` or ``length``."""
+    """A finished generation.
+
+    Attributes:
+        text, tokens: What is new.
+        finish_reason: ``stop``, ``length``, or ``deadline``.
+        stats: Counts and seconds.
+        logprobs: Of the tokens, if asked for.
+        prompt_logprobs: Of the prompt's tokens, if asked for.
+        cached_tokens: Tokens of the prompt whose keys and values were kept from earlier requests.
+    """
 
     text: str
     tokens: list[int]
     finish_reason: str
     stats: Stats
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0
+
+
+class Options(TypedDict, total=False):
+    """What a request may ask for besides prompt and sampling; :class:`~eesd.runtime.request.Request` says what each means.
+    ``stop`` may be a single string."""
+
+    max_new_tokens: int
+    stop: str | Sequence[str]
+    draft: bool
+    ignore_eos: bool
+    min_tokens: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    seconds: float | None
+    constraint: Constraint | None
+
+
+def completion_of(updates: Sequence[Update], request: Request) -> Completion:
+    """A request's completion from all its updates, of which the last has a reason."""
+    outputs, last = [output for update in updates for output in update.tokens], updates[-1]
+    prompt = next((update.prompt_logprobs for update in updates if update.prompt_logprobs is not None), None)
+    return Completion(
+        "".join(output.text for output in outputs) + last.held,
+        [output.token for output in outputs],
+        last.finish_reason or "",
+        last.stats,
+        None if request.logprobs is None else [output.logprob for output in outputs if output.logprob],
+        None if prompt is None else list(prompt),
+        last.cached_tokens,
+    )
 
 
 def load(
@@ -128,6 +180,7 @@ def load(
     exact: bool | None = None,
     activations: str | None = None,
     kv_cache_dtype: str | None = None,
+    prefix_memory: int = 0,
 ) -> "LLM":
     """Open an engine directory that ``eesd-export`` wrote.
 
@@ -144,6 +197,8 @@ def load(
             :func:`~eesd.runtime.engines.backends.open_engines`. Default: where that costs little.
         activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. Default: int8.
         kv_cache_dtype: ``float32`` or ``float16``: the KV cache on the CPU. Default: float32.
+        prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. A
+            :class:`~eesd.runtime.batch.service.Service` has its own.
 
     Raises:
         EESDError: The directory or an argument cannot be used.
@@ -153,13 +208,14 @@ def load(
     if exact is not None:
         check_flag("exact", exact)
     check_choice("generation_config", generation_config, GENERATION_CONFIGS)
+    check_integer("prefix_memory", prefix_memory, 0, 2**62)
     manifest = load_manifest(directory)
     if verify_hashes:
         verify_files(directory, manifest)
     draft = isinstance(speculation, Speculation) and speculation.head_drafts
     engines = open_engines(directory, manifest, backend, threads, draft, exact, activations, kv_cache_dtype)
     default = models_sampling(directory) if generation_config == "auto" else GREEDY
-    llm = LLM(directory, manifest, engines, speculation, default)
+    llm = LLM(directory, manifest, engines, speculation, default, prefix_memory)
     release_freed_memory()  # what packing weights and reading the tokenizer took for a while
     return llm
 
@@ -193,6 +249,7 @@ class LLM:
         draft_columns: The tokens that the draft can predict.
         controller, guard, budget: What decides about drafting with the exit head; None where it is not used.
         text: What decides about drafting from the text, and the outputs of earlier requests; None where it is not used.
+        prefixes: Keys and values of earlier texts; None: they are not kept.
         observer: Told each round's tokens and logits; see :data:`~eesd.runtime.decoding.session.Observer`.
     """
 
@@ -203,6 +260,7 @@ class LLM:
         engines: Engines,
         speculation: Speculation | None,
         default_sampling: Sampling = GREEDY,
+        prefix_memory: int = 0,
     ) -> None:
         self.directory = directory
         self.manifest = manifest
@@ -212,6 +270,7 @@ class LLM:
         self.draft_columns = DraftColumns(load_draft_vocab(directory, manifest))
         self._codec = TextCodec(directory) if (directory / "tokenizer.json").exists() else None
         self._idle: list[KVCache] = []
+        self.prefixes = PrefixCache(prefix_memory) if prefix_memory else None
         self.observer: Observer | None = None
         self._draft_with(speculation)
 
@@ -272,6 +331,17 @@ class LLM:
             raise EESDError("A prompt is a text, a list of token ids, or a list of chat messages.")
         return self.codec.encode(items)
 
+    def request(self, prompt: Prompt, sampling: Sampling | None = None, **options: Unpack[Options]) -> Request:
+        """A request, as :meth:`generate` makes it: for :meth:`run`, or for a service.
+
+        Raises:
+            EESDError: The prompt or an option cannot be used.
+        """
+        if not isinstance(sampling, Sampling | None):
+            raise EESDError(f"sampling is {shown(sampling)}; it must be a Sampling or None.")
+        chosen: dict[str, Any] = {**options, "stop": _stop_strings(options.get("stop", ()))}
+        return Request(tokens=self.encode(prompt), sampling=sampling or self.default_sampling, **chosen)
+
     @contextmanager
     def session(
         self,
@@ -289,45 +359,63 @@ class LLM:
         Raises:
             EESDError: The prompt or an option cannot be used.
         """
-        check_flag("draft", draft)
-        check_flag("ignore_eos", ignore_eos)
-        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 1, 2**63 - 1)
-        if not isinstance(sampling, Sampling | None):
-            raise EESDError(f"sampling is {shown(sampling)}; it must be a Sampling or None.")
-        tokens = self.encode(prompt)
+        request = self.request(prompt, sampling, max_new_tokens=max_new_tokens, draft=draft, ignore_eos=ignore_eos)
+        with self._running(request) as running:
+            yield running.session
+
+    @contextmanager
+    def _running(self, request: Request) -> Iterator[Running]:
+        """A request that runs alone."""
         kv_cache = self._idle.pop() if self._idle else self._new_kv_cache()
         kv_cache.reset()
-        limits = self.limits(max_new_tokens, ignore_eos)
-        drafter = None
-        if draft and self.engines.draft and self.controller and self.speculation:
-            width, columns = self.speculation.tree_width, self.draft_columns
-            drafter = Drafter(self.engines.draft, self.controller, width, self.budget, columns)
-            self.controller.begin_request()
-            if self.budget:
-                self.budget.begin_request()
-        text = self.text if draft else None
-        if text:
-            text.rule.begin_request()
-        session = None
+        running = None
         try:
-            session = Session(
-                tokens,
-                kv_cache,
-                self.engines.verify,
-                drafter,
-                limits,
-                sampling or self.default_sampling,
-                self.manifest.geometry.vocab_size,
-                self.observer,
-                text,
-                guard=self.guard if draft else None,
-            )
-            session.stats.exact = self.engines.exact
-            yield session
+            running = self.begin(request, kv_cache, self.observer)
+            running.session.drafting.begin_request()
+            if self.prefixes is not None:
+                running.take_prefix(self.prefixes)
+            yield running
         finally:
-            if session is not None:
-                session.close()
+            if running is not None:
+                if self.prefixes is not None:
+                    running.keep_prefix(self.prefixes)
+                running.session.close()
             self._idle.append(kv_cache)
+
+    def begin(self, request: Request, kv_cache: KVCache, observer: Observer | None = None) -> Running:
+        """Begin a request over an empty cache.
+
+        Raises:
+            EESDError: The request can never run.
+        """
+        codec = self.codec if request.stop else self._codec
+        running = Running(
+            request,
+            kv_cache,
+            self.engines.verify,
+            self._drafting(request),
+            self.limits(request.max_new_tokens, request.ignore_eos),
+            self.manifest.geometry.vocab_size,
+            codec,
+            observer,
+        )
+        running.session.stats.exact = self.engines.exact
+        return running
+
+    def _drafting(self, request: Request) -> Drafting:
+        """How a request drafts, if it runs alone."""
+        speculation = self.speculation
+        if not request.draft or speculation is None:
+            return Drafting()
+        fixed = not request.sampling.greedy and request.sampling.method == "rejection"
+        controller, budget = self.controller, self.budget
+        if fixed and controller is not None:
+            chosen = speculation.controller if speculation.controller.startswith("fixed") else REJECTION_DRAFT
+            controller, budget = make_controller(chosen), None
+        drafter = None
+        if self.engines.draft is not None and controller is not None:
+            drafter = Drafter(self.engines.draft, controller, speculation.tree_width, budget, self.draft_columns)
+        return Drafting(drafter, fixed=True) if fixed else Drafting(drafter, self.text, self.guard)
 
     def limits(self, max_new_tokens: int, ignore_eos: bool) -> Limits:
         """Where a request of this model ends, and what its calls may hold."""
@@ -350,17 +438,8 @@ class LLM:
                 engine.prepare(kv_caches)
         return kv_caches[0]
 
-    def generate(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
-        *,
-        max_new_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        draft: bool = True,
-        ignore_eos: bool = False,
-    ) -> Completion:
-        """Generate until EOS, a stop string, ``max_new_tokens``, or the end of the cache.
+    def generate(self, prompt: Prompt, sampling: Sampling | None = None, **options: Unpack[Options]) -> Completion:
+        """Generate until EOS, a stop string, ``max_new_tokens``, the deadline, or the end of the cache.
 
         The tokens are the same with and without drafting: always when greedy or ``coupled``, in distribution with
         ``rejection``.
@@ -368,52 +447,39 @@ class LLM:
         Args:
             prompt: Text, chat messages, or token ids.
             sampling: Default: that of the model's ``generation_config.json``, or greedy.
-            max_new_tokens: Most tokens to generate.
-            stop: A string to stop before, or several.
-            draft: False decodes plainly.
-            ignore_eos: Do not stop at EOS.
+            options: See :class:`Options`.
 
         Raises:
-            EESDError: The prompt or an option cannot be used.
+            EESDError: The prompt or an option cannot be used, or the constraint cannot be followed.
         """
-        stream = self.stream(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, draft=draft, ignore_eos=ignore_eos)
-        pieces = []
-        while True:
-            try:
-                pieces.append(next(stream))
-            except StopIteration as end:
-                reason, stats = end.value
-                tokens = [piece.token for piece in pieces if piece.token is not None]
-                return Completion("".join(piece.text for piece in pieces), tokens, reason, stats)
+        request = self.request(prompt, sampling, **options)
+        return completion_of([*self.run(request)], request)
 
     def stream(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
-        *,
-        max_new_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        draft: bool = True,
-        ignore_eos: bool = False,
+        self, prompt: Prompt, sampling: Sampling | None = None, **options: Unpack[Options]
     ) -> Generator[Piece, None, tuple[str, Stats]]:
         """Like :meth:`generate`, but yield each token when its round is committed.
 
         Text comes in whole characters. The generator's return value is (finish_reason, :class:`Stats`).
         """
-        stops = _stop_strings(stop)
-        with self.session(prompt, sampling, max_new_tokens=max_new_tokens, draft=draft, ignore_eos=ignore_eos) as session:
-            text = None
-            if stops or self._codec is not None:
-                text = TextStream(self.codec, session.tokens, stops)
-            while session.finish_reason is None:
-                result = session.step()
-                for index, token in enumerate(result.tokens):
-                    yield Piece(text.push(token) if text else "", token, index < result.num_accepted)
-                    if text and text.stopped:
-                        return "stop", session.stats
-            if text and (held := text.finish()):
-                yield Piece(held, None, False)
-            return session.finish_reason, session.stats
+        update = Update()
+        for update in self.run(self.request(prompt, sampling, **options)):
+            for output in update.tokens:
+                yield Piece(output.text, output.token, output.source != "verify", output.logprob)
+        if update.held:
+            yield Piece(update.held, None, False)
+        return update.finish_reason or "", update.stats
+
+    def run(self, request: Request) -> Iterator[Update]:
+        """Run a request alone. Yields what each round brought, as a service tells it; the last update has a reason."""
+        generation = Generation(request)
+        with self._running(request) as running:
+            reason = None
+            while reason is None:
+                late = generation.is_late(time.monotonic())
+                update = running.last_update("deadline") if late else running.update(running.session.step())
+                yield update
+                reason = update.finish_reason
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

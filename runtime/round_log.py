@@ -62,7 +62,7 @@ class _Recorded:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        if not callable(found):
+        if not callable(found) or name == "state":
             return found
 
         def call(*arguments: Any) -> Any:

@@ -1,6 +1,7 @@
 """``eesd-serve``: OpenAI's API over an engine directory."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from eesd.common.errors import EESDError
 from eesd.common.json_input import read_text
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
-from eesd.runtime.cli import load_as_asked
+from eesd.runtime.cli import drafting_options, load_as_asked, speculation_of
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, KV_CACHE_DTYPES
-from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, Speculation
+from eesd.runtime.llm import GENERATION_CONFIGS, Speculation
+from eesd.runtime.round_log import log_rounds
 from eesd.serve.triton.repository import write_triton_repository
 
 LOG_FORMATS = ("text", "json")
@@ -47,10 +49,13 @@ TRITON = "Write a model for Triton Inference Server into this repository instead
 @click.option(
     "--prefix-memory", type=int, default=BatchOptions.prefix_memory, help="Bytes for prefixes that are kept; 0: none."
 )
-@click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, help="What drafts.")
-@click.option("--levels", type=int, help="Levels that every round drafts.  [default: as many as pay, given the load]")
+@drafting_options
+@click.option(
+    "--levels",
+    type=int,
+    help="Levels that every round drafts, in place of --controller.  [default: as many as pay, given the load]",
+)
 @click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)
-@click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded.")
 @click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help="As in eesd-run.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="As in eesd-run.")
 @click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
@@ -66,8 +71,12 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     One process serves many requests at once. SIGTERM lets running requests finish.
     """
     batch = BatchOptions(**{field.name: options[field.name] for field in fields(BatchOptions)})
+    speculation = speculation_of(options)
+    log: Path | None = options["log_rounds"]
     if options["triton_repo"] is not None:
-        _write_triton_repository(engine_dir, batch, options)
+        if log is not None:
+            raise EESDError("--log-rounds cannot be used with --triton-repo; leave it out.")
+        _write_triton_repository(engine_dir, batch, speculation, options)
         return
     try:
         from eesd.serve.app import make_app
@@ -79,27 +88,27 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     names = [field.name for field in fields(ServeOptions) if field.name in options]
     limits = ServeOptions(api_keys=api_keys(options["api_key_file"]), **{name: options[name] for name in names})
     learned: Path | None = options["controller_state"]
-    if learned is not None and options["no_draft"]:
-        raise EESDError("--controller-state needs drafting; leave --no-draft out.")
     log_to_stderr(options["log_format"])
     with bind(host, port) as bound:  # before the model is loaded: a port that is taken is known at once
-        service = Service(load_as_asked(engine_dir, options, Speculation(drafter=options["drafter"])), batch)
+        llm = load_as_asked(engine_dir, options, speculation)
+        service = Service(llm, batch)
         if learned is not None and learned.exists():
             service.load_state(learned)
         app = make_app(service, limits)
         if not limits.api_keys and not bound.getsockname()[0].startswith(("127.", "::1")):
             LOGGER.warning("Everybody who reaches %s may use it; --api-key-file restricts that.", address_of(bound))
-        serve(app, bound, (lambda: service.save_state(learned)) if learned else (lambda: None))
+        with log_rounds(llm, log) if log else nullcontext():
+            serve(app, bound, (lambda: service.save_state(learned)) if learned else (lambda: None))
 
 
-def _write_triton_repository(engine_dir: Path, batch: BatchOptions, options: dict[str, Any]) -> None:
+def _write_triton_repository(engine_dir: Path, batch: BatchOptions, speculation: Speculation, options: dict[str, Any]) -> None:
     directory = write_triton_repository(
         engine_dir,
         options["triton_repo"],
         name=options["model_name"] or "eesd",
         backend=options["backend"],
         threads=options["threads"],
-        speculation=None if options["no_draft"] else Speculation(drafter=options["drafter"]),
+        speculation=None if options["no_draft"] else speculation,
         batch=batch,
         generation_config=options["generation_config"],
         exact=options["exact"],

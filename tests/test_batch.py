@@ -17,19 +17,19 @@ from support.harness import Harness
 from support.without_operators import needs_operators
 
 from eesd.common.errors import EESDError
-from eesd.runtime.batch.prefix_cache import BLOCK, PrefixCache
-from eesd.runtime.batch.request import QueueFullError, Request, Update
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines import operators
-from eesd.runtime.engines.base import Call, Values
+from eesd.runtime.engines.base import Call, StepOutputs, Values
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.llm import LLM, Speculation, load
+from eesd.runtime.prefix_cache import BLOCK, PrefixCache
+from eesd.runtime.request import QueueFullError, Request, Update
 
 ENGINE: Any = OrtEngine if operators.missing() else CpuEngine
 CACHE: Any = HostKVCache if operators.missing() else CpuKVCache
@@ -101,9 +101,9 @@ def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPa
     """A small piece reads all weights for few tokens."""
     sizes, add_piece = [], Session.add_piece
 
-    def note(session: Session, piece: Call, seconds: float) -> None:
+    def note(session: Session, piece: Call, outputs: StepOutputs, seconds: float) -> None:
         sizes.append(len(piece.tokens))
-        add_piece(session, piece, seconds)
+        add_piece(session, piece, outputs, seconds)
 
     scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=256, prefix_memory=0))
     monkeypatch.setattr(Session, "add_piece", note)
@@ -265,7 +265,9 @@ fill = CACHE.fill
 
 
 def half(kv_cache: Any, start: int, values: Values) -> None:
-    fill(kv_cache, start, values[..., : values.shape[3] // 2, :])
+    values = values.copy()
+    values[..., values.shape[3] // 2 :, :] = 0  # not what an earlier request left there, which may be the same
+    fill(kv_cache, start, values)
 
 
 def share(scheduler: Scheduler, _: object) -> None:

@@ -15,7 +15,6 @@ from support.harness import Harness
 from support.late_gpus import Setting, Shared, late_llm
 
 from eesd.common.errors import EESDError
-from eesd.runtime.batch.request import Request
 from eesd.runtime.batch.scheduler import Scheduler
 from eesd.runtime.batch.service import Service
 from eesd.runtime.engines.base import Call
@@ -24,6 +23,7 @@ from eesd.runtime.engines.device_cache import DeviceKVCache, DeviceMemory
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.torch_engine import TorchStageRunner
 from eesd.runtime.llm import LLM, Speculation, load
+from eesd.runtime.request import Request
 
 
 @pytest.fixture(scope="module")

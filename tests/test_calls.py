@@ -15,11 +15,11 @@ from support.harness import Harness
 from support.without_operators import needs_operators, without_operators
 
 from eesd.common.errors import EESDError
-from eesd.runtime.batch.request import Request
 from eesd.runtime.batch.scheduler import Scheduler
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines.base import Call, StepOutputs
 from eesd.runtime.llm import LLM, load
+from eesd.runtime.request import Request
 
 TEXTS = (37, 5, 90)
 """Tokens of the texts."""
@@ -217,10 +217,10 @@ def test_prompts_that_fail_together_end_together(llm: LLM, engine: Any, caplog: 
 add_piece = Session.add_piece
 
 
-def count_too_many(session: Session, piece: Call, seconds: float) -> None:
-    add_piece(session, piece, seconds)
-    if session.prefilled < session.stats.prompt_tokens - 1:
-        add_piece(session, piece._replace(tokens=piece.tokens[:1]), 0)
+def count_too_many(session: Session, piece: Call, outputs: StepOutputs, seconds: float) -> None:
+    add_piece(session, piece, outputs, seconds)
+    if session.unfilled:
+        add_piece(session, piece._replace(tokens=piece.tokens[:1]), outputs, 0)
 
 
 def test_a_mistake_with_pieces_is_caught(llm: LLM, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:

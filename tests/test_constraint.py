@@ -16,10 +16,12 @@ from support.constrained import SCHEMAS, TOO_MUCH, allowed, random_text, with_ne
 from tokenizers import Tokenizer, decoders, models
 
 from eesd.common.errors import EESDError
-from eesd.runtime.batch.request import ConstraintError
+from eesd.runtime.constraint import GrammarConstraint, _Tokens
+from eesd.runtime.constraint import make_constraint as constraint
 from eesd.runtime.llm import LLM, load
+from eesd.runtime.request import ConstraintError
 from eesd.runtime.text import TextCodec
-from eesd.serve.grammar.constraint import GrammarConstraint, _Tokens, constraint, constraint_of
+from eesd.serve.grammar.fields import constraint_of
 
 WORD = {"type": "string", "maxLength": 4}
 

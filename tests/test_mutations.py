@@ -37,11 +37,13 @@ from eesd.export import onnx_graph
 from eesd.model import graphs
 from eesd.model.exit_head import ExitHead
 from eesd.runtime.compare import compare
+from eesd.runtime.decoding import round as decoding_round
 from eesd.runtime.decoding import samplers, sampling, session
 from eesd.runtime.decoding.draft_tree import DraftTree
+from eesd.runtime.decoding.round import Policy, Round
 from eesd.runtime.decoding.samplers import Coupled, Rejection
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Round, Session
+from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines import cpu_engine
 from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.base import Call, Logits, StepOutputs
@@ -144,8 +146,9 @@ def test_a_draft_graph_that_forgets_the_draft_vocabulary_is_caught(tmp_path: Pat
 def trimming(draft: Callable[..., None]) -> Callable[..., None]:
     """Drops the last drafted token for what it is."""
 
-    def trimmed(self: Session, current: Round) -> None:
-        draft(self, current)
+    def trimmed(rounds: Sequence[Round], policy: Policy) -> None:
+        draft(rounds, policy)
+        [current] = rounds
         if current.tree.steps and current.tree.nodes[-1].token in (1, 4):
             current.tree.nodes.pop().index = -1
 
@@ -156,7 +159,7 @@ def test_trimming_by_the_drafted_token_is_wrong_with_rejection_alone(
     five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is wrong with rejection sampling alone: what the others emit does not depend on what was drafted."""
-    monkeypatch.setattr(Session, "_draft", trimming(Session._draft))
+    monkeypatch.setattr(decoding_round, "draft", trimming(decoding_round.draft))
     with caught():
         check_joint(five_token_harness, [3], REJECTION, make_controller("fixed:k=2"), width=1)
     check_joint(five_token_harness, [3], replace(REJECTION, method="coupled"), make_controller("fixed:k=2"), width=1)

@@ -20,11 +20,11 @@ from support.bundled import prompts
 from support.constrained import TOO_MUCH
 from support.ray_cluster import RayCluster, ray_cluster
 
-from eesd.runtime.batch.request import Request as RunRequest
 from eesd.runtime.batch.service import Service
+from eesd.runtime.constraint import make_constraint as constraint
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Completion, load
-from eesd.serve.grammar.constraint import constraint
+from eesd.runtime.request import Request as RunRequest
 
 pytestmark = pytest.mark.slow
 

@@ -15,11 +15,12 @@ from support.constrained import TOO_MUCH
 from support.serving import Held
 
 from eesd.common.errors import EESDError
-from eesd.runtime.batch.request import QueueFullError, Request, Update
 from eesd.runtime.batch.service import Service
+from eesd.runtime.constraint import make_constraint as constraint
+from eesd.runtime.constraint import of_grammar
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, load
-from eesd.serve.grammar.constraint import constraint, of_grammar
+from eesd.runtime.request import QueueFullError, Request, Update
 from eesd.serve.ray.service import ATTEMPTS, RemoteService, Stream
 
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, seed=5)]

@@ -15,11 +15,11 @@ from openai import BadRequestError
 from support.constrained import SCHEMAS, SHORT_TEMPLATE, TOO_MUCH, with_new_lines
 from support.serving import Served, events, served
 
-from eesd.runtime.batch.request import Request, Update
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
+from eesd.runtime.constraint import make_constraint as constraint
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.serve.grammar.constraint import constraint
+from eesd.runtime.request import Request, Update
 
 WEATHER: dict[str, Any] = {
     "name": "weather",

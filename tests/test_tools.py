@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from eesd.common.errors import EESDError
-from eesd.runtime.batch.request import TokenOutput, Update
 from eesd.runtime.llm import LLM, load
+from eesd.runtime.request import TokenOutput, Update
 from eesd.runtime.text import TextCodec
 from eesd.serve.grammar.tool_calls import HERMES, LLAMA, MISTRAL, ToolDelta, ToolFormat, ToolParser
 from eesd.serve.grammar.tools import Tools, _in_words, _told, encode_chat, tools_of

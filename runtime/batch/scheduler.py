@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from eesd.common.checks import check_integer
 from eesd.common.errors import EESDError
 from eesd.controllers.load_rule import FixedLevels, LoadRule
-from eesd.runtime.batch.prefix_cache import PrefixCache
-from eesd.runtime.batch.request import ConstraintError, Generation, Update
-from eesd.runtime.batch.rounds import Pieces, RoundRunner
-from eesd.runtime.batch.row import Row
+from eesd.runtime.batch.load_policy import LoadPolicy
 from eesd.runtime.batch.row_exactness import check_rows
-from eesd.runtime.decoding.session import RoundResult, check_prompt
-from eesd.runtime.engines.base import Call, KVCache
+from eesd.runtime.decoding.round import ALONE, Piece, Policy, Round, run_round
+from eesd.runtime.decoding.session import Session, check_prompt
+from eesd.runtime.engines.base import KVCache
 from eesd.runtime.llm import LLM
+from eesd.runtime.prefix_cache import PrefixCache
+from eesd.runtime.request import ConstraintError, Generation, Update
+from eesd.runtime.running import Running
 
 MEASURING_SECONDS = 3.0
 """Time in which calls are timed at the start."""
@@ -36,7 +37,7 @@ class BatchOptions:
         kv_memory: Bytes of keys and values that the requests that run may come to need, together.
         prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. They change how long a
             request takes to begin, from which one user may learn what another asked: give 0 where that matters.
-        levels: Levels that every round drafts; None: as many as pay, given the load.
+        levels: Levels that every round drafts, also of a request alone; None: as many as pay, given the load.
 
     Raises:
         EESDError: A value is out of range.
@@ -59,6 +60,18 @@ class BatchOptions:
             check_integer("levels", self.levels, 0, 64)
 
 
+@dataclass(eq=False)
+class Row:
+    """A request that has begun, and whom to tell."""
+
+    generation: Generation
+    running: Running
+
+    @property
+    def session(self) -> Session:
+        return self.running.session
+
+
 class Scheduler:
     """The batch, driven by one thread: :meth:`add` requests, and call :meth:`step` while there is work.
 
@@ -67,6 +80,7 @@ class Scheduler:
         prefixes: Keys and values of earlier texts.
         waiting: Requests that have not begun.
         rounds: Rounds so far.
+        drafted: Levels that the last round verified.
         request_seconds: Time that requests took lately, from their place in a row to their end.
     """
 
@@ -89,8 +103,10 @@ class Scheduler:
             if engine is not None:
                 engine.prepare(self._kv_caches)
         check_rows(self._engine, self._kv_caches)
-        self._rounds = RoundRunner(self.rule, self._engine, llm.engines.draft)
-        self._rounds.measure(self._kv_caches, 1 + llm.manifest.max_tree_nodes, MEASURING_SECONDS)
+        self.drafted = 0
+        self._last_alone: Session | None = None
+        self._policy = LoadPolicy(self.rule, self._engine, llm.engines.draft)
+        self._policy.measure(self._kv_caches, 1 + llm.manifest.max_tree_nodes, MEASURING_SECONDS)
 
     @property
     def running(self) -> int:
@@ -101,11 +117,6 @@ class Scheduler:
     def prefilling(self) -> int:
         """Requests whose prompt is being prefilled."""
         return len(self._prefilling)
-
-    @property
-    def drafted(self) -> int:
-        """Levels that the last round verified."""
-        return self._rounds.drafted if self._active else 0
 
     @property
     def kv_used(self) -> float:
@@ -175,95 +186,110 @@ class Scheduler:
             generation = self.waiting.popleft()
             kv_cache = self._free.pop()
             try:
-                row = Row(self._llm, self.rule, generation, kv_cache)
+                row = Row(generation, self._llm.begin(generation.request, kv_cache))
             except Exception as error:  # whatever it is, it concerns this request alone
                 LOGGER.exception("A request could not begin.")
                 self._give_back(kv_cache)
                 generation.on_update(Update(finish_reason="error", error=_sentence(error)))
                 continue
-            if generation.request.prompt_logprobs is None:
-                self._take_prefix(row)
+            row.running.take_prefix(self.prefixes)
             self._go_on(row)  # of some prompts nothing is left to prefill
 
-    def _take_prefix(self, row: Row) -> None:
-        """Copy the keys and values of the prompt's beginning that are known."""
-        tokens = row.request.tokens[:-1]
-        at = 0
-        for values in self.prefixes.find(tokens):
-            length = values.shape[3]
-            row.kv_cache.reserve(at + length)
-            row.kv_cache.fill(at, values)
-            at += length
-        row.session.prefill_from(at)
-        row.cached_tokens = at
-
-    def _next_pieces(self) -> Pieces:
+    def _next_pieces(self) -> list[tuple[Row, Piece]]:
         """Pieces of the next prompts: one, and more if they are whole prompts."""
-        pieces: list[tuple[Row, Call]] = []
+        pieces: list[tuple[Row, Piece]] = []
         left = self._options.prefill_tokens if self._active else self._engine.prefill_chunk
         for row in [*self._prefilling]:
-            if pieces and row.unfilled > left:
+            unfilled = row.session.unfilled
+            if pieces and unfilled > left:
                 break
             try:
-                call = row.next_piece(_piece(row.unfilled, left))
+                call = row.session.next_piece(_piece(unfilled, left))
             except Exception as error:  # whatever it is, it concerns this request alone
                 self._end(row, "error", error)
                 continue
             assert call is not None
-            pieces.append((row, call))
+            pieces.append((row, Piece(row.session, call)))
             left -= len(call.tokens)
         return pieces
 
     def _go_on(self, row: Row) -> None:
         """Let a row whose prompt is complete decode, and another one wait for its next turn."""
-        if row.prefilled:
+        if row.session.unfilled:
+            self._prefilling.append(row)
+        else:
             self._keep_prefix(row)
             self._active.append(row)
-        else:
-            self._prefilling.append(row)
 
-    def _round(self, pieces: Pieces) -> None:
+    def _policy_of(self, shared: bool) -> Policy:
+        """A row alone drafts as it does without a batch; a batch, or a row whose call a prompt ``shared``, by the load."""
+        if len(self._active) != 1 or shared or self._options.levels is not None:
+            return self._policy
+        session = self._active[0].session
+        if session is not self._last_alone:
+            self._last_alone = session
+            session.drafting.begin_request()
+        return ALONE
+
+    def _round(self, pieces: list[tuple[Row, Piece]]) -> None:
         """Run a round, and pieces of prompts with it. If an engine fails, the rows that decode end, and the prompts try again;
         without rows that decode, the prompts' requests end."""
-        self.rounds += bool(self._active)
+        rows = [*self._active]
+        self.rounds += bool(rows)
+        policy, prompts = self._policy_of(bool(pieces)), [piece for _, piece in pieces]
         try:
-            finished = self._rounds.run(self._active, self._report, pieces)
+            rounds = run_round([row.session for row in rows], self._engine, policy, prompts)
         except Exception as error:
-            failed = self._active or [row for row, _ in pieces]
+            failed = rows or [row for row, _ in pieces]
             LOGGER.exception("A call failed; %d requests end.", len(failed))
-            for row in [*failed]:
+            for row in failed:
                 self._end(row, "error", error)
             return
-        for row in finished:
-            if row.error is None:
-                self._active.remove(row)
-                self._give_back(row.kv_cache)
-                continue
-            if not isinstance(row.error, ConstraintError):
-                LOGGER.error("A request failed.", exc_info=row.error)
-            self._end(row, "error", row.error)
-        for row in [row for row, _ in pieces if row.error is None]:
-            self._prefilling.remove(row)
-            self._go_on(row)
+        self.drafted = max((len(current.nodes) - 1 for current in rounds), default=0)
+        for row, current in zip(rows, rounds, strict=True):
+            self._report(row, current)
+        for row, piece in pieces:
+            if piece.error is None:
+                self._prefilling.remove(row)
+                self._go_on(row)
+            else:
+                self._fail(row, piece.error)
 
-    def _report(self, row: Row, result: RoundResult) -> bool:
-        """Tell what a round brought a row. Returns whether the row is finished."""
-        update = row.update(result)
-        ended = update.finish_reason is not None
-        if ended:
-            self.request_seconds += (time.monotonic() - row.began - self.request_seconds) / 8
+    def _report(self, row: Row, current: Round) -> None:
+        """Tell what a round brought a row, and end the row if it is finished or failed."""
+        try:
+            if current.error is not None:
+                raise current.error
+            assert current.result is not None
+            update = row.running.update(current.result)
+        except Exception as error:  # whatever it is, it concerns this request alone
+            self._fail(row, error)
+            return
+        if update.finish_reason is not None:
+            self.request_seconds += (time.monotonic() - row.running.began - self.request_seconds) / 8
             self._keep_prefix(row)
-            row.session.close()
+            self._active.remove(row)
+            self._leave(row)
         row.generation.on_update(update)
-        return ended
+
+    def _fail(self, row: Row, error: Exception) -> None:
+        """End a request that failed alone."""
+        if not isinstance(error, ConstraintError):
+            LOGGER.error("A request failed.", exc_info=error)
+        self._end(row, "error", error)
 
     def _end(self, row: Row, reason: str, error: Exception | None = None) -> None:
         """End a request that no round ended."""
         (self._active if row in self._active else self._prefilling).remove(row)
-        self._give_back(row.kv_cache)
-        row.session.close()
-        update = row.last_update(reason, None if error is None else _sentence(error))
+        self._leave(row)
+        update = row.running.last_update(reason, None if error is None else _sentence(error))
         row.generation.on_update(replace(update, refused=isinstance(error, ConstraintError)))
+
+    def _leave(self, row: Row) -> None:
+        """Let another request use a row's cache."""
+        row.session.close()
+        self._last_alone = None if self._last_alone is row.session else self._last_alone
+        self._give_back(row.running.kv_cache)
 
     def _give_back(self, kv_cache: KVCache) -> None:
         """Let another request use a cache: the first ones are taken first."""
@@ -274,7 +300,7 @@ class Scheduler:
     def _keep_prefix(self, row: Row) -> None:
         """Keep a row's keys and values for requests that begin like it."""
         if self._options.prefix_memory:
-            self.prefixes.add(row.session.tokens[:-1], row.kv_cache.values)
+            row.running.keep_prefix(self.prefixes)
 
     def _check_memory(self) -> None:
         """Raise :class:`EESDError` if caches that are allocated whole take more than requests may."""

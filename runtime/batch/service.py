@@ -11,11 +11,12 @@ from eesd.common.checks import check_path
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.json_input import read_json
-from eesd.runtime.batch.request import Generation, OnUpdate, QueueFullError, Request, Update
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
-from eesd.runtime.llm import LLM, Completion
+from eesd.runtime.controller_state import restore, state_of
+from eesd.runtime.llm import LLM, Completion, completion_of
+from eesd.runtime.request import Generation, OnUpdate, QueueFullError, Request, Update
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 OPTIONS = BatchOptions()
 
 
@@ -109,11 +110,9 @@ class Service:
         self.submit(request, on_update)
         done.wait()
         last = updates[-1]
-        if last.finish_reason not in ("stop", "length"):
+        if last.finish_reason not in ("stop", "length", "deadline"):
             raise EESDError(last.error or f"The request ended early: {last.finish_reason}.")
-        outputs = [output for update in updates for output in update.tokens]
-        text = "".join(output.text for output in outputs) + last.held
-        return Completion(text, [output.token for output in outputs], last.finish_reason, last.stats)
+        return completion_of(updates, request)
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Take no more requests, let those that run go on for so long, then cancel them. May be called more than once."""
@@ -147,13 +146,15 @@ class Service:
         return self._thread.is_alive()
 
     def controller_state(self) -> dict[str, Any]:
-        """What was learned about drafting, as JSON values: costs, calibration, acceptance by depth."""
+        """What the batch learned about drafting, as JSON values: costs, calibration, acceptance by depth."""
         return self._scheduler.rule.state()
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
-        """Write what was learned. The file appears whole or not at all."""
+        """Write what was learned by the batch, and by requests that ran alone. The file appears whole or not at all."""
         path = check_path("path", path, "the file to write")
-        state = {"format": STATE_FORMAT, "model": self.llm.manifest.exit_head.base, "state": self.controller_state()}
+        alone = state_of(self.llm) if self.llm.speculation is not None else None
+        model = self.llm.manifest.exit_head.base
+        state = {"format": STATE_FORMAT, "model": model, "state": self.controller_state(), "alone": alone}
         try:
             with written_whole(path) as temporary:
                 temporary.write_text(json.dumps(state) + "\n")
@@ -164,14 +165,20 @@ class Service:
         """Continue with what :meth:`save_state` wrote. Call it before the first request.
 
         Raises:
-            EESDError: The file is damaged, or was learned with another model.
+            EESDError: The file is damaged, or was learned with another model or controller.
         """
         path = check_path("path", path, "a file that save_state wrote")
         saved = read_json(path, "give another file")
-        if not isinstance(saved, dict) or saved.keys() != {"format", "model", "state"} or saved["format"] != STATE_FORMAT:
+        if (
+            not isinstance(saved, dict)
+            or saved.keys() != {"format", "model", "state", "alone"}
+            or saved["format"] != STATE_FORMAT
+        ):
             raise EESDError(f"{path} is not what a server learned; give another file.")
         if saved["model"] != self.llm.manifest.exit_head.base:
             raise EESDError(f"{path} was learned with another model; give another file.")
+        if self.llm.speculation is not None:
+            restore(self.llm, saved["alone"], path)
         try:
             self._scheduler.rule.restore(saved["state"])
         except (ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""One sequence being generated, round by round: draft, verify, accept, commit.
+"""A sequence being generated: what each part of a round does to it.
 
 The draft proposes tokens behind the last committed one (the root). After each step the controller says whether to continue.
 Where the text repeats, it proposes tokens itself, which cost no draft step. One verify pass judges all of them. The accepted
@@ -8,25 +8,27 @@ round's passes, so nothing runs twice or alone.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from eesd.common.checks import shown
-from eesd.common.draft_vocab import WHOLE, DraftColumns
+from eesd.common.draft_vocab import WHOLE
 from eesd.common.errors import EESDError
 from eesd.common.manifest import PREFILL_CHUNK
-from eesd.controllers import Controller, DraftStep, RoundOutcome
+from eesd.controllers import DraftStep, RoundOutcome
 from eesd.controllers.calibration import CERTAIN
-from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain, tree_mask
-from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT, Guard
+from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT
+from eesd.runtime.decoding.round import Drafting, Round, RoundResult, run_round
 from eesd.runtime.decoding.samplers import AcceptResult, Allowed, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter, TextIndex
-from eesd.runtime.engines.base import Call, DraftChain, Engine, KVCache, Logits, StepOutputs
+from eesd.runtime.engines.base import Call, Engine, KVCache, Logits, StepOutputs, Values
+
+LOGIT_CHUNK = 64
+"""Tokens of a prompt whose logits are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -52,74 +54,18 @@ Observer = Callable[[Sequence[int], Logits], None]
 [tokens, V]. They are valid during the call. Without an observer, logits may stay on the device."""
 
 
-class RoundResult(NamedTuple):
-    """What one round committed.
-
-    Attributes:
-        tokens: At least one. The first ``num_accepted`` were drafted; the one behind them, if there is one, is the bonus token.
-        num_accepted: Draft tokens among them.
-        finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None: call ``step`` again.
-        from_text: Of each accepted token, whether the text proposed it, and the exit head did not.
-        rejected: What was drafted behind the accepted tokens, and not accepted: the best path.
-    """
-
-    tokens: list[int]
-    num_accepted: int
-    finish_reason: str | None
-    from_text: Sequence[bool] = ()
-    rejected: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class Drafter:
-    """What a session needs to draft with the exit head: the draft engine, the controller, the nodes of a level (1: a
-    chain), the budget that chooses what is verified (None: everything), and the tokens of the draft's columns."""
-
-    engine: Engine
-    controller: Controller
-    tree_width: int = 1
-    budget: TreeBudget | None = None
-    columns: DraftColumns = WHOLE
-
-
-@dataclass(eq=False)
-class Round:
-    """A round before its commit.
-
-    Attributes:
-        tree: What is drafted.
-        proposal: What the text proposes behind the root.
-        drafter: Drafts in this round; None: it may not draft.
-        started: Time at which the round began, in seconds.
-        length: Draft steps, if the controller knows them; None: it is asked after each.
-        drafting: Whether another draft step is wanted.
-        draft_seconds: Time in the draft engine.
-        nodes: What is verified.
-        drafted_at: Time at which the draft was complete.
-    """
-
-    tree: DraftTree
-    proposal: Proposal
-    drafter: Drafter | None
-    started: float
-    length: int | None = None
-    drafting: bool = False
-    draft_seconds: float = 0.0
-    nodes: list[Node] = field(default_factory=list)
-    drafted_at: float = 0.0
-
-
 class Session:
     """A sequence over its own KV cache. ``step`` runs one round; between steps nothing runs and nothing is pending.
 
     ``step`` is a transaction: if drafting, verifying or accepting raises (a cancel, a failing engine), the session stands where
     the round began, and ``step`` can be called again. Controllers learn after the commit, so they never learn from a cancelled
-    round. With ``drafter`` and ``text`` None a session decodes plainly through the same verify engine.
+    round.
 
     Attributes:
         tokens: The prompt and everything committed.
         stats: Counts and seconds so far.
         finish_reason: None until the sequence ends; see :class:`RoundResult`.
+        drafting: How it drafts alone.
     """
 
     def __init__(
@@ -127,15 +73,14 @@ class Session:
         prompt: Sequence[int],
         kv_cache: KVCache,
         verify: Engine,
-        drafter: Drafter | None,
+        drafting: Drafting,
         limits: Limits,
         sampling: Sampling,
         vocab_size: int,
         observer: Observer | None = None,
-        text: TextDrafter | None = None,
         allowed: Allowed | None = None,
         forced: Forced | None = None,
-        guard: Guard | None = None,
+        prompt_observer: Observer | None = None,
     ) -> None:
         """Begin a sequence.
 
@@ -143,15 +88,14 @@ class Session:
             prompt: Token ids, at least one.
             kv_cache: Memory of the sequence.
             verify: The verify engine.
-            drafter: How the exit head drafts; None: not at all.
+            drafting: How it drafts alone.
             limits: Where the sequence ends.
             sampling: How tokens are chosen.
             vocab_size: V.
             observer: Told what each round commits.
-            text: How the text drafts; None: not at all.
             allowed: Restricts the tokens; see :data:`~eesd.runtime.decoding.samplers.Allowed`.
             forced: Knows tokens that must follow, which are a draft for nothing.
-            guard: Pauses what drafts in vain; None: nothing is ever paused.
+            prompt_observer: The same as ``observer`` for the tokens of the prompt but the first, piece by piece.
 
         Raises:
             EESDError: The prompt is empty, too long, or has an unknown token.
@@ -160,19 +104,18 @@ class Session:
         self.tokens = list(prompt)
         self.stats = Stats(prompt_tokens=len(prompt))
         self.finish_reason: str | None = None
+        self.drafting = drafting
         self._kv_cache = kv_cache
         self._verify = verify
-        self._drafter = drafter
-        self._text = text
         self._index = TextIndex()
         self._forced = forced
-        self._guard = guard
         self._limits = limits
-        self._sampler = make_sampler(sampling, vocab_size, drafter.columns if drafter else WHOLE, allowed)
+        columns = drafting.drafter.columns if drafting.drafter else WHOLE
+        self._sampler = make_sampler(sampling, vocab_size, columns, allowed)
         self._observer = observer
+        self._prompt_observer = prompt_observer
         self._prefilled = 0
         self._closed = False
-        self._pauses_before = self._pauses()
 
     def prefill(self) -> None:
         """Put the prompt, all but its last token, into the cache. The first ``step`` does it if this was not called.
@@ -181,47 +124,50 @@ class Session:
         """
         self._check_open()
         while (piece := self.next_piece(self._limits.prefill_chunk)) is not None:
-            started = time.perf_counter()
-            self._verify.forward([piece])
-            self.add_piece(piece, time.perf_counter() - started)
+            self.add_piece(piece, *_timed(self._verify, piece))
 
-    def next_piece(self, most: int, logits: bool = False) -> Call | None:
-        """The call of the next piece of the prompt, at most ``most`` tokens. Tell :meth:`add_piece` when it has run.
-
-        None: the prompt is complete.
-        """
+    def next_piece(self, most: int) -> Call | None:
+        """The call of the next piece of the prompt, at most ``most`` tokens; None: the prompt is complete."""
         self._check_open()
-        start = self._prefilled
-        stop = min(start + most, self._limits.prefill_chunk + start, self.stats.prompt_tokens - 1)
+        start, logits = self._prefilled, self._prompt_observer is not None
+        most = min(most, self._limits.prefill_chunk, LOGIT_CHUNK if logits else most)
+        stop = min(start + most, self.stats.prompt_tokens - 1)
         if start == stop:
             return None
         self._kv_cache.reserve(stop)
         return Call(self._kv_cache, self.tokens[start:stop], range(start, stop), start, logits=logits)
 
-    def add_piece(self, piece: Call, seconds: float) -> None:
-        """Note that the keys and values of a piece are in the cache, after a call that took so many seconds."""
+    def add_piece(self, piece: Call, outputs: StepOutputs, seconds: float) -> None:
+        """Go on behind a piece of the prompt, whose call took so many seconds."""
+        if self._prompt_observer is not None:
+            start, stop = piece.slot + 1, piece.slot + 1 + len(piece.tokens)
+            self._prompt_observer(self.tokens[start:stop], outputs.logits)
         self._prefilled += len(piece.tokens)
         self.stats.prefill_seconds += seconds
 
-    def prefill_from(self, slots: int) -> None:
-        """Note that the keys and values of the prompt's first ``slots`` tokens are in the cache."""
-        self._prefilled = max(self._prefilled, min(slots, self.stats.prompt_tokens - 1))
+    def fill(self, values: Sequence[Values]) -> None:
+        """Take the keys and values of the prompt's beginning, in their order, instead of computing them."""
+        for part in values:
+            stop = self._prefilled + part.shape[3]
+            self._kv_cache.reserve(stop)
+            self._kv_cache.fill(self._prefilled, part)
+            self._prefilled = stop
+
+    @property
+    def unfilled(self) -> int:
+        """Tokens of the prompt that are still to be put into the cache."""
+        return self.stats.prompt_tokens - 1 - self._prefilled
 
     def step(self) -> RoundResult:
         """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or closed session."""
-        current = self.begin()
-        self._draft(current)
-        call = self.complete(current)
-        if self._verify.chooses:
-            call = call._replace(choose=self._sampler.chooser(current.nodes, 0))
-        outputs, seconds = _timed(self._verify, call)
-        return self.commit(current, outputs, seconds)
+        [current] = run_round([self], self._verify)
+        if current.error is not None:
+            raise current.error
+        assert current.result is not None
+        return current.result
 
-    def begin(self) -> Round:
+    def begin(self, current: Round) -> None:
         """Begin a round: what the text proposes, and whether to draft. A round that was begun before is forgotten.
-
-        Whoever batches sessions runs the engine calls of a round itself: those of :meth:`next_draft` until there is none, each
-        told to :meth:`drafted`, then that of :meth:`complete`, told to :meth:`commit`. :meth:`step` does it for one session.
 
         Raises:
             EESDError: The session is finished or closed.
@@ -230,27 +176,45 @@ class Session:
         if self.finish_reason is not None:
             raise EESDError("The session is finished; start a new one.")
         self.prefill()
-        started = time.perf_counter()
-        drafter = self._active_drafter()
+        current.started = time.perf_counter()
+        drafter, allows = current.drafting.drafter, current.drafting.allows
+        current.drafter = drafter = drafter if drafter and self._max_depth() >= 1 and allows(EXIT_HEAD) else None
         self._sampler.begin_round(self.tokens)
-        proposal = self._proposal()
+        current.proposal = proposal = self._proposal(current.drafting.text)
         width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
-        tree = DraftTree(self.tokens[-1], self._max_nodes(), width, budget, self._limits.in_place)
-        copied = self._copied(proposal, drafter)
-        tree.follow_text(proposal.tokens[:copied])
-        current = Round(tree, proposal, drafter, started)
+        current.tree = DraftTree(self.tokens[-1], self._max_nodes(), width, budget, self._limits.in_place)
+        copied = self._copied(current)
+        current.tree.follow_text(proposal.tokens[:copied])
         if drafter is not None and not copied:
             current.length = drafter.controller.begin_round(width)
-            current.drafting = current.length != 0
-        return current
+            current.wants_more = current.length != 0
 
-    def next_draft(self, current: Round) -> Call | None:
-        """The call of the next draft step; None: the draft is complete."""
-        if not current.drafting:
-            return None
-        if not current.tree.steps:
+    def next_draft(self, current: Round) -> Call:
+        """The call of the next draft step."""
+        assert current.drafter is not None
+        tree = current.tree
+        if not tree.steps:
             self._kv_cache.reserve(len(self.tokens) + self._max_nodes())
-        return self._call(current.tree.nodes, current.tree.frontier[0].index)
+        call = self._call(tree.nodes, tree.frontier[0].index)
+        if current.drafter.engine.chooses:
+            return call._replace(choose=self._sampler.chooser(tree.frontier, tree.branching))
+        return call
+
+    def draft_chain(self, current: Round) -> bool:
+        """Draft a chain of known length in one call, which does not wait for the host between its steps, if that can be."""
+        tree, length = current.tree, current.length
+        assert current.drafter is not None
+        chain = current.drafter.engine.draft_chain
+        if chain is None or not length or tree.steps or current.drafter.tree_width > 1 or not self._sampler.proposes_top_tokens:
+            return False
+        self._kv_cache.reserve(len(self.tokens) + self._max_nodes())
+        started, count = time.perf_counter(), min(length, self._max_depth())
+        outputs = chain(self._kv_cache, tree.root.token, len(self.tokens) - 1, count)
+        current.draft_seconds = time.perf_counter() - started
+        for row in range(count):
+            tree.grow([self._sampler.propose(tree.frontier[0], outputs, row, tree.branching)])
+        current.wants_more = False
+        return True
 
     def drafted(self, current: Round, outputs: StepOutputs, seconds: float) -> None:
         """Add a level to the draft from the draft engine's outputs, and ask the controller whether to continue."""
@@ -259,27 +223,21 @@ class Session:
         current.draft_seconds += seconds
         step = self._grow(tree, outputs, controller.needs_entropy)
         ends = step is None or tree.steps >= self._max_depth() or tree.is_full
-        current.drafting = not ends and step is not None and controller.keep_drafting(step)
+        current.wants_more = not ends and step is not None and controller.keep_drafting(step)
 
     def complete(self, current: Round, levels: int | None = None) -> Call:
-        """End the draft, and choose what is verified.
+        """End the draft, and choose what is verified: of the tree, or of its first ``levels``.
 
-        Args:
-            current: The round.
-            levels: Verify the first `levels` levels; None: all. Not for rejection sampling, where what is left out must not
-                depend on what was drafted.
-
-        Returns:
-            The call of the verify engine.
+        Where drafting is fixed all of it is: with rejection sampling, what is left out must not depend on what was drafted.
         """
-        tree, drafter = current.tree, current.drafter
-        current.drafting = False
-        if self._text is not None and drafter is not None and tree.steps and tree.frontier:
-            self._add_text(self._text, tree, current.proposal, drafter.budget is not None)
-        nodes = tree.prune() if levels is None else tree.cut(levels)
+        tree, drafter, text = current.tree, current.drafter, current.drafting.text
+        if text is not None and drafter is not None and tree.steps and tree.frontier:
+            self._add_text(text, tree, current.proposal, drafter.budget is not None)
+        nodes = tree.prune() if levels is None or current.drafting.fixed else tree.cut(levels)
         current.nodes, current.drafted_at = nodes, time.perf_counter()
         self._kv_cache.reserve(len(self.tokens) - 1 + len(nodes))
-        return self._call(nodes)
+        call = self._call(nodes)
+        return call._replace(choose=self._sampler.chooser(nodes, 0)) if self._verify.chooses else call
 
     def commit(self, current: Round, outputs: StepOutputs, seconds: float) -> RoundResult:
         """Accept what the verifier agrees with, and commit it.
@@ -322,7 +280,6 @@ class Session:
         self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason
 
         self._learn(current, outcome, chosen)
-        self.stats.guard_pauses = self._pauses() - self._pauses_before
         self.stats.host_seconds += time.perf_counter() - committed_at
         if self._observer is not None:
             self._observer(result.tokens, outputs.logits[[0, *(node.index for node in path)][: len(result.tokens)]])
@@ -330,7 +287,8 @@ class Session:
 
     def _learn(self, current: Round, outcome: RoundOutcome, chosen: Sequence[int]) -> None:
         """Tell all that decide about a committed round, also if they were not allowed to draft or to copy."""
-        drafter, proposal = self._drafter, current.proposal
+        drafter, text, guard = current.drafting.drafter, current.drafting.text, current.drafting.guard
+        proposal = current.proposal
         expected = 1 + sum(proposal.values[: outcome.nodes])
         if drafter is not None:
             if outcome.steps:
@@ -338,21 +296,15 @@ class Session:
             drafter.controller.observe(outcome)
             if drafter.budget is not None:
                 drafter.budget.observe(current.tree.labels(chosen), outcome)
-        if self._text is not None:
+        if text is not None:
             pairs = enumerate(zip(proposal.tokens, chosen, strict=False))
             right = next((i for i, (token, other) in pairs if token != other), min(len(proposal.tokens), len(chosen)))
             judged = min(right + 1, len(proposal.tokens), len(chosen))
-            self._text.rule.observe(proposal.steps, right, judged, outcome)
-        if self._guard is not None:
-            self._guard.record(outcome, expected, time.perf_counter() - current.started)
-
-    def _pauses(self) -> int:
-        """How often the guard has paused a drafter."""
-        return self._guard.pauses if self._guard else 0
-
-    def _allows(self, drafter: str) -> bool:
-        """Whether the guard lets this drafter draft now."""
-        return self._guard is None or self._guard.allows(drafter)
+            text.rule.observe(proposal.steps, right, judged, outcome)
+        if guard is not None:
+            pauses = guard.pauses
+            guard.record(outcome, expected, time.perf_counter() - current.started)
+            self.stats.guard_pauses += guard.pauses - pauses
 
     def peek(self) -> Logits:
         """The verifier's logits [V] behind the last committed token, by a single-token pass. Commits nothing."""
@@ -363,11 +315,6 @@ class Session:
         return row
 
     @property
-    def prefilled(self) -> int:
-        """Tokens of the prompt that are in the cache."""
-        return self._prefilled
-
-    @property
     def kv_cache(self) -> KVCache:
         """The session's cache, for calls of other engines. Raises :class:`EESDError` on a closed session."""
         self._check_open()
@@ -375,17 +322,14 @@ class Session:
 
     def close(self) -> None:
         """Give up the cache, which the next session will use. Then only ``tokens``, ``stats``, ``finish_reason`` are left."""
-        if self._text is not None and self._text.past is not None and not self._closed:
-            self._text.past.add(self.tokens[self.stats.prompt_tokens :])
+        text = self.drafting.text
+        if text is not None and text.past is not None and not self._closed:
+            text.past.add(self.tokens[self.stats.prompt_tokens :])
         self._closed = True
 
     def _check_open(self) -> None:
         if self._closed:
             raise EESDError("The session is closed, and its KV cache belongs to the next one; start a new session.")
-
-    def _active_drafter(self) -> Drafter | None:
-        """The drafter, unless there is no room to draft or the guard does not allow it."""
-        return self._drafter if self._drafter and self._max_depth() >= 1 and self._allows(EXIT_HEAD) else None
 
     def _add_text(self, text: TextDrafter, tree: DraftTree, proposal: Proposal, joins: bool) -> None:
         """Add to what was drafted what the text proposes behind the root, if it ``joins``, and behind the best drafted path."""
@@ -399,21 +343,21 @@ class Session:
         else:
             tree.follow_text(behind.tokens[: text.rule.count_behind(behind.values, len(tree.nodes) - 1)])
 
-    def _proposal(self) -> Proposal:
+    def _proposal(self, text: TextDrafter | None) -> Proposal:
         """What must follow the root, or what the text proposes: it is judged in every round, also where it is not verified."""
         most = self._max_depth()
         if self._forced is not None and most > 0 and (tokens := list(self._forced(most))):
             return Proposal(tokens, [], [CERTAIN] * len(tokens), [CERTAIN] * len(tokens))
-        return self._index.propose(self.tokens, most, self._text) if self._text and most > 0 else NOTHING
+        return self._index.propose(self.tokens, most, text) if text and most > 0 else NOTHING
 
-    def _copied(self, proposal: Proposal, drafter: Drafter | None) -> int:
+    def _copied(self, current: Round) -> int:
         """How many of the proposed tokens this round verifies without drafting."""
-        text = self._text
+        proposal, text = current.proposal, current.drafting.text
         if proposal.tokens and not proposal.steps:
             return len(proposal.tokens)  # nothing else may follow
-        if text is None or not proposal.tokens or not self._allows(TEXT):
+        if text is None or not proposal.tokens or not current.drafting.allows(TEXT):
             return 0
-        return text.rule.count(proposal.values, drafter is not None)
+        return text.rule.count(proposal.values, current.drafter is not None)
 
     def _max_depth(self) -> int:
         """Levels that this round may draft: the bonus token must fit behind them."""
@@ -425,29 +369,6 @@ class Session:
     def _max_nodes(self) -> int:
         """Nodes that this round may verify besides the root."""
         return min(self._limits.max_tree_nodes, self._limits.max_seq_len - len(self.tokens))
-
-    def _draft(self, current: Round) -> None:
-        """Draft with the session's own engine until the controller stops it."""
-        if current.drafter is None:
-            return
-        engine, width = current.drafter.engine, current.drafter.tree_width
-        if width == 1 and current.length and engine.draft_chain is not None and self._sampler.proposes_top_tokens:
-            self._draft_chain(current, min(current.length, self._max_depth()), engine.draft_chain)
-        while (call := self.next_draft(current)) is not None:
-            if engine.chooses:
-                call = call._replace(choose=self._sampler.chooser(current.tree.frontier, current.tree.branching))
-            self.drafted(current, *_timed(engine, call))
-
-    def _draft_chain(self, current: Round, count: int, draft_chain: DraftChain) -> None:
-        """Grow a chain of known length in one call, which does not wait for the host between its steps."""
-        self._kv_cache.reserve(len(self.tokens) + self._max_nodes())
-        started = time.perf_counter()
-        tree = current.tree
-        outputs = draft_chain(self._kv_cache, tree.root.token, len(self.tokens) - 1, count)
-        current.draft_seconds = time.perf_counter() - started
-        for row in range(count):
-            tree.grow([self._sampler.propose(tree.frontier[0], outputs, row, tree.branching)])
-        current.drafting = False
 
     def _grow(self, tree: DraftTree, outputs: StepOutputs, with_entropy: bool) -> DraftStep | None:
         """Add a level to the tree from the draft's outputs for its frontier."""

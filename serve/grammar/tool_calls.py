@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from eesd.runtime.batch.request import Update
+from eesd.runtime.request import Update
 
 
 @dataclass(frozen=True)

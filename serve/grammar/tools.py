@@ -13,9 +13,9 @@ from typing import Any
 from eesd.common.checks import check_flag, shown
 from eesd.common.errors import EESDError
 from eesd.runtime.chat_template import Message
+from eesd.runtime.constraint import ONE_LINE, GrammarConstraint, make_constraint, quoted
 from eesd.runtime.llm import LLM
 from eesd.runtime.text import TextCodec
-from eesd.serve.grammar.constraint import ONE_LINE, GrammarConstraint, constraint, quoted
 from eesd.serve.grammar.tool_calls import HERMES, LLAMA, MISTRAL, ToolFormat, ToolParser
 
 MAX_TOOLS = 128
@@ -71,7 +71,7 @@ class Tools:
         Raises:
             EESDError: The parameters of a function are no JSON schema that can be used.
         """
-        return None if self.choice == "auto" else constraint("grammar", self._grammar(llm.codec), llm)
+        return None if self.choice == "auto" else make_constraint("grammar", self._grammar(llm.codec), llm)
 
     def _grammar(self, codec: TextCodec) -> str:
         names = [name for name in self.functions if self.choice in ("required", name)]

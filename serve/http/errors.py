@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from eesd.common.errors import EESDError
-from eesd.runtime.batch.request import QueueFullError
 from eesd.runtime.batch.service import ClosedError
+from eesd.runtime.request import QueueFullError
 
 TYPES = {
     400: "invalid_request_error",

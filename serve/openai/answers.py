@@ -6,7 +6,7 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
-from eesd.runtime.batch.request import Update
+from eesd.runtime.request import Update
 from eesd.serve.http.options import Serving
 from eesd.serve.http.streaming import DONE, Events, event
 from eesd.serve.openai.generations import Generations, Progress

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
-from eesd.runtime.batch.request import TokenOutput, Update
+from eesd.runtime.request import TokenOutput, Update
 from eesd.runtime.text import TextCodec
 from eesd.serve.grammar.tool_calls import ToolDelta, whole_calls
 from eesd.serve.grammar.tools import Tools, encode_chat, tools_of

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
-from eesd.runtime.batch.request import TokenOutput, Update
 from eesd.runtime.llm import LLM
+from eesd.runtime.request import TokenOutput, Update
 from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
 from eesd.serve.http.options import Serving

@@ -9,8 +9,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Any
 
-from eesd.runtime.batch.request import Generation, Request, TokenLogprob, TokenOutput, Update
 from eesd.runtime.decoding.stats import Stats
+from eesd.runtime.request import Generation, Request, TokenLogprob, TokenOutput, Update
 from eesd.serve.http.errors import APIError
 from eesd.serve.http.metrics import Meter, num_drafts
 from eesd.serve.http.options import Serving

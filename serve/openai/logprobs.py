@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Sequence
 
-from eesd.runtime.batch.request import TokenLogprob, TokenOutput
+from eesd.runtime.request import TokenLogprob, TokenOutput
 from eesd.runtime.text import TextCodec, TokenBytes
 from eesd.serve.openai.schemas import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from eesd.common.checks import shown
-from eesd.runtime.batch.request import Constraint, Request
 from eesd.runtime.llm import LLM
-from eesd.serve.grammar.constraint import constraint_of
+from eesd.runtime.request import Constraint, Request
+from eesd.serve.grammar.fields import constraint_of
 from eesd.serve.grammar.tools import Tools
 from eesd.serve.http.errors import APIError
 from eesd.serve.http.options import Serving

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eesd.runtime.batch.request import MAX_LOGPROBS
+from eesd.runtime.request import MAX_LOGPROBS
 
 INT64 = 2**63 - 1
 Text = Annotated[str, Field(min_length=1, max_length=1024)]

@@ -21,12 +21,12 @@ from ray.serve.handle import DeploymentHandle
 from eesd.common.checks import check_integer, check_number, shown
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
-from eesd.runtime.batch.request import Request, Update
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
+from eesd.runtime.constraint import of_grammar
 from eesd.runtime.llm import load
+from eesd.runtime.request import Request, Update
 from eesd.serve.app import make_app
-from eesd.serve.grammar.constraint import of_grammar
 from eesd.serve.http.options import ServeOptions
 from eesd.serve.ray.router import PrefixRouter
 from eesd.serve.ray.service import RemoteService

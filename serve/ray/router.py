@@ -5,7 +5,7 @@ from hashlib import blake2b
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from eesd.runtime.batch.request import Request
+from eesd.runtime.request import Request
 
 PREFIX_TOKENS = 64
 """Tokens that decide. Conversations and system prompts differ within so many, and their continuations do not."""

@@ -12,13 +12,13 @@ from typing import Any, cast
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
-from eesd.runtime.batch.request import Generation, OnUpdate, QueueFullError, Request, Update
 from eesd.runtime.batch.service import Load
+from eesd.runtime.constraint import GrammarConstraint
 from eesd.runtime.decoding.session import Limits, check_prompt
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.llm import LLM, models_sampling
-from eesd.serve.grammar.constraint import GrammarConstraint
+from eesd.runtime.request import Generation, OnUpdate, QueueFullError, Request, Update
 
 LOGGER = logging.getLogger(__name__)
 ATTEMPTS = 5
@@ -51,7 +51,7 @@ class RemoteService:
         engine_dir: The engine directory, for tokenizer, chat template and limits; no engine is loaded.
         stream: Runs a request in a replica.
         lost: The exceptions by which a stream says that its replica is gone.
-        max_requests: Most requests at once. More get :class:`~eesd.runtime.batch.request.QueueFullError`.
+        max_requests: Most requests at once. More get :class:`~eesd.runtime.request.QueueFullError`.
     """
 
     def __init__(self, engine_dir: Path, stream: Stream, lost: tuple[type[Exception], ...], max_requests: int) -> None:
@@ -72,7 +72,7 @@ class RemoteService:
         limits = Limits(manifest.eos_token_ids, request.max_new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
         check_prompt(request.tokens, limits, manifest.geometry.vocab_size)
         if not isinstance(request.constraint, GrammarConstraint | None):
-            raise EESDError("The constraint cannot be sent to a replica; give one that eesd.serve.grammar.constraint makes.")
+            raise EESDError("The constraint cannot be sent to a replica; give one that eesd.make_constraint makes.")
         if len(self._open) >= self._most:
             raise QueueFullError(f"{self._most} requests are waiting or running; try again later.", 1.0)
         generation = RemoteGeneration(request, on_update)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from eesd.common.errors import EESDError
-from eesd.runtime.batch.request import Request
 from eesd.runtime.llm import LLM
+from eesd.runtime.request import Request
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

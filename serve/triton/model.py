@@ -11,9 +11,9 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from eesd.common.errors import EESDError
-from eesd.runtime.batch.request import QueueFullError
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.llm import load
+from eesd.runtime.request import QueueFullError
 from eesd.serve.triton.inputs import read_request
 from eesd.serve.triton.metrics import Metrics
 from eesd.serve.triton.replies import FINAL, Replies, failure

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from eesd.runtime.batch.request import Generation, Update
 from eesd.runtime.batch.service import Service
+from eesd.runtime.request import Generation, Update
 from eesd.serve.triton.inputs import Asked
 from eesd.serve.triton.metrics import Metrics
 

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eesd.common.errors import EESDError as EESDError
-    from eesd.runtime.batch.request import QueueFullError as QueueFullError
-    from eesd.runtime.batch.request import Request as Request
-    from eesd.runtime.batch.request import Update as Update
     from eesd.runtime.batch.scheduler import BatchOptions as BatchOptions
     from eesd.runtime.batch.service import Service as Service
+    from eesd.runtime.constraint import make_constraint as make_constraint
     from eesd.runtime.controller_state import load_controller_state as load_controller_state
     from eesd.runtime.controller_state import save_controller_state as save_controller_state
+    from eesd.runtime.decoding.round import RoundResult as RoundResult
     from eesd.runtime.decoding.sampling import Sampling as Sampling
-    from eesd.runtime.decoding.session import RoundResult as RoundResult
     from eesd.runtime.decoding.session import Session as Session
     from eesd.runtime.decoding.stats import Stats as Stats
     from eesd.runtime.llm import LLM as LLM
@@ -25,18 +23,24 @@ if TYPE_CHECKING:
     from eesd.runtime.llm import Piece as Piece
     from eesd.runtime.llm import Speculation as Speculation
     from eesd.runtime.llm import load as load
+    from eesd.runtime.request import QueueFullError as QueueFullError
+    from eesd.runtime.request import Request as Request
+    from eesd.runtime.request import TokenLogprob as TokenLogprob
+    from eesd.runtime.request import Update as Update
     from eesd.runtime.round_log import log_rounds as log_rounds
 
 __version__ = "0.1.0"
 
 _NAMES = {
     "eesd.common.errors": ["EESDError"],
-    "eesd.runtime.batch.request": ["QueueFullError", "Request", "Update"],
+    "eesd.runtime.request": ["QueueFullError", "Request", "TokenLogprob", "Update"],
     "eesd.runtime.batch.scheduler": ["BatchOptions"],
     "eesd.runtime.batch.service": ["Service"],
+    "eesd.runtime.constraint": ["make_constraint"],
     "eesd.runtime.controller_state": ["load_controller_state", "save_controller_state"],
     "eesd.runtime.decoding.sampling": ["Sampling"],
-    "eesd.runtime.decoding.session": ["RoundResult", "Session"],
+    "eesd.runtime.decoding.round": ["RoundResult"],
+    "eesd.runtime.decoding.session": ["Session"],
     "eesd.runtime.decoding.stats": ["Stats"],
     "eesd.runtime.llm": ["LLM", "Completion", "Piece", "Speculation", "load"],
     "eesd.runtime.round_log": ["log_rounds"],
@@ -57,11 +61,13 @@ __all__ = [  # a list of constants, which type checkers understand
     "Session",
     "Speculation",
     "Stats",
+    "TokenLogprob",
     "Update",
     "__version__",
     "load",
     "load_controller_state",
     "log_rounds",
+    "make_constraint",
     "save_controller_state",
 ]
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.runtime.batch.request import Generation, Request, Update
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Speculation
+from eesd.runtime.request import Generation, Request, Update
 
 SAMPLINGS = (
     Sampling(),

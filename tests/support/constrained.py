@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from eesd.runtime.batch.request import Constraint
 from eesd.runtime.llm import LLM
+from eesd.runtime.request import Constraint
 from support.engine_dirs import edit_manifest
 
 NAMES = st.text("abc", min_size=1, max_size=3)

@@ -1,4 +1,4 @@
-"""How large the core is: what ``eesd.runtime.llm`` imports, directly or through others. ``make lint`` runs this file.
+"""How large the core is: what ``eesd.runtime.llm`` and the batch import, directly or through others. ``make lint`` runs this file.
 
 A reader of a request's way from prompt to tokens meets these files. They must not become more without anybody's noticing: who
 needs more raises a budget here, in the same change.
@@ -10,20 +10,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.imports import PACKAGE, closure, graph, modules
 
-START = "runtime.llm"
+STARTS = ("runtime.llm", "runtime.batch.service")
 DEVICES = (
     *(f"runtime.engines.{name}" for name in ("ort_gpu", "torch_engine", "trt_engine", "trt_plans")),
     *(f"runtime.decoding.{name}" for name in ("device_sampler", "device_rejection")),
 )
 """Where the code for devices begins."""
-BUDGETS = {"without devices": (9600, 57), "with devices": (12700, 72)}
+BUDGETS = {"without devices": (11500, 69), "with devices": (14550, 84)}
 """Most lines and files."""
 
 
 def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:
     """Lines and files of the core."""
     edges, files = graph(package), dict(modules(package))
-    parts = {"without devices": closure(edges, START, DEVICES), "with devices": closure(edges, START)}
+    without = {"without devices": DEVICES, "with devices": ()}
+    parts = {name: set().union(*(closure(edges, start, left) for start in STARTS)) for name, left in without.items()}
     return {
         name: (sum(len(files[module].read_text("utf-8").splitlines()) for module in found), len(found))
         for name, found in parts.items()

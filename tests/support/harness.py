@@ -13,8 +13,9 @@ from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
+from eesd.runtime.decoding.round import Drafter, Drafting, RoundResult
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Drafter, Limits, Observer, RoundResult, Session
+from eesd.runtime.decoding.session import Limits, Observer, Session
 from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs, Work
 from eesd.runtime.engines.kv_cache import HostKVCache
@@ -75,7 +76,8 @@ class Harness:
         drafter = Drafter(parts.draft, controller, width, budget, self.columns) if controller else None
         vocab_size = manifest.geometry.vocab_size
         sampling = sampling or Sampling()
-        return Session(prompt, parts.kv_cache, parts.verify, drafter, limits, sampling, vocab_size, observer, text, guard=guard)
+        drafting = Drafting(drafter, text, guard)
+        return Session(prompt, parts.kv_cache, parts.verify, drafting, limits, sampling, vocab_size, observer)
 
     def fresh_prefill(self, tokens: Sequence[int]) -> Workspace:
         """A new cache with all but the last token in it."""

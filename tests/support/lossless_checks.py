@@ -20,6 +20,7 @@ from eesd.controllers import Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.compare import LogitRecord
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain
+from eesd.runtime.decoding.round import ALONE, Round, draft, run_round
 from eesd.runtime.decoding.samplers import Rejection, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Session
@@ -272,8 +273,9 @@ def drafted(
     """The tree that the first round drafts, greedily."""
     parts = workspace or harness.workspace()
     session = harness.session(prompt, controller=controller, width=width, workspace=parts, budget=budget)
-    current = session.begin()
-    session._draft(current)
+    current = Round(session, session.drafting)
+    session.begin(current)
+    draft([current], ALONE)
     return current.tree
 
 
@@ -298,8 +300,8 @@ def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> No
 
 
 def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
-    """Call ``step`` and interrupt it at the line-th line that session.py runs; whether it got so far."""
-    left, files = line, {part.__code__.co_filename for part in (Session.step, Session.commit)}
+    """Call ``step`` and interrupt it at the line-th line that session.py and round.py run; whether it got so far."""
+    left, files = line, {part.__code__.co_filename for part in (Session.step, run_round)}
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left

@@ -23,7 +23,7 @@ class Contestant:
         self.draft = draft
 
     def serve(self, prompts: list[list[int]], count: int, concurrency: int) -> list[dict[str, Any]]:
-        from eesd.runtime.batch.request import Request
+        from eesd.runtime.request import Request
 
         waiting, lock, done = list(enumerate(prompts)), threading.Lock(), threading.Semaphore(0)
         found: list[dict[str, Any]] = [{"tokens": [], "times": []} for _ in prompts]

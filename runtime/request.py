@@ -163,7 +163,7 @@ OnUpdate = Callable[[Update], None]
 class Generation:
     """A request that was accepted. ``cancel`` may be called from any thread, and more than once."""
 
-    def __init__(self, request: Request, on_update: OnUpdate) -> None:
+    def __init__(self, request: Request, on_update: OnUpdate = lambda _: None) -> None:
         self.request = request
         self.on_update = on_update
         self._ends_at = None if request.seconds is None else time.monotonic() + request.seconds

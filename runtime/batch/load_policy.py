@@ -1,0 +1,144 @@
+"""How the rows of a batch draft together: chains, as far as they pay for the whole batch."""
+
+import time
+from collections.abc import Sequence
+from itertools import zip_longest
+from weakref import WeakKeyDictionary
+
+from eesd.controllers.call_costs import CallCosts
+from eesd.controllers.load_rule import LoadRule, RowController
+from eesd.controllers.row_text_rule import RowTextRule
+from eesd.runtime.decoding.round import Drafter, Drafting, Round
+from eesd.runtime.decoding.session import Session
+from eesd.runtime.decoding.text_drafter import TextDrafter
+from eesd.runtime.engines.base import Call, Engine, KVCache
+
+MEASURED_SLOTS = 256
+"""Slots of the rows with which calls are timed."""
+
+
+class LoadPolicy:
+    """A :class:`~eesd.runtime.decoding.round.Policy` by the load: :class:`~eesd.controllers.load_rule.LoadRule` decides."""
+
+    def __init__(self, rule: LoadRule, verify: Engine, draft: Engine | None) -> None:
+        self._rule, self._verify, self._draft = rule, verify, draft
+        self._known: WeakKeyDictionary[Session, Drafting] = WeakKeyDictionary()
+        self._count, self._slots = 0, 0.0
+
+    def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
+        """Time calls over caches without texts for about so many seconds, so that the rule knows what they cost."""
+        count, started, slots = 1, time.perf_counter(), min(MEASURED_SLOTS, self._verify.manifest.max_seq_len)
+        while count <= len(kv_caches) and time.perf_counter() - started < seconds:
+            used = kv_caches[:count]
+            for kv_cache in used:
+                kv_cache.reserve(slots)
+            for nodes in (1, 2, 4, 8):
+                if nodes <= min(most_nodes, slots):
+                    _measure(self._verify, self._rule.verify, used, nodes, slots)
+            if self._draft is not None:
+                _measure(self._draft, self._rule.draft, used, 1, slots)
+            count *= 2
+        for kv_cache in kv_caches:
+            kv_cache.reset()
+
+    def begin(self, sessions: Sequence[Session]) -> Sequence[Drafting]:
+        if not sessions:
+            return []
+        self._rule.begin_round()
+        self._count, self._slots = len(sessions), self._verify.work([_root_call(session) for session in sessions]).slots
+        draftings = [self._drafting(session) for session in sessions]
+        least = self._rule.step_cost(self._count, self._slots)
+        for controller in filter(None, map(_controller, draftings)):
+            controller.least = least
+        return draftings
+
+    def _drafting(self, session: Session) -> Drafting:
+        """How a row drafts beside others."""
+        own = session.drafting
+        if own.fixed or (own.drafter is None and own.text is None):
+            return own
+        found = self._known.get(session)
+        if found is None:
+            controller, head, text = RowController(self._rule), own.drafter, own.text
+            found = self._known[session] = Drafting(
+                Drafter(head.engine, controller, columns=head.columns) if head else None,
+                TextDrafter(RowTextRule(self._rule, controller, head is not None), text.past) if text else None,
+            )
+        return found
+
+    def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
+        wanting = [current for current in rounds if current.wants_more]
+        free = [current for current in wanting if not current.drafting.fixed]
+        if free and not self._is_worth_it(rounds, free, depth):
+            for current in free:
+                current.wants_more = False
+        return [current for current in wanting if current.wants_more]
+
+    def _is_worth_it(self, rounds: Sequence[Round], free: Sequence[Round], depth: int) -> bool:
+        """Whether another level of drafts, of the rounds ``free``, pays."""
+        certain = _sums([_values(current)[depth:] for current in rounds if current not in free])
+        controllers = [one for current in free if (one := _controller(current.drafting))]
+        if not depth:
+            return self._rule.begins([one.first for one in controllers], self._count, self._slots, certain)
+        reaches = [(one.reach, one.following) for one in controllers]
+        return self._rule.goes_on(reaches, depth, self._count, self._slots, certain)
+
+    def levels(self, rounds: Sequence[Round]) -> int | None:
+        values = _sums([_values(current) for current in rounds])
+        return self._rule.levels(values, self._count, self._slots) if rounds else 0
+
+    def drafted(self, rounds: int, seconds: float) -> None:
+        self._rule.draft.add(rounds, 1, self._slots, seconds)
+
+    def verified(self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], shared: bool) -> None:
+        if rounds and not any(current.error is None and current.tree.steps for current in rounds):
+            self._rule.fade()
+        if not calls:
+            return
+        count, (before, verifying) = len(calls), seconds
+        nodes = self._verify.work(calls).nodes / count
+        if shared:  # what the call cost without the prompts is not known
+            verifying = min(verifying, self._rule.verify.seconds(count, nodes, self._slots))
+        else:
+            self._rule.verify.add(count, nodes, self._slots, verifying)
+        tokens = sum(len(current.result.tokens) for current in rounds if current.result)
+        self._rule.add_round(count, self._slots, tokens, before + verifying)
+
+
+def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nodes: int, slots: int) -> None:
+    first = slots - nodes
+    calls = [Call(kv_cache, [0] * nodes, range(first, slots), first) for kv_cache in kv_caches]
+    for again in range(3):
+        started = time.perf_counter()
+        engine.forward(calls)
+        if again:  # the first call prepares the others
+            costs.add(len(calls), nodes, engine.work(calls).slots, time.perf_counter() - started)
+
+
+def _root_call(session: Session) -> Call:
+    """The call of a row that drafts nothing."""
+    slot = len(session.tokens) - 1
+    return Call(session.kv_cache, session.tokens[-1:], (slot,), slot)
+
+
+def _controller(drafting: Drafting) -> RowController | None:
+    """What the rule knows of a row's draft; None: it has none, or a fixed one."""
+    controller = drafting.drafter.controller if drafting.drafter else None
+    return controller if isinstance(controller, RowController) else None
+
+
+def _values(current: Round) -> Sequence[float]:
+    """For each level that a row has drafted, the chance that it is accepted."""
+    if current.error is not None:
+        return []
+    if not current.tree.steps:
+        return current.proposal.values[: len(current.tree.nodes) - 1]
+    if current.drafting.fixed:
+        return [1.0] * current.tree.steps  # whatever they are worth, they are verified
+    controller = _controller(current.drafting)
+    return controller.values if controller is not None else []
+
+
+def _sums(values: Sequence[Sequence[float]]) -> list[float]:
+    """For each level, the tokens that all rows together expect of it."""
+    return [sum(level) for level in zip_longest(*values, fillvalue=0.0)]

@@ -1,0 +1,242 @@
+"""A round of one or several sequences: draft, verify, accept, commit, top-down in :func:`run_round`."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, TypeVar
+
+from eesd.common.draft_vocab import WHOLE, DraftColumns
+from eesd.controllers import Controller
+from eesd.controllers.tree_budget import TreeBudget
+from eesd.runtime.decoding.draft_tree import DraftTree, Node
+from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter
+from eesd.runtime.engines.base import Call, Engine
+
+if TYPE_CHECKING:
+    from eesd.runtime.decoding.session import Session
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RoundResult(NamedTuple):
+    """What one round committed.
+
+    Attributes:
+        tokens: At least one. The first ``num_accepted`` were drafted; the one behind them, if there is one, is the bonus token.
+        num_accepted: Draft tokens among them.
+        finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None: call ``step`` again.
+        from_text: Of each accepted token, whether the text proposed it, and the exit head did not.
+        rejected: What was drafted behind the accepted tokens, and not accepted: the best path.
+    """
+
+    tokens: list[int]
+    num_accepted: int
+    finish_reason: str | None
+    from_text: Sequence[bool] = ()
+    rejected: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What a session needs to draft with the exit head: the draft engine, the controller, the nodes of a level (1: a
+    chain), the budget that chooses what is verified (None: everything), and the tokens of the draft's columns."""
+
+    engine: Engine
+    controller: Controller
+    tree_width: int = 1
+    budget: TreeBudget | None = None
+    columns: DraftColumns = WHOLE
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a sequence drafts: with the exit head, from the text, or both; with neither it decodes plainly.
+
+    Attributes:
+        drafter: How the exit head drafts; None: not at all.
+        text: How the text drafts; None: not at all.
+        guard: Pauses what drafts in vain; None: nothing is ever paused.
+        fixed: Whether every round must draft and verify the same, because tokens depend on it: with rejection sampling.
+    """
+
+    drafter: Drafter | None = None
+    text: TextDrafter | None = None
+    guard: Guard | None = None
+    fixed: bool = False
+
+    def begin_request(self) -> None:
+        """Tell all that learn that another text begins."""
+        if self.drafter is not None:
+            self.drafter.controller.begin_request()
+            if self.drafter.budget is not None:
+                self.drafter.budget.begin_request()
+        if self.text is not None:
+            self.text.rule.begin_request()
+
+    def allows(self, drafter: str) -> bool:
+        """Whether the guard lets this drafter draft now."""
+        return self.guard is None or self.guard.allows(drafter)
+
+
+@dataclass(eq=False)
+class Round:
+    """A round of one sequence.
+
+    Attributes:
+        session: The sequence.
+        drafting: How it drafts in this round.
+        error: Why it failed; its sequence stands where the round began, unless there is a result.
+        result: What was committed.
+        tree: What is drafted.
+        proposal: What the text proposes behind the root.
+        drafter: Drafts in this round; None: it may not draft.
+        started: Time at which the round began, in seconds.
+        length: Draft steps, if the controller knows them; None: it is asked after each.
+        wants_more: Whether another draft step is wanted.
+        draft_seconds: Time in the draft engine.
+        nodes: What is verified.
+        drafted_at: Time at which the draft was complete.
+    """
+
+    session: "Session"
+    drafting: Drafting
+    error: Exception | None = None
+    result: RoundResult | None = None
+    tree: DraftTree = field(init=False)
+    proposal: Proposal = NOTHING
+    drafter: Drafter | None = None
+    started: float = 0.0
+    length: int | None = None
+    wants_more: bool = False
+    draft_seconds: float = 0.0
+    nodes: list[Node] = field(default_factory=list)
+    drafted_at: float = 0.0
+
+
+@dataclass(eq=False)
+class Piece:
+    """A piece of a sequence's prompt, for the verify call of a round; ``error`` says why it failed."""
+
+    session: "Session"
+    call: Call
+    error: Exception | None = None
+
+
+class Policy(Protocol):
+    """How far the sequences of a round draft."""
+
+    def begin(self, sessions: Sequence["Session"]) -> Sequence[Drafting]:
+        """How each of them drafts in this round."""
+        ...
+
+    def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
+        """Those that draft another level behind ``depth`` of them; none ends all drafts."""
+        ...
+
+    def levels(self, rounds: Sequence[Round]) -> int | None:
+        """How many levels are verified at most, except of rounds whose drafting is fixed; None: all."""
+        ...
+
+    def drafted(self, rounds: int, seconds: float) -> None:
+        """Learn what a draft call of so many rounds took."""
+        ...
+
+    def verified(self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], shared: bool) -> None:
+        """Learn from the round.
+
+        Args:
+            rounds: All.
+            calls: Of the rounds that did not fail before.
+            seconds: Before the verify call, and from there on.
+            shared: Whether pieces of prompts ran with it.
+        """
+        ...
+
+
+class Alone:
+    """A sequence with the engines to itself: what it drafts with decides by itself."""
+
+    def begin(self, sessions: Sequence["Session"]) -> Sequence[Drafting]:
+        return [session.drafting for session in sessions]
+
+    def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
+        return [current for current in rounds if current.wants_more]
+
+    def levels(self, rounds: Sequence[Round]) -> int | None:
+        return None
+
+    def drafted(self, rounds: int, seconds: float) -> None:
+        """It knows from :meth:`Session.commit`."""
+
+    def verified(self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], shared: bool) -> None:
+        """It knows from :meth:`Session.commit`."""
+
+
+ALONE = Alone()
+
+
+def run_round(
+    sessions: Sequence["Session"], verify: Engine, policy: Policy = ALONE, pieces: Sequence[Piece] = ()
+) -> list[Round]:
+    """Run one round: a draft call for each level, and one verify call, which also takes pieces of prompts.
+
+    It is a transaction for each sequence. What fails for one is its round's ``error``, and the others go on. If an engine
+    fails, nothing is committed, and the error is raised.
+
+    Returns:
+        The round of each sequence.
+    """
+    started = time.perf_counter()
+    rounds = [Round(session, drafting) for session, drafting in zip(sessions, policy.begin(sessions), strict=True)]
+    for current in rounds:
+        _alone(current, current.session.begin, current)
+    draft(rounds, policy)
+    levels = policy.levels(rounds)
+    calls = [_alone(current, current.session.complete, current, levels) for current in rounds]
+    planned = [(current, call) for current, call in zip(rounds, calls, strict=True) if call is not None]
+    called = time.perf_counter()
+    every = [*(call for _, call in planned), *(piece.call for piece in pieces)]
+    outputs = verify.forward(every) if every else []
+    seconds = time.perf_counter() - called
+    for (current, _), output in zip(planned, outputs, strict=False):
+        current.result = _alone(current, current.session.commit, current, output, seconds)
+    for piece, output in zip(pieces, outputs[len(planned) :], strict=True):
+        _alone(piece, piece.session.add_piece, piece.call, output, seconds)
+    policy.verified(rounds, every[: len(planned)], (called - started, time.perf_counter() - called), bool(pieces))
+    return rounds
+
+
+def draft(rounds: Sequence[Round], policy: Policy) -> None:
+    """Draft level by level: one call for all that draft on."""
+    depth = 0
+    while drafting := policy.draft_on(rounds, depth):
+        depth += 1
+        started = time.perf_counter()
+        if len(drafting) == 1 and _alone(drafting[0], drafting[0].session.draft_chain, drafting[0]):
+            continue
+        calls = [_alone(current, current.session.next_draft, current) for current in drafting]
+        planned = [(current, call) for current, call in zip(drafting, calls, strict=True) if call is not None]
+        if not planned:
+            continue
+        assert planned[0][0].drafter is not None
+        called = time.perf_counter()
+        outputs = planned[0][0].drafter.engine.forward([call for _, call in planned])
+        seconds = time.perf_counter() - called
+        for (current, _), output in zip(planned, outputs, strict=True):
+            _alone(current, current.session.drafted, current, output, seconds)
+        policy.drafted(len(planned), time.perf_counter() - started)
+
+
+def _alone(one: Round | Piece, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+    """Do something for one sequence, unless it has failed. If this fails, it has failed, and the others go on."""
+    if one.error is not None:
+        return None
+    try:
+        return action(*args, **kwargs)
+    except Exception as error:
+        one.error = error
+        if isinstance(one, Round):
+            one.wants_more = False
+        return None

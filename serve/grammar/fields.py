@@ -1,0 +1,66 @@
+"""The constraint that the fields of a request ask for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from eesd.common.errors import EESDError
+from eesd.runtime.constraint import GrammarConstraint, make_constraint
+from eesd.runtime.llm import LLM
+
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""vLLM's older fields."""
+_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
+"""The entries of vLLM's ``structured_outputs`` that say what is allowed."""
+_IGNORED = ("disable_any_whitespace", "disable_fallback")
+"""Entries that change nothing here."""
+
+
+def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None:
+    """The constraint that a request asks for: OpenAI's ``response_format``, or vLLM's ``structured_outputs`` or ``guided_*``.
+
+    Args:
+        body: The request's JSON.
+        llm: The model.
+
+    Returns:
+        None if the request asks for none.
+
+    Raises:
+        EESDError: It asks for one that cannot be used, or for several.
+    """
+    asked = _of_response_format(body.get("response_format"))
+    asked += [(kind, body[name], False) for name, kind in _GUIDED.items() if body.get(name) is not None]
+    asked += [("json", {"type": "object"}, False)] if body.get("guided_json_object") is True else []
+    asked += _of_structured_outputs(body.get("structured_outputs"))
+    if len(asked) > 1:
+        raise EESDError("The request has several constraints of its output; give one.")
+    return make_constraint(asked[0][0], asked[0][1], llm, lenient=asked[0][2]) if asked else None
+
+
+def _of_response_format(given: Any) -> list[tuple[str, Any, bool]]:
+    if given is None:
+        return []
+    if not isinstance(given, Mapping) or given.get("type") not in ("text", "json_object", "json_schema"):
+        raise EESDError('response_format is unknown; give {"type": "json_schema", ...}, or the type json_object or text.')
+    if given["type"] == "text":
+        return []
+    if given["type"] == "json_object":
+        return [("json", {"type": "object"}, False)]
+    inner = given.get("json_schema")
+    if not isinstance(inner, Mapping) or inner.get("schema") is None:
+        raise EESDError('response_format has no schema; give {"type": "json_schema", "json_schema": {"schema": {...}}}.')
+    return [("json", inner["schema"], inner.get("strict") is False)]
+
+
+def _of_structured_outputs(given: Any) -> list[tuple[str, Any, bool]]:
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        raise EESDError(f"structured_outputs is no object; give one with {', '.join(_OUTPUTS[:4])} or {_OUTPUTS[4]}.")
+    present = {
+        name: value for name, value in given.items() if value is not None and value is not False and name not in _IGNORED
+    }
+    for name in present:
+        if name not in _OUTPUTS:
+            raise EESDError(f"structured_outputs has {name!r}, which is not supported; give one of {', '.join(_OUTPUTS)}.")
+    return [("json", {"type": "object"}, False) if n == "json_object" else (n, value, False) for n, value in present.items()]

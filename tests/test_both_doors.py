@@ -1,0 +1,96 @@
+"""One request through both doors, the API and the batch: the same tokens, text, log-probabilities and rounds."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eesd import BatchOptions, Completion, EESDError, Request, Sampling, Service, make_constraint
+from eesd.runtime.llm import LLM, Options, Speculation, load
+
+GREEDY, COUPLED = Sampling(), Sampling(temperature=0.9, seed=3)
+REJECTION = Sampling(temperature=0.8, seed=4, method="rejection")
+PROMPT = "one, two, one, two, one, "
+SHAPES = {
+    "chain": Speculation("fixed:k=3", guard=False),
+    "tree": Speculation("fixed:k=3", tree_width=3, guard=False, drafter="exit"),
+    "budget": Speculation("fixed:k=3", tree_width=3, tree_budget=True, guard=False),
+    "learned": Speculation(),
+}
+
+
+@pytest.fixture(scope="module")
+def model(engine: Path) -> LLM:
+    return load(engine, "ort", threads=1)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def doors(model: LLM, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, Service]]:
+    """An LLM, and a service over an equal one: each learns from its own requests."""
+    speculation = SHAPES[request.param]
+    service = Service(model.with_speculation(speculation), BatchOptions(max_rows=3))
+    yield model.with_speculation(speculation), service
+    service.close()
+
+
+def through_both(doors: tuple[LLM, Service], sampling: Sampling, regex: str = "", **options: Any) -> Completion:
+    """The completion, after checking that the service's is equal."""
+    llm, service = doors
+    found = []
+    for served in (False, True):
+        asked: Options = {"max_new_tokens": 40, "ignore_eos": True, **options}
+        if regex:
+            asked["constraint"] = make_constraint("regex", regex, llm)
+        request = llm.request(PROMPT, sampling, **asked)
+        found.append(service.generate(request) if served else llm.generate(PROMPT, sampling, **asked))
+    alone, other = found
+    fields = ("text", "tokens", "finish_reason", "logprobs", "prompt_logprobs")
+    assert [getattr(alone, name) for name in fields] == [getattr(other, name) for name in fields]
+    if llm.speculation == SHAPES["tree"] or sampling.method == "rejection":  # no text, and nothing is learned
+        assert (alone.stats.rounds, alone.stats.draft_tokens) == (other.stats.rounds, other.stats.draft_tokens)
+    return alone
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, COUPLED, REJECTION], ids=["greedy", "coupled", "rejection"])
+def test_every_option_gives_the_same_through_both(doors: tuple[LLM, Service], sampling: Sampling) -> None:
+    plain = through_both(doors, sampling)
+    assert len(plain.tokens) == 40 and plain.logprobs is None
+    logged = through_both(doors, sampling, logprobs=2, prompt_logprobs=1)
+    assert logged.tokens == plain.tokens and logged.logprobs and logged.prompt_logprobs
+    assert [one.token for one in logged.logprobs] == plain.tokens and len(logged.prompt_logprobs) == len(
+        doors[0].encode(PROMPT)
+    )
+    assert through_both(doors, sampling, regex="[ab]{5,60}").text.strip("ab") == ""
+    longer = through_both(doors, sampling, regex="[ab]{1,60}", min_tokens=12, ignore_eos=False)
+    assert len(longer.tokens) >= 12
+
+
+def test_a_tree_is_drafted_for_a_request_alone_in_a_service(model: LLM) -> None:
+    service = Service(model.with_speculation(SHAPES["tree"]), BatchOptions(max_rows=3))
+    stats = service.generate(model.request(PROMPT, max_new_tokens=30, ignore_eos=True)).stats
+    service.close()
+    assert stats.draft_tokens > 2 * stats.draft_steps
+
+
+def test_a_deadline_ends_a_request_with_what_it_has(model: LLM) -> None:
+    found = model.generate(PROMPT, max_new_tokens=200, ignore_eos=True, seconds=1e-9)
+    assert found.finish_reason == "deadline" and found.tokens == []
+    with pytest.raises(EESDError, match="seconds"):
+        model.generate(PROMPT, seconds=-1)
+
+
+def test_prefixes_are_kept_and_change_no_token(model: LLM) -> None:
+    other = load(model.directory, "ort", threads=1, speculation=None, prefix_memory=1 << 20)
+    prompt = PROMPT * 4
+    first, second = (other.generate(prompt, COUPLED, max_new_tokens=20, ignore_eos=True, logprobs=1) for _ in range(2))
+    assert not first.cached_tokens and second.cached_tokens >= 64
+    assert replace(second, stats=first.stats, cached_tokens=0) == first
+
+
+def test_a_request_is_one_description_for_both(model: LLM) -> None:
+    request = model.request("one", max_new_tokens=5, stop="x")
+    assert isinstance(request, Request) and request.stop == ("x",)
+    tokens = [output.token for update in model.run(request) for output in update.tokens]
+    assert tokens == model.generate("one", max_new_tokens=5, stop="x").tokens
