@@ -1,4 +1,4 @@
-"""How large the core is: what ``eesd.runtime.llm`` and the batch import, directly or through others. ``make lint`` runs this file.
+"""How large the core is: what ``runtime.llm`` and the batch import, directly or through others. ``make lint`` runs this file.
 
 A reader of a request's way from prompt to tokens meets these files. They must not become more without anybody's noticing: who
 needs more raises a budget here, in the same change.
