@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from support.command import succeed
 from support.on_cache import OnCache
-from support.operators import kernels
 from support.without_operators import needs_operators, without_operators
 
 import eesd
@@ -155,7 +154,7 @@ def test_all_kernels_give_the_same_logits(engine: Path) -> None:
     manifest = load_manifest(engine)
     packed = packed_directory(engine, manifest)
     found = []
-    for name in kernels():
+    for name in operators.supported():
         loaded = CpuEngine(packed, manifest, manifest.verify, 1, kernels=name)
         binding = OnCache(loaded, loaded.new_kv_caches()[0])
         found.append(binding.forward(PROMPT, range(len(PROMPT)), 0).logits.tobytes())
@@ -165,7 +164,7 @@ def test_all_kernels_give_the_same_logits(engine: Path) -> None:
 @pytest.mark.parametrize("name", ["avx2", "scalar"])
 @needs_operators()
 def test_slower_kernels_give_the_same_tokens(engine: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name not in kernels():
+    if name not in operators.supported():
         pytest.skip(f"this processor has no {name}")
     expected = tokens_of(engine)
     monkeypatch.setattr(CpuEngine, "__init__", partialmethod(CpuEngine.__init__, kernels=name))
