@@ -204,12 +204,12 @@ def test_a_gguf_file_is_compared_with_its_dequantized_weights(tmp_path: Path) ->
     succeed(main, "convert", *base, "--exit-layer", 1, "--max-seq-len", 64)
     record = Work.load(tmp_path / "work")
     assert sorted(record.made) == ["EESD F32", "EESD gguf", "llama.cpp gguf"]  # the file itself; transformers reads none
-    assert {c.peer for c in record.contestants(tmp_path / "work", {})} == {"EESD"}
+    assert {c.peer for c in record.contestants(tmp_path / "work", {})} == {"EESD", "llama.cpp"}
     (tmp_path / "held.json").write_text(json.dumps([*range(40)]))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"tokens": [n] * 40}) + "\n" for n in range(5)))
     sizes = ("--longest", 1, "--longest-tokens", 30, "--quality-text", tmp_path / "held.json", "--window", 20)
     output = tmp_path / "r.json"
-    common = ("--work", tmp_path / "work", "-o", output, "--prompts", tmp_path / "prompts.jsonl", "--only", "*gguf*")
+    common = ("--work", tmp_path / "work", "-o", output, "--prompts", tmp_path / "prompts.jsonl", "--only", "EESD gguf*")
     succeed(main, "run", *common, *FEW, *sizes)
     result = Result.load(output)
     assert [c.name for c in result.contestants] == ["EESD gguf", "EESD gguf, drafting"] and result.complete
