@@ -185,5 +185,6 @@ def test_the_doctor_names_the_kernels(tmp_path: Path, monkeypatch: pytest.Monkey
     with without_operators():
         assert own_operators().startswith("no: not built") and "pip install --force-reinstall" in own_operators()
         (tmp_path / "broken.so").write_bytes(b"no library")
-        monkeypatch.setattr(operators, "LIBRARY", tmp_path / "broken.so")
-        assert own_operators().startswith("no: broken.so cannot be loaded")
+        with monkeypatch.context() as patched:  # undone before the library is there again
+            patched.setattr(operators, "LIBRARY", tmp_path / "broken.so")
+            assert own_operators().startswith("no: broken.so cannot be loaded")
