@@ -94,9 +94,8 @@ def combinations(backend: str) -> list[tuple[str, int]]:
     """Kernels and threads: the first gives the expected bits."""
     if backend != "ort" or operators.missing():
         return [("", 1), ("", 2)]
-    fastest = operators.fastest()
-    kernels = operators.KERNELS[operators.KERNELS.index(fastest) :]
-    return [(fastest, 1), (fastest, 2), *((name, 2) for name in kernels[1:])]
+    fastest, *others = operators.supported()
+    return [(fastest, 1), (fastest, 2), *((name, 2) for name in others)]
 
 
 def check_directory(directory: Path, backend: str, new_tokens: int, report: Callable[[Row], None]) -> Iterator[Row]:

@@ -29,7 +29,7 @@ class Footprint:
         imports, load: Seconds.
         weights: Mapped files of the engine directory and of its packed weights: shared by all processes.
         cache: Pages of the KV cache.
-        libraries: Other mapped files, as far as nobody wrote to them: shared by all processes, too.
+        libraries: Unchanged pages of other mapped files. All processes share them, too.
         rest: Everything else: this process's own.
     """
 

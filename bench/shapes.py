@@ -37,8 +37,7 @@ from eesd.common.weights import DTYPES, model_shapes
 from eesd.export.memory import estimate_memory, format_bytes
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
 from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, Engines, default_threads, open_engines
-from eesd.runtime.engines.base import Call
-from eesd.runtime.engines.cpu_cache import CpuKVCache
+from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import LLM, Speculation
 
@@ -212,18 +211,22 @@ def time_passes(
     [kv_cache] = engines.verify.new_kv_caches()
     counts = [count for count in counts if count <= manifest.max_tree_nodes + 1]
     kv_cache.reserve(max(behind) + max(counts))
-    calls: dict[tuple[int, int], Callable[[], object]] = {}
+    given: dict[tuple[int, int], tuple[Engine, Call]] = {}
     for context in behind:
         for count in counts:
             tokens, positions = [7] * count, range(context, context + count)
-            calls[context, count] = partial(engines.verify.forward, [Call(kv_cache, tokens, positions, context)])
-        calls[context, 0] = partial(engines.draft.forward, [Call(kv_cache, [7], [context], context)])
+            given[context, count] = engines.verify, Call(kv_cache, tokens, positions, context)
+        given[context, 0] = engines.draft, Call(kv_cache, [7], [context], context)
+    calls: dict[tuple[int, int], Callable[[], object]] = {
+        key: partial(engine.forward, [call]) for key, (engine, call) in given.items()
+    }
 
     def row(context: int, count: int, seconds: Interval) -> dict[str, Any]:
+        engine, call = given[context, count]
         graphs = manifest.verify if count else (manifest.draft,)
         floor = sum(bytes_of_pass(manifest, graph, context) for graph in graphs) / per_second
-        slots = context if isinstance(kv_cache, CpuKVCache) else kv_cache.slots  # type: ignore[attr-defined]
         computed = as_run_on_cpu(manifest) if isinstance(kv_cache, HostKVCache) else manifest
+        slots = int(engine.work([call]).slots)
         predicted = call_seconds(computed, graphs, hardware, slots, max(count, 1)) if hardware else None
         return {"behind": context, "nodes": count, **of(seconds), "of_floor": floor / seconds.median, "predicted": predicted}
 

@@ -22,6 +22,7 @@ import eesd
 from eesd.bench.device_sampling import SAMPLINGS as SAMPLINGS_OF_BENCH
 from eesd.bench.device_sampling import main as bench
 from eesd.common.draft_vocab import WHOLE, DraftColumns
+from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.decoding import device_noise, device_sampler
 from eesd.runtime.decoding.draft_tree import Node, Proposal
@@ -129,13 +130,18 @@ def test_scores_that_nearly_tie_are_left_to_the_host(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0, top_p=0.9), Sampling(repetition_penalty=1.3)])
 @pytest.mark.usefixtures("one_position")
-def test_logits_that_are_not_finite_are_left_to_the_host(value: float) -> None:
-    sampler, nodes = make_sampler(Sampling(temperature=1.0, top_p=0.9), 97), chain([])
+def test_logits_that_are_not_finite_are_left_to_the_host(sampling: Sampling, value: float) -> None:
+    """The host refuses them."""
+    sampler, nodes = make_sampler(sampling, 97), chain([])
     sampler.begin_round(COMMITTED)
     logits = random_logits(0, 1, 97, False)
     logits[0, 5] = value
-    assert on_device(sampler, nodes, logits, 0)[0, 1] == 0
+    chosen = on_device(sampler, nodes, logits, 0)
+    assert chosen[0, 1] == 0
+    with pytest.raises(EESDError, match="no finite numbers"):
+        sampler.accept(nodes[0], StepOutputs(logits, chosen=chosen))
 
 
 def close(ours: list[Proposal], theirs: list[Proposal]) -> bool:

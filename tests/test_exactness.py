@@ -196,6 +196,8 @@ def test_choices_that_a_backend_has_not_are_refused(exported: Export, backend: s
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_trees_are_cut_where_activations_are_int8(exported: Export, kind: str, speculation: Speculation) -> None:
     llm = eesd.load(exported(kind), "ort", speculation=speculation, threads=1)
+    if not llm.engines.exact:
+        pytest.skip("on this processor ONNX Runtime's int8 products depend on the number of rows")
     assert llm.engines.int8_activations
     for sampling in (Sampling(), COUPLED):
         found = compare(llm, PROMPT, sampling, 120, ignore_eos=True)
@@ -285,11 +287,12 @@ def test_kernels_that_are_not_exact_get_float32_activations(
 
 @pytest.mark.usefixtures("standard")
 def test_the_check_when_loading_is_seen_in_the_statistics(exported: Export) -> None:
-    for kind, exact in (("float32", None), ("minimums", None), ("int4", True)):
+    for kind, checked in (("float32", False), ("minimums", False), ("int4", True)):
         engines = open_engines(exported(kind), load_manifest(exported(kind)), "ort", 1, draft=False)
-        assert isinstance(engines, Engines) and engines.exact is exact and engines.notice == operators.MISSING
+        assert isinstance(engines, Engines) and (engines.exact is not None) is checked
+        assert engines.notice.startswith(operators.MISSING)
         stats = eesd.load(exported(kind), "ort", threads=1).generate(PROMPT, max_new_tokens=3).stats
-        assert stats.exact is exact and stats.to_dict()["exact"] is exact
+        assert stats.exact is stats.to_dict()["exact"] is engines.exact
 
 
 @needs_operators()

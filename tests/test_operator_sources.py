@@ -47,6 +47,7 @@ KERNELS = {
 ARM_COMPILER = "aarch64-linux-gnu-g++"
 EMULATED = "5"
 """Of so many cases of the driver one runs in the emulator, which takes ten times as long."""
+SIMDE = "simde/x86/avx512.h"
 SETUP = SOURCES.parents[1]
 ARM_LIBRARY = """
 import platform, sys, setuptools
@@ -65,18 +66,43 @@ def compile_all(*commands: list[str]) -> None:
         assert process.returncode == 0, output[-3000:]
 
 
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    """Products and attention over odd sizes in memory of just their size; all kernels give the same bits."""
-    flags = [*FLAGS, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{SOURCES}"]
-    files = {SOURCES / f"kernels_{name}.cpp": options for name, options in KERNELS.items()} | {CHECKS / "check_kernels.cpp": ()}
-    objects = [str(tmp_path / f"{path.stem}.o") for path in files]
-    commands = [
-        ["g++", *flags, *options, "-c", str(path), "-o", to] for (path, options), to in zip(files.items(), objects, strict=True)
-    ]
-    compile_all(*commands)
-    compile_all(["g++", "-fsanitize=address,undefined", *objects, "-o", str(tmp_path / "check")])
-    done = subprocess.run([tmp_path / "check"], capture_output=True, text=True, env={**os.environ, "ASAN_OPTIONS": ""})
+def sanitized(path: Path, options: tuple[str, ...], to: Path) -> list[str]:
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    return ["g++", *FLAGS, "-O0", "-g1", *sanitizers, f"-I{SOURCES}", *options, "-c", str(path), "-o", str(to)]
+
+
+def run_sanitized(objects: dict[str, Path], program: Path, cases: str) -> list[str]:
+    """Link and run the driver. Returns the names of the kernels that ran."""
+    compile_all(["g++", "-fsanitize=address,undefined", *map(str, objects.values()), "-o", str(program)])
+    done = subprocess.run([program, cases], capture_output=True, text=True, env={**os.environ, "ASAN_OPTIONS": ""})
     assert done.returncode == 0 and done.stdout.startswith("equal bits"), done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stderr.split()
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The driver and the kernels, compiled with sanitizers."""
+    scratch = tmp_path_factory.mktemp("sanitized")
+    files = {name: SOURCES / f"kernels_{name}.cpp" for name in KERNELS} | {"driver": CHECKS / "check_kernels.cpp"}
+    made = {name: scratch / f"{name}.o" for name in files}
+    compile_all(*(sanitized(files[name], KERNELS.get(name, ()), made[name]) for name in files))
+    return made
+
+
+def test_sanitizers_find_nothing(objects: dict[str, Path], tmp_path: Path) -> None:
+    """Products and attention over odd sizes in memory of just their size; all kernels give the same bits."""
+    assert "scalar" in run_sanitized(objects, tmp_path / "check", "1")
+
+
+def test_emulated_avx512_gives_the_same_bits(objects: dict[str, Path], tmp_path: Path) -> None:
+    """The same without AVX-512: SIMDe's functions for AVX2 take the place of its instructions."""
+    if "avx2" not in run_sanitized(objects, tmp_path / "own", "1000"):
+        pytest.skip("needs a processor with AVX2")
+    if subprocess.run(["g++", "-E", "-include", SIMDE, "-x", "c++", os.devnull], capture_output=True).returncode:
+        pytest.skip("SIMDe missing: apt-get install libsimde-dev")
+    options, emulated = (*KERNELS["avx2"], "-include", str(CHECKS / "emulated_avx512.h")), tmp_path / "avx512.o"
+    compile_all(sanitized(SOURCES / "kernels_avx512.cpp", options, emulated))
+    assert "avx512" in run_sanitized(objects | {"avx512": emulated}, tmp_path / "check", EMULATED)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from support.operators import (
     chain,
     check_float16,
     check_product,
-    kernels,
     one_node,
     pack,
     prefill,
@@ -46,7 +45,7 @@ VARIANTS = list(combinations((False, True), (NARROW, WIDE, SPLIT), (False, True)
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
-    return kernels()
+    return operators.supported()
 
 
 def seeded(*values: object) -> np.random.Generator:

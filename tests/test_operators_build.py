@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from support.command import succeed
 from support.on_cache import OnCache
-from support.operators import kernels
 from support.without_operators import needs_operators, without_operators
 
 import eesd
@@ -155,7 +154,7 @@ def test_all_kernels_give_the_same_logits(engine: Path) -> None:
     manifest = load_manifest(engine)
     packed = packed_directory(engine, manifest)
     found = []
-    for name in kernels():
+    for name in operators.supported():
         loaded = CpuEngine(packed, manifest, manifest.verify, 1, kernels=name)
         binding = OnCache(loaded, loaded.new_kv_caches()[0])
         found.append(binding.forward(PROMPT, range(len(PROMPT)), 0).logits.tobytes())
@@ -165,7 +164,7 @@ def test_all_kernels_give_the_same_logits(engine: Path) -> None:
 @pytest.mark.parametrize("name", ["avx2", "scalar"])
 @needs_operators()
 def test_slower_kernels_give_the_same_tokens(engine: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name not in kernels():
+    if name not in operators.supported():
         pytest.skip(f"this processor has no {name}")
     expected = tokens_of(engine)
     monkeypatch.setattr(CpuEngine, "__init__", partialmethod(CpuEngine.__init__, kernels=name))
@@ -186,5 +185,6 @@ def test_the_doctor_names_the_kernels(tmp_path: Path, monkeypatch: pytest.Monkey
     with without_operators():
         assert own_operators().startswith("no: not built") and "pip install --force-reinstall" in own_operators()
         (tmp_path / "broken.so").write_bytes(b"no library")
-        monkeypatch.setattr(operators, "LIBRARY", tmp_path / "broken.so")
-        assert own_operators().startswith("no: broken.so cannot be loaded")
+        with monkeypatch.context() as patched:  # undone before the library is there again
+            patched.setattr(operators, "LIBRARY", tmp_path / "broken.so")
+            assert own_operators().startswith("no: broken.so cannot be loaded")

@@ -139,8 +139,8 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     if count:
         logprobs = logits.double().log_softmax(-1)
         return _candidates(logprobs, logprobs, count)
-    best = logits.argmax(-1).double()
-    return torch.stack((best, torch.ones_like(best)), -1)
+    best = logits.argmax(-1, keepdim=True)
+    return torch.cat((best.double(), (logits.gather(-1, best) < torch.inf).double()), -1)  # the host refuses others
 
 
 def _noisiest(scores: Tensor, sure: Tensor | None, clear: Tensor | None, noise: Tensor, count: int) -> Tensor:

@@ -52,6 +52,11 @@ def fastest() -> str:
     return configure("", 1, True)
 
 
+def supported() -> list[str]:
+    """Names of the kernels that this processor supports, the fastest ones first."""
+    return [name for name in KERNELS if _library().eesd_configure(name.encode(), 1, True, False) is not None]
+
+
 def configure(kernels: str, threads: int, int8_activations: bool, float16_caches: bool = False) -> str:
     """Set what the nodes of the next session take. Returns the name of the kernels.
 
@@ -60,7 +65,7 @@ def configure(kernels: str, threads: int, int8_activations: bool, float16_caches
     """
     name = _library().eesd_configure(kernels.encode(), threads, int8_activations, float16_caches)
     if name is None:
-        raise EESDError(f"This processor does not support the kernels {kernels!r}; choose from {', '.join(KERNELS)}.")
+        raise EESDError(f"This processor does not support the kernels {kernels!r}; choose from {', '.join(supported())}.")
     return str(name.decode())
 
 

@@ -1,6 +1,6 @@
 // Runs the kernels without ONNX Runtime over odd sizes, in buffers of just the size that they need: AddressSanitizer sees a byte
 // that is read or written beside one. All kernels that this processor has must give the same bits; a checksum of them is printed, to
-// compare with other machines. With an argument n, only each n-th case runs: an emulator is slow.
+// compare with other machines, and on stderr their names. With an argument n, only each n-th case runs: an emulator is slow.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -202,6 +202,8 @@ static void check_top(int64_t rows, int64_t columns, int64_t k) {
 
 int main(int count, char **arguments) {
   if (count > 1) stride = atoi(arguments[1]);
+  for (const Kernels *kernels : every)
+    if (kernels->supported()) fprintf(stderr, "%s\n", kernels->name);
   const int64_t sizes[][3] = {{1, 32, 1}, {2, 96, 49}, {5, 64, 16}, {9, 32, 33}, {17, 64, 80}, {70, 32, 20}};
   for (int format = FLOAT32; format <= BITS8; format++)
     for (int variant = 0; variant < (format < BITS4 ? 1 : 16); variant++)

@@ -171,13 +171,13 @@ class Wrapped:
         return self._inner.work(calls)
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        [call] = calls
-        self._before(call.tokens, call.slot)
-        [outputs] = self._inner.forward(calls)
-        self._after(
-            call.tokens, call.slot, outputs if call.logits else StepOutputs(np.zeros((len(call.tokens), 97), np.float32))
-        )
-        return [outputs]
+        for call in calls:
+            self._before(call.tokens, call.slot)
+        found = self._inner.forward(calls)
+        for call, outputs in zip(calls, found, strict=True):
+            unread = StepOutputs(np.zeros((len(call.tokens), 97), np.float32))
+            self._after(call.tokens, call.slot, outputs if call.logits else unread)
+        return found
 
 
 def recording_drafts(workspace: Workspace) -> tuple[Workspace, dict[int, NDArray[np.float32]]]:

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from eesd.common.errors import EESDError
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.panels import (
     BFLOAT16,
@@ -60,18 +59,6 @@ def one_node(
 def run(session: Any, **given: Array) -> Floats:
     found: Floats = session.run(None, given)[0]
     return found
-
-
-def kernels() -> list[str]:
-    """Kernels that this processor supports."""
-    supported = []
-    for name in operators.KERNELS:
-        try:
-            operators.configure(name, 1, True)
-        except EESDError:
-            continue
-        supported.append(name)
-    return supported
 
 
 def bits(values: Floats) -> NDArray[np.uint32]:

@@ -49,7 +49,7 @@ class Contestant:
         return time.perf_counter() - started
 
     def passes(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds of passes over so many tokens, each with its logits."""
+        """Seconds of ``count`` passes over ``rows`` tokens, which give the logits of each token."""
         from eesd.runtime.engines.base import Call
 
         self.cache.reserve(behind + rows)
