@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eesd import BatchOptions, Completion, EESDError, Request, Sampling, Service, make_constraint
-from eesd.runtime.llm import LLM, Options, Speculation, load
+from eesd.runtime.llm import LLM, Speculation, load
 
 GREEDY, COUPLED = Sampling(), Sampling(temperature=0.9, seed=3)
 REJECTION = Sampling(temperature=0.8, seed=4, method="rejection")
@@ -40,7 +40,7 @@ def through_both(doors: tuple[LLM, Service], sampling: Sampling, regex: str = ""
     llm, service = doors
     found = []
     for served in (False, True):
-        asked: Options = {"max_new_tokens": 40, "ignore_eos": True, **options}
+        asked: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, **options}
         if regex:
             asked["constraint"] = make_constraint("regex", regex, llm)
         request = llm.request(PROMPT, sampling, **asked)

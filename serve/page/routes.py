@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, Response
 from pydantic import BaseModel, Field
 
 import eesd
-from eesd.runtime.batch import request as batch
+from eesd.runtime.request import Update
 from eesd.serve.http.errors import APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
 from eesd.serve.http.options import Serving
@@ -130,7 +130,7 @@ async def _events(generations: Generations, serving: Serving) -> Events:
             yield event(_event(update, learned, serving))
 
 
-def _event(update: batch.Update, learned: dict[str, Any] | None, serving: Serving) -> PlayEvent:
+def _event(update: Update, learned: dict[str, Any] | None, serving: Serving) -> PlayEvent:
     return PlayEvent(
         tokens=[PlayToken(id=token.token, text=token.text, source=token.source) for token in update.tokens],
         rejected=_texts(update.rejected, serving),
