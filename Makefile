@@ -7,7 +7,7 @@ SMOLLM2 := build/SmolLM2-135M-Instruct.Q4_1.gguf
 # Two processes, a processor each; the tests of a file stay together because they share engines.
 PARALLEL := -n 2 --dist loadfile
 # Tests of what runs on the CPU where the operators are not built.
-STANDARD := $(addprefix tests/test_,lossless.py exactness.py batch.py joint_calls.py widened.py cli.py)
+STANDARD := $(addprefix tests/test_,lossless.py exactness.py batch.py widened.py cli.py)
 
 .PHONY: run run-smollm2 run-pycode operators test pytest test-fast test-slow test-standard triton-venv ray-venv containers-venv lint bench clean
 

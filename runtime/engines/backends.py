@@ -21,8 +21,8 @@ ACTIVATIONS = ("int8", "float32")
 KV_CACHE_DTYPES = ("float32", "float16")
 """Element types of the KV cache on the CPU."""
 INEXACT = (
-    "On this processor ONNX Runtime's logits depend on how many tokens a call has, so quantized products keep float32 "
-    "activations: slower, but drafting does not change tokens."
+    "On this processor ONNX Runtime's logits depend on how many tokens a call has, so it runs quantized weights and "
+    "activations in float32: slower and larger, but drafting does not change tokens."
 )
 """Notice for a quantized directory."""
 ELSEWHERE = "{} cannot be written, so what the CPU engine makes of it once, its packed weights, is in {}."

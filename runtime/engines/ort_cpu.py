@@ -27,9 +27,9 @@ ORT_TYPES = {
     "tensor(bfloat16)": "bfloat16",
 }
 """Element types by ONNX Runtime's names."""
-INT8_ACTIVATIONS, FLOAT32_ACTIVATIONS = "4", "1"
-"""Accuracy levels of MatMulNBits. Level 4 rounds activations to int8 in blocks. A difference in the last bit of an activation
-can then become a whole int8 step, so it is for kernels that give a token the same bits in every call."""
+INT8_ACTIVATIONS = "4"
+"""Accuracy level of MatMulNBits, which rounds activations to int8 in blocks. A difference in the last bit of an activation can
+then become a whole int8 step, so it is for kernels that give a token the same bits in every call."""
 
 LARGEST_FOLDED = "65536"
 """Bytes of a constant that ONNX Runtime may compute when it loads a graph. A Transpose of a weight is larger: it becomes part
@@ -233,16 +233,13 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int, int8_activation
     options.log_severity_level = 4  # what it logs below that, it also raises
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
-    level = INT8_ACTIVATIONS if int8_activations else FLOAT32_ACTIVATIONS
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", level)
     used = {weight.quantization for weight in manifest.weights_of(graph).values()} - {None}
-    fused = {one for one in used if one is not None and not one.minimums}  # MatMulNBits has no minimums
-    unfused = bool(manifest.quantization.tensors) or (bool(used) and not fused)
-    if unfused or (not int8_activations and any(one.weights == "int8" for one in fused)):
-        # With float32 activations, MatMulNBits is fast for 4 bits only. Without it, weights become float32 at load time.
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-    else:
+    fused = any(one is not None and not one.minimums for one in used)  # MatMulNBits has no minimums
+    if int8_activations and not manifest.quantization.tensors and (fused or not used):
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", INT8_ACTIVATIONS)
         options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", LARGEST_FOLDED)
+    else:  # weights become float32 at load time: MatMulNBits rounds by the number of rows on some processors, at every level
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
     return options
 
 
