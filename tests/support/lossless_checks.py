@@ -301,7 +301,7 @@ def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> No
 
 def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
     """Call ``step`` and interrupt it at the line-th line that session.py and round.py run; whether it got so far."""
-    left, files = line, {part.__code__.co_filename for part in (Session.step, run_round)}
+    left, files = line, {part.__code__.co_filename for part in (Session.step, Session.commit, run_round)}
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
