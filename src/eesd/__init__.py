@@ -4,9 +4,7 @@
 token as the model alone would, only faster. Imports here are lazy: ``import eesd`` costs nothing and never needs torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as type checkers read it; the typing module would take most of the time of ``import eesd``
 if TYPE_CHECKING:
     from eesd.common.errors import EESDError as EESDError
     from eesd.runtime.batch.scheduler import BatchOptions as BatchOptions
@@ -72,7 +70,9 @@ __all__ = [  # a list of constants, which type checkers understand
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOMES:
+        from importlib import import_module
+
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'eesd' has no attribute {name!r}")

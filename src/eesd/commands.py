@@ -1,4 +1,4 @@
-"""Where the commands start. Ctrl-C ends them without a traceback from the first line on, also while Python still imports."""
+"""Where the commands start. From here on Ctrl-C ends them without a traceback, also while they import their modules."""
 
 import signal
 import sys
