@@ -18,6 +18,7 @@ import pytest
 from support.command import assert_refused, run
 from support.serving import events, eventually
 
+from eesd.bench.replay.round_log import replay_rounds
 from eesd.serve.cli import main
 
 LONG = {"prompt": ["abc"] * 32, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}
@@ -98,8 +99,10 @@ def test_who_is_not_done_in_time_is_cancelled(engine: Path) -> None:
 
 def test_an_idle_server_ends_at_once_and_keeps_what_it_learned(engine: Path, tmp_path: Path) -> None:
     state = tmp_path / "state.json"
-    for _ in range(2):  # the second run begins with what the first one wrote
-        with started(engine, "--controller-state", state, "--log-format", "json") as server:
+    for run_number in range(2):  # the second run begins with what the first one wrote
+        rounds = tmp_path / f"rounds-{run_number}"
+        options = ("--controller-state", state, "--log-rounds", rounds, "--tree-width", 2, "--log-format", "json")
+        with started(engine, *options) as server:
             body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True}
             assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 200
             server.process.send_signal(signal.SIGINT)
@@ -108,6 +111,8 @@ def test_an_idle_server_ends_at_once_and_keeps_what_it_learned(engine: Path, tmp
             lines = [json.loads(line) for line in [*server.log, *server.process.stderr]]
             assert [line["completion_tokens"] for line in lines if "completion_tokens" in line] == [200]
         assert json.loads(state.read_text())
+        logged, differences = replay_rounds(rounds)  # its rounds ran alone: controller and guard decided
+        assert logged > 20 and not differences
 
 
 @pytest.mark.parametrize(
