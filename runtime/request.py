@@ -95,8 +95,10 @@ class Request:
                 check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.seconds is not None:
             check_number("seconds", self.seconds, lambda x: 0 < x < 1e9, "a number above 0")
-        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise EESDError(f"stop is {shown(self.stop)}; it must be a tuple of strings that are not empty.")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
+            raise EESDError(f"stop is {shown(self.stop)}; it must be a tuple of strings.")
+        if "" in self.stop:
+            raise EESDError("A stop string is empty; give at least one character.")
 
 
 @dataclass(frozen=True)

@@ -196,8 +196,6 @@ class TextStream:
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        if any(not text for text in stop):
-            raise EESDError("A stop string is empty; give at least one character.")
         self._characters = _CharacterStream(codec, prompt)
         self._stop = tuple(stop)
         self._held = ""
