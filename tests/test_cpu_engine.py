@@ -351,6 +351,26 @@ def test_several_may_make_a_packed_directory_at_once(plans: Path) -> None:
     assert len(list(plans.glob("cpu-*"))) == 1
 
 
+def test_a_packed_directory_that_another_process_reads_is_not_replaced(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both found none and made one; what is read must not vanish, so the slower one takes what is there."""
+    manifest, write = load_manifest(plans), packed._write
+    faster: list[int] = []
+
+    def slow(*arguments: Any) -> None:
+        write(*arguments)
+        monkeypatch.setattr(packed, "_write", write)
+        faster.append((packed_directory(plans, manifest) / packed.WEIGHTS).stat().st_ino)
+
+    monkeypatch.setattr(packed, "_write", slow)
+    place = packed_directory(plans, manifest)
+    assert [(place / packed.WEIGHTS).stat().st_ino] == faster
+    assert contents(plans).keys() == {
+        *manifest.files,
+        "manifest.json",
+        *(f"{place.name}/{path.name}" for path in place.iterdir()),
+    }
+
+
 def put(plans: Path, graph: str, model: onnx.ModelProto) -> None:
     """Write a graph, with the size and the hash that the manifest says."""
     (plans / graph).write_bytes(model.SerializeToString())
