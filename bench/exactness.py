@@ -140,7 +140,7 @@ class _Texts:
             for sampling in SAMPLINGS:
                 expected = self._expected.get((length, sampling))
                 if expected is None:
-                    expected = self._expected[length, sampling] = LogitRecord()
+                    expected = self._expected[length, sampling] = LogitRecord(whole=False)
                     self._run(llm, prompt, sampling, expected)
                 for kind, speculation, chunk in _ways():
                     record = LogitRecord(expected)

@@ -13,7 +13,7 @@ from eesd.runtime.engines.base import Logits
 from eesd.runtime.llm import LLM, Completion, Prompt
 
 KEPT_BYTES = 1 << 28
-"""Logits of a generation that are kept whole, to say by how much others differ. Of what is beyond, hashes are kept."""
+"""Logits of a generation that are kept whole at most, to say by how much others differ. Of what is beyond, hashes are kept."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,18 @@ class LogitComparison:
 class LogitRecord:
     """The logits behind which each new token of a generation was chosen: an observer of its session."""
 
-    def __init__(self, reference: "LogitRecord | None" = None) -> None:
-        """Record, or with a ``reference`` compare with what it recorded."""
+    def __init__(self, reference: "LogitRecord | None" = None, whole: bool = True) -> None:
+        """Record, or with a ``reference`` compare with what it recorded.
+
+        Args:
+            reference: What to compare with.
+            whole: Keep logits. False: keep hashes, which say where bits differ, and not by how much.
+        """
         self.tokens: list[int] = []
         self.result = LogitComparison()
         self._rows: list[Logits | bytes] = []
         self._kept = 0
-        self._reference = reference
+        self._reference, self._whole = reference, whole
 
     def __call__(self, tokens: Sequence[int], logits: Logits) -> None:
         for token, row in zip(tokens, logits, strict=True):
@@ -83,7 +88,7 @@ class LogitRecord:
             self.tokens.append(token)
 
     def _keep(self, row: Logits) -> None:
-        whole = self._kept + row.nbytes <= KEPT_BYTES
+        whole = self._whole and self._kept + row.nbytes <= KEPT_BYTES
         self._kept += row.nbytes if whole else 0
         self._rows.append(row.copy() if whole else _hash(row))
 
@@ -137,12 +142,18 @@ def compare(
 
     for draft in (False, True):
         run(min(8, max_new_tokens), draft)
-    expected = LogitRecord()
-    found = LogitRecord(expected)
-    plain, drafting = run(max_new_tokens, False, expected), run(max_new_tokens, True, found)
+
+    def recorded(whole: bool) -> tuple[Completion, Completion, LogitComparison]:
+        expected = LogitRecord(whole=whole)
+        found = LogitRecord(expected)
+        return run(max_new_tokens, False, expected), run(max_new_tokens, True, found), found.result
+
+    plain, drafting, logits = recorded(whole=False)
+    if logits.differing:  # by how much, whole logits say, which take much memory
+        logits = replace(logits, largest=recorded(whole=True)[2].largest)
     divergence = first_divergence(llm, tokens, plain.tokens, drafting.tokens)
     text = plain.text if not isinstance(prompt, str) else prompt + plain.text
-    return Comparison(text, plain.stats, drafting.stats, divergence, found.result)
+    return Comparison(text, plain.stats, drafting.stats, divergence, logits)
 
 
 def first_divergence(llm: LLM, prompt: list[int], plain: list[int], drafting: list[int]) -> Divergence | None:

@@ -28,7 +28,7 @@ from eesd.export.inspect import main as inspect_main
 from eesd.runtime import doctor
 from eesd.runtime.engines import operators, packed
 from eesd.runtime.engines.backends import KV_CACHE_DTYPES, open_engines
-from eesd.runtime.engines.base import Engine, StepOutputs
+from eesd.runtime.engines.base import Call, Engine, StepOutputs
 from eesd.runtime.engines.cpu_cache import CpuKVCache, slots_of
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.exactness import Exactness
@@ -305,6 +305,30 @@ def forbid(forbidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "directory_written_whole", refuse)
 
 
+def test_asking_for_kernels_changes_no_session_in_the_making(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads may load models. What nodes take is set for the whole process, and is read while a session is made."""
+    plans, made = directory("llama-tied"), operators.ort.InferenceSession
+    asked: list[str] = []
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        other = Thread(target=lambda: asked.extend([operators.missing(), *operators.supported()]))
+        other.start()
+        other.join(1)  # it waits for this session
+        return made(*arguments, **options)
+
+    def logits(int8: bool) -> bytes:
+        engine = cpu_engine(plans, int8=int8)
+        [kv_cache] = engine.new_kv_caches()
+        kv_cache.reserve(3)
+        return engine.forward([Call(kv_cache, [5, 9, 3], range(3), 0)])[0].logits.tobytes()
+
+    expected, other = logits(int8=False), logits(int8=True)
+    assert expected != other
+    monkeypatch.setattr(operators.ort, "InferenceSession", make)
+    assert logits(int8=False) == expected
+    assert operators.supported() and asked[1:] == operators.supported()
+
+
 def test_several_may_make_a_packed_directory_at_once(plans: Path) -> None:
     manifest, problems = load_manifest(plans), []
     places: list[Path] = []
@@ -325,6 +349,26 @@ def test_several_may_make_a_packed_directory_at_once(plans: Path) -> None:
     assert not problems and len(places) == 4
     assert packed._is_complete(places[0], manifest)
     assert len(list(plans.glob("cpu-*"))) == 1
+
+
+def test_a_packed_directory_that_another_process_reads_is_not_replaced(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both found none and made one; what is read must not vanish, so the slower one takes what is there."""
+    manifest, write = load_manifest(plans), packed._write
+    faster: list[int] = []
+
+    def slow(*arguments: Any) -> None:
+        write(*arguments)
+        monkeypatch.setattr(packed, "_write", write)
+        faster.append((packed_directory(plans, manifest) / packed.WEIGHTS).stat().st_ino)
+
+    monkeypatch.setattr(packed, "_write", slow)
+    place = packed_directory(plans, manifest)
+    assert [(place / packed.WEIGHTS).stat().st_ino] == faster
+    assert contents(plans).keys() == {
+        *manifest.files,
+        "manifest.json",
+        *(f"{place.name}/{path.name}" for path in place.iterdir()),
+    }
 
 
 def put(plans: Path, graph: str, model: onnx.ModelProto) -> None:

@@ -8,7 +8,7 @@ import ctypes
 import platform
 from functools import cache
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import onnxruntime as ort
@@ -24,8 +24,9 @@ MISSING = (
     "Install a C++ compiler, and then eesd again."
 )
 SLOW = "This processor has neither AVX2 nor AVX-512, so ONNX Runtime's own operators run the model."
-_making = Lock()
-"""Held while a session is made: what its nodes take is set for the whole process."""
+_making = RLock()
+"""Held while a session is made, and while kernels are asked for: what a session's nodes take is set for the whole process, and
+asking sets it, too."""
 
 
 @cache
@@ -54,7 +55,8 @@ def fastest() -> str:
 
 def supported() -> list[str]:
     """Names of the kernels that this processor supports, the fastest ones first."""
-    return [name for name in KERNELS if _library().eesd_configure(name.encode(), 1, True, False) is not None]
+    with _making:
+        return [name for name in KERNELS if _library().eesd_configure(name.encode(), 1, True, False) is not None]
 
 
 def configure(kernels: str, threads: int, int8_activations: bool, float16_caches: bool = False) -> str:
@@ -63,7 +65,8 @@ def configure(kernels: str, threads: int, int8_activations: bool, float16_caches
     Raises:
         EESDError: This processor does not support them.
     """
-    name = _library().eesd_configure(kernels.encode(), threads, int8_activations, float16_caches)
+    with _making:
+        name = _library().eesd_configure(kernels.encode(), threads, int8_activations, float16_caches)
     if name is None:
         raise EESDError(f"This processor does not support the kernels {kernels!r}; choose from {', '.join(supported())}.")
     return str(name.decode())

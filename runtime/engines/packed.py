@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,10 @@ _KINDS = {1: "float32", 2: "uint8", 3: "int8", 7: "int64", 10: "float16", 16: "b
 """Element types by their number in ``TensorProto.DataType``."""
 
 
+class _MadeElsewhere(Exception):
+    """Ends the making of a packed directory that is there by now."""
+
+
 def packed_directory(directory: Path, manifest: Manifest) -> Path:
     """The directory of packed weights and graphs, which is made if there is none.
 
@@ -55,8 +60,10 @@ def packed_directory(directory: Path, manifest: Manifest) -> Path:
     problem = ""
     for place in _places(directory, manifest):
         try:
-            with directory_written_whole(place) as new:
+            with suppress(_MadeElsewhere), directory_written_whole(place) as new:
                 _write(directory, manifest, new)
+                if _is_complete(place, manifest):  # another process was faster, and may be reading its files now
+                    raise _MadeElsewhere
             return place
         except OSError as error:
             problem = str(error)
