@@ -71,7 +71,10 @@ def planned(shared: Shared) -> late_gpus.Planned:
     return partial(late_gpus.directory, shared)
 
 
-LONG = ("quantize", "stages", "build", "rejection", "memory", "linked", "mutations", "bundled", "torch_engine", "parity")
+LONG = (
+    *("bench_peers", "mutations", "quantize", "exactness", "torch_engine", "build", "stages", "gguf", "distill", "linked"),
+    *("distill_damage", "streams", "trt_engine", "device_sampler", "rejection", "memory", "lossless", "text_drafts", "parity"),
+)
 """Test files that take longest. They begin first, so that neither process waits for the other at the end."""
 
 
