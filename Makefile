@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LIBRARY := runtime/engines/libeesd_operators.so
 SMOLLM2 := build/SmolLM2-135M-Instruct.Q4_1.gguf
-# Two processes, a processor each; the tests of a file stay together because they share engines.
-PARALLEL := -n 2 --dist loadfile
+# Two processes, a processor each. The tests of a file stay together because they share engines. tests/conftest.py says which
+# files begin; without the last option, those of most tests would.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Tests of what runs on the CPU where the operators are not built.
 STANDARD := $(addprefix tests/test_,lossless.py exactness.py batch.py widened.py cli.py)
 

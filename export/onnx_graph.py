@@ -148,25 +148,19 @@ def trace(
         layers: Layers of the stage; None for all.
         linked: Names of weights that stay in the checkpoint's layout. Linear ones keep their Transpose in the graph.
     """
-    dtype, layers = getattr(torch, options.dtype), range(geometry.num_layers) if layers is None else layers
-    untied = replace(geometry, tied_embeddings=False)  # a quantized LM head is not the embedding table
-    with FakeTensorMode(), _default_dtype(dtype):
-        decoder, head = Decoder(untied), ExitHead(geometry, exit_config)
-        if name == "draft":
-            in_place = one_node_is_faster(options.max_seq_len, options.quantization)
-            folded = options.dtype != "float32" and not in_place  # plans then copy the caches, folded for no head twice
-            module: Draft | Verify = Draft(decoder, head, options.draft_top_k, folded)
-            caches, outputs = draft_caches(geometry, exit_config), ["logits", "topk_ids", "topk_logprobs"]
-        else:
-            module = Verify(decoder, head, layers)
-            exits = exit_caches(geometry, exit_config) if layers.start == 0 else ()
-            caches, outputs = [*layers, *exits], ["logits" if layers.stop == geometry.num_layers else "hidden_out"]
-        cos, sin = rotary_tables(geometry, options.max_seq_len)
-        engine = _EngineModule(module, cos, sin).eval()
-        first, rows = layers.start == 0, outputs == ["logits"]
-        model = _export(engine, _example_inputs(geometry, len(caches), dtype, first, rows))
+    layers = range(geometry.num_layers) if layers is None else layers
+    draft: tuple[int, bool] | None = None
+    if name == "draft":
+        in_place = one_node_is_faster(options.max_seq_len, options.quantization)
+        folded = options.dtype != "float32" and not in_place  # plans then copy the caches, folded for no head twice
+        draft = (options.draft_top_k, folded)
+        caches, outputs = draft_caches(geometry, exit_config), ["logits", "topk_ids", "topk_logprobs"]
+    else:
+        exits = exit_caches(geometry, exit_config) if layers.start == 0 else ()
+        caches, outputs = [*layers, *exits], ["logits" if layers.stop == geometry.num_layers else "hidden_out"]
+    model = _traced(geometry, exit_config, options.dtype, options.max_seq_len, layers, len(caches), draft)
     _name_dimensions(model.graph)
-    _name_tensors(model, caches, "input_ids" if first else "hidden", outputs)
+    _name_tensors(model, caches, "input_ids" if layers.start == 0 else "hidden", outputs)
     _fold_reshapes(model.graph)
     _fold_splits(model.graph)
     if name != "draft" and options.dtype == "float32":
@@ -185,6 +179,25 @@ def trace(
     model.graph.name = f"eesd_{name}"
     info = GraphInfo(f"{name}.onnx", tuple(caches), _tensor_infos(model.graph.inputs), _tensor_infos(model.graph.outputs))
     return Graph(model, weights, info)
+
+
+def _traced(
+    geometry: Geometry,
+    exit_config: ExitConfig,
+    dtype: str,
+    slots: int,
+    layers: range,
+    caches: int,
+    draft: tuple[int, bool] | None,
+) -> ir.Model:
+    """The graph as torch writes it: the draft if its number of candidates and ``folded`` are given, else layers of verify."""
+    untied = replace(geometry, tied_embeddings=False)  # a quantized LM head is not the embedding table
+    with FakeTensorMode(), _default_dtype(getattr(torch, dtype)):
+        decoder, head = Decoder(untied), ExitHead(geometry, exit_config)
+        module: Draft | Verify = Verify(decoder, head, layers) if draft is None else Draft(decoder, head, *draft)
+        engine = _EngineModule(module, *rotary_tables(geometry, slots)).eval()
+        first, rows = layers.start == 0, draft is None and layers.stop == geometry.num_layers
+        return _export(engine, _example_inputs(geometry, caches, getattr(torch, dtype), first, rows))
 
 
 def _example_inputs(geometry: Geometry, caches: int, dtype: torch.dtype, first: bool, rows: bool) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -25,9 +25,9 @@ from support.command import add_tokenizer, export_engine, succeed  # noqa: E402
 from support.harness import Harness  # noqa: E402
 from support.lossless_checks import DRAFT_VOCAB  # noqa: E402
 from support.tiny_checkpoints import FAMILIES, build  # noqa: E402
+from support.tracing import trace_once  # noqa: E402
 from support.without_operators import without_operators  # noqa: E402
 
-from eesd.export import onnx_graph  # noqa: E402
 from eesd.export.cli import main as export_main  # noqa: E402
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
@@ -71,7 +71,10 @@ def planned(shared: Shared) -> late_gpus.Planned:
     return partial(late_gpus.directory, shared)
 
 
-LONG = ("quantize", "stages", "build", "rejection", "memory", "linked", "mutations", "bundled", "torch_engine", "parity")
+LONG = (
+    *("bench_peers", "mutations", "quantize", "exactness", "torch_engine", "build", "stages", "gguf", "distill", "linked"),
+    *("distill_damage", "streams", "trt_engine", "device_sampler", "rejection", "memory", "lossless", "text_drafts", "parity"),
+)
 """Test files that take longest. They begin first, so that neither process waits for the other at the end."""
 
 
@@ -84,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def traced_once() -> Iterator[None]:
     """Tracing a graph takes more than a second, so each is traced once for all exports of a test process."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("eesd.export.engine_dir.trace", lru_cache(maxsize=128)(onnx_graph.trace))
+        trace_once(monkeypatch)
         yield
 
 

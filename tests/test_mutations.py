@@ -28,6 +28,7 @@ from support.lossless_checks import (
     check_tree_drafts,
 )
 from support.mutants import mutate
+from support.tracing import traced
 from support.without_operators import needs_operators, without_operators
 
 from eesd.common.draft_vocab import DraftColumns
@@ -133,7 +134,7 @@ def test_a_mistake_in_the_draft_vocabulary_shows_in_the_proposals(
 
 
 def test_a_draft_graph_that_forgets_the_draft_vocabulary_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eesd.export.engine_dir.trace", onnx_graph.trace)  # not one that was traced before
+    monkeypatch.setattr(onnx_graph, "_traced", traced)  # not one that was traced before
     monkeypatch.setattr(ExitHead, "tokens", lambda _, columns: columns)
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     ids = tuple(DRAFT_VOCAB.tolist())
@@ -336,7 +337,7 @@ def test_one_changed_bit_of_a_logit_is_caught(harness: Harness, monkeypatch: pyt
 
 def export_unfolded(monkeypatch: pytest.MonkeyPatch, directory: Path, *options: object) -> Path:
     """Engines whose verify graph keeps heads apart, as the draft's does: one token's attention then has a single query."""
-    monkeypatch.setattr("eesd.export.engine_dir.trace", onnx_graph.trace)  # not one that was traced before
+    monkeypatch.setattr(onnx_graph, "_traced", traced)  # not one that was traced before
     monkeypatch.setattr(graphs, "fold_mask", lambda inputs, *_: inputs)
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
     return export_engine(model, directory / "plans", "--max-seq-len", 256, "--no-check", *options)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +28,38 @@ def in_shell(redirection: str, command: list[str]) -> "subprocess.CompletedProce
     return subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TOO_LATE)
 
 
-@pytest.fixture(params=["run", "run --json", "inspect", "inspect --json", "doctor", "doctor --json", "run --help", "build -h"])
+COMMANDS = ["run", "run --json", "inspect", "inspect --json", "doctor", "doctor --json", "run --help", "build -h"]
+LOST = [
+    (">/dev/full", ("No space left on device", "write to another place")),
+    (">&-", ("stdout is closed", "/dev/null")),
+    ("<&- >&-", ("stdout is closed",)),
+]
+OTHERS = ["2>&-", "2>/dev/full", "<&-", "<&- 2>&-"]
+
+
+@pytest.fixture
 def command(request: pytest.FixtureRequest, engine: Path) -> list[str]:
     name, *options = request.param.split()
     inputs = {"run": ("--engine-dir", engine, "-p", "hello", "-n", 3), "inspect": (engine,)}.get(name, ())
     return start(name, *inputs, *options)
 
 
-@pytest.mark.parametrize(
-    ("redirection", "code", "words"),
-    [
-        (">&-", 2, ("stdout is closed", "/dev/null")),
-        ("<&- >&-", 2, ("stdout is closed",)),
-        (">/dev/full", 2, ("No space left on device", "write to another place")),
-    ],
-)
-def test_lost_output_is_an_error(command: list[str], redirection: str, code: int, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("command", "lost"), zip(COMMANDS, cycle(LOST), strict=False), indirect=["command"])
+def test_lost_output_is_an_error(command: list[str], lost: tuple[str, tuple[str, ...]]) -> None:
+    """Each command with one of the ways: what opens and closes the streams does not know which command runs."""
+    redirection, words = lost
     done = in_shell(redirection, command)
-    assert done.returncode == code
+    assert done.returncode == 2
     assert_one_line(done.stderr, *words)
 
 
+@pytest.mark.parametrize("command", ["run", "inspect --json", "build -h"], indirect=True)
 def test_a_broken_pipe_ends_quietly(command: list[str]) -> None:
     done = in_shell("| true; exit ${PIPESTATUS[0]}", ["sh", "-c", 'sleep 0.3; exec "$@"', "sh", *command])
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "<&-", "<&- 2>&-"])
+@pytest.mark.parametrize(("command", "redirection"), zip(COMMANDS, cycle(OTHERS), strict=False), indirect=["command"])
 def test_other_streams_do_not_matter(command: list[str], redirection: str) -> None:
     if "--engine-dir" in command and "--json" not in command:
         command = [*command, "--no-stats"]
