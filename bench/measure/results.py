@@ -5,7 +5,7 @@ Fields of the dataclasses are keys of the file. Some key names are older than th
 
 import json
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -160,13 +160,24 @@ class Tuning:
         return list(self.seconds)[-1]
 
 
+def _values(item: Any) -> Any:
+    """A dataclass as JSON values."""
+    return item.to_dict() if hasattr(item, "to_dict") else asdict(item)
+
+
+def refuse_existing(*paths: Path) -> None:
+    """Raise :class:`EESDError` if one of these files exists."""
+    if path := next(filter(Path.exists, paths), None):
+        raise EESDError(f"{path} exists; give --overwrite, --resume where there is one, or another --output.")
+
+
 class Saved:
     """A dataclass that is a JSON file, with a line for each item of its lists."""
 
     WHAT: ClassVar[str]
     """What the file is, for a message."""
-    ROWS: ClassVar[dict[str, type]]
-    """Lists of dataclasses, and what they hold. A file of this kind has all of them."""
+    ROWS: ClassVar[Mapping[str, Callable[..., Any]]]
+    """Lists of dataclasses, and what makes an item of its values. A file of this kind has all of them."""
     schema: int
 
     def save(self, path: Path) -> None:
@@ -175,7 +186,7 @@ class Saved:
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
             if isinstance(value, list):
-                rows = [json.dumps(row if isinstance(row, dict) else rounded(asdict(row))) for row in value]
+                rows = [json.dumps(row if isinstance(row, dict) else rounded(_values(row))) for row in value]
                 parts.append(f'"{item.name}": [\n' + ",\n".join(rows) + "\n]")
             else:
                 parts.append(f'"{item.name}": {json.dumps(value)}')
@@ -192,8 +203,26 @@ class Saved:
             raise EESDError(f"{path} has schema {raw.get('schema')}, this EESD reads schema {cls.schema}; measure again.")
         try:
             return cls(**raw | {name: [kind(**row) for row in raw[name]] for name, kind in cls.ROWS.items()})
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None
+
+    def begun(self, path: Path, resume: bool, overwrite: bool) -> Self:
+        """What to fill: the file at ``path`` if it is to be continued and there is one, else this.
+
+        Raises:
+            EESDError: There is a file that is neither to be continued nor overwritten; or it has other options, or is from
+                another machine.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not (resume and path.exists()):
+            if not overwrite:
+                refuse_existing(path)
+            return self
+        found = type(self).load(path)
+        for what in ("options", "machine"):
+            if getattr(found, what) != getattr(self, what):
+                raise EESDError(f"{path} was measured with other {what}, so it cannot be resumed; use --overwrite.")
+        return found
 
     @classmethod
     def wrote(cls, raw: Any) -> bool:
@@ -206,12 +235,12 @@ class Result(Saved):
     """Everything that one benchmark measured.
 
     Attributes:
-        kind: ``run`` or ``ablation``.
+        kind: ``run``; older results of exit heads side by side have ``ablation``.
         options: The :class:`~eesd.bench.measure.run.Options`.
         engines: Description of each engine directory by name, in the order of measurement.
         prompts: The reported prompts: id, task, number of tokens.
         machine: Where it was measured.
-        call_overhead: By engine, the seconds that our code adds to one call of the ONNX Runtime session.
+        call_overhead: Only in older results: by engine, the seconds that EESD adds to a call of ONNX Runtime.
         tunings: Tuned controllers.
         configurations: What ``Run.configuration`` indexes.
         sweeps: Call latencies of each prompt and width.
@@ -244,7 +273,7 @@ class Result(Saved):
         return self.configurations.index(configuration)
 
     WHAT: ClassVar = "a result of eesd-bench; give a result.json"
-    ROWS: ClassVar[dict[str, type]] = {
+    ROWS: ClassVar = {
         "tunings": Tuning, "configurations": Configuration, "sweeps": CallLatency, "runs": Run
     }  # fmt: skip
 
@@ -271,3 +300,9 @@ def rounded(value: Any) -> Any:
 def read_json(path: Path) -> Any:
     """The JSON value of a file that eesd-bench wrote. Raises :class:`EESDError` if the file is not JSON."""
     return json_input.read_json(path, "give a file that eesd-bench wrote")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON value, whole or not at all."""
+    with written_whole(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n", "utf-8")

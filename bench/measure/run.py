@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from eesd.bench.measure.latency import RandomLengths, call_overhead, measure_latency, timed_rounds
+from eesd.bench.measure.latency import RandomLengths, measure_latency, timed_rounds
 from eesd.bench.measure.results import CallLatency, Configuration, Result, Run, Tuning, acceptance_by_depth
 from eesd.bench.measure.tasks import TaskPrompt
 from eesd.common.checks import check_choice
@@ -290,9 +290,6 @@ def measure(
     Yields:
         After each prompt, when ``result`` has all of its runs.
     """
-    overhead = call_overhead(bench.llm.engines)
-    if overhead is not None:
-        result.call_overhead[engine] = overhead
     drafting = {configuration: bench.drafting_llm(configuration, options) for configuration in configurations}
     for prompt in prompts:
         if result.has_runs(engine, prompt.id):

@@ -12,6 +12,7 @@ from eesd.common.errors import EESDError
 from eesd.common.json_input import MAX_BYTES, decode, json_lines, read_text
 
 BUNDLED = Path(__file__).parent / "tasks.jsonl"
+TEXTS = "give a text, or JSON lines with text, prompt, turns or messages"
 TUNING_EVERY = 4
 """Every fourth prompt of a task is for tuning and never reported."""
 
@@ -150,3 +151,29 @@ def split_prompts(prompts: Sequence[TaskPrompt], tuning: int, reported: int) -> 
 
 def _interleaved(groups: Sequence[Sequence[TaskPrompt]]) -> list[TaskPrompt]:
     return [prompt for row in zip_longest(*groups) for prompt in row if prompt is not None]
+
+
+def read_texts(path: Path) -> list[tuple[str, list[str]]]:
+    """Category and parts (the turns of a conversation, or one text) of each line of a ``.jsonl`` file; another file is one.
+
+    A line has ``text``, ``prompt``, ``turns`` or ``messages``. Without a ``category`` the name of the file counts.
+
+    Raises:
+        EESDError: The file cannot be read, or a line has none of these.
+    """
+    if path.suffix != ".jsonl":
+        return [(path.stem, [read_text(path, TEXTS)])]
+    found = []
+    for number, line in json_lines(read_text(path, TEXTS), str(path), TEXTS):
+        row = line if isinstance(line, dict) else {}
+        value: Any = next((row[key] for key in ("text", "prompt", "turns", "messages") if key in row), [])
+        parts = [
+            part.get("content") if isinstance(part, dict) else part for part in (value if isinstance(value, list) else [value])
+        ]
+        texts = [part for part in parts if isinstance(part, str)]
+        if not texts:
+            raise EESDError(f"{path}, line {number}, has no text; {TEXTS}.")
+        found.append((str(row.get("category", path.stem)), texts))
+    if not found:
+        raise EESDError(f"{path} is empty; {TEXTS}.")
+    return found

@@ -5,8 +5,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from eesd.bench.replay.costs import CallCosts
-from eesd.bench.report.stats import Interval, Summary
+from eesd.bench.measure.stats import Interval
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 
@@ -38,8 +37,6 @@ STYLE: Any = {
     "lines.markersize": 5,
 }
 DPI = 130
-MIN_JUDGED = 30
-"""Depths with fewer judged tokens are not plotted: the acceptance would be too uncertain."""
 
 
 def check_plots(wanted: bool) -> None:
@@ -59,17 +56,7 @@ class PlotWriter:
         self._wanted = wanted
 
     def embed(self, name: str, caption: str, draw: Any, *data: Any) -> list[str]:
-        """Draw a plot.
-
-        Args:
-            name: Name of the file, without ``.png``.
-            caption: Alternative text.
-            draw: A plot function of this module.
-            data: Its arguments, without the path.
-
-        Returns:
-            Markdown lines that show the plot; none if plots are not wanted.
-        """
+        """Call ``draw`` with ``data`` and the path of ``name``. Returns Markdown lines that show it; none if not wanted."""
         if not self._wanted:
             return []
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -148,115 +135,25 @@ def intervals(panels: Mapping[str, Sequence[tuple[str, str, Interval]]], xlabel:
 
 
 @_styled
-def acceptance(lines: Mapping[str, Sequence[Sequence[int]]], path: Path) -> None:
-    """Draw acceptance by depth.
+def regret(lines: Sequence[tuple[str, Sequence[int], Sequence[float]]], path: Path) -> None:
+    """Draw plain steps lost against the best fixed length, by tokens decoded. Names are at the ends of the lines.
 
     Args:
-        lines: [accepted, judged] tokens by depth, for each line's name.
+        lines: (name, tokens, regret) of each line.
         path: PNG to write.
     """
-    figure, (axis,) = _figure(5.2, 3.2)
-    depths = range(1, 1 + max(sum(judged >= MIN_JUDGED for _, judged in counts) for counts in lines.values()))
-    for number, (name, counts) in enumerate(lines.items()):
-        rates = [accepted / judged for accepted, judged in counts if judged >= MIN_JUDGED]
-        axis.plot(depths[: len(rates)], rates, marker=MARKERS[number % 7], color=COLOURS[number % 7], label=name)
-    axis.set_xlabel("depth of the draft token")
-    axis.set_ylabel("share of judged tokens accepted")
-    axis.set_xticks(depths)
-    axis.set_ylim(0, 1)
-    axis.legend(loc="lower left")
-    _save(figure, path)
-
-
-@_styled
-def call_costs(curves: Mapping[str, CallCosts], path: Path) -> None:
-    """Draw the cost of verify passes by nodes and of drafts by steps, in plain steps.
-
-    Args:
-        curves: Measured costs in seconds, for each curve's name.
-        path: PNG to write.
-    """
-    figure, (axis,) = _figure(5.2, 3.2)
-    for number, (name, curve) in enumerate(curves.items()):
-        plain = curve.verify[1]
-        nodes = [count for count in curve.verify if count > 1 or number == 0]
-        colour = COLOURS[number]
-        axis.plot(
-            nodes, [curve.verify[n] / plain for n in nodes], marker=MARKERS[number], color=colour, label=f"verify, {name}"
-        )
-        steps = [count for count in curve.draft if count <= max(nodes)]
-        axis.plot(steps, [curve.draft[n] / plain for n in steps], color=colour, linestyle=":", label=f"draft steps, {name}")
-    axis.set_xlabel("nodes of the verify pass, or draft steps")
-    axis.set_ylabel("time in plain steps")
-    axis.set_ylim(bottom=0)
-    axis.legend(loc="upper left")
-    _save(figure, path)
-
-
-@_styled
-def predicted(summaries: Sequence[Summary], path: Path) -> None:
-    """Draw predicted against measured speed-up, with a band of 5 % around equality."""
-    figure, (axis,) = _figure(4.2, 4.0)
-    groups: dict[str, list[Summary]] = {}
-    for summary in summaries:
-        if summary.predicted is not None:
-            groups.setdefault(summary.configuration.sampling, []).append(summary)
-    values = [v for group in groups.values() for s in group for v in (s.speedup_total, s.predicted or 0.0)]
-    low, high = min(values) * 0.93, max(values) * 1.07
-    axis.fill_between([low, high], [low * 0.95, high * 0.95], [low * 1.05, high * 1.05], color=INK, alpha=0.15, linewidth=0)
-    axis.plot([low, high], [low, high], color=INK, linewidth=1, linestyle="--")
-    for number, (name, group) in enumerate(groups.items()):
-        measured, expected = [s.speedup_total for s in group], [s.predicted for s in group]
-        axis.plot(measured, expected, MARKERS[number], color=COLOURS[number], label=name, alpha=0.9, linestyle="none")
-    axis.set_xlim(low, high)
-    axis.set_ylim(low, high)
-    axis.set_aspect("equal")
-    axis.set_xlabel("measured speed-up")
-    axis.set_ylabel("predicted speed-up (band: 5 %)")
-    axis.legend(loc="upper left")
-    _save(figure, path)
-
-
-@_styled
-def regret(panels: Mapping[str, Sequence[tuple[str, Sequence[int], Sequence[float]]]], base: str, path: Path) -> None:
-    """Draw plain steps lost, by tokens decoded. Lines are labelled at their ends in the last panel.
-
-    Args:
-        panels: (name, tokens, regret) lines by panel title.
-        base: What the regret is measured against.
-        path: PNG to write.
-    """
-    figure, axes = _figure(1.7 + 3.0 * len(panels) + 1.3 * (len(panels) == 1), 3.6, len(panels))
-    names = list(
-        dict.fromkeys(name for lines in panels.values() for name, _, _ in reversed(lines))
-    )  # a name has one colour in all panels
-    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
-        axis.axhline(0, color=INK, linewidth=1, linestyle="--")
-        for name, tokens, lost in lines:
-            axis.plot(tokens, lost, color=COLOURS[names.index(name) % len(COLOURS)], linewidth=1.2)
-        axis.set_title(title)
-        axis.locator_params(axis="x", nbins=4, prune="upper")
-        axis.set_xlim(0, max(tokens[-1] for _, tokens, _ in lines))
-    _label_ends(axes[-1], [*panels.values()][-1], names)
-    figure.supxlabel("tokens decoded", fontsize=9.5, color=INK)
-    axes[0].set_ylabel(f"plain steps lost against {base}")
-    _save(figure, path)
-
-
-def _label_ends(axis: Any, lines: Sequence[tuple[str, Sequence[int], Sequence[float]]], names: Sequence[str]) -> None:
-    """Write each line's name at its end. Names whose lines end close together are moved apart."""
+    figure, (axis,) = _figure(6.0, 3.6)
+    axis.axhline(0, color=INK, linewidth=1, linestyle="--")
+    for number, (_, tokens, lost) in enumerate(reversed(lines)):
+        axis.plot(tokens, lost, color=COLOURS[number % len(COLOURS)], linewidth=1.2)
+    axis.set_xlim(0, max(tokens[-1] for _, tokens, _ in lines))
+    axis.set_xlabel("tokens decoded")
+    axis.set_ylabel("plain steps lost against the best fixed length")
     low, high = axis.get_ylim()
-    gap, place = 0.062 * (high - low), -float("inf")
-    for name, tokens, lost in sorted(lines, key=lambda line: line[2][-1]):
-        place = max(lost[-1], place + gap)
-        colour = COLOURS[names.index(name) % len(COLOURS)]
-        axis.annotate(
-            name,
-            (tokens[-1], lost[-1]),
-            (1.03, place),
-            textcoords=axis.get_yaxis_transform(),
-            color=colour,
-            fontsize=8.5,
-            va="center",
-            annotation_clip=False,
-        )
+    place = -float("inf")
+    ends = [(lost[-1], number, name) for number, (name, _, lost) in enumerate(reversed(lines))]
+    for end, number, name in sorted(ends):
+        place = max(end, place + 0.062 * (high - low))  # names whose lines end close together are moved apart
+        colour = COLOURS[number % len(COLOURS)]
+        axis.text(1.03, place, name, transform=axis.get_yaxis_transform(), color=colour, fontsize=8.5, va="center")
+    _save(figure, path)
