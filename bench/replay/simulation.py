@@ -110,10 +110,6 @@ class Comparison:
     rows: list[Row]
     regret: list[RegretCurve]
 
-    def row(self, controller: str) -> Row:
-        """The row with this label."""
-        return next(row for row in self.rows if row.controller == controller)
-
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON values."""
         return asdict(self) | {"costs": self.costs.to_dict()}

@@ -1,4 +1,4 @@
-"""eesd-bench spec-bench answers all turns of every question in every configuration, and reports them by category."""
+"""The tool for Spec-Bench answers all turns of every question in every configuration, and reports them by category."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 from support.command import assert_refused, run, succeed
 
-from eesd.bench.cli import main
-from eesd.bench.questions.questions import read_questions
-from eesd.bench.questions.results import PLAIN, Answer, Result
-from eesd.bench.questions.table import repriced, speedup
 from eesd.bench.replay.costs import CallCosts, CostModel
+from eesd.bench.tools.results import main as draw
+from eesd.bench.tools.spec_bench import main, read_questions
+from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, repriced, speedup
 
 ROWS: list[dict[str, Any]] = [
     {"question_id": 81, "category": "writing", "turns": ["abc abc abc", "and def"]},
@@ -35,7 +34,7 @@ def test_all_turns_are_answered_reported_and_not_answered_again(engine: Path, qu
     output = tmp_path / "out" / "spec.json"
     options: tuple[object, ...] = ("--questions", questions, "--engine-dir", engine, "-n", 12, "--threads", 1, "-o", output)
     options += ("--method", "text", "--method", "exit,fixed:k=2", "--samplings", "greedy coupled")
-    shown = succeed(main, "spec-bench", *options).stdout
+    shown = succeed(main, *options).stdout
     result = Result.load(output)
     assert (
         result.complete and result.skipped == 1 and result.categories == {"81": "multi-turn", "82": "multi-turn", "90": "rag"}
@@ -49,12 +48,12 @@ def test_all_turns_are_answered_reported_and_not_answered_again(engine: Path, qu
     for words in ("| text |", "| exit,fixed:k=2 |", "multi-turn", "EAGLE-3", "1 more"):
         assert words in shown
     before = output.read_bytes()
-    succeed(main, "spec-bench", *options, "--resume")
+    succeed(main, *options, "--resume")
     assert output.read_bytes() == before
-    assert_refused(run(main, "spec-bench", *options), "--resume")
-    assert_refused(run(main, "spec-bench", *options, "--resume", "-n", 13), "other options")
+    assert_refused(run(main, *options), "--resume")
+    assert_refused(run(main, *options, "--resume", "-n", 13), "other options")
     report = tmp_path / "results.md"
-    succeed(main, "report", output, "-o", report, "--no-plots")
+    succeed(draw, output, "-o", report, "--no-plots")
     assert "## Spec-Bench" in report.read_text()
 
 
@@ -79,7 +78,7 @@ def test_questions_of_a_category_are_spread_over_the_file(tmp_path: Path) -> Non
 )
 def test_other_files_are_refused(engine: Path, tmp_path: Path, rows: list[Any], words: tuple[str, ...]) -> None:
     path = write(tmp_path / "q.jsonl", rows)
-    result = run(main, "spec-bench", "--questions", path, "--engine-dir", engine, "-o", tmp_path / "out.json")
+    result = run(main, "--questions", path, "--engine-dir", engine, "-o", tmp_path / "out.json")
     assert_refused(result, *words)
     assert not (tmp_path / "out.json").exists()
 
@@ -98,7 +97,7 @@ def test_other_files_are_refused(engine: Path, tmp_path: Path, rows: list[Any], 
 def test_options_that_cannot_be_used_are_refused(
     engine: Path, questions: Path, tmp_path: Path, options: tuple[object, ...], words: tuple[str, ...]
 ) -> None:
-    given = ("spec-bench", "--questions", questions, "--engine-dir", engine, "-o", tmp_path / "out.json", *options)
+    given = ("--questions", questions, "--engine-dir", engine, "-o", tmp_path / "out.json", *options)
     assert_refused(run(main, *given), *words)
 
 
