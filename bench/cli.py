@@ -15,7 +15,7 @@ from eesd.bench.measure.fresh_starts import measure_starts, read_prompts
 from eesd.bench.measure.results import Result, read_json, refuse_existing
 from eesd.bench.measure.resumable import measure_engine, run_with_progress
 from eesd.bench.measure.run import Bench, Options
-from eesd.bench.measure.tasks import LOADERS, load_tasks
+from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.replay.costs import COST_MODELS
 from eesd.bench.replay.round_log import replay_rounds
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, run_simulation
@@ -44,7 +44,9 @@ PLOTS = click.option("--plots/--no-plots", default=True, help="Also draw plots (
 def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output: str) -> Callable[[F], F]:
     """Options of all commands that run prompts, with these defaults."""
     options = [
-        click.option("--task", "tasks", multiple=True, metavar="NAME=FILE", help=f"Prompts; NAME: {', '.join(LOADERS)}."),
+        click.option(
+            "--task", "tasks", multiple=True, metavar="FILE", help="Prompts, JSON lines; repeatable.  [default: bundled]"
+        ),
         click.option("--temperature", type=cli.Number(0, 100), default=DEFAULT.temperature, help="Where it is not greedy."),
         click.option("-n", "--max-new-tokens", type=COUNT, default=new_tokens, help="Tokens to generate behind each prompt."),
         click.option("--per-task", type=COUNT, default=per_task, help="Most reported prompts of each task."),

@@ -26,7 +26,7 @@ def run_bench(engine: Path, output: Path, *options: object) -> Finished:
 
 def own_prompts(path: Path) -> str:
     path.write_text("".join(json.dumps({"id": p.id, "task": p.task, "prompt": p.text}) + "\n" for p in PROMPTS))
-    return f"prompts={path}"
+    return str(path)
 
 
 def test_all_configurations_give_the_tokens_of_plain_decoding_and_are_reported(bundled: Path, tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_all_configurations_give_the_tokens_of_plain_decoding_and_are_reported(b
     succeed(main, "--engine-dir", bundled, "--output", output, *options, "--budgeted", 1)
     result = Result.load(output / "result.json")
     assert result.complete and result.kind == "run"
-    assert [(p["id"], p["task"]) for p in result.prompts] == [("count-1", "count"), ("list-1", "list")]
+    assert [(p["id"], p["task"]) for p in result.prompts] == [("prompts-1", "count"), ("prompts-5", "list")]
     assert len(result.configurations) == 3 * (1 + 3 * 3) and sum(c.budget for c in result.configurations) == 3 * 3
     assert len(result.runs) == len(result.prompts) * len(result.configurations)
     for done in result.runs:
@@ -150,7 +150,7 @@ def test_several_engine_directories_are_measured_alike(engine: Path, tmp_path: P
         (["-n", "0"], ["--max-new-tokens"]),
         (["-n", "5000"], ["5000", "slots"]),
         (["--temperature", "0"], ["temperature"]),
-        (["--task", "prompts=missing.jsonl"], ["missing.jsonl"]),
+        (["--task", "missing.jsonl"], ["missing.jsonl"]),
         (["--controllers", ""], ["at least one"]),
     ],
     ids=lambda value: " ".join(value),

@@ -335,7 +335,7 @@ def test_batches_are_measured_and_their_tokens_compared(engine: Path, work: Path
     prompts, output = tmp_path / "tasks.jsonl", tmp_path / "batches.json"
     lines = [{"id": str(n), "task": "t", "prompt": "def f(x): return x" * n} for n in (1, 3, 2)]
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    options = ("--task", f"prompts={prompts}", "--concurrency", "1 2", "--rounds", 2, "--prompts", 3, "-n", 6, "--threads", 1)
+    options = ("--task", prompts, "--concurrency", "1 2", "--rounds", 2, "--prompts", 3, "-n", 6, "--threads", 1)
     base = ("--work", work, "--output", output, "--group", "F32")
     assert_refused(run(main, "batches", *base), "has no EESD F32", "--eesd")
     found = succeed(main, "batches", *base, "--eesd", engine, *options)

@@ -35,7 +35,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     rows = [{"id": f"{t}-{i}", "task": t, "prompt": f"{t} {i}: 1, 2"} for t in ("count", "list") for i in range(3)]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"prompts={path}"
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,8 @@ def test_coupled_sampling_is_replayed(engine: Path, prompts: str, tmp_path: Path
         (["--sampling", "hot"], ["hot", "greedy"]),
         (["--depth", "99"], ["99", "allows 1 to"]),
         (["--depth", "0"], ["--depth", "range"]),
-        (["--task", "prompts=missing.jsonl"], ["missing.jsonl"]),
-        (["--task", "prompts=/dev/null"], ["no prompts"]),
+        (["--task", "missing.jsonl"], ["missing.jsonl"]),
+        (["--task", "/dev/null"], ["has one prompt"]),
         (["--trace", "a.npz", "--tuning-trace", "b.npz"], ["Give --engine-dir"]),
         (["-n", "0"], ["--max-new-tokens"]),
     ],

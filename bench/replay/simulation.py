@@ -156,12 +156,7 @@ class Simulation(Saved):
 
     @classmethod
     def prepare(cls, trace: Trace, tuning: Trace, costs: Sequence[str]) -> Self:
-        """A simulation without comparisons; :func:`run_simulation` adds them.
-
-        Args:
-            trace: Trace of the reported prompts.
-            tuning: Trace of the tuning prompts.
-            costs: Names of cost models.
+        """A simulation of the reported and the tuning prompts, without comparisons; :func:`run_simulation` adds them.
 
         Raises:
             EESDError: A cost model is unknown or was not measured.
@@ -172,11 +167,7 @@ class Simulation(Saved):
 
 
 def find_costs(names: Sequence[str], trace: Trace | None) -> dict[str, CostModel]:
-    """Look up cost models.
-
-    Args:
-        names: Keys of ``COST_MODELS``, or ``measured``.
-        trace: Has the measured costs. None: only check the names.
+    """Look up cost models: keys of ``COST_MODELS``, or ``measured`` for the trace's. Without a trace only names are checked.
 
     Raises:
         EESDError: A name is unknown, or the trace has no measured costs.
@@ -201,15 +192,7 @@ def run_simulation(simulation: Simulation, trace: Trace, tuning: Trace) -> Itera
 
 
 def compare_on_trace(name: str, trace: Trace, tuning: Trace, costs: CostModel, seeds: int = SEEDS) -> Comparison:
-    """Replay all controllers on a trace.
-
-    Args:
-        name: Name of the cost model.
-        trace: Trace of the reported prompts.
-        tuning: Trace of the tuning prompts; each tuned controller takes the candidate that is fastest on it.
-        costs: The cost model.
-        seeds: Seeds of each controller that learns.
-    """
+    """Replay all controllers on a trace: tuned ones with what is fastest on ``tuning``, learning ones with several seeds."""
     fixed = replay_fixed_lengths(trace, costs)
     runs = {OFF: fixed[0], HINDSIGHT: fastest(fixed)}
     for label, specs in TUNED.items():

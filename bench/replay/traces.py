@@ -177,11 +177,7 @@ class ChainDrafter:
         self._sampler = make_sampler(sampling, vocab_size, columns)
 
     def draft(self, count: int) -> tuple[list[int], list[DraftStep]]:
-        """Draft ``count`` tokens, for which the cache must have slots.
-
-        Returns:
-            The tokens, and what a controller would be told about each, entropy included.
-        """
+        """Draft ``count`` tokens. Returns them, and what a controller would be told about each, entropy included."""
         tokens, steps = self._session.tokens, []
         tree = DraftTree(tokens[-1], count)
         self._sampler.begin_round(tokens)
@@ -197,15 +193,9 @@ class ChainDrafter:
 
 
 def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: int = 128, depth: int = 16) -> TracedRequest:
-    """Generate behind a prompt, and draft from every position. Each token takes a plain step and ``depth`` draft steps.
+    """Generate behind a prompt, and draft ``depth`` tokens from every position.
 
-    Args:
-        llm: Loaded with speculation. Its controller is not used.
-        task: Task of the prompt.
-        prompt: The prompt.
-        sampling: Greedy or coupled.
-        new_tokens: Tokens to generate.
-        depth: Tokens to draft from each position.
+    The LLM is loaded with speculation; its controller is not used.
 
     Raises:
         EESDError: The sampling is ``rejection``, or the engine does not allow the depth.
@@ -240,12 +230,8 @@ def _num_equal(chain: list[int], text: list[int]) -> int:
 def record_traces(bench: Bench, prompts: Sequence[TaskPrompt], options: Options, depth: int, output: Path) -> Iterator[None]:
     """Record two traces of one engine: one of the tuning prompts and one of the reported prompts. Yields after each prompt.
 
-    Args:
-        bench: The engines.
-        prompts: Prompts to tune on and to report.
-        options: How to sample, and how many prompts of each task to record.
-        depth: Tokens to draft from each position.
-        output: Directory of the traces. An interrupted recording leaves no old trace beside a new one.
+    ``options`` say how to sample, and how many prompts of each task to record. Interrupted, it leaves no old trace beside a new
+    one in ``output``.
 
     Raises:
         EESDError: The depth is not allowed, or no prompt fits.

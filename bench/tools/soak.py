@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,19 +68,20 @@ class Known:
 
 @dataclass
 class Tally:
-    """What happened; filled by all clients."""
+    """What happened, how long tokens took, and the first problems; filled by all clients."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, what: str, problem: str = "") -> None:
+    def add(self, what: str, problem: str = "", times: Sequence[float] = ()) -> None:
         with self.lock:
             self.counts[what] += 1
-            if problem and len(self.wrong) < 20:
-                self.wrong.append(problem)
+            self.problems += [problem] * (bool(problem) and len(self.problems) < 20)
+            self.first += times[:1]
+            self.between += [(times[-1] - times[0]) / (len(times) - 1)] if len(times) > 1 else []
 
 
 def known_requests(llm: LLM, seed: int) -> list[Known]:
@@ -90,22 +91,18 @@ def known_requests(llm: LLM, seed: int) -> list[Known]:
     shared = [chance.randrange(vocab) for _ in range(128)]
     found = []
     for number in range(POOL):
-        tokens = shared[: chance.choice([0, 0, 64, 128])] + [
-            chance.randrange(vocab) for _ in range(chance.choice([1, 8, 40, 150]))
-        ]
+        own = [chance.randrange(vocab) for _ in range(chance.choice([1, 8, 40, 150]))]
+        tokens = shared[: chance.choice([0, 0, 64, 128])] + own
         method = chance.choice(["greedy", "coupled", "coupled", "rejection"])
         options: dict[str, Any] = {"temperature": 0.0 if method == "greedy" else 0.9, "seed": number}
         if chance.random() < 0.3:
             options |= {"top_p": 0.9, "top_k": 50}
         count = min(chance.choice([1, 8, 32, 64, 160]), llm.manifest.max_seq_len - len(tokens))
-        sampling = Sampling(**options, method="rejection" if method == "rejection" else "coupled")
-        expected = (fixed if method == "rejection" else llm).generate(
-            tokens, sampling, max_new_tokens=count, draft=method == "rejection"
-        )
+        draft = method == "rejection"
+        sampling = Sampling(**options, method="rejection" if draft else "coupled")
+        expected = (fixed if draft else llm).generate(tokens, sampling, max_new_tokens=count, draft=draft)
         body = {"prompt": tokens, "max_tokens": count, "stream": True, "return_token_ids": True, **options}
-        if method == "rejection":
-            body["sampling_method"] = method
-        found.append(Known(body, expected.tokens))
+        found.append(Known(body | ({"sampling_method": method} if draft else {}), expected.tokens))
     return found
 
 
@@ -113,25 +110,24 @@ class Server:
     """An ``eesd-serve`` on a free port of this machine."""
 
     def __init__(self, engine_dir: Path, options: list[str]) -> None:
-        self._command = [sys.executable, "-m", "eesd.serve.cli", "--engine-dir", str(engine_dir), *options]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
-        self._process: subprocess.Popen[bytes] | None = None
+        self._command = [sys.executable, "-m", "eesd.serve.cli", "--engine-dir", str(engine_dir), *options]
+        self.start()
 
     def start(self) -> None:
         """Start it, and wait until it is ready."""
-        self._process = subprocess.Popen(
-            [*self._command, "--port", str(self.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        command = [*self._command, "--port", str(self.port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _ in range(600):
             with suppress(OSError), self.asked("GET", "/ready") as response:
                 if response.status == 200:
                     return
             if self._process.poll() is not None:
-                raise EESDError("eesd-serve did not start; run it by hand to see why.")
+                break
             time.sleep(0.1)
-        raise EESDError("eesd-serve was not ready within a minute; run it by hand to see why.")
+        raise EESDError("eesd-serve did not start within a minute; run it by hand to see why.")
 
     @contextmanager
     def asked(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
@@ -148,124 +144,95 @@ class Server:
         """The sum of a metric's values."""
         with self.asked("GET", "/metrics") as response:
             lines = response.read().decode().splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]
-        return sum(values)
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
     def resident(self) -> int:
         """Bytes of memory that it uses."""
-        assert self._process is not None
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
     def end(self, kind: int) -> int:
         """Send a signal, and wait for the end. Returns the exit status."""
-        assert self._process is not None
         self._process.send_signal(kind)
         return self._process.wait(60)
 
 
-class Client(threading.Thread):
-    """Sends requests until it is told to stop."""
+def send(server: Server, pool: list[Known], tally: Tally, chance: random.Random) -> None:
+    """Send one request of the pool, or a damaged one, and judge the answer."""
+    draw = chance.random()
+    if draw < DAMAGED:
+        path = chance.choice(["/v1/completions", "/v1/chat/completions"])
+        with server.asked("POST", path, chance.choice(DAMAGES)) as response:
+            text = response.read().decode()
+            good = 400 <= response.status < 500 and json.loads(text)["error"]["message"]
+            tally.add("refused" if good else "wrong refusal", "" if good else f"{response.status}: {text[:200]}")
+        return
+    hang_up = chance.randrange(1, 20) if draw < DAMAGED + HANGS_UP else None
+    read_answer(server, chance.choice(pool), tally, hang_up)
 
-    def __init__(self, server: Server, pool: list[Known], tally: Tally, seed: int) -> None:
-        super().__init__(daemon=True)
-        self.server, self.pool, self.tally = server, pool, tally
-        self.chance = random.Random(seed)
-        self.stopping = threading.Event()
 
-    def run(self) -> None:
-        while not self.stopping.is_set():
-            try:
-                self._ask()
-            except TimeoutError:
-                self.tally.add(f"nothing came in {PATIENCE:g} seconds")
-            except (OSError, http.client.HTTPException):
-                self.tally.add("connection refused or broken")
-                time.sleep(0.05)
-
-    def _ask(self) -> None:
-        draw = self.chance.random()
-        if draw < DAMAGED:
-            path = self.chance.choice(["/v1/completions", "/v1/chat/completions"])
-            with self.server.asked("POST", path, self.chance.choice(DAMAGES)) as response:
-                self._judge_refusal(response)
-            return
-        known = self.chance.choice(self.pool)
-        hang_up = self.chance.randrange(1, 20) if draw < DAMAGED + HANGS_UP else None
-        started = time.perf_counter()
-        with self.server.asked("POST", "/v1/completions", known.body) as response:
-            if response.status != 200:
-                self.tally.add(f"status {response.status}")
-                time.sleep(0.05)
-                return
-            self._read(response, known, hang_up, started)
-
-    def _judge_refusal(self, response: http.client.HTTPResponse) -> None:
-        text = response.read().decode()
-        good = 400 <= response.status < 500 and json.loads(text)["error"]["message"]
-        self.tally.add("refused" if good else "wrong refusal", "" if good else f"{response.status}: {text[:200]}")
-
-    def _read(self, response: http.client.HTTPResponse, known: Known, hang_up: int | None, started: float) -> None:
-        """Read a stream, and compare it."""
-        tokens: list[int] = []
-        times: list[float] = []
-        complete = False
+def read_answer(server: Server, known: Known, tally: Tally, hang_up: int | None = None) -> None:
+    """Send a request, and compare its stream, or hang up behind so many events."""
+    tokens, times, complete, started = list[int](), list[float](), False, time.perf_counter()
+    with server.asked("POST", "/v1/completions", known.body) as response:
+        if response.status != 200:
+            tally.add(f"status {response.status}")
+            return time.sleep(0.05)
         for number, line in enumerate(line for line in response if line.startswith(b"data: ")):
             if line.startswith(b"data: [DONE]"):
                 complete = True
                 break
             event = json.loads(line[6:])
             if "error" in event:
-                self.tally.add("error in a stream", f"{event['error']}")
-                return
+                return tally.add("error in a stream", f"{event['error']}")
             new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
             tokens += new
-            times += [time.perf_counter() - started] * bool(new)
+            times += [time.perf_counter() - started] * len(new)
             if number == hang_up:
-                self.tally.add("hung up")
-                return
-        if not complete and tokens == known.tokens[: len(tokens)]:
-            self.tally.add("connection refused or broken")
-            return
-        equal = tokens == known.tokens
-        self.tally.add("equal" if equal else "WRONG TOKENS", "" if equal else _difference(known, tokens))
-        with self.tally.lock:
-            self.tally.first.append(times[0])
-            if len(tokens) > 1:
-                self.tally.between.append((times[-1] - times[0]) / (len(tokens) - 1))
-
-
-def _difference(known: Known, tokens: list[int]) -> str:
+                return tally.add("hung up")
+    if not complete and tokens == known.tokens[: len(tokens)]:
+        return tally.add("connection refused or broken")
+    if tokens == known.tokens:
+        return tally.add("equal", times=times)
     at = next((i for i, pair in enumerate(zip(tokens, known.tokens, strict=False)) if pair[0] != pair[1]), "the end")
     options = {name: value for name, value in known.body.items() if name != "prompt"}
-    return f"{len(known.body['prompt'])} tokens, {options}: {len(tokens)} tokens, which differ at {at}"
+    return tally.add(
+        "WRONG TOKENS", f"{len(known.body['prompt'])} tokens, {options}: {len(tokens)} tokens, which differ at {at}"
+    )
 
 
-def clients(server: Server, pool: list[Known], tally: Tally, count: int) -> list[Client]:
-    """Start clients."""
-    started = [Client(server, pool, tally, seed) for seed in range(count)]
-    for one in started:
+@contextmanager
+def clients(server: Server, pool: list[Known], count: int) -> Iterator[Tally]:
+    """So many clients that send requests inside the block. They finish what they wait for."""
+    tally, stopping = Tally(), threading.Event()
+
+    def run(seed: int) -> None:
+        chance = random.Random(seed)
+        while not stopping.is_set():
+            try:
+                send(server, pool, tally, chance)
+            except TimeoutError:
+                tally.add(f"nothing came in {PATIENCE:g} seconds")
+            except (OSError, http.client.HTTPException):
+                tally.add("connection refused or broken")
+                time.sleep(0.05)
+
+    threads = [threading.Thread(target=run, args=(seed,), daemon=True) for seed in range(count)]
+    for one in threads:
         one.start()
-    return started
-
-
-def stop(running: list[Client]) -> None:
-    """Let clients finish what they wait for."""
-    for one in running:
-        one.stopping.set()
-    for one in running:
+    yield tally
+    stopping.set()
+    for one in threads:
         one.join(PATIENCE)
 
 
 def run_load(server: Server, pool: list[Known], count: int, seconds: float) -> dict[str, Any]:
     """Saturate the server, and report."""
-    tally, memory = Tally(), list[int]()
-    running = clients(server, pool, tally, count)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(min(1.0, seconds / 60))
-        memory.append(server.resident())
-    stop(running)
+    memory, end = list[int](), time.monotonic() + seconds
+    with clients(server, pool, count) as tally:
+        while time.monotonic() < end:
+            time.sleep(min(1.0, seconds / 60))
+            memory.append(server.resident())
     time.sleep(0.5)
     settled = memory[int(len(memory) * WARM_UP) :]
     quarter = max(len(settled) // 4, 1)
@@ -273,7 +240,7 @@ def run_load(server: Server, pool: list[Known], count: int, seconds: float) -> d
     return {
         "seconds": seconds,
         "counts": dict(sorted(tally.counts.items())),
-        "problems": tally.wrong,
+        "problems": tally.problems,
         "first_token_seconds": _percentiles(tally.first),
         "token_seconds": _percentiles(tally.between),
         "resident_bytes": {"after_warm_up": before, "at_the_end": after, "growth": after / before - 1},
@@ -282,20 +249,16 @@ def run_load(server: Server, pool: list[Known], count: int, seconds: float) -> d
 
 
 def kill_and_restart(server: Server, pool: list[Known], count: int) -> dict[str, Any]:
-    """Kill the server under load, start it again, and send one more request."""
-    tally = Tally()
-    running = clients(server, pool, tally, count)
-    time.sleep(3)
-    server.end(signal.SIGKILL)
-    time.sleep(1)
-    stop(running)
+    """Kill the server under load, start it again, and send three more requests."""
+    with clients(server, pool, count) as tally:
+        time.sleep(3)
+        server.end(signal.SIGKILL)
+        time.sleep(1)
     server.start()
     again = Tally()
-    last = Client(server, pool, again, 99)
     for known in pool[:3]:
-        with server.asked("POST", "/v1/completions", known.body) as response:
-            last._read(response, known, None, time.perf_counter())
-    return {"under_load": dict(tally.counts), "problems": tally.wrong, "after_restart": dict(again.counts)}
+        read_answer(server, known, again)
+    return {"under_load": dict(tally.counts), "problems": tally.problems, "after_restart": dict(again.counts)}
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
@@ -318,18 +281,15 @@ def is_clean(report: dict[str, Any]) -> bool:
 @click.option("-o", "--output", type=cli.PATH, required=True, help="JSON file with the report.")
 def main(engine_dir: Path, minutes: float, count: int, max_rows: int, output: Path) -> None:
     """Keep a server at saturation, and count what goes wrong."""
-    llm = load(engine_dir, "ort")
-    pool = known_requests(llm, seed=0)
-    del llm
+    pool = known_requests(load(engine_dir, "ort"), seed=0)
     server = Server(engine_dir, ["--max-rows", str(max_rows)])
-    server.start()
     try:
         report: dict[str, Any] = {"load": run_load(server, pool, count, minutes * 60)}
         report["restart"] = kill_and_restart(server, pool, count)
     finally:
         status = server.end(signal.SIGTERM)
-    report["exit_status"] = status
-    report["clean"] = is_clean(report)
+    report |= {"exit_status": status}
+    report |= {"clean": is_clean(report)}
     write_json(output, report)
     click.echo(json.dumps(report, indent=1))
     if not report["clean"]:
