@@ -38,7 +38,7 @@ DEFAULT = Options()
 COUNT = click.IntRange(1, 10**6)
 THREADS = click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: all, one fewer if over four]")
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing results in --output.")
-PLOTS = click.option("--plots/--no-plots", default=True, help="Also draw plots (needs matplotlib).")
+PLOTS = click.option("--plots/--no-plots", default=True, help="Also draw regret curves (needs matplotlib).")
 
 
 def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output: str) -> Callable[[F], F]:
@@ -58,7 +58,6 @@ def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output:
         THREADS,
         click.option("-o", "--output", type=cli.PATH, default=Path(output), help="Directory to write."),
         OVERWRITE,
-        PLOTS,
     ]
 
     def decorate(command: F) -> F:
@@ -127,7 +126,6 @@ def main(context: click.Context, /, directories: tuple[Path, ...], **given: Any)
     if len({*names}) < len(names):
         raise EESDError("Two engine directories have the same name; names must be unique.")
     options = read_options(given)
-    check_plots(given["plots"])
     prompts, path = load_tasks(options.tasks), given["output"] / "result.json"
     result = Result("run", options.to_dict(), {}, []).begun(path, given["resume"], given["overwrite"])
     with announce_resume(path):
@@ -136,7 +134,7 @@ def main(context: click.Context, /, directories: tuple[Path, ...], **given: Any)
             measure_engine(result, path, name, bench, prompts, options)
     result.complete = True
     result.save(path)
-    show_report([result], [], path, given["plots"])
+    show_report([result], [], path, plots=False)
 
 
 def _refuse_recording_options(names: Iterable[str]) -> None:
@@ -155,6 +153,7 @@ def _refuse_recording_options(names: Iterable[str]) -> None:
 @click.option("--sampling", default="greedy", help="greedy or coupled.")
 @click.option("--depth", type=click.IntRange(1, 512), default=16, help="Tokens to draft from every position.")
 @prompt_options(128, 99, 99, "simulation")
+@PLOTS
 def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | None, **given: Any) -> None:
     """Replay all controllers on recorded traces under several cost models, and compare their speed."""
     plots, output, costs, depth, overwrite = (given.pop(name) for name in ("plots", "output", "costs", "depth", "overwrite"))

@@ -23,7 +23,7 @@ from eesd.bench.tools.peers.table import markdown
 from eesd.bench.tools.results import main as draw
 from eesd.runtime.llm import load
 
-FEW = ("--short", 2, "--short-tokens", 8, "--long", 1, "--long-tokens", 24, "-n", 6, "--processes", 1, "--threads", 1)
+FEW = ("--lengths", "8 8 24 30", "-n", 6, "--processes", 1, "--threads", 1)
 TEXTS = ["the first text is read", "short", "another text to go on with", "and a third one, long enough for all of this"]
 
 FAKE = """
@@ -113,19 +113,14 @@ def timed_calls(directory: Path) -> list[str]:
 
 def test_eesd_decodes_plainly_and_drafting_and_is_reported(engine: Path, work: Path, tmp_path: Path) -> None:
     output = tmp_path / "out" / "results.json"
-    options = ("--prompts", tmp_path / "prompts.jsonl", "--longest", 1, "--longest-tokens", 30)
-    done = succeed(main, "run", "--work", work, "--eesd", f"F32={engine}", "-o", output, *options, *FEW)
+    (work / "EESD-F32").symlink_to(engine)
+    done = succeed(main, "run", "--work", work, "-o", output, "--prompts", tmp_path / "prompts.jsonl", *FEW)
 
     result = Result.load(output)
     assert result.complete and not result.skipped
     names = ["EESD F32", "EESD F32, drafting"]
     assert [c.name for c in result.contestants] == names
-    assert [(p.id, len(p.tokens)) for p in result.prompts] == [
-        ("short-1", 8),
-        ("short-2", 8),
-        ("long-1", 24),
-        ("longest-1", 30),
-    ]
+    assert [(p.id, len(p.tokens)) for p in result.prompts] == [("8-1", 8), ("8-2", 8), ("24-3", 24), ("30-4", 30)]
     llm = load(engine, speculation=None, threads=1)
     for prompt in result.prompts:
         expected = llm.generate(prompt.tokens, max_new_tokens=6, ignore_eos=True).tokens
@@ -199,7 +194,7 @@ def test_a_file_is_converted_once_and_what_is_missing_is_named(model: Path, work
     assert "skipped; convert: ModuleNotFoundError" in lines[2] and "llama.cpp Q8_0 is missing" in lines[3]
     assert listing(work) == ["EESD-gguf", "llama.cpp-gguf", "work.json"]
     found = Work.load(work)
-    assert [c.name for c in found.contestants({})][:3] == ["EESD gguf", "EESD gguf, drafting", "llama.cpp gguf"]
+    assert [c.name for c in found.contestants()][:3] == ["EESD gguf", "EESD gguf, drafting", "llama.cpp gguf"]
     assert [*found.skipped] == ["llama.cpp Q8_0", "EESD Q8_0"]
     assert succeed(main, *base, *options).stdout.splitlines()[:2] == [
         "llama.cpp gguf: there already",
@@ -214,32 +209,30 @@ def test_a_file_is_converted_once_and_what_is_missing_is_named(model: Path, work
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--eesd", "F32"), ("--eesd 'F32'", "NAME=PATH")),
-        (("--eesd", "small=plans"), ("'small'", "Q4_0-small")),
         (("--only", "rwkv*"), ("--only 'rwkv*'", "EESD F32")),
-        (("--short-tokens", 500), ("0 texts of at least 500 tokens", "3 wanted")),
-        (("--short", 0, "--long", 0), ("nothing to measure",)),
-        (("--long", 9, "--long-tokens", 50, "--short-tokens", 4), ("too few for 9 prompts of 50",)),
+        (("--lengths", 500), ("too few tokens for prompts of 500",)),
+        (("--lengths", "8 x"), ("--lengths '8 x'", "positive integers")),
         (("--prompts", "missing.jsonl"), ("missing.jsonl",)),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(
     options: tuple[object, ...], words: tuple[str, ...], engine: Path, work: Path, tmp_path: Path
 ) -> None:
-    few = () if "--short-tokens" in options else ("--short-tokens", 8)
-    eesd = () if "--eesd" in options else ("--eesd", f"F32={engine}")
-    base = ("--work", work, "-o", tmp_path / "r.json", "--prompts", tmp_path / "prompts.jsonl", "--short", 3, "--long", 0)
-    assert_refused(run(main, "run", *base, *few, *eesd, *options), *words)
+    (work / "EESD-F32").symlink_to(engine)
+    base = ("--work", work, "-o", tmp_path / "r.json", "--prompts", tmp_path / "prompts.jsonl", "--lengths", 8)
+    assert_refused(run(main, "run", *base, *options), *words)
+    (work / "EESD-small").symlink_to(engine)
+    assert_refused(run(main, "run", *base), "EESD-small begins with no group", "EESD-Q4_0-small")
     assert not (tmp_path / "r.json").exists()
 
 
-def test_results_are_neither_overwritten_nor_misread(work: Path, engine: Path, tmp_path: Path) -> None:
+def test_results_are_neither_overwritten_nor_misread(work: Path, tmp_path: Path) -> None:
     assert_refused(run(main, "run", "--work", tmp_path / "empty"), "work.json is missing", "convert")
-    assert_refused(run(main, "run", "--work", work, "--prompts", tmp_path / "prompts.jsonl"), "no engine directory", "convert")
+    assert_refused(run(main, "run", "--work", work, "--prompts", tmp_path / "prompts.jsonl"), "No engine directory", "convert")
     result = tmp_path / "r.json"
     comparison([], result).run()
     before = result.read_bytes()
-    assert_refused(run(main, "run", "--work", work, "-o", result, "--eesd", f"F32={engine}"), "--overwrite")
+    assert_refused(run(main, "run", "--work", work, "-o", result), "--overwrite")
     assert result.read_bytes() == before
     for old, new, words in (
         ('"schema": 1', '"schema": 9', "schema 9"),
@@ -327,7 +320,7 @@ def test_passes_are_timed_side_by_side_with_their_share_of_the_bandwidth(
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
     share = (found.weights["gguf"] + 10_000) / 1e6
     assert cells[3] == "10" and cells[5] == "1000.00" and cells[8] == f"{share:.0%}" and cells[-1] == "3.00"
-    assert "EESD gguf, 3 behind 20: " in done.stdout and "| gguf |" in done.stdout
+    assert "EESD gguf, 3 behind 20: " in done.stderr and "| gguf |" in done.stdout
     assert_refused(run(main, "passes", "--work", work, "--rows", "1 x"), "--rows '1 x'", "positive integers")
 
 
@@ -337,8 +330,9 @@ def test_batches_are_measured_and_their_tokens_compared(engine: Path, work: Path
     prompts.write_text("\n".join(map(json.dumps, lines)))
     options = ("--task", prompts, "--concurrency", "1 2", "--rounds", 2, "--prompts", 3, "-n", 6, "--threads", 1)
     base = ("--work", work, "--output", output, "--group", "F32")
-    assert_refused(run(main, "batches", *base), "has no EESD F32", "--eesd")
-    found = succeed(main, "batches", *base, "--eesd", engine, *options)
+    assert_refused(run(main, "batches", *base), "has no EESD F32", "convert")
+    (work / "EESD-F32").symlink_to(engine)
+    found = succeed(main, "batches", *base, *options)
     results = json.loads(output.read_text())
     assert set(results["results"]) == {"EESD, automatic", "EESD, always", "EESD, never"} and not results["skipped"]
     assert results["tokens_equal"] == dict.fromkeys(results["results"], 1.0)
@@ -351,7 +345,7 @@ def test_batches_are_measured_and_their_tokens_compared(engine: Path, work: Path
     report = (tmp_path / "results.md").read_text()
     row = next(line for line in report.splitlines() if line.startswith("| EESD, never |"))
     assert row in found.output and row.endswith("| 100% |")
-    assert_refused(run(main, "batches", *base, "--eesd", engine, "--concurrency", "1 x"), "--concurrency '1 x'")
+    assert_refused(run(main, "batches", *base, "--concurrency", "1 x"), "--concurrency '1 x'")
 
 
 def test_who_batches_takes_part() -> None:
@@ -361,14 +355,9 @@ def test_who_batches_takes_part() -> None:
 
 def test_prompts_do_not_begin_alike() -> None:
     texts = [[1] * 5, [2] * 9, [3] * 2, [4] * 9, [5] * 6]
-    prompts = choose_prompts(texts, {"short": (2, 4), "long": (1, 6), "longest": (1, 7)}, Path("p"))
-    assert [p.tokens for p in prompts] == [[1] * 4, [2] * 4, [3, 3, 4, 4, 4, 4], [4] * 5 + [5] * 2]
-    assert [(p.id, p.kind) for p in prompts] == [
-        ("short-1", "short"),
-        ("short-2", "short"),
-        ("long-1", "long"),
-        ("longest-1", "longest"),
-    ]
+    prompts = choose_prompts(texts, [4, 4, 6, 8], Path("p"))
+    assert [p.tokens for p in prompts] == [[1] * 4, [2] * 4, [4] * 6, [3] * 2 + [5] * 6]
+    assert [(p.id, p.kind) for p in prompts] == [("4-1", "4"), ("4-2", "4"), ("6-3", "6"), ("8-4", "8")]
 
 
 def test_names_are_chosen_by_patterns() -> None:

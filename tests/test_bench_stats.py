@@ -115,15 +115,9 @@ def test_damaged_results_are_refused(change: dict[str, object], words: str, tmp_
 def test_a_report_generated_twice_has_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         succeed(main, "report", EXAMPLE, "--output", tmp_path / name / "results.md")
-    plots = listing(tmp_path / "a/results")
-    assert plots == ["run-1-speedup.png"]
     report = (tmp_path / "a/results.md").read_text()
-    assert all(f"(results/{name})" in report for name in plots)
-    assert "drafting runs gave the tokens of plain decoding." in report
-    for file in ("results.md", *(f"results/{name}" for name in plots)):
-        data = (tmp_path / "a" / file).read_bytes()
-        assert data == (tmp_path / "b" / file).read_bytes()
-        assert data.startswith(b"\x89PNG") == file.endswith(".png") and len(data) < 60_000
+    assert report == (tmp_path / "b/results.md").read_text()
+    assert "drafting runs gave the tokens of plain decoding." in report and listing(tmp_path / "a") == ["results.md"]
 
 
 def test_docs_show_the_results_in_bench_results(tmp_path: Path) -> None:

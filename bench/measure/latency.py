@@ -65,15 +65,10 @@ def timed_rounds(session: Session) -> Iterator[RoundTiming]:
 
 
 def measure_latency(session: Session, controller: RandomLengths) -> tuple[list[list[float]], list[list[float]]]:
-    """Measure engine calls within the rounds of a session: their cost depends on what ran before them.
+    """Measure engine calls within the rounds of a session that drafts with ``controller``: what ran before changes their cost.
 
-    Args:
-        session: A session that drafts with ``controller``. It runs until the lengths or its room are used up.
-        controller: A new controller.
-
-    Returns:
-        Median seconds of all draft steps of a round, as [[steps, seconds], ...], and of its verify pass, as
-        [[nodes, seconds], ...]. A pass over one node is a step of plain decoding.
+    Returns median seconds of all draft steps of a round, as [[steps, seconds], ...], and of its verify pass, as
+    [[nodes, seconds], ...]. A pass over one node is a step of plain decoding.
     """
     drafting: dict[int, list[float]] = {}
     verifying: dict[int, list[float]] = {}

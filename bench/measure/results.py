@@ -6,6 +6,7 @@ Fields of the dataclasses are keys of the file. Some key names are older than th
 import json
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -41,12 +42,11 @@ def shown_machine(facts: dict[str, str]) -> str:
 
 
 def _cpu_model() -> str:
-    try:
-        lines: Sequence[str] = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = ()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,11 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded in one configuration.
+    """One prompt (its id) decoded in one configuration (its index).
 
     Attributes:
-        prompt: Id of the prompt.
-        configuration: Index in :attr:`Result.configurations`.
-        new_tokens: Tokens generated.
         rounds: Rounds by shape: [draft steps, drafted nodes, number of rounds].
-        prefill_seconds, draft_seconds, verify_seconds: Time in the engines.
-        host_seconds: The rest of the decode time.
+        host_seconds: The decode time outside the engines.
         offered: Draft tokens judged at depth 1, 2, ...: all tokens before them were accepted.
         accepted: Draft tokens accepted at depth 1, 2, ...
         guard_rests: Times that the guard paused drafting.
@@ -120,9 +116,6 @@ class CallLatency:
     """Seconds of a round's calls, measured behind one prompt with trees of one width.
 
     Attributes:
-        engine: Name of the engine directory.
-        prompt: Id of the prompt.
-        width: Nodes of a level.
         draft: All draft steps of a round by their number: [[steps, seconds], ...].
         verify: The verify pass by its nodes: [[nodes, seconds], ...].
     """
@@ -139,8 +132,6 @@ class Tuning:
     """A controller's candidate settings, measured on the tuning prompts.
 
     Attributes:
-        engine, sampling, width: As in :class:`Configuration`.
-        controller: Name of the controller.
         seconds: Decode seconds by candidate, all tuning prompts together.
         acceptance: By candidate, [accepted, judged] tokens at depth 1, 2, ...
         chosen: The fastest candidate.

@@ -35,17 +35,12 @@ class Options:
     """What to measure. Raises :class:`EESDError` for invalid values.
 
     Attributes:
-        controllers: Controllers, with or without options.
         widths: Tree widths; 1 is a chain.
         samplings: Some of ``SAMPLINGS``.
-        temperature: Temperature of the samplings that are not greedy.
-        max_new_tokens: Tokens to generate behind each prompt.
-        per_task: Largest number of reported prompts of each task.
-        tuning_per_task: Largest number of tuning prompts of each task.
+        temperature: Of the samplings that are not greedy.
+        per_task, tuning_per_task: Most reported and most tuning prompts of each task.
         guard: Whether the guard may pause drafting. It does in normal use, but it hides differences between controllers.
         chat: Whether prompts are given as chat messages.
-        seed: Seed of controllers and sampling.
-        backend: Backend of the engines.
         threads: CPU threads of an engine; None for the backend's default.
         tasks: Files with prompts; none for the bundled ones.
         budgeted: Those of ``widths`` that are also measured with a tree budget.
@@ -256,7 +251,7 @@ def measure(
 ) -> Iterator[None]:  # fmt: skip
     """Run every prompt in every configuration, in an order that rotates from prompt to prompt.
 
-    ``result`` receives the runs and call latencies of the prompts that it lacks for ``engine``. Plain decoding must be among the
+    ``result`` receives the runs and call latencies of prompts that it lacks for ``engine``. Plain decoding must be among the
     configurations of each sampling. Yields after each prompt.
     """
     drafting = {configuration: bench.drafting_llm(configuration, options) for configuration in configurations}

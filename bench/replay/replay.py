@@ -49,9 +49,7 @@ class Replay:
     """One controller on one trace. Costs are in plain steps and include the controller's own time, spread over the rounds.
 
     Attributes:
-        name: The controller and its options.
-        tokens: Tokens of each request [R].
-        cost: Cost of each request [R].
+        tokens, cost: Of each request [R].
         rounds: One row for each round: request, committed tokens, draft tokens, cost [n, 4]. Of several seeds the first one's.
         spent: Cost up to and including each token of the trace.
         own_seconds: The controller's own time per round, measured on this machine.
@@ -71,14 +69,9 @@ class Replay:
 
 
 def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, charge: bool = True) -> Replay:
-    """Run a controller over all requests in order. As in an :class:`~eesd.runtime.llm.LLM`, it keeps what it learned.
+    """Run a new controller over all requests in order. As in an :class:`~eesd.runtime.llm.LLM`, it keeps what it learned.
 
-    Args:
-        name: Name of the result.
-        controller: A new controller.
-        trace: The trace.
-        costs: What rounds cost.
-        charge: Whether the controller pays for its own time. A :class:`Clairvoyant` never does.
+    ``charge``: whether it pays for its own time. A :class:`Clairvoyant` never does.
     """
     table, plain = costs.chain_costs(trace.depth), costs.plain_seconds
     seconds = [(costs.calls.draft_cost(n) * plain, costs.calls.verify_cost(n + 1) * plain) for n in range(len(table))]
@@ -115,15 +108,8 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
 
 def chain_outcome(drafted: int, accepted: int, draft_seconds: float, verify_seconds: float) -> RoundOutcome:
     """A round of a chain of ``drafted`` tokens, all of which were verified."""
-    return RoundOutcome(
-        steps=drafted,
-        draft_seconds=draft_seconds,
-        depth=drafted,
-        nodes=drafted,
-        verify_seconds=verify_seconds,
-        accepted=accepted,
-        num_expanded=accepted,
-    )
+    work = {"steps": drafted, "depth": drafted, "nodes": drafted, "accepted": accepted, "num_expanded": accepted}
+    return RoundOutcome(**work, draft_seconds=draft_seconds, verify_seconds=verify_seconds)
 
 
 def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) -> int:

@@ -69,16 +69,12 @@ class RegretCurve:
 
 @dataclass(frozen=True)
 class Row:
-    """One controller. Ratios are ratios of speeds, with 95 % intervals.
+    """One controller, by its label in tables and its options. Ratios are ratios of speeds, with 95 % intervals.
 
     Attributes:
-        controller: Label in tables.
-        spec: The controller and its options.
-        speedup: Speed relative to plain decoding.
-        over_best_fixed: Speed relative to the best fixed length in hindsight.
-        of_ceiling: Speed relative to the clairvoyant.
-        by_task: Speed relative to the best fixed length of each task, on the requests of this task.
-        tokens_per_round: Tokens committed per round.
+        speedup, over_best_fixed, of_ceiling: Relative to plain decoding, to the best fixed length in hindsight, and to the
+            clairvoyant.
+        by_task: Relative to the best fixed length of each task, on the requests of this task.
         own_microseconds: The controller's own time per round.
     """
 
@@ -97,11 +93,8 @@ class Comparison:
     """All controllers on one trace, under one cost model.
 
     Attributes:
-        name: Name of the cost model.
-        costs: The cost model.
         best_by_task: The best fixed length of each task, in hindsight.
-        rows: One row for each controller.
-        regret: Regret against the best fixed length in hindsight.
+        rows, regret: For each controller a row, and its regret against the best fixed length in hindsight.
     """
 
     name: str
@@ -131,10 +124,9 @@ class Simulation(Saved):
     """All comparisons on one pair of traces.
 
     Attributes:
-        origin: Origin of the trace.
+        origin: Of the trace.
         options: Cost models and seeds.
-        prompts: Number of reported prompts of each task.
-        tuning_prompts: Number of tuning prompts of each task.
+        prompts, tuning_prompts: Numbers by task.
         replays: One comparison for each cost model.
         streams: Only in older files: comparisons on synthetic texts.
         machine: Where the controllers' own time was measured.

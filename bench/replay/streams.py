@@ -33,14 +33,7 @@ class SyntheticStream:
         return [[(1 - self.stay) / count + self.stay * (i == j) for j in range(count)] for i in range(count)]
 
     def trace(self, tokens: int, requests: int, seed: int, depth: int = 16) -> Trace:
-        """Draw a trace. Its draft steps show the probability of acceptance, and its log-odds as the margin.
-
-        Args:
-            tokens: Tokens of each request.
-            requests: Number of requests.
-            seed: Seed of the random generator.
-            depth: Tokens drafted from every position.
-        """
+        """Draw requests of so many tokens. Draft steps show the probability of acceptance, and its log-odds as the margin."""
         rng = np.random.default_rng(seed)
         return Trace(tuple(self._request(tokens, depth, rng) for _ in range(requests)), {"stream": self.name})
 

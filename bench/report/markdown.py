@@ -5,11 +5,9 @@ from itertools import groupby
 from pathlib import Path
 
 from eesd.bench.measure.results import Configuration, Result, shown_machine
-from eesd.bench.measure.stats import Interval, table
+from eesd.bench.measure.stats import table
 from eesd.bench.replay.costs import mean_call_costs
 from eesd.bench.replay.simulation import Simulation
-from eesd.bench.report import plots
-from eesd.bench.report.plots import PlotWriter
 from eesd.bench.report.replays import replay_section
 from eesd.bench.report.stats import Summary, best_fixed_lengths, summarize
 from eesd.common.errors import EESDError
@@ -41,13 +39,12 @@ def write_report(
         "",
         *first,
     ]
-    plot_writer = PlotWriter(output, with_plots)
-    for number, result in enumerate(results):
+    for result in results:
         if not result.runs:
             raise EESDError("A result has no runs yet; resume the measurement.")
-        lines += _Section(result).lines(plot_writer, f"{result.kind}-{number + 1}")
+        lines += _Section(result).lines()
     for number, simulation in enumerate(simulations):
-        lines += replay_section(simulation, plot_writer, f"replay-{number + 1}")
+        lines += replay_section(simulation, output.with_suffix("") if with_plots else None, f"replay-{number + 1}")
     output.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(output) as temporary:
         temporary.write_text("\n".join(lines).rstrip() + "\n", "utf-8")
@@ -64,17 +61,12 @@ class _Section:
         hidden = [s for s in self.all if self.several and _length(s.configuration) and not self._is_best(s.configuration)]
         self.summaries = [s for s in self.all if s not in hidden]
 
-    def lines(self, plot_writer: PlotWriter, name: str) -> list[str]:
+    def lines(self) -> list[str]:
         engine = next(iter(self.result.engines.values()))
-        panels: dict[str, list[tuple[str, str, Interval]]] = {}
-        for s in self.summaries:
-            panels.setdefault(s.configuration.sampling, []).append((self._kind(s), _shape(s.configuration), s.speedup))
-        caption = "speed-up over plain decoding, with 95 % interval"
         found = [
             f"## {'What each part contributes' if self.several else 'Speed'}: {engine['model']}, {engine['dtype']}",
             "",
             *self._setting(),
-            *plot_writer.embed(f"{name}-speedup", "Speed-up by controller", plots.intervals, panels, caption),
         ]
         for sampling, group in groupby(self.summaries, lambda s: s.configuration.sampling):
             members = list(group)
@@ -140,7 +132,8 @@ class _Section:
         if self.several or not judged:
             fixed = [s for s in self.all if _length(s.configuration) and not s.configuration.budget]
             what = "with the longest fixed length"
-            judged = {self._label(s.configuration): s.acceptance for s in sorted(fixed, key=lambda s: _length(s.configuration))}
+            fixed.sort(key=lambda s: _length(s.configuration))
+            judged = {self._named(c := s.configuration, f"{c.sampling}, {_width(c.width)}"): s.acceptance for s in fixed}
         if not judged:
             return []
         depth = min(max(map(len, judged.values())), DEEPEST)
@@ -200,28 +193,11 @@ class _Section:
     def _is_best(self, c: Configuration) -> bool:
         return self.best.get((c.engine, c.sampling, c.width)) == c.controller
 
-    def _is_tuned(self, c: Configuration) -> bool:
-        return any(
-            (t.engine, t.sampling, t.width, t.chosen) == (c.engine, c.sampling, c.width, c.controller)
-            for t in self.result.tunings
-        )
-
     def _controller(self, s: Summary) -> str:
         c = s.configuration
-        return self._named(c, f"{c.controller}{' (tuned)' if self._is_tuned(c) else ''}")
-
-    def _kind(self, s: Summary) -> str:
-        """The controller without options that were tuned, or are the best: these differ between samplings and widths."""
-        c = s.configuration
-        name = str(c.controller)
-        if self._is_tuned(c):
-            name = f"{name.partition(':')[0]}, tuned"
-        elif self.several and _length(c):
-            name = "best fixed in hindsight"
-        return self._named(c, name)
-
-    def _label(self, c: Configuration) -> str:
-        return self._named(c, f"{c.sampling}, {_width(c.width)}")
+        key = (c.engine, c.sampling, c.width, c.controller)
+        tuned = any((t.engine, t.sampling, t.width, t.chosen) == key for t in self.result.tunings)
+        return self._named(c, f"{c.controller}{' (tuned)' if tuned else ''}")
 
     def _named(self, c: Configuration, text: str) -> str:
         return f"{c.engine}, {text}" if self.several else text

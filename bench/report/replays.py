@@ -1,21 +1,25 @@
 """Replays as Markdown with plots."""
 
+from pathlib import Path
+
 from eesd.bench.measure.stats import table
 from eesd.bench.replay.replay import OFF, Ratio
 from eesd.bench.replay.simulation import CLAIRVOYANT, HINDSIGHT, Comparison, Simulation
-from eesd.bench.report import plots
-from eesd.bench.report.plots import PlotWriter
+from eesd.bench.report.plots import regret
 
 DEFAULT_CONTROLLER = "cost-aware-ts"
 
 
-def replay_section(simulation: Simulation, plot_writer: PlotWriter, name: str) -> list[str]:
-    """The lines of one simulation; ``name`` begins the names of its plots."""
+def replay_section(simulation: Simulation, plots: Path | None, name: str) -> list[str]:
+    """The lines of one simulation. Regret curves are drawn into the directory ``plots``; ``name`` begins their names."""
     lines = [f"## Replayed traces: {simulation.origin['model']}, {simulation.origin['dtype']}", "", *_setting(simulation)]
     for found in simulation.replays:
-        curves = [(curve.controller, curve.tokens, curve.regret) for curve in found.regret]
         lines += [f"### Costs: {found.costs.name}", "", _costs(found), "", *_table(found), *_by_task(found)]
-        lines += plot_writer.embed(f"{name}-regret-{found.name}", "Regret by tokens decoded", plots.regret, curves)
+        if plots is not None:
+            plots.mkdir(parents=True, exist_ok=True)
+            file = plots / f"{name}-regret-{found.name}.png"
+            regret([(curve.controller, curve.tokens, curve.regret) for curve in found.regret], file)
+            lines += [f"![Regret by tokens decoded]({plots.name}/{file.name})", ""]
     return lines
 
 

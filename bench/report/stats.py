@@ -19,21 +19,16 @@ class Summary:
     """One configuration over all prompts, compared with plain decoding of the same prompts.
 
     Attributes:
-        configuration: The configuration.
         speedup: Median over prompts of plain over drafting decode seconds.
         speedup_total: Plain over drafting decode seconds, each summed over all prompts.
         against_fixed: Median over prompts of the best fixed length's decode seconds over those of this configuration, with the
             same sampling and width. None if there is no fixed length, or if this configuration is it.
         by_task: Median speed-up of each task.
         predicted: What ``speedup_total`` should be by :func:`predicted_seconds`; None if call costs were not measured.
-        plain_tokens_per_second: Median over prompts, plain decoding.
-        tokens_per_second: Median over prompts.
+        plain_tokens_per_second, tokens_per_second: Medians over prompts.
         acceptance: [accepted, judged] draft tokens at depth 1, 2, ...
-        tokens_per_round: Tokens committed per round.
-        steps_per_round: Draft steps per round.
         host_share: Share of the decode time outside both engines.
-        equal: Prompts whose tokens equal those of plain decoding.
-        prompts: Number of prompts.
+        equal: Of all prompts those whose tokens equal those of plain decoding.
         worst_gap: Largest logit gap where tokens differ; None if none differ.
     """
 

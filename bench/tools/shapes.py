@@ -8,7 +8,6 @@ With a shape, it writes a random checkpoint, exports it (once for a --work direc
 tensorrt. It times draft steps, verify passes, and the time to the first token; with --gpu, predictions are beside them.
 """
 
-import json
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from eesd.common.files import scratch_directory
 from eesd.common.machine import torch_sees_gpu
 from eesd.common.manifest import MANIFEST_FILE, Manifest
 from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import DTYPES, model_shapes
+from eesd.common.weights import DTYPES
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
 from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, Engines, default_threads, open_engines
 from eesd.runtime.engines.base import Call, Engine
@@ -49,41 +47,18 @@ SHAPES = {
 EXIT_SHARE = 8
 """The exit is behind this fraction of the layers."""
 PROMPT, SLOTS, TREE_NODES = 512, 1024, 64
-BLOCK = 1 << 22
-"""Distinct random numbers of a checkpoint, which repeats them: billions would take minutes and not change the timing."""
 MEMORY_BYTES = 1 << 29
 """What is copied or read to measure the bandwidth, larger than any cache."""
 
 
 def write_checkpoint(directory: Path, shape: str) -> None:
-    """Write a float16 Llama with random weights in one safetensors file, and a tokenizer of single bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """Write a float16 Llama with random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from eesd.model.config import load_config
-
-    directory.mkdir(parents=True, exist_ok=True)
-    vocabulary = {character: index for index, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
-    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "th": len(vocabulary)}, merges=[("t", "h")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16"}
-    config |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "tie_word_embeddings": shape == "1b"}
-    config |= {"bos_token_id": 1, "eos_token_id": 2} | dict(zip(SIZES, SHAPES[shape], strict=True))
-    (directory / "config.json").write_text(json.dumps(config))
-    header, end = {}, 0
-    shapes = model_shapes(load_config(directory).geometry)
-    for name, sizes in shapes.items():
-        start, end = end, end + 2 * prod(sizes)
-        header[name] = {"dtype": "F16", "shape": sizes, "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    block = np.random.Generator(np.random.PCG64(0)).standard_normal(BLOCK, np.float32)
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for sizes in shapes.values():
-            scaled = (block * sizes[-1] ** -0.5 if len(sizes) > 1 else np.ones_like(block)).astype(np.float16)
-            left = prod(sizes)
-            while left:
-                left -= file.write(scaled[:left].data) // 2
+    sizes = dict(zip(SIZES, SHAPES[shape], strict=True))
+    config = LlamaConfig(**sizes, max_position_embeddings=4096, tie_word_embeddings=shape == "1b", dtype="float16")
+    LlamaForCausalLM._from_config(config, dtype=torch.float16).save_pretrained(directory)
 
 
 def prepare(work: Path, shape: str, dtype: str, build: bool) -> Path:
@@ -116,10 +91,7 @@ def _run(module: str, *arguments: object) -> None:
 
 
 def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Interval]:
-    """Median seconds of synchronous calls, with intervals, after two warm-up calls each.
-
-    The calls take turns, so that other load on the machine affects all alike.
-    """
+    """Median seconds of synchronous calls, after two warm-up calls each. In turn, so that other load affects all alike."""
     seconds: dict[Any, list[float]] = {key: [] for key in calls}
     for repeat in range(repeats + 2):
         for key, call in calls.items():
@@ -131,10 +103,7 @@ def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Int
 
 
 def bandwidth(on_gpu: bool, threads: int, repeats: int) -> float:
-    """Bytes per second of the memory that the engines use: read plus written by a large copy on a GPU, read on a CPU.
-
-    ``threads`` is for the CPU.
-    """
+    """Bytes per second of the engines' memory: read plus written by a large copy on a GPU, read by ``threads`` on a CPU."""
     if not on_gpu:
         numbers = np.ones((threads, MEMORY_BYTES // 8 // threads), np.int64)
         with ThreadPoolExecutor(threads) as pool:
@@ -152,26 +121,13 @@ def bandwidth(on_gpu: bool, threads: int, repeats: int) -> float:
 
 
 def time_passes(
-    manifest: Manifest,
-    engines: Engines,
-    repeats: int,
-    per_second: float,
-    hardware: Hardware | None,
-    counts: Sequence[int],
+    manifest: Manifest, engines: Engines, repeats: int, per_second: float, hardware: Hardware | None, counts: Sequence[int],
     behind: Sequence[int],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Time draft steps and verify passes by node count, behind contexts of several lengths.
 
-    Args:
-        manifest: The engine directory's manifest.
-        engines: Its engines.
-        repeats: Calls of each kind.
-        per_second: Memory bandwidth in bytes per second.
-        hardware, counts, behind: As for :func:`measure`.
-
-    Returns:
-        Seconds of each kind of call with their interval, as ``of_floor`` the share that reading the weights and the cache must
-        take, and as ``predicted`` the predicted seconds.
+    Returns seconds of each kind of call with their interval, as ``of_floor`` the share that reading the weights and the cache
+    must take at ``per_second`` bytes, and as ``predicted`` the predicted seconds.
     """
     assert engines.draft is not None
     [kv_cache] = engines.verify.new_kv_caches()
@@ -202,7 +158,7 @@ def time_passes(
 
 def of(seconds: Interval) -> dict[str, float]:
     """An interval as JSON values."""
-    return {"seconds": seconds.median, "low": seconds.low, "high": seconds.high}
+    return dict(zip(("seconds", "low", "high"), seconds, strict=True))
 
 
 def time_first_tokens(directory: Path, manifest: Manifest, engines: Engines, lengths: Sequence[int], repeats: int) -> list[Any]:
@@ -218,26 +174,13 @@ def time_first_tokens(directory: Path, manifest: Manifest, engines: Engines, len
 
 
 def measure(
-    directory: Path,
-    backend: str,
-    threads: int | None,
-    repeats: int,
-    hardware: Hardware | None,
-    counts: Sequence[int],
-    behind: Sequence[int],
-    kv_cache_dtype: str | None = None,
-) -> dict[str, Any]:
-    """Measure one engine directory. On a GPU also without CUDA graphs, if the engines can run without them.
+    directory: Path, backend: str, threads: int | None, repeats: int, hardware: Hardware | None, counts: Sequence[int],
+    behind: Sequence[int], kv_cache_dtype: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure one engine directory, ``repeats`` calls of each kind. On a GPU also without CUDA graphs, if engines can.
 
-    Args:
-        directory: The engine directory.
-        backend: Backend of the engines.
-        threads: CPU threads of an engine.
-        repeats: Calls of each kind.
-        hardware: What the predictions are for.
-        counts: Node counts of verify passes.
-        behind: Tokens before a pass, and of the prompts of which the first token is timed.
-        kv_cache_dtype: See :func:`eesd.load`.
+    ``hardware`` is what predictions are for; ``counts`` are nodes of verify passes; ``behind`` are tokens before a pass, and of
+    the prompts of which the first token is timed.
     """
     manifest, on_gpu = load_manifest(directory), torch_sees_gpu()
     behind = [context for context in behind if context + max(counts) <= manifest.max_seq_len]
@@ -308,19 +251,10 @@ def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[i
 @click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
 @click.option("--json", "json_file", type=cli.PATH, help="Also write the figures to this file.")
 def main(
-    shape: str | None,
-    engine_dir: Path | None,
-    gpu: str | None,
-    backend: str,
-    dtype: str,
-    work: Path | None,
-    threads: int | None,
-    repeats: int,
-    nodes: tuple[int, ...],
-    behind: tuple[int, ...],
-    kv_cache_dtype: str | None,
+    shape: str | None, engine_dir: Path | None, gpu: str | None, backend: str, dtype: str, work: Path | None,
+    threads: int | None, repeats: int, nodes: tuple[int, ...], behind: tuple[int, ...], kv_cache_dtype: str | None,
     json_file: Path | None,
-) -> None:
+) -> None:  # fmt: skip
     """Time engine calls of a model of this shape with random weights, or of an engine directory."""
     if (shape is None) == (engine_dir is None):
         raise EESDError("Give either --shape or --engine-dir.")

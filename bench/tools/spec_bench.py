@@ -17,11 +17,11 @@ import click
 from eesd.bench.cli import announce_resume
 from eesd.bench.measure.resumable import run_with_progress
 from eesd.bench.measure.run import Bench, Generation, rotated
+from eesd.bench.measure.tasks import read_texts
 from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, markdown
 from eesd.common import cli
 from eesd.common.checks import check_choice
 from eesd.common.errors import EESDError
-from eesd.common.json_input import json_lines, read_text
 from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import BACKENDS
@@ -30,7 +30,6 @@ from eesd.runtime.llm import LLM, Speculation
 MULTI_TURN = "multi-turn"
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 """Categories of MT-bench, which Spec-Bench reports as one: multi-turn conversation."""
-REMEDY = "give Spec-Bench's question.jsonl: a line has question_id, category and turns"
 SAMPLINGS = {"greedy": 0.0, "coupled": 0.7}
 """Temperatures. Spec-Bench is answered greedily; 0.7 is MT-bench's for most of its categories."""
 WARM_UP_TOKENS = 48
@@ -38,13 +37,7 @@ WARM_UP_TOKENS = 48
 
 @dataclass(frozen=True)
 class Question:
-    """The user's turns of a conversation.
-
-    Attributes:
-        id: Its number.
-        category: As in Spec-Bench's table.
-        turns: What the user says; each turn follows the answer to the one before.
-    """
+    """What the user says, turn by turn; each follows the answer to the one before. ``category`` is Spec-Bench's."""
 
     id: int
     category: str
@@ -52,35 +45,13 @@ class Question:
 
 
 def read_questions(path: Path, per_category: int) -> list[Question]:
-    """Read questions, of each category at most ``per_category``, evenly spread over the file.
-
-    Raises:
-        EESDError: A line is not a question, or a number occurs twice.
-    """
+    """Read questions, of each category at most ``per_category``, evenly spread over the file."""
     found: dict[str, list[Question]] = {}
-    seen: set[int] = set()
-    for number, row in json_lines(read_text(path, REMEDY), str(path), REMEDY):
-        try:
-            question = _question(row)
-        except (KeyError, TypeError):
-            raise EESDError(f"{path}, line {number} is not a question; {REMEDY}.") from None
-        if question.id in seen:
-            raise EESDError(f"{path}, line {number} has the question_id {question.id} again; {REMEDY}.")
-        seen.add(question.id)
-        found.setdefault(question.category, []).append(question)
-    if not found:
-        raise EESDError(f"{path} has no questions; {REMEDY}.")
+    for number, (category, turns) in enumerate(read_texts(path), 1):
+        name = MULTI_TURN if category in MT_BENCH else category
+        found.setdefault(name, []).append(Question(number, name, tuple(turns)))
     chosen = [_spread(questions, per_category) for questions in found.values()]
     return [questions[i] for i in range(max(map(len, chosen))) for questions in chosen if i < len(questions)]
-
-
-def _question(row: Any) -> Question:
-    category, turns = row["category"], row["turns"]
-    if type(row["question_id"]) is not int or not isinstance(category, str) or not isinstance(turns, list) or not turns:
-        raise TypeError
-    if not all(isinstance(turn, str) and turn for turn in turns):
-        raise TypeError
-    return Question(row["question_id"], MULTI_TURN if category in MT_BENCH else category, tuple(turns))
 
 
 def _spread(questions: list[Question], count: int) -> list[Question]:
@@ -108,39 +79,19 @@ def parse_method(text: str) -> Speculation:
 
 
 class Questioning:
-    """The questions, asked of one engine directory.
+    """The questions, asked of one engine directory with the command's options."""
 
-    Args:
-        directory: The engine directory.
-        backend: Of its engines.
-        threads: CPU threads of an engine; None for the backend's default.
-        methods: Names of methods, see :func:`parse_method`.
-        samplings: Some of ``SAMPLINGS``.
-        max_new_tokens: Tokens of an answer, at most.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        backend: str,
-        threads: int | None,
-        methods: Sequence[str],
-        samplings: Sequence[str],
-        max_new_tokens: int,
-    ) -> None:
-        self.bench = Bench(directory, backend, threads)
+    def __init__(self, directory: Path, options: dict[str, Any]) -> None:
+        self.bench = Bench(directory, options["backend"], options["threads"])
         self.name = directory.resolve().name
-        self._methods: dict[str, Speculation | None] = {PLAIN: None} | {name: parse_method(name) for name in methods}
-        self._samplings, self._max_new_tokens = samplings, max_new_tokens
+        methods = {name: parse_method(name) for name in options["methods"]}
+        self._methods: dict[str, Speculation | None] = {PLAIN: None} | methods
+        self._samplings, self._max_new_tokens = options["samplings"], options["max_new_tokens"]
         for speculation in filter(None, self._methods.values()):
             self.bench.llm.with_speculation(speculation)  # refuses a width before the long work
 
     def ask(self, questions: Sequence[Question], result: Result) -> Iterator[None]:
-        """Ask the questions that ``result`` has no answers to.
-
-        Yields:
-            After each question.
-        """
+        """Ask the questions that ``result`` has no answers to. Yields after each."""
         result.engines.setdefault(self.name, self.bench.describe())
         self._warm_up(questions[0])
         for sampling in self._samplings:
@@ -239,9 +190,7 @@ def main(
     result = Result(given | {"threads": threads}).begun(output, resume, overwrite)
     with announce_resume(output):
         for directory in directories:
-            asked = Questioning(
-                directory, given["backend"], threads, given["methods"], given["samplings"], given["max_new_tokens"]
-            )
+            asked = Questioning(directory, result.options)
             fitting = [question for question in chosen if asked.fits(question)]
             if not fitting:
                 raise EESDError(f"No question leaves room for an answer in {directory}; export with a larger --max-seq-len.")

@@ -1,7 +1,7 @@
 """``python -m eesd.bench.tools.peers``: EESD side by side with other runtimes."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,13 @@ from eesd.bench.tools.peers import batches, passes, table
 from eesd.bench.tools.peers.contestants import EESD, GGUF, GROUPS, LLAMA_CPP, PEERS, TYPES, chosen
 from eesd.bench.tools.peers.convert import Work, convert, directory_bytes, exit_options
 from eesd.bench.tools.peers.measure import Comparison
-from eesd.bench.tools.peers.results import KINDS, Prompt, Result
+from eesd.bench.tools.peers.results import Prompt, Result
 from eesd.bench.tools.shapes import numbers
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.machine import cores
 
 COUNT = click.IntRange(1, 10**6)
-NUMBER = click.IntRange(0, 10**6)
 PROMPTS = Path("examples/pycode/prompts.jsonl")
 WORK = click.option("--work", type=cli.PATH, required=True, help="Work directory that convert made.")
 PYTHON = click.option("--peer-python", type=cli.NAME, help="Python interpreter that has the peers.  [default: as for convert]")
@@ -79,16 +78,10 @@ def convert_command(
 @main.command(context_settings=cli.HELP)
 @WORK
 @output("results.json")
-@click.option("--eesd", multiple=True, metavar="NAME=DIR", help=f"Engine directory; NAME begins with {', '.join(GROUPS)}.")
 @PYTHON
 @ONLY
 @click.option("--prompts", type=cli.PATH, default=PROMPTS, help="Prompts: JSON lines with prompt or turns, or a text.")
-@click.option("--short", type=NUMBER, default=4, help="Number of short prompts.")
-@click.option("--short-tokens", type=COUNT, default=64, help="Tokens of a short prompt.")
-@click.option("--long", type=NUMBER, default=2, help="Number of long prompts.")
-@click.option("--long-tokens", type=COUNT, default=512, help="Tokens of a long prompt.")
-@click.option("--longest", type=NUMBER, default=0, help="Number of the longest prompts.")
-@click.option("--longest-tokens", type=COUNT, default=2048, help="Tokens of one of the longest prompts.")
+@click.option("--lengths", default="64 64 64 64 512 512", callback=numbers, help="Tokens of each prompt.")
 @click.option("-n", "--max-new-tokens", type=click.IntRange(2, 10**6), default=96, help="Tokens behind each prompt.")
 @click.option("--processes", type=COUNT, default=3, help="Fresh processes of each contestant.")
 @THREADS
@@ -99,10 +92,11 @@ def run(work: Path, output: Path, peer_python: str | None, overwrite: bool, **gi
     record = Work.load(work)
     if not overwrite:
         refuse_existing(output)
-    everybody = record.contestants(pairs("--eesd", given["eesd"]))
+    everybody = record.contestants()
     names = chosen([c.name for c in everybody], given["only"])
-    lengths = {kind: (given[kind], given[f"{kind}_tokens"]) for kind in KINDS}
-    prompts = choose_prompts(read_tokens(given["prompts"], [Path(c.path) for c in everybody]), lengths, given["prompts"])
+    prompts = choose_prompts(
+        read_tokens(given["prompts"], [Path(c.path) for c in everybody]), given["lengths"], given["prompts"]
+    )
     options = {"new_tokens": given["max_new_tokens"], "processes": given["processes"], "threads": given["threads"]}
     options |= {"prompts_file": str(given["prompts"])}
     result = Result(options, {"name": Path(record.model).name}, [c for c in everybody if c.name in names], prompts)
@@ -126,7 +120,7 @@ def run(work: Path, output: Path, peer_python: str | None, overwrite: bool, **gi
 def passes_command(work: Path, output: Path, peer_python: str | None, only: tuple[str, ...], **given: Any) -> None:
     """Time single passes of EESD and llama.cpp on the same files, and show which share of the memory bandwidth they reach."""
     record = Work.load(work)
-    able = [c for c in record.contestants({}) if c.peer in (EESD, LLAMA_CPP) and c.is_plain]
+    able = [c for c in record.contestants() if c.peer in (EESD, LLAMA_CPP) and c.is_plain]
     names = chosen([c.name for c in able], only)
     members = [c for c in able if c.name in names]
     weights = {c.group: passes.weight_bytes(record.file(c.group)) for c in members}
@@ -140,7 +134,6 @@ def passes_command(work: Path, output: Path, peer_python: str | None, only: tupl
 @main.command("batches", context_settings=cli.HELP)
 @WORK
 @output("batches.json")
-@click.option("--eesd", type=cli.PATH, help="Engine directory.  [default: that of the group]")
 @PYTHON
 @click.option("--group", type=click.Choice(GROUPS), default=GGUF, help="Form of the model.")
 @click.option("--task", multiple=True, help="Prompts, as eesd-bench takes them; repeatable.  [default: the bundled ones]")
@@ -152,13 +145,13 @@ def passes_command(work: Path, output: Path, peer_python: str | None, only: tupl
 @click.option("--levels", type=click.IntRange(1, 64), default=3, help="Levels that 'always' drafts.")
 @THREADS
 @timeout(900, "measurement")
-def batches_command(work: Path, output: Path, eesd: Path | None, peer_python: str | None, group: str, **given: Any) -> None:
+def batches_command(work: Path, output: Path, peer_python: str | None, group: str, **given: Any) -> None:
     """Measure batches of EESD, and of other runtimes beside it: throughput and latency by the number of clients."""
     record = Work.load(work)
-    members = [c for c in record.contestants({group: eesd} if eesd else {}) if c.group == group]
+    members = [c for c in record.contestants() if c.group == group]
     own = next((c for c in members if c.peer == EESD), None)
     if own is None:
-        raise EESDError(f"{work} has no EESD {group}; convert it, or give --eesd.")
+        raise EESDError(f"{work} has no EESD {group}; convert it.")
     count, most = given["max_new_tokens"], given["prompt_tokens"]
     prompts = batches.choose_prompts(Path(own.path), given["task"], given["prompts"], most)
     options = {"threads": given["threads"], "rows": batches.ROWS, "slots": 2 * most + count, "levels": given["levels"]}
@@ -167,17 +160,6 @@ def batches_command(work: Path, output: Path, eesd: Path | None, peer_python: st
     results = batches.measure(members, prompts, given["concurrency"], options, python, seconds, say)
     write_json(output, results)
     click.echo("\n".join(batches.markdown(results)))
-
-
-def pairs(name: str, given: tuple[str, ...]) -> dict[str, Path]:
-    """``NAME=PATH`` options as a dictionary. Raises :class:`EESDError` for other text."""
-    found = {}
-    for item in given:
-        key, _, value = item.partition("=")
-        if not key or not value:
-            raise EESDError(f"{name} {item!r} must be NAME=PATH.")
-        found[key] = Path(value)
-    return found
 
 
 def read_tokens(path: Path, engines: list[Path]) -> list[list[int]]:
@@ -191,36 +173,23 @@ def read_tokens(path: Path, engines: list[Path]) -> list[list[int]]:
     return [encoder.encode(parts[0], add_special_tokens=False).ids for _, parts in read_texts(path)]
 
 
-def choose_prompts(texts: list[list[int]], wanted: dict[str, tuple[int, int]], source: Path) -> list[Prompt]:
-    """Prompts of exactly the wanted lengths.
+def choose_prompts(texts: list[list[int]], lengths: Sequence[int], source: Path) -> list[Prompt]:
+    """Prompts of exactly these lengths: pieces of the texts, one behind another, of which none begins like another.
 
-    Short prompts are the beginnings of the first texts that are long enough. The others are pieces, one behind another, of the
-    texts behind those, which then go on from the first. So no prompt begins like another, and a peer that keeps prefixes of
-    prompts gains nothing.
-
-    Args:
-        texts: Token ids.
-        wanted: Number and length of the prompts of each kind, ``short`` first.
-        source: The file, for the message.
+    So a peer that keeps the beginnings of prompts gains nothing. A prompt begins a text if one is long enough.
 
     Raises:
-        EESDError: There is not enough text, or no prompt is wanted.
+        EESDError: There is not enough text.
     """
-    count, length = wanted["short"]
-    fitting = [index for index, text in enumerate(texts) if len(text) >= length]
-    if len(fitting) < count:
-        raise EESDError(f"{source} has {len(fitting)} texts of at least {length} tokens, fewer than the {count} wanted.")
-    prompts = [Prompt(f"short-{n + 1}", "short", texts[index][:length]) for n, index in enumerate(fitting[:count])]
-    start = fitting[count - 1] + 1 if count else 0
-    rest = [token for text in texts[start:] + texts[:start] for token in text]
-    for kind in KINDS[1:]:
-        count, length = wanted.get(kind, (0, 1))
-        if len(rest) < count * length:
-            raise EESDError(f"{source} has {len(rest)} tokens left, too few for {count} prompts of {length}.")
-        prompts += [Prompt(f"{kind}-{n + 1}", kind, rest[n * length : (n + 1) * length]) for n in range(count)]
-        rest = rest[count * length :]
-    if not prompts:
-        raise EESDError("There is nothing to measure; give --short or --long.")
+    prompts, waiting = list[Prompt](), list(texts)
+    for number, length in enumerate(lengths):
+        fitting = next((index for index, text in enumerate(waiting) if len(text) >= length), None)
+        tokens = waiting.pop(fitting) if fitting is not None else []
+        while len(tokens) < length and waiting:
+            tokens = tokens + waiting.pop(0)
+        if len(tokens) < length:
+            raise EESDError(f"{source} has too few tokens for prompts of {' '.join(map(str, lengths))}; give more text.")
+        prompts.append(Prompt(f"{length}-{number + 1}", str(length), tokens[:length]))
     return prompts
 
 

@@ -49,15 +49,9 @@ def measure(
 ) -> dict[str, Any]:
     """Measure all contestants; a contestant that cannot be loaded is left out. Returns what the JSON file holds.
 
-    Args:
-        contestants: Those of one group.
-        prompts: Token ids.
-        concurrency: Clients, in turn.
-        options: What to measure: ``max_new_tokens`` of each text, ``rounds`` (repetitions), and for the workers ``threads``,
-            ``rows``, ``slots`` of a text, and ``levels`` that EESD drafts where it always drafts.
-        python: The interpreter that has the peers.
-        seconds: Longest time of one measurement.
-        report: Called with a line for each measurement.
+    Options are ``max_new_tokens`` of each text, ``rounds`` (repetitions), and for the workers ``threads``, ``rows``, ``slots``
+    of a text, and the ``levels`` that EESD drafts where it always drafts. ``python`` is the interpreter that has the peers,
+    ``seconds`` the longest time of one measurement.
     """
     count = options["max_new_tokens"]
     samples, skipped, packages = Samples(), dict[str, str](), dict[str, str]()

@@ -74,7 +74,7 @@ def of_variant(peer: str, variant: str, path: Path) -> list[Contestant]:
     """
     group = variant.partition("-")[0]
     if group not in GROUPS:
-        raise EESDError(f"--eesd {variant!r} begins with no group; name it {', '.join(GROUPS)}, or such as Q4_0-small.")
+        raise EESDError(f"{path} begins with no group; name it {', '.join(GROUPS)}, or such as {peer}-Q4_0-small.")
     modes = ("plain", PEERS[peer].mode) if group in (F32, GGUF) else ("plain",)
     return [Contestant(peer, variant, mode, group, str(path)) for mode in modes]
 

@@ -12,7 +12,6 @@ from eesd.bench.tools.peers.contestants import (
     EESD,
     F32,
     GGUF,
-    GROUPS,
     LLAMA_CPP,
     PEERS,
     WORKERS,
@@ -70,12 +69,12 @@ class Work:
             raise PeerError(f"llama.cpp {group} is missing, which is the file to read")
         return path.absolute()
 
-    def contestants(self, engines: dict[str, Path]) -> list[Contestant]:
-        """All contestants that can run. ``engines`` are engine directories by name, instead of those of the work directory."""
-        made = [(peer, group, self.form(peer, group)) for group in GROUPS for peer in (EESD, *PEERS)]
-        forms = [form for form in dict.fromkeys(made) if form[2].exists() and not (engines and form[0] == EESD)]
-        forms = [(EESD, name, path) for name, path in engines.items()] + forms
-        return [contestant for form in forms for contestant in of_variant(*form)]
+    def contestants(self) -> list[Contestant]:
+        """All contestants that can run: a directory ``PEER-FORM`` each. Own ones may be added, such as ``EESD-Q4_0-small``."""
+        forms = [(peer, path) for peer in (EESD, *PEERS) for path in sorted(self.directory.glob(f"{peer}-*"))]
+        return [
+            one for peer, path in dict.fromkeys(forms) for one in of_variant(peer, path.name.removeprefix(f"{peer}-"), path)
+        ]
 
 
 def exit_options(exit_head: Path | None, exit_layer: int | None) -> tuple[list[str], list[str]]:
@@ -93,22 +92,13 @@ def exit_options(exit_head: Path | None, exit_layer: int | None) -> tuple[list[s
 
 
 def convert(
-    work: Work,
-    wanted: Sequence[str],
-    exits: tuple[list[str], list[str]],
-    sizes: list[str],
-    seconds: float,
+    work: Work, wanted: Sequence[str], exits: tuple[list[str], list[str]], sizes: list[str], seconds: float,
     report: Callable[[str], None],
-) -> None:
+) -> None:  # fmt: skip
     """Make every wanted form that is not there, and keep the record.
 
-    Args:
-        work: The work directory.
-        wanted: Names of forms, in order.
-        exits: Of :func:`exit_options`.
-        sizes: More options of ``eesd-export``.
-        seconds: Longest time of one conversion.
-        report: Called with a line for each form.
+    ``exits`` is of :func:`exit_options`, ``sizes`` are more options of ``eesd-export``, and ``seconds`` the longest time of one
+    conversion.
     """
     for name in wanted:
         peer, group = name.split(" ")

@@ -24,15 +24,9 @@ REST_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Pass:
-    """Passes of one contestant.
+    """Passes of one contestant over ``rows`` tokens, each with its logits, with ``behind`` tokens in the cache.
 
-    Attributes:
-        contestant, group: Its name and group.
-        peer: Its runtime.
-        behind: Tokens in the cache.
-        rows: Tokens of a pass, each with its logits.
-        seconds: Of each pass.
-        cache_bytes: Keys and values that a pass reads.
+    ``cache_bytes`` are the keys and values that a pass reads.
     """
 
     contestant: str
@@ -83,15 +77,9 @@ def weight_bytes(file: Path) -> int:
 def measure(
     result: Passes, members: Sequence[Contestant], python: str, seconds: float, path: Path, report: Callable[[str], None]
 ) -> None:
-    """Measure all groups, and save the result behind each context.
+    """Measure the plain contestants of all groups, and save the result behind each context.
 
-    Args:
-        result: Receives the measurements.
-        members: Plain contestants of :data:`TAKERS`.
-        python: The interpreter that has the peers.
-        seconds: Longest time of one answer.
-        path: Where to save.
-        report: Called with a line for each kind of pass.
+    ``python`` is the interpreter that has the peers, ``seconds`` the longest time of one answer.
     """
     options = result.options
     rows, behind, threads = options["rows"], options["behind"], options["threads"]

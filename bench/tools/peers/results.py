@@ -6,13 +6,10 @@ from typing import Any, ClassVar
 from eesd.bench.measure.results import Saved, describe_machine
 from eesd.bench.tools.peers.contestants import Contestant
 
-SCHEMA = 1
-KINDS = ("short", "long", "longest")
-
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to decode behind. ``kind`` is one of ``KINDS``."""
+    """Token ids to decode behind. Prompts of a ``kind`` have one length."""
 
     id: str
     kind: str
@@ -21,15 +18,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Load:
-    """One contestant in one process.
+    """One contestant in one process: seconds of loading with its imports, and what it took; None where the system does not say.
 
     Attributes:
-        contestant: Its name.
-        process: Number of the process.
-        seconds: Time to load, with the import of its libraries.
-        peak_bytes: Largest resident size, over loading and all prompts. None where the system does not say.
-        anonymous_bytes: Anonymous part of the resident size after the last prompt. None where the system does not say.
-        threads: Threads that computed. None where the system does not say.
+        peak_bytes: Largest resident size, over loading and all prompts.
+        anonymous_bytes: Anonymous part of the resident size after the last prompt.
+        threads: Threads that computed.
     """
 
     contestant: str
@@ -42,16 +36,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded by one contestant in one process.
-
-    Attributes:
-        contestant: Its name.
-        process: Number of the process.
-        prompt: Id of the prompt.
-        first_seconds: Time to the first token.
-        decode_seconds: Time from the first token to the last.
-        tokens: The new tokens.
-    """
+    """One prompt decoded by one contestant in one process: new tokens, and seconds to the first and from it to the last."""
 
     contestant: str
     process: int
@@ -68,13 +53,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Quality:
-    """Next-token distributions of one contestant against those in float32, on held-out text. Only older results have them.
+    """Only in older results: next-token distributions against those in float32, on ``positions`` tokens of held-out text.
 
-    Attributes:
-        contestant: Its name.
-        positions: Positions compared.
-        divergence: Mean KL(float32 || contestant), in nats.
-        agreement: Share of the positions with the same most likely token.
+    Mean KL(float32 || contestant) in nats, and the share of the positions with the same most likely token.
     """
 
     contestant: str
@@ -115,7 +96,7 @@ class Result(Saved):
     loads: list[Load] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     complete: bool = False
-    schema: int = SCHEMA
+    schema: int = 1
 
     WHAT: ClassVar = "a comparison with peers; give the JSON file of its run"
     ROWS: ClassVar = {

@@ -1,12 +1,13 @@
 """The comparison as Markdown, from the JSON file alone."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from eesd.bench.measure.results import shown_machine
 from eesd.bench.measure.stats import Interval, bootstrap, table
 from eesd.bench.tools.peers.contestants import F32, Contestant, anchors, grouped
-from eesd.bench.tools.peers.results import KINDS, Result, Run
+from eesd.bench.tools.peers.results import Result, Run
 
 Value = Callable[[Run], float]
 
@@ -25,9 +26,8 @@ def markdown(result: Result, level: str = "#") -> list[str]:
 
 def _conditions(result: Result) -> list[str]:
     options = result.options
-    lengths = {kind: len(p.tokens) for p in result.prompts for kind in KINDS if p.kind == kind}
-    counts = {kind: sum(p.kind == kind for p in result.prompts) for kind in KINDS}
-    prompts = " and ".join(f"{counts[kind]} of {length} tokens" for kind, length in lengths.items()) or "none"
+    counts = Counter(len(prompt.tokens) for prompt in result.prompts)
+    prompts = " and ".join(f"{count} of {length} tokens" for length, count in counts.items()) or "none"
     counted = ", counted by their processor time" if any(load.threads for load in result.loads) else ""
     packages = ", ".join(result.packages.values())
     lines = [
@@ -49,7 +49,7 @@ def _conditions(result: Result) -> list[str]:
 
 def _table(result: Result, members: list[Contestant]) -> list[str]:
     anchor = anchors(result.contestants).get(members[0].group)
-    length = {kind: len(p.tokens) for kind in KINDS for p in result.prompts if p.kind == kind}
+    length = {prompt.kind: len(prompt.tokens) for prompt in result.prompts}
     columns = [words for tokens in length.values() for words in (f"tokens/s behind {tokens}", "ratio")]
     columns += [words for tokens in length.values() for words in (f"TTFT of {tokens}, ms", "ratio")]
     columns = ["", *columns, "load, s", "peak, MB", "anonymous, MB", "on disk, MB", "same tokens"]
