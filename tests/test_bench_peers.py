@@ -24,7 +24,13 @@ from eesd.bench.tools.results import main as draw
 from eesd.runtime.llm import load
 
 FEW = ("--lengths", "8 8 24 30", "-n", 6, "--processes", 1, "--threads", 1)
-TEXTS = ["the first text is read", "short", "another text to go on with", "and a third one, long enough for all of this"]
+TEXTS = [
+    "the first text is read",
+    "short",
+    "another text to go on with",
+    "and a third one, long enough for all of this",
+    "and the last one, which is as long as a prompt of thirty tokens needs",
+]
 
 FAKE = """
 import os, sys, threading, time

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 RESAMPLES = 10_000
 LEVEL = 0.95
@@ -28,7 +28,7 @@ def resampled(count: int, draws: int = RESAMPLES, seed: int = 0) -> NDArray[np.i
     return np.random.Generator(np.random.PCG64(seed)).integers(count, size=(draws, count))
 
 
-def bounds(samples: ArrayLike) -> tuple[float, float]:
+def bounds(samples: NDArray[np.float64]) -> tuple[float, float]:
     """The percentile interval of a statistic's bootstrap samples."""
     low, high = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
@@ -10,7 +11,7 @@ INK = "#7a828e"
 """Colour of text and axes, legible on white and on black."""
 COLOURS = ("#1b80c4", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8a8a00")
 """Close to Okabe and Ito's palette, ordered so that neighbours also differ in lightness."""
-STYLE = {
+STYLE: Any = {
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
