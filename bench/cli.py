@@ -1,52 +1,34 @@
-"""``eesd-bench``: measure an engine directory and its parts, replay controllers on traces, write reports."""
+"""``eesd-bench``: measure engine directories, replay controllers on traces, write reports."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import click
-import numpy as np
 from click.core import ParameterSource
 
-from eesd.bench import exactness
-from eesd.bench.ablation import ablate, parse_head
-from eesd.bench.draft_vocab import count_tokens, coverage_table
 from eesd.bench.measure.fresh_starts import measure_starts, read_prompts
-from eesd.bench.measure.results import Result, read_json
-from eesd.bench.measure.resumable import ResumableRun, refuse_existing, run_with_progress
+from eesd.bench.measure.results import Result, read_json, refuse_existing
+from eesd.bench.measure.resumable import measure_engine, run_with_progress
 from eesd.bench.measure.run import Bench, Options
-from eesd.bench.measure.tasks import LOADERS, load_tasks
-from eesd.bench.peers import batches, passes
-from eesd.bench.peers.results import Result as Peers
-from eesd.bench.peers.table import markdown as peers_section
-from eesd.bench.questions.results import Result as Questions
-from eesd.bench.questions.run import answer_questions
-from eesd.bench.questions.table import markdown as spec_bench_tables
+from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.replay.costs import COST_MODELS
 from eesd.bench.replay.round_log import replay_rounds
-from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, is_simulation, run_simulation
+from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, run_simulation
 from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts, table
-from eesd.bench.replay.traces import (
-    TRACE_FILE,
-    TUNING_TRACE_FILE,
-    TraceRecorder,
-    check_same_origin,
-    check_sampling,
-    load_trace,
-)
+from eesd.bench.replay.traces import TRACE_FILE, TUNING_TRACE_FILE, check_same_origin, check_sampling, load_trace, record_traces
 from eesd.bench.report.markdown import write_report
 from eesd.bench.report.plots import check_plots
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.terminal import progress_bar
-from eesd.common.weights import DTYPES
 from eesd.controllers import make_controller
 from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES
 from eesd.runtime.llm import DRAFTERS, Speculation
-from eesd.runtime.text import TextCodec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,97 +36,50 @@ QUICK = {"per_task": 1, "tuning_per_task": 1, "max_new_tokens": 32, "widths": "1
 """Values that ``--quick`` gives to options that are not on the command line."""
 DEFAULT = Options()
 COUNT = click.IntRange(1, 10**6)
+THREADS = click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: all, one fewer if over four]")
+OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing results in --output.")
+PLOTS = click.option("--plots/--no-plots", default=True, help="Also draw regret curves (needs matplotlib).")
 
 
-def _all(options: Iterable[Callable[[F], F]]) -> Callable[[F], F]:
-    """One decorator that adds several options, in this order."""
+def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output: str) -> Callable[[F], F]:
+    """Options of all commands that run prompts, with these defaults."""
+    options = [
+        click.option(
+            "--task", "tasks", multiple=True, metavar="FILE", help="Prompts, JSON lines; repeatable.  [default: bundled]"
+        ),
+        click.option("--temperature", type=cli.Number(0, 100), default=DEFAULT.temperature, help="Where it is not greedy."),
+        click.option("-n", "--max-new-tokens", type=COUNT, default=new_tokens, help="Tokens to generate behind each prompt."),
+        click.option("--per-task", type=COUNT, default=per_task, help="Most reported prompts of each task."),
+        click.option("--tuning-per-task", type=COUNT, default=tuning_per_task, help="Most tuning prompts of each task."),
+        click.option("--chat", is_flag=True, help="Send prompts as chat messages."),
+        click.option("--seed", type=cli.SEED, default=DEFAULT.seed, help="Seed of controllers and sampling."),
+        click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend),
+        click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run."),
+        THREADS,
+        click.option("-o", "--output", type=cli.PATH, default=Path(output), help="Directory to write."),
+        OVERWRITE,
+    ]
 
     def decorate(command: F) -> F:
-        for option in reversed([*options]):
+        for option in reversed(options):
             command = option(command)
         return command
 
     return decorate
 
 
-def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output: str) -> Callable[[F], F]:
-    """Options of all commands that run prompts, with these defaults."""
-    return _all(
-        [
-            click.option(
-                "--task",
-                "tasks",
-                multiple=True,
-                metavar="NAME=FILE",
-                help=f"Prompts to run; NAME: {', '.join(LOADERS)}. Default: bundled.",
-            ),
-            click.option(
-                "--temperature",
-                type=cli.Number(0, 100),
-                default=DEFAULT.temperature,
-                help="Temperature of the samplings that are not greedy.",
-            ),
-            click.option(
-                "-n", "--max-new-tokens", type=COUNT, default=new_tokens, help="Tokens to generate behind each prompt."
-            ),
-            click.option("--per-task", type=COUNT, default=per_task, help="Largest number of reported prompts of each task."),
-            click.option(
-                "--tuning-per-task", type=COUNT, default=tuning_per_task, help="Largest number of tuning prompts of each task."
-            ),
-            click.option("--chat", is_flag=True, help="Send prompts as chat messages."),
-            click.option("--seed", type=cli.SEED, default=DEFAULT.seed, help="Seed of controllers and sampling."),
-            click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend),
-            click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run."),
-            click.option(
-                "--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]"
-            ),
-            click.option("-o", "--output", type=cli.PATH, default=Path(output), help="Directory to write."),
-            click.option("--resume", is_flag=True, help="Continue an interrupted run in --output."),
-            click.option("--overwrite", is_flag=True, help="Replace existing results in --output."),
-            click.option("--plots/--no-plots", default=True, help="Also draw plots (needs matplotlib)."),
-        ]
-    )
-
-
-def measurement_options(controllers: Iterable[str], samplings: Iterable[str]) -> Callable[[F], F]:
-    """Options of all measurements, with these defaults."""
-    return _all(
-        [
-            click.option(
-                "--controllers", default=" ".join(controllers), help="Separated by spaces. fixed and threshold are tuned."
-            ),
-            click.option(
-                "--tree-widths",
-                "widths",
-                default=" ".join(map(str, DEFAULT.widths)),
-                help="Separated by spaces. 1 drafts a chain.",
-            ),
-            click.option("--drafter", type=click.Choice(DRAFTERS), default=DEFAULT.drafter, help="What drafts."),
-            click.option("--budgeted", default="", help="Tree widths to measure also with a tree budget."),
-            click.option("--samplings", default=" ".join(samplings), help="greedy, coupled, rejection; separated by spaces."),
-            click.option(
-                "--guard/--no-guard", default=DEFAULT.guard, help="Pause drafting while it is slower than plain decoding."
-            ),
-            click.option("--quick", is_flag=True, help="Take about a minute: few prompts, few tokens, chains only."),
-            prompt_options(DEFAULT.max_new_tokens, DEFAULT.per_task, DEFAULT.tuning_per_task, "bench-results"),
-        ]
-    )
-
-
 def read_options(given: dict[str, Any]) -> Options:
-    """Make :class:`Options` from a command's options, with ``--quick`` applied. Removes them from ``given``."""
+    """Make :class:`Options` from a command's options, with ``--quick`` applied."""
     if given.pop("quick"):
         source = click.get_current_context().get_parameter_source
         given |= {name: value for name, value in QUICK.items() if source(name) == ParameterSource.DEFAULT}
-    names = [name for name in DEFAULT.to_dict() if name in given]
-    values: dict[str, Any] = {name: given.pop(name) for name in names}
     for name, option in {"widths": "--tree-widths", "budgeted": "--budgeted"}.items():
         try:
-            values[name] = tuple(int(width) for width in values[name].split())
+            given[name] = tuple(int(width) for width in given[name].split())
         except ValueError:
-            raise EESDError(f"{option} {values[name]!r} is not a list of whole numbers separated by spaces.") from None
-    values |= {name: tuple(values[name].split()) for name in ("controllers", "samplings")}
-    return Options(**values)
+            raise EESDError(f"{option} {given[name]!r} is not a list of whole numbers separated by spaces.") from None
+    given |= {name: tuple(given[name].split()) for name in ("controllers", "samplings")}
+    return Options(**{item.name: given[item.name] for item in fields(Options)})
 
 
 @contextmanager
@@ -158,15 +93,6 @@ def announce_resume(path: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def finishing(run: ResumableRun, plots: bool) -> Iterator[None]:
-    """Mark the run as complete after the ``with`` block, and write its report."""
-    with announce_resume(run.path):
-        yield
-    run.finish()
-    show_report([run.result], [], run.path, plots)
-
-
 def show_report(results: Sequence[Result], simulations: Sequence[Simulation], path: Path, plots: bool) -> None:
     """Write the report beside the JSON file at ``path``, and print it."""
     report = path.with_name("report.md")
@@ -176,42 +102,39 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
 
 
 @cli.group(invoke_without_command=True)
-@click.option("--engine-dir", type=cli.PATH, help="Directory that eesd-export wrote.")
-@measurement_options(DEFAULT.controllers, DEFAULT.samplings)
+@click.option("--engine-dir", "directories", type=cli.PATH, multiple=True, help="Engine directory; repeatable.")
+@click.option("--controllers", default=" ".join(DEFAULT.controllers), help="fixed and threshold are tuned.")
+@click.option("--tree-widths", "widths", default=" ".join(map(str, DEFAULT.widths)), help="1 drafts a chain.")
+@click.option("--drafter", type=click.Choice(DRAFTERS), default=DEFAULT.drafter, help="What drafts.")
+@click.option("--budgeted", default="", help="Tree widths to measure also with a tree budget.")
+@click.option("--samplings", default=" ".join(DEFAULT.samplings), help="greedy, coupled, rejection.")
+@click.option("--guard/--no-guard", default=DEFAULT.guard, help="Pause drafting while it is slower than plain decoding.")
+@click.option("--quick", is_flag=True, help="Take about a minute: few prompts, few tokens, chains only.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run in --output.")
+@prompt_options(DEFAULT.max_new_tokens, DEFAULT.per_task, DEFAULT.tuning_per_task, "bench-results")
 @click.pass_context
-def main(context: click.Context, /, engine_dir: Path | None, **given: Any) -> None:
-    """Measure drafting against plain decoding, for every controller, tree width and sampling, and compare all tokens."""
+def main(context: click.Context, /, directories: tuple[Path, ...], **given: Any) -> None:
+    """Measure drafting against plain decoding, for every controller, tree width and sampling, and compare all tokens.
+
+    Lists are separated by spaces. Of several engine directories, such as exit heads of one model, all are measured alike.
+    """
     if context.invoked_subcommand is not None:
         return
-    if engine_dir is None:
+    if not directories:
         raise EESDError("--engine-dir is missing; give a directory that eesd-export wrote, or a subcommand (see --help).")
+    names = [directory.resolve().name for directory in directories]
+    if len({*names}) < len(names):
+        raise EESDError("Two engine directories have the same name; names must be unique.")
     options = read_options(given)
-    check_plots(given["plots"])
-    prompts = load_tasks(options.tasks)
-    run = ResumableRun("run", options, given["output"], given["resume"], given["overwrite"])
-    bench = Bench(engine_dir, options.backend, options.threads, options.kv_cache_dtype)
-    with finishing(run, given["plots"]):
-        run.measure_engine(bench.manifest.model, bench, prompts, options)
-
-
-@main.command(context_settings=cli.HELP)
-@click.option("--model", type=cli.NAME, help="Base model of the heads. Not needed for engine directories.")
-@click.option("--head", "heads", multiple=True, required=True, metavar="NAME[=DIR]", help="Exit head; repeatable.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", help="Element type of exports.")
-@measurement_options(("threshold", "beta-ts", "calibration-ts", "cost-aware-ts"), ("greedy",))
-def ablation(model: str | None, heads: tuple[str, ...], dtype: str, **given: Any) -> None:
-    """Measure what each part contributes: every head with fixed draft lengths, the last one also with trees and controllers.
-
-    --head NAME=DIR names an exit head, which is exported into a temporary directory, or an engine directory. --head NAME is an
-    initialised head without training. All fixed lengths are measured, and the best in hindsight is reported.
-    """
-    options = read_options(given)
-    check_plots(given["plots"])
-    parts = [parse_head(head) for head in heads]
-    prompts = load_tasks(options.tasks)
-    run = ResumableRun("ablation", options, given["output"], given["resume"], given["overwrite"])
-    with finishing(run, given["plots"]):
-        ablate(run, parts, model, dtype, prompts)
+    prompts, path = load_tasks(options.tasks), given["output"] / "result.json"
+    result = Result("run", options.to_dict(), {}, []).begun(path, given["resume"], given["overwrite"])
+    with announce_resume(path):
+        for name, directory in zip(names, directories, strict=True):
+            bench = Bench(directory, options.backend, options.threads, options.kv_cache_dtype)
+            measure_engine(result, path, name, bench, prompts, options)
+    result.complete = True
+    result.save(path)
+    show_report([result], [], path, plots=False)
 
 
 def _refuse_recording_options(names: Iterable[str]) -> None:
@@ -230,10 +153,10 @@ def _refuse_recording_options(names: Iterable[str]) -> None:
 @click.option("--sampling", default="greedy", help="greedy or coupled.")
 @click.option("--depth", type=click.IntRange(1, 512), default=16, help="Tokens to draft from every position.")
 @prompt_options(128, 99, 99, "simulation")
+@PLOTS
 def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | None, **given: Any) -> None:
     """Replay all controllers on recorded traces under several cost models, and compare their speed."""
-    plots, output, costs, depth = (given.pop(name) for name in ("plots", "output", "costs", "depth"))
-    resume, overwrite = given.pop("resume"), given.pop("overwrite")
+    plots, output, costs, depth, overwrite = (given.pop(name) for name in ("plots", "output", "costs", "depth", "overwrite"))
     check_plots(plots)
     find_costs(costs, None)
     if (trace is None) != (tuning_trace is None) or (trace is None) == (engine_dir is None):
@@ -242,17 +165,14 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
         _refuse_recording_options((*given, "depth"))
     options = Options(samplings=(given.pop("sampling"),), widths=(1,), **given)
     result = output / "simulation.json"
-    written = [result] if engine_dir is None else [result, output / TRACE_FILE, output / TUNING_TRACE_FILE]
-    if not (resume or overwrite):
-        refuse_existing(*written)
+    if not overwrite:
+        refuse_existing(result, *((output / TRACE_FILE, output / TUNING_TRACE_FILE) if engine_dir else ()))
     if engine_dir is not None:
         check_sampling(options.sampling(options.samplings[0], 0))
         prompts = load_tasks(options.tasks)
         bench = Bench(engine_dir, options.backend, options.threads, options.kv_cache_dtype)
-        recorder = TraceRecorder(bench, prompts, options, depth, output, resume)
+        run_with_progress("recording", record_traces(bench, prompts, options, depth, output))
         trace, tuning_trace = output / TRACE_FILE, output / TUNING_TRACE_FILE
-        with announce_resume(tuning_trace):
-            run_with_progress("recording", recorder.run())
     assert trace is not None and tuning_trace is not None
     pair = load_trace(trace), load_trace(tuning_trace)
     check_same_origin(*pair)
@@ -271,8 +191,8 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
 @click.option("--engine-dir", type=cli.PATH, help="Measure real processes with this directory instead; needs --prompts.")
 @click.option("--prompts", type=cli.PATH, help="JSON lines with prompts; each process decodes one.")
 @click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation().drafter, help="What drafts in real processes.")
-@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads of real processes.")
 @click.option("-n", "--max-new-tokens", type=COUNT, default=100, help="Tokens of a real process.")
+@THREADS
 def starts(trace: Path | None, costs: str | None, controller: str, starts: int, **real: Any) -> None:
     """Simulate fresh processes, with noise, load, stalls and a burst, or measure real ones. Shows what drafting costs them."""
     if (real["engine_dir"] is None) != (real["prompts"] is None) or (trace is not None and real["prompts"] is not None):
@@ -284,10 +204,8 @@ def starts(trace: Path | None, costs: str | None, controller: str, starts: int, 
             for speed in measured:
                 found.append(speed)
                 advance(1)
-        few = sum(speed < 0.98 for speed in found)
-        click.echo(
-            f"speed over plain decoding: least {min(found):.3f}, median {median(found):.3f}, below 0.98 {few} of {starts}"
-        )
+        few = f"below 0.98 {sum(speed < 0.98 for speed in found)} of {starts}"
+        click.echo(f"speed over plain decoding: least {min(found):.3f}, median {median(found):.3f}, {few}")
         return
     make_controller(controller)
     recorded = load_trace(trace) if trace else None
@@ -301,26 +219,6 @@ def starts(trace: Path | None, costs: str | None, controller: str, starts: int, 
         click.echo(table(head, machine, [*simulate_starts(heads[head], model, machine, controller, starts)]))
 
 
-@main.command("draft-vocab", context_settings=cli.HELP)
-@click.option("--model", type=cli.NAME, required=True, help="Model directory or Hugging Face id: its tokenizer counts.")
-@click.option("--count", "counted", type=cli.PATH, multiple=True, required=True, help="Text to choose tokens by; repeatable.")
-@click.option("--text", "tested", type=cli.PATH, multiple=True, required=True, help="Text to test; repeatable.")
-@click.option("--sizes", default="4096 8192 16384", help="Sizes of draft vocabularies, separated by spaces.")
-def draft_vocab(model: str, counted: tuple[Path, ...], tested: tuple[Path, ...], sizes: str) -> None:
-    """Show which share of a text's tokens the draft vocabularies of several sizes have, by the lines' category."""
-    from eesd.model.config import load_config
-    from eesd.model.hub import find_model
-
-    directory = find_model(model)
-    config, codec = load_config(directory), TextCodec(directory)
-    vocab_size = config.geometry.vocab_size
-    if not sizes.split() or not all(size.isdecimal() and 1 < int(size) <= vocab_size for size in sizes.split()):
-        raise EESDError(f"--sizes {sizes!r} is not a list of whole numbers from 2 to {vocab_size} separated by spaces.")
-    total = sum(sum(count_tokens(path, codec, vocab_size).values()) for path in counted)
-    categories = {name: counts for path in tested for name, counts in count_tokens(path, codec, vocab_size).items()}
-    click.echo(coverage_table(np.asarray(total), categories, [int(size) for size in sizes.split()], config.eos_token_ids))
-
-
 @main.command("replay-rounds", context_settings=cli.HELP)
 @click.argument("file", type=cli.PATH)
 def replay_log(file: Path) -> None:
@@ -331,69 +229,17 @@ def replay_log(file: Path) -> None:
     click.echo(f"{rounds} rounds, {len(differences)} answers differ")
 
 
-@main.command("spec-bench", context_settings=cli.HELP)
-@click.option("--questions", type=cli.PATH, required=True, help="Spec-Bench's question.jsonl.")
-@click.option("--engine-dir", "directories", type=cli.PATH, multiple=True, required=True, help="Engine directory; repeatable.")
-@click.option(
-    "--method",
-    "methods",
-    multiple=True,
-    default=("exit", "text", "both", "both,budget"),
-    metavar="DRAFTER[,budget][,tree=W][,CONTROLLER]",
-    help="What drafts, and how; repeatable.",
-)
-@click.option("--samplings", default="greedy", help="greedy, coupled (temperature 0.7); separated by spaces.")
-@click.option("--per-category", type=COUNT, default=80, help="Largest number of questions of a category.")
-@click.option("-n", "--max-new-tokens", type=COUNT, default=256, help="Tokens of an answer, at most.")
-@click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend)
-@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]")
-@click.option("-o", "--output", type=cli.PATH, default=Path("spec-bench.json"), help="Result to write.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing result.")
-def spec_bench(directories: tuple[Path, ...], output: Path, resume: bool, overwrite: bool, **given: Any) -> None:
-    """Answer Spec-Bench's questions plainly and drafted, and print its table.
-
-    The file is in https://github.com/hemingkx/Spec-Bench (data/spec_bench/question.jsonl, Apache-2.0).
-    """
-    given["samplings"] = tuple(given["samplings"].split())
-    with announce_resume(output):
-        result = answer_questions(directories, output, resume, overwrite, **given)
-    click.echo("\n".join(spec_bench_tables(result)))
-
-
 @main.command(context_settings=cli.HELP)
-@click.argument("results", nargs=-1, required=True, type=cli.PATH)
-@click.option("-o", "--output", type=cli.PATH, default=Path("docs/results.md"), help="Markdown to write.")
-@click.option("--plots/--no-plots", default=True, help="Also draw plots (needs matplotlib).")
-def report(results: tuple[Path, ...], output: Path, plots: bool) -> None:
-    """Write Markdown and plots from RESULTS: files that the benchmarks wrote, and directories of them."""
+@click.argument("files", nargs=-1, required=True, type=cli.PATH)
+@click.option("-o", "--output", type=cli.PATH, required=True, help="Markdown to write.")
+@PLOTS
+def report(files: tuple[Path, ...], output: Path, plots: bool) -> None:
+    """Write Markdown and plots from FILES that eesd-bench wrote."""
     check_plots(plots)
-    files = {path: read_json(path) for path in results if not path.is_dir()}
-    for directory in (path for path in results if path.is_dir()):
-        found = {path: read_json(path) for path in sorted(directory.glob("*.json"), key=lambda path: path.stem)}
-        files |= {path: raw for path, raw in found.items() if "clean" not in raw}  # the soak's report is no section
-    replayed = [path for path, raw in files.items() if is_simulation(raw)]
-    asked = [path for path, raw in files.items() if Questions.wrote(raw)]
-    sections = {path: section for path, raw in files.items() if (section := _section(path, raw))}
-    first = [line for section in sections.values() for line in section]
-    for path in asked:
-        first += spec_bench_tables(Questions.load(path), "##", published=path is asked[-1])
-    measured = [Result.load(path) for path in files if path not in (*replayed, *asked, *sections)]
-    measured.sort(key=lambda result: result.kind, reverse=True)
-    simulations = [Simulation.load(path) for path in replayed]
-    write_report(measured, simulations, output, plots, first)
+    replayed = [path for path in files if Simulation.wrote(read_json(path))]
+    measured = [Result.load(path) for path in files if path not in replayed]
+    write_report(measured, [Simulation.load(path) for path in replayed], output, plots)
     click.echo(output)
-
-
-def _section(path: Path, raw: Any) -> list[str]:
-    """The lines of a file that is a section of its own; none for others."""
-    if Peers.wrote(raw):
-        return peers_section(Peers.load(path), "##")
-    if passes.Passes.wrote(raw):
-        return passes.markdown(passes.Passes.load(path), "##")
-    if batches.is_batches(raw):
-        return batches.markdown(raw, "##")
-    return exactness.markdown(raw, "##") if exactness.is_exactness(raw) else []
 
 
 if __name__ == "__main__":

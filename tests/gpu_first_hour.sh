@@ -81,9 +81,9 @@ for stages in 1 2; do
         command -v compute-sanitizer >/dev/null && step "$name: races" compute-sanitizer --tool racecheck "${run[@]}" -n 8
     done
 done
-step "Passes against the memory's bandwidth" python -m eesd.bench.shapes --shape "$shape" --backend "$backend"
+step "Passes against the memory's bandwidth" python -m eesd.bench.tools.shapes --shape "$shape" --backend "$backend"
 
-step "Sampling: the tokens of the host, and the time" python -m eesd.bench.device_sampling "${sampling[@]}"
+step "Sampling: the tokens of the host, and the time" python -m eesd.bench.tools.device_sampling "${sampling[@]}"
 
 printf '\n## Failed\n\n%s\n' "$( ((${#failed[@]})) && printf '* %s\n' "${failed[@]}" || echo nothing)" >>"$page"
 echo "${#failed[@]} steps failed; $page has the details." >&2

@@ -1,22 +1,18 @@
 """eesd-bench measures every configuration, keeps what it measured, and reports it. The tests do not check speeds."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import Result as Finished
-from support.bundled import EXAMPLE
-from support.command import assert_refused, export_engine, listing, run, succeed
+from support.command import assert_refused, listing, run, succeed
 
 from eesd.bench.cli import main
 from eesd.bench.measure.results import CallLatency, Configuration, Result
-from eesd.bench.measure.resumable import ResumableRun
+from eesd.bench.measure.resumable import measure_engine
 from eesd.bench.measure.run import Bench, EncodedPrompt, Options
 from eesd.bench.measure.tasks import TaskPrompt
-from eesd.common.geometry import ExitConfig
-from eesd.model import exit_head, exit_head_file
-from eesd.model.checkpoint import Checkpoint
 
 FEW = ("--per-task", 1, "--tuning-per-task", 1, "-n", 6, "--threads", 1)
 PROMPTS = [
@@ -30,7 +26,7 @@ def run_bench(engine: Path, output: Path, *options: object) -> Finished:
 
 def own_prompts(path: Path) -> str:
     path.write_text("".join(json.dumps({"id": p.id, "task": p.task, "prompt": p.text}) + "\n" for p in PROMPTS))
-    return f"prompts={path}"
+    return str(path)
 
 
 def test_all_configurations_give_the_tokens_of_plain_decoding_and_are_reported(bundled: Path, tmp_path: Path) -> None:
@@ -40,7 +36,7 @@ def test_all_configurations_give_the_tokens_of_plain_decoding_and_are_reported(b
     succeed(main, "--engine-dir", bundled, "--output", output, *options, "--budgeted", 1)
     result = Result.load(output / "result.json")
     assert result.complete and result.kind == "run"
-    assert [(p["id"], p["task"]) for p in result.prompts] == [("count-1", "count"), ("list-1", "list")]
+    assert [(p["id"], p["task"]) for p in result.prompts] == [("prompts-1", "count"), ("prompts-5", "list")]
     assert len(result.configurations) == 3 * (1 + 3 * 3) and sum(c.budget for c in result.configurations) == 3 * 3
     assert len(result.runs) == len(result.prompts) * len(result.configurations)
     for done in result.runs:
@@ -59,7 +55,6 @@ def test_all_configurations_give_the_tokens_of_plain_decoding_and_are_reported(b
     ):
         assert part in report
     assert "All 18 drafting runs gave the tokens of plain decoding." in report
-    assert "run-1-speedup.png" in listing(output / "report")
 
 
 def test_rounds_by_shape_add_up_to_the_statistics(engine: Path) -> None:
@@ -93,28 +88,28 @@ class InterruptedBench(Bench):
 
 def test_an_interrupted_run_is_resumed(engine: Path, tmp_path: Path) -> None:
     options = Options(("beta-ts", "fixed"), (1,), ("greedy",), max_new_tokens=4, per_task=2, tuning_per_task=1)
-    first = ResumableRun("run", options, tmp_path, resume=False, overwrite=False)
+    path = tmp_path / "result.json"
     with pytest.raises(KeyboardInterrupt):
-        first.measure_engine("model", InterruptedBench(engine, "ort", 1), PROMPTS, options)
-    kept = Result.load(tmp_path / "result.json")
+        first = Result("run", options.to_dict(), {}, []).begun(path, resume=False, overwrite=False)
+        measure_engine(first, path, "model", InterruptedBench(engine, "ort", 1), PROMPTS, options)
+    kept = Result.load(path)
     assert [run.prompt for run in kept.runs] == ["count-1"] * 3 and not kept.complete
 
-    again = ResumableRun("run", options, tmp_path, resume=True, overwrite=False)
-    again.measure_engine("model", Bench(engine, "ort", 1), PROMPTS, options)
-    again.finish()
+    again = Result("run", options.to_dict(), {}, []).begun(path, resume=True, overwrite=False)
+    measure_engine(again, path, "model", Bench(engine, "ort", 1), PROMPTS, options)
     whole = Result.load(tmp_path / "result.json")
-    assert whole.complete and whole.runs[:3] == kept.runs and whole.tunings == kept.tunings
+    assert whole.runs[:3] == kept.runs and whole.tunings == kept.tunings
     assert [run.prompt for run in whole.runs[::3]] == ["count-1", "list-1", "count-2", "list-2"]
     assert listing(tmp_path) == ["result.json"]
 
 
 def test_results_are_neither_overwritten_nor_mixed_with_another_measurement(engine: Path, tmp_path: Path) -> None:
     task = own_prompts(tmp_path / "prompts.jsonl")
-    options = ("--task", task, *FEW, "--samplings", "greedy", "--tree-widths", 1, "--controllers", "beta-ts", "--no-plots")
+    options = ("--task", task, *FEW, "--samplings", "greedy", "--tree-widths", 1, "--controllers", "beta-ts")
     assert run_bench(engine, tmp_path / "out", *options).exit_code == 0
     before = (tmp_path / "out/result.json").read_bytes()
     assert_refused(run_bench(engine, tmp_path / "out", *options), "--resume", "--overwrite")
-    assert_refused(run_bench(engine, tmp_path / "out", *options, "--seed", 1, "--resume"), "another options")
+    assert_refused(run_bench(engine, tmp_path / "out", *options, "--seed", 1, "--resume"), "other options")
     assert (tmp_path / "out/result.json").read_bytes() == before
     assert (
         "tokens of plain decoding"
@@ -122,29 +117,23 @@ def test_results_are_neither_overwritten_nor_mixed_with_another_measurement(engi
     )
 
 
-def test_ablation_of_one_head_given_in_three_ways(text_model: Path, tmp_path: Path) -> None:
-    """An initialised head, the same head in a directory, and the same head in an engine directory draft the same tokens."""
-    engine = export_engine(text_model, tmp_path / "plans", "--quantize-draft", "none")
-    checkpoint = Checkpoint(text_model)
-    made = exit_head.initialise(checkpoint.decoder(), ExitConfig(1, base=checkpoint.fingerprint()))
-    exit_head_file.save(made.requires_grad_(False), tmp_path / "head", torch.float32)
-    heads = ("--head", "none", "--head", f"stored={tmp_path / 'head'}", "--head", f"engines={engine}")
+def test_several_engine_directories_are_measured_alike(engine: Path, tmp_path: Path) -> None:
+    """The same engine by two names drafts the same tokens. Only the best fixed length of each is shown."""
+    names = ("one", "two")
+    directories = [option for name in names for option in ("--engine-dir", shutil.copytree(engine, tmp_path / name))]
     task = own_prompts(tmp_path / "prompts.jsonl")
-    options = ("--controllers", "beta-ts", "--tree-widths", "1 2", "--model", text_model, "--output", tmp_path, "--task", task)
-    succeed(main, "ablation", *heads, *options, *FEW)
-    result = Result.load(tmp_path / "result.json")
-    assert list(result.engines) == ["none", "stored", "engines"]
-    drafting = [c for c in result.configurations if c.controller]
-    assert {c.engine for c in drafting if c.width == 2 or c.controller == "beta-ts"} == {"engines"}
-    assert all(done.equal for done in result.runs)
-    rounds: dict[str, list[list[list[int]]]] = {}
-    for done in result.runs:
-        c = result.configurations[done.configuration]
-        if c.width == 1 and c.controller != "beta-ts":
-            rounds.setdefault(c.engine, []).append(done.rounds)
-    assert rounds["none"] == rounds["stored"] == rounds["engines"] and len(rounds["none"]) == 2 * (1 + 6)
-    report = (tmp_path / "report.md").read_text()
-    assert "| none, chain, fixed:k=" in report and "| engines, tree of 2, beta-ts | greedy |" in report
+    options = ("--controllers", "fixed:k=1 fixed:k=3 beta-ts", "--tree-widths", 1, "--samplings", "greedy", "--task", task)
+    report = succeed(main, *directories, "--output", tmp_path / "out", *options, *FEW).stdout
+    result = Result.load(tmp_path / "out/result.json")
+    assert [*result.engines] == [*names] and all(done.equal for done in result.runs)
+    one, two = (
+        [done.rounds for done in result.runs if result.configurations[done.configuration].engine == name] for name in names
+    )
+    assert one == two and len(one) == 2 * 4
+    assert "## What each part contributes" in report and "| two, greedy, chain |" in report
+    speeds = report[report.index("### greedy") : report.index("### By task")]
+    assert all(speeds.count(f"| {name}, fixed:k=") == speeds.count(f"| {name}, beta-ts |") == 1 for name in names)
+    assert_refused(run(main, "--engine-dir", engine, "--engine-dir", engine, "--output", tmp_path / "x"), "same name")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +149,7 @@ def test_ablation_of_one_head_given_in_three_ways(text_model: Path, tmp_path: Pa
         (["-n", "0"], ["--max-new-tokens"]),
         (["-n", "5000"], ["5000", "slots"]),
         (["--temperature", "0"], ["temperature"]),
-        (["--task", "prompts=missing.jsonl"], ["missing.jsonl"]),
+        (["--task", "missing.jsonl"], ["missing.jsonl"]),
         (["--controllers", ""], ["at least one"]),
     ],
     ids=lambda value: " ".join(value),
@@ -170,14 +159,6 @@ def test_bad_options_are_refused(engine: Path, tmp_path: Path, options: list[str
     assert not (tmp_path / "out/result.json").exists()
 
 
-def test_bad_commands_are_refused(engine: Path, tmp_path: Path) -> None:
+def test_bad_commands_are_refused(tmp_path: Path) -> None:
     assert_refused(run(main), "--engine-dir")
     assert_refused(run_bench(tmp_path, tmp_path / "out"), "manifest.json")
-    head = ("ablation", "--output", tmp_path / "out", "--controllers", "beta-ts", "--head")
-    assert_refused(run(main, *head, f"a={tmp_path}"), "exit_head.json")
-    assert_refused(run(main, *head, "a"), "--model")
-    assert_refused(run(main, *head, f"a={engine}", "--head", f"a={engine}"), "same name")
-    assert_refused(run(main, *head, "a", "--model", EXAMPLE / "model"), "only initialised")
-    assert_refused(
-        run(main, "ablation", "--output", tmp_path / "out", "--head", f"a={engine}", "--controllers", "x-ts"), "x-ts"
-    )

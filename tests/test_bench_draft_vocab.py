@@ -1,4 +1,4 @@
-"""``eesd-bench draft-vocab``."""
+"""``python -m eesd.bench.tools.draft_vocab``."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from support.command import assert_refused, run, succeed
 
-from eesd.bench.cli import main
+from eesd.bench.tools.draft_vocab import main
 
 
 def cells(table: str) -> list[list[str]]:
     """The rows of a Markdown table, without its heading."""
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.strip().splitlines()[2:]]
 
 
 def test_coverage_is_counted_by_category(text_model: Path, tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_coverage_is_counted_by_category(text_model: Path, tmp_path: Path) -> No
     ]
     (tmp_path / "tested.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = ("--model", text_model, "--count", tmp_path / "own.txt", "--text", tmp_path / "tested.jsonl")
-    found = cells(succeed(main, "draft-vocab", *options, "--sizes", "3 97").stdout)
+    found = cells(succeed(main, *options, "--sizes", "3 97").stdout)
     # A vocabulary of three: a, b or blank (three each), and the token that ends a text. The newline is unknown.
     assert found == [["near", "7", "57.1%", "100.0%"], ["far", "4", "50.0%", "100.0%"]]
 
@@ -40,4 +40,4 @@ def test_bad_input_is_refused(text_model: Path, tmp_path: Path, text: str, sizes
     path = tmp_path / "text.jsonl"
     path.write_text(text)
     options = ("--model", text_model, "--count", path, "--text", path, "--sizes", sizes)
-    assert_refused(run(main, "draft-vocab", *options), *words)
+    assert_refused(run(main, *options), *words)

@@ -1,4 +1,4 @@
-"""bench/shapes.py runs on every CPU backend. The tests do not check speeds."""
+"""Shapes are measured on every CPU backend. The tests do not check speeds."""
 
 import json
 import subprocess
@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from support.command import assert_refused, listing, run, succeed
 
-from eesd.bench.shapes import main
+from eesd.bench.tools.shapes import main
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.predict import bytes_of_pass
 
-SCRIPT = Path(__file__).parent.parent / "bench/shapes.py"
+TOOLS = Path(__file__).parent.parent / "bench/tools"
+NO_TOOLS = ("__init__", "spec_bench_table")
 
 
 def measured(backend: str, work: Path) -> dict[str, Any]:
@@ -36,8 +37,7 @@ def test_a_tiny_shape_is_exported_and_measured_on_both_backends(tmp_path: Path) 
         assert [row["behind"] for row in passes["draft"]] == [row["tokens"] for row in found["first"]] == [16, 512]
         rows = passes["verify"] + passes["draft"] + found["first"]
         assert all(0 < row["low"] <= row["seconds"] <= row["high"] for row in rows)
-        assert len(found["load"]) == 3 and min(*found["load"], found["bandwidth"]) > 0
-        assert 0 < found["round"]["host_share"] < 1
+        assert found["bandwidth"] > 0
     assert listing(tmp_path) == ["ort.json", "tiny-float32", "torch.json"]  # the checkpoint is deleted
 
     manifest = load_manifest(tmp_path / "tiny-float32")
@@ -49,9 +49,12 @@ def test_a_tiny_shape_is_exported_and_measured_on_both_backends(tmp_path: Path) 
     assert bytes_of_pass(manifest, manifest.verify[0], 10) - verify == 10 * 2 * 5 * 2 * 16 * 4
 
 
-def test_shapes_runs_as_a_script() -> None:
-    result = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=False)
-    assert result.returncode == 0 and "--shape" in result.stdout, result.stderr
+@pytest.mark.parametrize("name", ["peers", *(path.stem for path in TOOLS.glob("*.py") if path.stem not in NO_TOOLS)])
+def test_every_tool_starts_in_one_way(name: str) -> None:
+    command = [sys.executable, "-m", f"eesd.bench.tools.{name}", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and "Usage: " in result.stdout and result.stdout.count("Options:") == 1, result.stderr
+    assert f"python -m eesd.bench.tools.{name} " in (TOOLS.parent.parent / "docs/bench.md").read_text("utf-8")
 
 
 def test_lists_of_numbers_are_checked() -> None:

@@ -10,9 +10,11 @@ import pytest
 from support.command import assert_refused, listing, run, succeed
 
 from eesd.bench.cli import main
-from eesd.bench.measure.results import CallLatency, Configuration, Result, Run, acceptance_by_depth
+from eesd.bench.measure.results import CallLatency, Configuration, Result, Run, Tuning, acceptance_by_depth
+from eesd.bench.measure.stats import bootstrap
 from eesd.bench.replay.costs import CallCosts, mean_call_costs
-from eesd.bench.report.stats import best_fixed_lengths, bootstrap, predicted_seconds, summarize
+from eesd.bench.report.stats import best_fixed_lengths, predicted_seconds, summarize
+from eesd.bench.tools.results import main as draw
 from eesd.common.errors import EESDError
 
 EXAMPLE = Path(__file__).parent / "data/bench_result.json"
@@ -55,9 +57,9 @@ def test_acceptance_by_depth_is_summed_over_runs() -> None:
     assert acceptance_by_depth([]) == []
 
 
-def result_with(seconds: dict[str | None, list[float]], kind: str = "run") -> Result:
+def result_with(seconds: dict[str | None, list[float]]) -> Result:
     """A result whose runs take the given decode seconds, by controller, prompt by prompt."""
-    result = Result(kind, {}, {"m": {}}, [{"id": str(i), "task": "t", "tokens": 5} for i in range(len(seconds[None]))])
+    result = Result("run", {}, {"m": {}}, [{"id": str(i), "task": "t", "tokens": 5} for i in range(len(seconds[None]))])
     for controller, values in seconds.items():
         index = result.index_of(Configuration("m", "greedy", controller, 1))
         for prompt, value in enumerate(values):
@@ -71,14 +73,14 @@ def test_speedups_are_paired_within_prompts() -> None:
     """Prompts differ a hundredfold, but the ratio within each is constant, so the interval has no width."""
     plain = [1.0, 10.0, 100.0]
     result = result_with({None: plain, "fixed:k=2": [s / 2 for s in plain], "beta-ts": [s / 3 for s in plain]})
-    fixed, beta = summarize(result, {("m", "greedy", 1): "fixed:k=2"})
+    fixed, beta = summarize(result)
     assert fixed.speedup == pytest.approx((2, 2, 2)) and fixed.against_fixed is None
     assert beta.speedup == pytest.approx((3, 3, 3)) and beta.against_fixed == pytest.approx((1.5, 1.5, 1.5))
     assert beta.by_task == pytest.approx({"t": 3}) and beta.equal == beta.prompts == 3
     assert beta.predicted is None
 
 
-def test_an_ablation_takes_the_best_fixed_length_in_hindsight() -> None:
+def test_without_tuning_the_best_fixed_length_in_hindsight_is_taken() -> None:
     seconds: dict[str | None, list[float]] = {
         None: [1.0],
         "fixed:k=1": [0.9],
@@ -86,8 +88,10 @@ def test_an_ablation_takes_the_best_fixed_length_in_hindsight() -> None:
         "fixed:k=4": [0.7],
         "beta-ts": [0.3],
     }
-    assert best_fixed_lengths(result_with(seconds, "ablation")) == {("m", "greedy", 1): "fixed:k=2"}
-    assert best_fixed_lengths(result_with(seconds, "run")) == {}
+    result = result_with(seconds)
+    assert best_fixed_lengths(result) == {("m", "greedy", 1): "fixed:k=2"}
+    result.tunings.append(Tuning("m", "greedy", 1, "fixed", {"fixed:k=4": 1.0}, {}, "fixed:k=4"))
+    assert best_fixed_lengths(result) == {("m", "greedy", 1): "fixed:k=4"}
 
 
 def test_a_saved_result_loads_unchanged(tmp_path: Path) -> None:
@@ -111,21 +115,14 @@ def test_damaged_results_are_refused(change: dict[str, object], words: str, tmp_
 def test_a_report_generated_twice_has_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         succeed(main, "report", EXAMPLE, "--output", tmp_path / name / "results.md")
-    plots = listing(tmp_path / "a/results")
-    names = ["acceptance", "costs", "predicted", "speedup"]
-    assert plots == [f"run-1-{name}.png" for name in names]
     report = (tmp_path / "a/results.md").read_text()
-    assert all(f"(results/{name})" in report for name in plots)
-    assert "drafting runs gave the tokens of plain decoding." in report
-    for file in ("results.md", *(f"results/{name}" for name in plots)):
-        data = (tmp_path / "a" / file).read_bytes()
-        assert data == (tmp_path / "b" / file).read_bytes()
-        assert data.startswith(b"\x89PNG") == file.endswith(".png") and len(data) < 60_000
+    assert report == (tmp_path / "b/results.md").read_text()
+    assert "drafting runs gave the tokens of plain decoding." in report and listing(tmp_path / "a") == ["results.md"]
 
 
 def test_docs_show_the_results_in_bench_results(tmp_path: Path) -> None:
     root = Path(__file__).parent.parent
-    succeed(main, "report", root / "bench/results", "--output", tmp_path / "results.md")
+    succeed(draw, root / "bench/results", "--output", tmp_path / "results.md")
     assert (tmp_path / "results.md").read_text() == (root / "docs/results.md").read_text(), "generate docs/results.md again"
     assert listing(tmp_path / "results") == listing(root / "docs/results")
 

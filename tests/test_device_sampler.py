@@ -19,8 +19,8 @@ from support.harness import Harness
 from support.lossless_checks import DRAFT_VOCAB
 
 import eesd
-from eesd.bench.device_sampling import SAMPLINGS as SAMPLINGS_OF_BENCH
-from eesd.bench.device_sampling import main as bench
+from eesd.bench.tools.device_sampling import SAMPLINGS as SAMPLINGS_OF_BENCH
+from eesd.bench.tools.device_sampling import main as bench
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest

@@ -108,4 +108,4 @@ def test_real_starts_are_measured(tmp_path: Path, harness: Harness) -> None:
     assert result.exit_code == 2 and "has no tokenizer.json" in result.output
     prompts.write_text("{}")
     result = CliRunner().invoke(main, ["starts", *options])
-    assert result.exit_code == 2 and "line 1, has no prompt" in result.output
+    assert result.exit_code == 2 and "line 1, has no text" in result.output

@@ -17,9 +17,9 @@ from support.harness import Wrapped
 from support.without_operators import needs_operators, without_operators
 
 import eesd
-from eesd.bench.cli import main as report_main
-from eesd.bench.exactness import WAYS, Row, combinations, open_with
-from eesd.bench.exactness import main as bench_main
+from eesd.bench.tools.exactness import WAYS, Row, combinations, open_with
+from eesd.bench.tools.exactness import main as bench_main
+from eesd.bench.tools.results import main as report_main
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.cli import main as export_main
@@ -371,9 +371,9 @@ def test_the_benchmark_compares_all_ways(exported: Export, tmp_path: Path, monke
     )
     assert {row.activations for row in rows} == {"int8", "float32"} and {row.threads for row in rows} == {1, 2}
     assert all(row.positions for row in rows)
-    succeed(report_main, "report", output, "-o", report, "--no-plots")
+    succeed(report_main, output, "-o", report, "--no-plots")
     assert f"**0 of {texts} texts differ**" in report.read_text()
 
-    monkeypatch.setattr("eesd.bench.exactness.open_with", lambda *given: inexact(open_with(*given)))
+    monkeypatch.setattr("eesd.bench.tools.exactness.open_with", lambda *given: inexact(open_with(*given)))
     broken = succeed(bench_main, exported("float32"), "--new-tokens", 8)
     assert f"{texts // 2} texts compared, 0 differ" not in broken.stdout

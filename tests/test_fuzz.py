@@ -21,7 +21,7 @@ from support.fuzz import ODD, damaged_json
 
 import eesd
 from eesd.bench.measure.results import Result as BenchResult
-from eesd.bench.measure.tasks import LOADERS, load_task
+from eesd.bench.measure.tasks import load_tasks
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import CONTROLLERS
@@ -164,17 +164,16 @@ def test_prompt_file_of_any_bytes(engine: Path, tmp_path: Path, limits: settings
 
 @both
 def test_benchmark_files(tmp_path: Path, limits: settings) -> None:
-    row = {"id": "1", "task": "a", "prompt": "b", "question_id": 3, "category": "c", "turns": ["d"], "task_id": "e"}
-    row |= {"question": "f", "document": "g"}
+    row = {"task": "a", "prompt": "b", "category": "c", "turns": ["d"], "messages": [{"content": "e"}]}
     path, result = tmp_path / "rows.jsonl", tmp_path / "result.json"
 
-    def use(case: tuple[str, str]) -> None:
-        path.write_text(case[1], errors="surrogatepass")
-        load_task(f"{case[0]}={path}")
-        result.write_text(case[1], errors="surrogatepass")
+    def use(text: str) -> None:
+        path.write_text(text, errors="surrogatepass")
+        load_tasks([str(path)])
+        result.write_text(text, errors="surrogatepass")
         BenchResult.load(result)
 
-    check(st.tuples(st.sampled_from([*LOADERS]), damaged_json(row)), use, limits)
+    check(damaged_json(row), use, limits)
 
 
 UNICODE = st.characters(exclude_characters="\0", exclude_categories=["Cs"])  # what a command line can hold

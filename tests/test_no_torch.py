@@ -20,7 +20,7 @@ USE = """
 from pathlib import Path
 from click.testing import CliRunner
 import eesd
-import eesd.bench.cli, eesd.bench.shapes, eesd.export.inspect, eesd.runtime.cli, eesd.runtime.doctor
+import eesd.bench.cli, eesd.bench.tools.shapes, eesd.export.inspect, eesd.runtime.cli, eesd.runtime.doctor
 
 directory = sys.argv[1]
 llm = eesd.load(directory, threads=1)

@@ -80,6 +80,7 @@ def test_a_wheel_of_the_source_distribution_has_the_library(checkout: Path, tmp_
         archive.extractall(tmp_path / "installed")
     assert LIBRARY in names and "eesd/py.typed" in names
     assert not [name for name in names if name.endswith((".cpp", ".h"))]
+    assert "eesd/bench/measure/tasks.jsonl" in names and not [name for name in names if "bench/tools" in name]
     loaded = subprocess.run(
         [sys.executable, "-c", LOAD, tmp_path / "installed"], cwd=tmp_path, env=bare(), capture_output=True, text=True
     )

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from support.command import assert_refused, run
 
-import eesd.bench.shapes
+import eesd.bench.tools.shapes
 from eesd.common import cli
 
 pytestmark = pytest.mark.fast
@@ -28,7 +28,7 @@ MODULES = {
 
 def commands() -> Iterator[tuple[str, click.Command, tuple[str, ...]]]:
     """Name, command and the arguments that lead to it, of every command and subcommand."""
-    yield "shapes", eesd.bench.shapes.main, ()
+    yield "shapes", eesd.bench.tools.shapes.main, ()
     for name, module in MODULES.items():
         main: click.Command = importlib.import_module(module).main
         yield name, main, ()
@@ -52,7 +52,7 @@ NUMBERS = [case for case in parameters(*NUMERIC) if case.values[0] != "run"]
 
 
 def give(name: str, prefix: tuple[str, ...], parameter: click.Parameter, value: str) -> Result:
-    main = eesd.bench.shapes.main if name == "shapes" else importlib.import_module(MODULES[name.split()[0]]).main
+    main = eesd.bench.tools.shapes.main if name == "shapes" else importlib.import_module(MODULES[name.split()[0]]).main
     is_option = isinstance(parameter, click.Option)
     return run(main, *prefix, *((parameter.opts[0], value) if is_option else (value,)))
 
@@ -78,7 +78,7 @@ def test_paths_are_made_in_one_place() -> None:
     assert len(found) > 20 and all(type(case.values[2].type) is not click.Path for case in found)
 
 
-@pytest.mark.parametrize("name", ["distill", "export", "bench ablation"])
+@pytest.mark.parametrize("name", ["distill", "export"])
 def test_no_model_is_empty(name: str) -> None:
     [case] = [case for case in parameters(click.types.StringParamType) if case.id == f"{name} --model"]
     _, prefix, parameter = case.values
@@ -87,16 +87,8 @@ def test_no_model_is_empty(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "prefix"), [pytest.param(name, prefix, id=name) for name, _, prefix in commands()])
 def test_a_wrong_command_line_is_one_line(name: str, prefix: tuple[str, ...]) -> None:
-    main = eesd.bench.shapes.main if name == "shapes" else importlib.import_module(MODULES[name.split()[0]]).main
+    main = eesd.bench.tools.shapes.main if name == "shapes" else importlib.import_module(MODULES[name.split()[0]]).main
     assert_refused(run(main, *prefix, "--no-such-option"), "No such option", "--no-such-option", "--help")
-
-
-@pytest.mark.parametrize("spec", ["x=", "=", "", "=."])
-def test_a_head_without_a_name_or_directory_is_refused(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "exit_head.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    bench = importlib.import_module(MODULES["bench"]).main
-    assert_refused(run(bench, "ablation", "--head", spec, "--model", "x"), "is not NAME or NAME=DIR")
 
 
 @pytest.mark.parametrize("value", ["nan", "-1", "inf", "0,nan", "1e999", "101", "0,,1", "x", ","])

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.harness import Harness, RandomStop, finish
+from support.optimal_policy import STREAMS, OptimalPolicy
 
 from eesd.bench.replay.costs import BUNDLED, COST_MODELS, CallCosts, CostModel, layer_costs
-from eesd.bench.replay.oracles import Clairvoyant, OptimalPolicy
-from eesd.bench.replay.replay import fastest, regret, replay, replay_fixed_lengths, replay_seeds, speed_ratio
+from eesd.bench.replay.replay import Clairvoyant, fastest, regret, replay, replay_fixed_lengths, replay_seeds, speed_ratio
 from eesd.bench.replay.simulation import compare_on_trace
-from eesd.bench.replay.streams import STREAMS, SyntheticStream
+from eesd.bench.replay.streams import SyntheticStream
 from eesd.bench.replay.traces import ARRAYS, ChainDrafter, Trace, TracedRequest, load_trace, record
 from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
@@ -67,7 +67,7 @@ def test_one_step_look_ahead_is_optimal_where_levels_are_independent() -> None:
 
 def test_optimal_beats_every_fixed_length_and_predicts_its_own_rate() -> None:
     stream = STREAMS[2]
-    trace, optimal = stream.trace(2000, 15, seed=1), stream.optimal_policy(BUNDLED, 16)
+    trace, optimal = stream.trace(2000, 15, seed=1), OptimalPolicy.of(stream, BUNDLED, 16)
     run = replay("optimal", optimal, trace, BUNDLED, charge=False)
     assert run.speed == pytest.approx(optimal.rate, rel=0.02)
     assert run.speed > 1.08 * fastest(replay_fixed_lengths(trace, BUNDLED)).speed
@@ -76,7 +76,7 @@ def test_optimal_beats_every_fixed_length_and_predicts_its_own_rate() -> None:
 @pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.name)
 def test_cost_aware_is_near_the_optimal_policy(stream: SyntheticStream) -> None:
     trace = stream.trace(500, 30, seed=1)
-    optimal = replay("optimal", stream.optimal_policy(BUNDLED, 16), trace, BUNDLED, charge=False)
+    optimal = replay("optimal", OptimalPolicy.of(stream, BUNDLED, 16), trace, BUNDLED, charge=False)
     found = replay("cost-aware-ts", CostAwareTS(seed=0), trace, BUNDLED, charge=False)
     assert found.speed > 0.97 * optimal.speed
     assert found.speed > 0.98 * fastest(replay_fixed_lengths(trace, BUNDLED)).speed
@@ -116,7 +116,7 @@ def test_regret_is_the_difference_of_costs() -> None:
 def test_regret_against_the_optimal_policy_grows_ever_slower() -> None:
     """That of ucb and cost-aware-ts; beta-ts draws a coin after every token, so its regret grows linearly."""
     trace, costs = STREAMS[0].trace(500, 24, seed=3), COST_MODELS["70b"]
-    optimal = replay("optimal", STREAMS[0].optimal_policy(costs, 16), trace, costs, charge=False)
+    optimal = replay("optimal", OptimalPolicy.of(STREAMS[0], costs, 16), trace, costs, charge=False)
     lost = {}
     for spec in ("ucb:discount=1", "cost-aware-ts", "beta-ts"):
         runs = [replay(spec, make_controller(spec, seed), trace, costs, charge=False) for seed in range(3)]
@@ -160,11 +160,12 @@ def test_plain_decoding_costs_one_step_a_token_and_own_time_is_charged() -> None
 def test_a_comparison_has_every_controller_and_task() -> None:
     trace = Trace(STREAMS[2].trace(60, 4, 0, 12).requests + STREAMS[3].trace(60, 4, 1, 12).requests, {})
     found = compare_on_trace("13b", trace, STREAMS[2].trace(60, 4, 2, 12), COST_MODELS["13b"], seeds=1)
-    speeds = {row.controller: row.speedup.value for row in found.rows}
+    rows = {row.controller: row for row in found.rows}
+    speeds = {name: row.speedup.value for name, row in rows.items()}
     assert {"off", "best fixed in hindsight", "fixed, tuned", "beta-ts", "cost-aware-ts", "clairvoyant"} <= speeds.keys()
     assert all(row.by_task.keys() == found.best_by_task.keys() == {"correlated", "persistent"} for row in found.rows)
-    assert max(speeds, key=speeds.__getitem__) == "clairvoyant" and found.row("clairvoyant").of_ceiling.value == 1
-    best = found.row("best fixed in hindsight")
+    assert max(speeds, key=speeds.__getitem__) == "clairvoyant" and rows["clairvoyant"].of_ceiling.value == 1
+    best = rows["best fixed in hindsight"]
     assert best.over_best_fixed.value == 1 and best.spec.startswith("fixed:k=")
     assert all(best.by_task[task].value <= 1 for task in best.by_task)
     assert speeds["fixed, tuned"] <= speeds["best fixed in hindsight"]

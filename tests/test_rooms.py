@@ -33,7 +33,7 @@ MAY_IMPORT_INSIDE = {
     "bench.measure": set(),
     "bench.replay": {"bench.measure"},
     "bench.report": {"bench.measure", "bench.replay"},
-    "bench.peers": {"bench.measure", "bench.report", "bench.shapes"},
+    "bench.tools.peers": {"bench.measure", "bench.tools.shapes"},
 }
 """Parts of a room that may import only these other parts of it."""
 TORCH_FREE = {"common", "controllers", "runtime"}
@@ -103,6 +103,11 @@ def test_parts_of_a_room_import_one_way(part: str) -> None:
             inside = f"{imported.removeprefix('eesd.')}."
             if inside.startswith(f"{room}.") and not inside.startswith(f"{part}."):
                 assert any(inside.startswith(f"{other}.") for other in MAY_IMPORT_INSIDE[part]), f"{path} imports {imported}"
+
+
+def test_what_wheels_have_needs_no_tools() -> None:
+    for name, imported in graph().items():
+        assert name.startswith("bench.tools") or not any(other.startswith("bench.tools") for other in imported), name
 
 
 def test_torch_is_imported_where_it_belongs() -> None:

@@ -7,27 +7,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from eesd.bench.measure.tasks import read_texts
 from eesd.common.errors import EESDError
-from eesd.common.json_input import json_lines, read_text
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.llm import Prompt, Speculation, load
 
-REMEDY = "give JSON lines with a text as prompt, or with texts as turns, as Spec-Bench's question.jsonl has"
 CHUNK = 10
 """Tokens that one session decodes before it is the other's turn, so that both meet the same load of the machine."""
 
 
 def read_prompts(path: Path, count: int) -> list[str]:
-    """``count`` prompts from a file of JSON lines, spread over all of it. Raises :class:`EESDError` for another file."""
-    found = []
-    for number, line in json_lines(read_text(path, REMEDY), str(path), REMEDY):
-        turns = line.get("turns") or [line.get("prompt")] if isinstance(line, dict) else [None]
-        if not isinstance(turns, list) or not isinstance(turns[0], str):
-            raise EESDError(f"{path}, line {number}, has no prompt; {REMEDY}.")
-        found.append(turns[0])
-    if not found:
-        raise EESDError(f"{path} is empty; {REMEDY}.")
-    return [found[i * len(found) // count] for i in range(count)]
+    """``count`` prompts from a file of texts (:func:`read_texts`), spread over all of it; the first turn of several."""
+    found = read_texts(path)
+    return [found[i * len(found) // count][1][0] for i in range(count)]
 
 
 def measure_starts(directory: Path, prompts: Sequence[str], drafter: str, threads: int | None, tokens: int) -> Iterator[float]:

@@ -1,17 +1,12 @@
-"""Latency of a round's engine calls, by draft steps and by verified nodes, and the overhead of our code around one call."""
+"""Latency of a round's engine calls, by draft steps and by verified nodes."""
 
 import random
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.runtime.decoding.session import Session
-from eesd.runtime.engines.backends import Engines
-from eesd.runtime.engines.base import Call
-from eesd.runtime.engines.cpu_engine import CpuEngine
-from eesd.runtime.engines.ort_cpu import OrtEngine
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 SHORT = 8
@@ -70,15 +65,10 @@ def timed_rounds(session: Session) -> Iterator[RoundTiming]:
 
 
 def measure_latency(session: Session, controller: RandomLengths) -> tuple[list[list[float]], list[list[float]]]:
-    """Measure engine calls within the rounds of a session: their cost depends on what ran before them.
+    """Measure engine calls within the rounds of a session that drafts with ``controller``: what ran before changes their cost.
 
-    Args:
-        session: A session that drafts with ``controller``. It runs until the lengths or its room are used up.
-        controller: A new controller.
-
-    Returns:
-        Median seconds of all draft steps of a round, as [[steps, seconds], ...], and of its verify pass, as
-        [[nodes, seconds], ...]. A pass over one node is a step of plain decoding.
+    Returns median seconds of all draft steps of a round, as [[steps, seconds], ...], and of its verify pass, as
+    [[nodes, seconds], ...]. A pass over one node is a step of plain decoding.
     """
     drafting: dict[int, list[float]] = {}
     verifying: dict[int, list[float]] = {}
@@ -96,21 +86,3 @@ def measure_latency(session: Session, controller: RandomLengths) -> tuple[list[l
 
 def _medians(samples: dict[int, list[float]]) -> list[list[float]]:
     return [[count, statistics.median(samples[count])] for count in sorted(samples)]
-
-
-def call_overhead(engines: Engines, repeats: int = 200) -> float | None:
-    """Median seconds that our code adds to one draft step of the ONNX Runtime session; None for other backends."""
-    assert engines.draft is not None
-    draft = engines.draft
-    if not isinstance(draft, OrtEngine | CpuEngine):
-        return None
-    step = Call(engines.verify.new_kv_caches()[0], [1], [0], 0)
-    draft.forward([step])
-    calls: dict[str, Callable[[], Any]] = {"ours": lambda: draft.forward([step]), "raw": draft.run_again}
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            started = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - started)
-    return statistics.median(a - b for a, b in zip(seconds["ours"], seconds["raw"], strict=True))

@@ -5,7 +5,8 @@ Fields of the dataclasses are keys of the file. Some key names are older than th
 
 import json
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -41,12 +42,11 @@ def shown_machine(facts: dict[str, str]) -> str:
 
 
 def _cpu_model() -> str:
-    try:
-        lines: Sequence[str] = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = ()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,11 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded in one configuration.
+    """One prompt (its id) decoded in one configuration (its index).
 
     Attributes:
-        prompt: Id of the prompt.
-        configuration: Index in :attr:`Result.configurations`.
-        new_tokens: Tokens generated.
         rounds: Rounds by shape: [draft steps, drafted nodes, number of rounds].
-        prefill_seconds, draft_seconds, verify_seconds: Time in the engines.
-        host_seconds: The rest of the decode time.
+        host_seconds: The decode time outside the engines.
         offered: Draft tokens judged at depth 1, 2, ...: all tokens before them were accepted.
         accepted: Draft tokens accepted at depth 1, 2, ...
         guard_rests: Times that the guard paused drafting.
@@ -120,9 +116,6 @@ class CallLatency:
     """Seconds of a round's calls, measured behind one prompt with trees of one width.
 
     Attributes:
-        engine: Name of the engine directory.
-        prompt: Id of the prompt.
-        width: Nodes of a level.
         draft: All draft steps of a round by their number: [[steps, seconds], ...].
         verify: The verify pass by its nodes: [[nodes, seconds], ...].
     """
@@ -139,8 +132,6 @@ class Tuning:
     """A controller's candidate settings, measured on the tuning prompts.
 
     Attributes:
-        engine, sampling, width: As in :class:`Configuration`.
-        controller: Name of the controller.
         seconds: Decode seconds by candidate, all tuning prompts together.
         acceptance: By candidate, [accepted, judged] tokens at depth 1, 2, ...
         chosen: The fastest candidate.
@@ -160,13 +151,24 @@ class Tuning:
         return list(self.seconds)[-1]
 
 
+def _values(item: Any) -> Any:
+    """A dataclass as JSON values."""
+    return item.to_dict() if hasattr(item, "to_dict") else asdict(item)
+
+
+def refuse_existing(*paths: Path) -> None:
+    """Raise :class:`EESDError` if one of these files exists."""
+    if path := next(filter(Path.exists, paths), None):
+        raise EESDError(f"{path} exists; give --overwrite, --resume where there is one, or another --output.")
+
+
 class Saved:
     """A dataclass that is a JSON file, with a line for each item of its lists."""
 
     WHAT: ClassVar[str]
     """What the file is, for a message."""
-    ROWS: ClassVar[dict[str, type]]
-    """Lists of dataclasses, and what they hold. A file of this kind has all of them."""
+    ROWS: ClassVar[Mapping[str, Callable[..., Any]]]
+    """Lists of dataclasses, and what makes an item of its values. A file of this kind has all of them."""
     schema: int
 
     def save(self, path: Path) -> None:
@@ -175,7 +177,7 @@ class Saved:
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
             if isinstance(value, list):
-                rows = [json.dumps(row if isinstance(row, dict) else rounded(asdict(row))) for row in value]
+                rows = [json.dumps(row if isinstance(row, dict) else rounded(_values(row))) for row in value]
                 parts.append(f'"{item.name}": [\n' + ",\n".join(rows) + "\n]")
             else:
                 parts.append(f'"{item.name}": {json.dumps(value)}')
@@ -192,8 +194,26 @@ class Saved:
             raise EESDError(f"{path} has schema {raw.get('schema')}, this EESD reads schema {cls.schema}; measure again.")
         try:
             return cls(**raw | {name: [kind(**row) for row in raw[name]] for name, kind in cls.ROWS.items()})
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None
+
+    def begun(self, path: Path, resume: bool, overwrite: bool) -> Self:
+        """What to fill: the file at ``path`` if it is to be continued and there is one, else this.
+
+        Raises:
+            EESDError: There is a file that is neither to be continued nor overwritten; or it has other options, or is from
+                another machine.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not (resume and path.exists()):
+            if not overwrite:
+                refuse_existing(path)
+            return self
+        found = type(self).load(path)
+        for what in ("options", "machine"):
+            if getattr(found, what) != getattr(self, what):
+                raise EESDError(f"{path} was measured with other {what}, so it cannot be resumed; use --overwrite.")
+        return found
 
     @classmethod
     def wrote(cls, raw: Any) -> bool:
@@ -206,12 +226,12 @@ class Result(Saved):
     """Everything that one benchmark measured.
 
     Attributes:
-        kind: ``run`` or ``ablation``.
+        kind: ``run``; older results of exit heads side by side have ``ablation``.
         options: The :class:`~eesd.bench.measure.run.Options`.
         engines: Description of each engine directory by name, in the order of measurement.
         prompts: The reported prompts: id, task, number of tokens.
         machine: Where it was measured.
-        call_overhead: By engine, the seconds that our code adds to one call of the ONNX Runtime session.
+        call_overhead: Only in older results: by engine, the seconds that EESD adds to a call of ONNX Runtime.
         tunings: Tuned controllers.
         configurations: What ``Run.configuration`` indexes.
         sweeps: Call latencies of each prompt and width.
@@ -244,7 +264,7 @@ class Result(Saved):
         return self.configurations.index(configuration)
 
     WHAT: ClassVar = "a result of eesd-bench; give a result.json"
-    ROWS: ClassVar[dict[str, type]] = {
+    ROWS: ClassVar = {
         "tunings": Tuning, "configurations": Configuration, "sweeps": CallLatency, "runs": Run
     }  # fmt: skip
 
@@ -271,3 +291,9 @@ def rounded(value: Any) -> Any:
 def read_json(path: Path) -> Any:
     """The JSON value of a file that eesd-bench wrote. Raises :class:`EESDError` if the file is not JSON."""
     return json_input.read_json(path, "give a file that eesd-bench wrote")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON value, whole or not at all."""
+    with written_whole(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n", "utf-8")

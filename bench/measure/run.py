@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from eesd.bench.measure.latency import RandomLengths, call_overhead, measure_latency, timed_rounds
+from eesd.bench.measure.latency import RandomLengths, measure_latency, timed_rounds
 from eesd.bench.measure.results import CallLatency, Configuration, Result, Run, Tuning, acceptance_by_depth
 from eesd.bench.measure.tasks import TaskPrompt
 from eesd.common.checks import check_choice
@@ -35,19 +35,14 @@ class Options:
     """What to measure. Raises :class:`EESDError` for invalid values.
 
     Attributes:
-        controllers: Controllers, with or without options.
         widths: Tree widths; 1 is a chain.
         samplings: Some of ``SAMPLINGS``.
-        temperature: Temperature of the samplings that are not greedy.
-        max_new_tokens: Tokens to generate behind each prompt.
-        per_task: Largest number of reported prompts of each task.
-        tuning_per_task: Largest number of tuning prompts of each task.
+        temperature: Of the samplings that are not greedy.
+        per_task, tuning_per_task: Most reported and most tuning prompts of each task.
         guard: Whether the guard may pause drafting. It does in normal use, but it hides differences between controllers.
         chat: Whether prompts are given as chat messages.
-        seed: Seed of controllers and sampling.
-        backend: Backend of the engines.
         threads: CPU threads of an engine; None for the backend's default.
-        tasks: ``NAME=FILE`` of each task; none for the bundled prompts.
+        tasks: Files with prompts; none for the bundled ones.
         budgeted: Those of ``widths`` that are also measured with a tree budget.
         drafter: What drafts: ``exit``, ``text`` or ``both``. The text hides differences between controllers.
         kv_cache_dtype: See :func:`eesd.load`.
@@ -163,30 +158,19 @@ class Bench:
 
     def drafting_llm(self, configuration: Configuration, options: Options) -> LLM | None:
         """An LLM for a configuration, with a new controller and, if wanted, a guard; None for plain decoding."""
-        if configuration.controller is None:
+        c = configuration
+        if c.controller is None:
             return None
         return self.llm.with_speculation(
-            Speculation(
-                configuration.controller,
-                configuration.width,
-                options.guard,
-                options.seed,
-                configuration.budget,
-                options.drafter,
-            )
+            Speculation(c.controller, c.width, options.guard, options.seed, c.budget, options.drafter)
         )
 
     def generate(
         self, tokens: list[int], sampling: Sampling, drafting: LLM | None, new_tokens: int, ignore_eos: bool = True
     ) -> Generation:
-        """Generate tokens: exactly ``new_tokens``, past any EOS, so that every configuration does the same work.
+        """Generate exactly ``new_tokens`` behind a prompt, past any EOS, so that every configuration does the same work.
 
-        Args:
-            tokens: The prompt.
-            sampling: How to sample.
-            drafting: Of :meth:`drafting_llm`. None: decode plainly.
-            new_tokens: Tokens to generate.
-            ignore_eos: False: end at EOS, too.
+        ``drafting`` is of :meth:`drafting_llm`; None decodes plainly. Without ``ignore_eos`` EOS ends a text.
         """
         llm, draft = drafting or self.llm, drafting is not None
         with llm.session(tokens, sampling, max_new_tokens=new_tokens, draft=draft, ignore_eos=ignore_eos) as session:
@@ -221,15 +205,7 @@ class Bench:
 def tune(bench: Bench, engine: str, prompts: Sequence[EncodedPrompt], options: Options, result: Result) -> Iterator[None]:
     """Find the fastest candidate of each controller that is named without options, for each sampling and width.
 
-    Args:
-        bench: The engines.
-        engine: Their name in ``result``.
-        prompts: Tuning prompts.
-        options: What to measure.
-        result: Receives the tunings. Tunings that it already has are skipped.
-
-    Yields:
-        After each prompt of a sampling and width.
+    ``result`` receives the tunings that it lacks for ``engine``. Yields after each prompt of a sampling and width.
     """
     known = {(t.engine, t.sampling, t.width) for t in result.tunings}
     kinds = [name for name in options.controllers if name in CANDIDATES]
@@ -270,29 +246,14 @@ def chosen_configurations(engine: str, options: Options, tunings: Sequence[Tunin
 
 
 def measure(
-    bench: Bench,
-    engine: str,
-    prompts: Sequence[EncodedPrompt],
-    configurations: Sequence[Configuration],
-    options: Options,
+    bench: Bench, engine: str, prompts: Sequence[EncodedPrompt], configurations: Sequence[Configuration], options: Options,
     result: Result,
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Run every prompt in every configuration, in an order that rotates from prompt to prompt.
 
-    Args:
-        bench: The engines.
-        engine: Their name in ``result``.
-        prompts: Reported prompts.
-        configurations: What to run; plain decoding must be among them for each sampling.
-        options: What to measure.
-        result: Receives runs and call latencies. Prompts that it has already are skipped.
-
-    Yields:
-        After each prompt, when ``result`` has all of its runs.
+    ``result`` receives the runs and call latencies of prompts that it lacks for ``engine``. Plain decoding must be among the
+    configurations of each sampling. Yields after each prompt.
     """
-    overhead = call_overhead(bench.llm.engines)
-    if overhead is not None:
-        result.call_overhead[engine] = overhead
     drafting = {configuration: bench.drafting_llm(configuration, options) for configuration in configurations}
     for prompt in prompts:
         if result.has_runs(engine, prompt.id):

@@ -1,17 +1,18 @@
-"""Prompts to measure: bundled ones, or public benchmarks from local files. Some are tuned on, the others are reported."""
+"""Prompts to measure: bundled ones, or texts of local files. Some are tuned on, the others are reported."""
 
-import gzip
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from eesd.common.errors import EESDError
-from eesd.common.json_input import MAX_BYTES, decode, json_lines, read_text
+from eesd.common.json_input import json_lines, read_text
 
 BUNDLED = Path(__file__).parent / "tasks.jsonl"
+KEYS = ("text", "prompt", "turns", "messages", "question", "document")
+"""Where public benchmarks and others have their texts: Spec-Bench and MT-bench turns, HumanEval a prompt, GSM8K a question."""
+REMEDY = f"give a text, or JSON lines with {', '.join(KEYS[:-1])} or {KEYS[-1]}"
 TUNING_EVERY = 4
 """Every fourth prompt of a task is for tuning and never reported."""
 
@@ -31,108 +32,42 @@ class TaskPrompt:
     text: str
 
 
-def _prompts(row: dict[str, Any], _: int) -> TaskPrompt:
-    return TaskPrompt(_text(row, "id"), _text(row, "task"), _text(row, "prompt"))
+def read_texts(path: Path) -> list[tuple[str, list[str]]]:
+    """Task and parts (the turns of a conversation, or one text) of each line of a ``.jsonl`` file; another file is one text.
 
+    A line has one of ``KEYS``. Its task is its ``task`` or ``category``, or else the name of the file.
 
-def _first_turn(row: dict[str, Any]) -> str:
-    turns = row["turns"]
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
-        raise TypeError("turns")
-    return turns[0]
-
-
-def _spec_bench(row: dict[str, Any], _: int) -> TaskPrompt:
-    return TaskPrompt(f"spec-bench-{row['question_id']}", _text(row, "category"), _first_turn(row))
-
-
-def _mt_bench(row: dict[str, Any], _: int) -> TaskPrompt:
-    return TaskPrompt(f"mt-bench-{row['question_id']}", "mt-bench", _first_turn(row))
-
-
-def _humaneval(row: dict[str, Any], _: int) -> TaskPrompt:
-    return TaskPrompt(_text(row, "task_id"), "humaneval", _text(row, "prompt"))
-
-
-def _gsm8k(row: dict[str, Any], line: int) -> TaskPrompt:
-    return TaskPrompt(f"gsm8k-{line}", "gsm8k", f"Question: {_text(row, 'question')}\nAnswer:")
-
-
-def _xsum(row: dict[str, Any], _: int) -> TaskPrompt:
-    return TaskPrompt(f"xsum-{row['id']}", "xsum", f"Article: {_text(row, 'document')}\nSummary:")
-
-
-def _text(row: dict[str, Any], key: str) -> str:
-    value = row[key]
-    if not isinstance(value, str) or not value:
-        raise TypeError(key)
-    return value
-
-
-LOADERS: dict[str, tuple[Callable[[dict[str, Any], int], TaskPrompt], str]] = {
-    "prompts": (_prompts, "id, task, prompt"),
-    "spec-bench": (_spec_bench, "question_id, category, turns"),
-    "mt-bench": (_mt_bench, "question_id, turns"),
-    "humaneval": (_humaneval, "task_id, prompt"),
-    "gsm8k": (_gsm8k, "question"),
-    "xsum": (_xsum, "id, document"),
-}
-"""By ``--task`` name: the function that reads a row, and the keys it needs. Of several turns only the first is used."""
-
-
-def load_task(spec: str) -> list[TaskPrompt]:
-    """Read ``NAME=FILE``: JSON lines in the public format NAME, gzipped if FILE ends in ``.gz``.
-
-    Raises :class:`EESDError` for an unknown name, and for the first line that does not have the format.
+    Raises:
+        EESDError: The file cannot be read, or a line has no text.
     """
-    name, _, file = spec.partition("=")
-    if name not in LOADERS or not file:
-        raise EESDError(f"--task {spec} is not NAME=FILE; NAME must be one of {', '.join(LOADERS)}.")
-    path = Path(file)
-    read, keys = LOADERS[name]
-    prompts = []
-    for number, row in json_lines(_read(path), str(path), f"a {name} file has one JSON object per line"):
-        try:
-            prompts.append(read(row, number))
-        except (KeyError, TypeError):
-            raise EESDError(f"{path}, line {number} is not a row of {name}: a row needs {keys}.") from None
-    if not prompts:
-        raise EESDError(f"{path} has no prompts; it needs at least one line.")
-    return prompts
+    if path.suffix != ".jsonl":
+        return [(path.stem, [read_text(path, REMEDY)])]
+    found = []
+    for number, line in json_lines(read_text(path, REMEDY), str(path), REMEDY):
+        row = line if isinstance(line, dict) else {}
+        value: Any = next((row[key] for key in KEYS if key in row), [])
+        parts = [part.get("content") if isinstance(part, dict) else part for part in _list(value)]
+        texts = [part for part in parts if isinstance(part, str) and part]
+        if not texts:
+            raise EESDError(f"{path}, line {number}, has no text; {REMEDY}.")
+        found.append((str(row.get("task") or row.get("category") or path.stem), texts))
+    if not found:
+        raise EESDError(f"{path} is empty; {REMEDY}.")
+    return found
 
 
-def _read(path: Path) -> str:
-    if path.suffix != ".gz":
-        return read_text(path, "give JSON lines")
-    try:
-        with gzip.open(path) as file:
-            data = file.read(MAX_BYTES)  # a bomb unpacks no further
-    except (gzip.BadGzipFile, EOFError, zlib.error):
-        raise EESDError(f"{path} is not a gzip file, as its name says; give JSON lines.") from None
-    return decode(data, str(path), "give JSON lines")
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
-def load_tasks(specs: Sequence[str]) -> list[TaskPrompt]:
-    """Read all ``specs``; the bundled prompts if there are none. Raises :class:`EESDError` if an id occurs twice."""
-    prompts = [prompt for spec in specs or [f"prompts={BUNDLED}"] for prompt in load_task(spec)]
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise EESDError(f"The prompt id {prompt.id} occurs twice; ids must be unique.")
-        seen.add(prompt.id)
-    return prompts
+def load_tasks(files: Sequence[str]) -> list[TaskPrompt]:
+    """The first parts of all texts of the files (:func:`read_texts`); the bundled prompts if there are none."""
+    found = [(path, *text) for path in map(Path, files or [str(BUNDLED)]) for text in read_texts(path)]
+    return [TaskPrompt(f"{path.stem}-{number}", task, parts[0]) for number, (path, task, parts) in enumerate(found)]
 
 
 def split_prompts(prompts: Sequence[TaskPrompt], tuning: int, reported: int) -> tuple[list[TaskPrompt], list[TaskPrompt]]:
-    """Split prompts into those to tune on and those to report.
-
-    Args:
-        prompts: All prompts.
-        tuning: Largest number of tuning prompts of each task.
-        reported: Largest number of reported prompts of each task.
-
-    Returns:
-        (tuning prompts, reported prompts), each with the tasks in turn.
+    """Split prompts into at most ``tuning`` of each task to tune on, and ``reported`` to report, each with the tasks in turn.
 
     Raises:
         EESDError: A task has fewer than two prompts.

@@ -13,14 +13,10 @@ from eesd.common.errors import EESDError
 
 @dataclass(frozen=True)
 class CallCosts:
-    """Costs of a round's calls, in any unit.
+    """Costs of a round's calls, in any unit: of all draft steps by number, and of a verify pass by nodes, root included.
 
     The draft's cost is not proportional to its steps: the verify pass evicts the draft's weights from the processor's caches,
     so the first step costs more than later ones.
-
-    Attributes:
-        draft: Cost of all draft steps of a round, by their number.
-        verify: Cost of a verify pass, by its nodes, root included.
     """
 
     draft: Mapping[int, float]
@@ -59,8 +55,7 @@ def mean_call_costs(latencies: Iterable[CallLatency]) -> dict[tuple[str, int], C
     for latency in latencies:
         groups.setdefault((latency.engine, latency.width), []).append(latency)
     return {
-        key: CallCosts(_means(latency.draft for latency in group), _means(latency.verify for latency in group))
-        for key, group in groups.items()
+        key: CallCosts(_means(one.draft for one in group), _means(one.verify for one in group)) for key, group in groups.items()
     }
 
 
@@ -69,12 +64,10 @@ def _means(tables: Iterable[list[list[float]]]) -> dict[int, float]:
     found: dict[int, list[float]] = {}
     for count, seconds in (row for table in tables for row in table):
         found.setdefault(int(count), []).append(seconds)
-    return {count: _trimmed_mean(found[count]) for count in sorted(found)}
-
-
-def _trimmed_mean(values: list[float]) -> float:
-    trimmed = len(values) // 10
-    return statistics.fmean(sorted(values)[trimmed : len(values) - trimmed])
+    ends = {count: len(values) // 10 for count, values in found.items()}
+    return {
+        count: statistics.fmean(sorted(found[count])[ends[count] : len(found[count]) - ends[count]]) for count in sorted(found)
+    }
 
 
 @dataclass(frozen=True)
@@ -112,13 +105,8 @@ class CostModel:
 
     def to_dict(self) -> dict[str, Any]:
         """The model as JSON values."""
-        calls = self.calls
-        return {
-            "name": self.name,
-            "draft": [[steps, cost] for steps, cost in calls.draft.items()],
-            "verify": [[nodes, cost] for nodes, cost in calls.verify.items()],
-            "plain_seconds": self.plain_seconds,
-        }
+        draft, verify = ([[count, cost] for count, cost in part.items()] for part in (self.calls.draft, self.calls.verify))
+        return {"name": self.name, "draft": draft, "verify": verify, "plain_seconds": self.plain_seconds}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Self:
@@ -127,22 +115,13 @@ class CostModel:
         return cls(value["name"], CallCosts(draft, verify), value["plain_seconds"])
 
 
-def layer_costs(
-    name: str, layers: int, exit_layer: int, plain_seconds: float, *, exit_blocks: int = 1, head: float = 1.0
-) -> CostModel:
-    """Compute costs from layer counts: a round of n draft steps takes n (N + E + h) + L + h layers.
+def layer_costs(name: str, layers: int, exit_layer: int, plain_seconds: float) -> CostModel:
+    """Costs of L layers with an exit after N: a round of n draft steps takes n (N + 1 + 1) + L + 1 layers.
 
-    The verify pass costs the same for all node counts: at batch 1 a GPU is limited by reading the weights.
-
-    Args:
-        name: Name in reports.
-        layers: L, the layers of the model.
-        exit_layer: N, the layers before the exit head.
-        plain_seconds: Seconds of a plain step.
-        exit_blocks: E, the decoder blocks of the exit head.
-        head: h, the cost of the LM head, in layers.
+    The exit head has one block, and the LM head costs as much as a layer. The verify pass costs the same for all node counts:
+    at batch 1 a GPU is limited by reading the weights.
     """
-    draft = (exit_layer + exit_blocks + head) / (layers + head)
+    draft = (exit_layer + 2) / (layers + 1)
     return CostModel(name, CallCosts({1: draft}, {1: 1.0}), plain_seconds)
 
 

@@ -56,12 +56,7 @@ class Machine:
     """
 
     def __init__(
-        self,
-        costs: CallCosts,
-        noise: float = 0.05,
-        disturbance: Disturbance | None = None,
-        seed: int = 0,
-        stalls: float = 0.0,
+        self, costs: CallCosts, noise: float = 0.05, disturbance: Disturbance | None = None, seed: int = 0, stalls: float = 0.0
     ) -> None:
         self._costs, self._noise, self._disturbance, self._stalls = costs, noise, disturbance, stalls
         self._random = np.random.default_rng(seed)

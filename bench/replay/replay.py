@@ -11,16 +11,37 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.bench.measure.stats import bounds, resampled
 from eesd.bench.replay.costs import CostModel
-from eesd.bench.replay.oracles import Clairvoyant
 from eesd.bench.replay.traces import Trace
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
 from eesd.controllers.baselines import Fixed
 
 Array = NDArray[np.float64]
+DRAWS = 2000
+"""Bootstrap samples."""
 OFF = "off"
 """Plain decoding, in tables and JSON."""
+
+
+class Clairvoyant(Controller):
+    """Drafts exactly the tokens that will be accepted, which bounds the speed that any controller can reach.
+
+    For constant acceptance a, draft steps of cost c, and a verify cost that does not depend on the nodes, its speed is
+    1 / (1 - a + c a).
+
+    Attributes:
+        accepted: Tokens of the next round's chain that the verifier will accept. A replay sets it before each round.
+    """
+
+    accepted = 0
+
+    def begin_round(self, width: int) -> int:
+        return self.accepted
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        return step.depth < self.accepted
 
 
 @dataclass(frozen=True)
@@ -28,9 +49,7 @@ class Replay:
     """One controller on one trace. Costs are in plain steps and include the controller's own time, spread over the rounds.
 
     Attributes:
-        name: The controller and its options.
-        tokens: Tokens of each request [R].
-        cost: Cost of each request [R].
+        tokens, cost: Of each request [R].
         rounds: One row for each round: request, committed tokens, draft tokens, cost [n, 4]. Of several seeds the first one's.
         spent: Cost up to and including each token of the trace.
         own_seconds: The controller's own time per round, measured on this machine.
@@ -50,14 +69,9 @@ class Replay:
 
 
 def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, charge: bool = True) -> Replay:
-    """Run a controller over all requests in order. As in an :class:`~eesd.runtime.llm.LLM`, it keeps what it learned.
+    """Run a new controller over all requests in order. As in an :class:`~eesd.runtime.llm.LLM`, it keeps what it learned.
 
-    Args:
-        name: Name of the result.
-        controller: A new controller.
-        trace: The trace.
-        costs: What rounds cost.
-        charge: Whether the controller pays for its own time. A :class:`Clairvoyant` never does.
+    ``charge``: whether it pays for its own time. A :class:`Clairvoyant` never does.
     """
     table, plain = costs.chain_costs(trace.depth), costs.plain_seconds
     seconds = [(costs.calls.draft_cost(n) * plain, costs.calls.verify_cost(n + 1) * plain) for n in range(len(table))]
@@ -94,25 +108,12 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
 
 def chain_outcome(drafted: int, accepted: int, draft_seconds: float, verify_seconds: float) -> RoundOutcome:
     """A round of a chain of ``drafted`` tokens, all of which were verified."""
-    return RoundOutcome(
-        steps=drafted,
-        draft_seconds=draft_seconds,
-        depth=drafted,
-        nodes=drafted,
-        verify_seconds=verify_seconds,
-        accepted=accepted,
-        num_expanded=accepted,
-    )
+    work = {"steps": drafted, "depth": drafted, "nodes": drafted, "accepted": accepted, "num_expanded": accepted}
+    return RoundOutcome(**work, draft_seconds=draft_seconds, verify_seconds=verify_seconds)
 
 
 def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) -> int:
-    """Ask a controller, as a session does, how many tokens of a chain to draft.
-
-    Args:
-        controller: The controller.
-        steps: What it is told about each token of the chain.
-        room: Largest number of tokens.
-    """
+    """Ask a controller, as a session does, how many tokens of a chain to draft: at most ``room``."""
     if not room:
         return 0
     length = controller.begin_round(1)
@@ -125,20 +126,8 @@ def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) 
 
 
 def replay_seeds(spec: str, trace: Trace, costs: CostModel, seeds: int = 1, prior: CalibrationPrior | None = None) -> Replay:
-    """Replay a controller with several seeds and take the mean.
-
-    Args:
-        spec: The controller and its options.
-        trace: The trace.
-        costs: What rounds cost.
-        seeds: Number of seeds.
-        prior: Calibration prior of the controller.
-    """
-    return mean_replay([replay(spec, make_controller(spec, seed, prior), trace, costs) for seed in range(seeds)])
-
-
-def mean_replay(replays: Sequence[Replay]) -> Replay:
-    """Mean costs of a controller's replays on one trace, or on traces of equal lengths."""
+    """The mean costs of a controller's replays with several seeds. ``prior`` is its calibration prior."""
+    replays = [replay(spec, make_controller(spec, seed, prior), trace, costs) for seed in range(seeds)]
     cost, spent = (np.mean([getattr(run, name) for run in replays], axis=0) for name in ("cost", "spent"))
     return replace(replays[0], cost=cost, spent=spent, own_seconds=float(np.mean([run.own_seconds for run in replays])))
 
@@ -169,26 +158,17 @@ class Ratio:
     high: float
 
 
-def speed_ratio(
-    run: Replay, base: Replay, requests: NDArray[np.bool_] | None = None, draws: int = 2000, seed: int = 0
-) -> Ratio:
-    """Speed of ``run`` over the speed of ``base``, with the 95 % interval of a paired bootstrap over requests.
+def speed_ratio(run: Replay, base: Replay, requests: NDArray[np.bool_] | None = None) -> Ratio:
+    """Speed of ``run`` over that of ``base`` on the same trace, with the 95 % interval of a paired bootstrap over requests.
 
-    Args:
-        run: A replay.
-        base: A replay on the same trace.
-        requests: Mask [R] of the requests to use. None: all.
-        draws: Bootstrap samples.
-        seed: Seed of the bootstrap.
+    ``requests`` is a mask [R] of the requests to use; None: all.
     """
     columns = np.stack([run.tokens, run.cost, base.tokens, base.cost], axis=1)
     if requests is not None:
         columns = columns[requests]
-    picks = np.random.default_rng(seed).integers(len(columns), size=(draws, len(columns)))
-    totals = np.concatenate([columns.sum(axis=0)[None], columns[picks].sum(axis=1)])
+    totals = np.concatenate([columns.sum(axis=0)[None], columns[resampled(len(columns), DRAWS)].sum(axis=1)])
     ratios = totals[:, 0] / totals[:, 1] / (totals[:, 2] / totals[:, 3])
-    low, high = np.quantile(ratios[1:], [0.025, 0.975])
-    return Ratio(float(ratios[0]), float(low), float(high))
+    return Ratio(float(ratios[0]), *bounds(ratios[1:]))
 
 
 def regret(run: Replay, base: Replay) -> Array:

@@ -1,40 +1,34 @@
-"""All controllers replayed under several cost models, and on synthetic streams; one JSON file.
+"""All controllers replayed under several cost models; one JSON file.
 
 Fields of the dataclasses are keys of the file.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.bench.measure.results import describe_machine, read_json, rounded
+from eesd.bench.measure.results import Saved, describe_machine
 from eesd.bench.replay.costs import COST_MODELS, CostModel
-from eesd.bench.replay.oracles import Clairvoyant
 from eesd.bench.replay.replay import (
     OFF,
+    Clairvoyant,
     Ratio,
     Replay,
     fastest,
-    mean_replay,
     regret,
     replay,
     replay_fixed_lengths,
     replay_seeds,
     speed_ratio,
 )
-from eesd.bench.replay.streams import STREAMS, SyntheticStream
 from eesd.bench.replay.traces import Trace
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
 from eesd.controllers import make_controller
 
-KIND, SCHEMA = "simulation", 1
 MEASURED = "measured"
 """Name of the cost model that was measured on the trace's engine."""
 SEEDS = 5
@@ -44,7 +38,6 @@ CURVE_POINTS = 200
 
 # Labels of controllers in tables and JSON, besides OFF and the controllers' names.
 HINDSIGHT, POSTERIOR_MEANS, CLAIRVOYANT = "best fixed in hindsight", "cost-aware-ts, posterior means", "clairvoyant"
-OPTIMAL = "optimal"
 TUNED = {
     "fixed, tuned": tuple(f"fixed:k={k}" for k in range(1, 13)),
     "threshold, tuned": tuple(f"threshold:p={p / 20}" for p in range(2, 19)),
@@ -64,11 +57,6 @@ LEARNING = {
 WITHOUT_CURVE = (OFF, HINDSIGHT, POSTERIOR_MEANS, CLAIRVOYANT)
 """Controllers without a regret curve: two are off the scale, one is the base, and one would hide another curve."""
 
-LEARNING_ON_STREAMS = ("ucb:discount=1", "beta-ts", "calibration-ts", "cost-aware-ts")
-"""Controllers that learn on streams. ``ucb`` does not forget here, because a stream does not change."""
-STREAM_COSTS, STREAM_TOKENS, STREAM_RUNS, STREAM_REQUESTS, STREAM_DEPTH = "70b", 8000, 4, 16, 16
-"""Cost model, tokens, repetitions, requests and depth of a stream."""
-
 
 @dataclass(frozen=True)
 class RegretCurve:
@@ -81,16 +69,12 @@ class RegretCurve:
 
 @dataclass(frozen=True)
 class Row:
-    """One controller. Ratios are ratios of speeds, with 95 % intervals.
+    """One controller, by its label in tables and its options. Ratios are ratios of speeds, with 95 % intervals.
 
     Attributes:
-        controller: Label in tables.
-        spec: The controller and its options.
-        speedup: Speed relative to plain decoding.
-        over_best_fixed: Speed relative to the best fixed length in hindsight.
-        of_ceiling: Speed relative to the clairvoyant; on a stream to the optimal policy.
-        by_task: Speed relative to the best fixed length of each task, on the requests of this task.
-        tokens_per_round: Tokens committed per round.
+        speedup, over_best_fixed, of_ceiling: Relative to plain decoding, to the best fixed length in hindsight, and to the
+            clairvoyant.
+        by_task: Relative to the best fixed length of each task, on the requests of this task.
         own_microseconds: The controller's own time per round.
     """
 
@@ -106,14 +90,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All controllers on one trace or stream, under one cost model.
+    """All controllers on one trace, under one cost model.
 
     Attributes:
-        name: Name of the cost model or of the stream.
-        costs: The cost model.
         best_by_task: The best fixed length of each task, in hindsight.
-        rows: One row for each controller.
-        regret: Regret against the best fixed length in hindsight; on a stream against the optimal policy.
+        rows, regret: For each controller a row, and its regret against the best fixed length in hindsight.
     """
 
     name: str
@@ -122,16 +103,12 @@ class Comparison:
     rows: list[Row]
     regret: list[RegretCurve]
 
-    def row(self, controller: str) -> Row:
-        """The row with this label."""
-        return next(row for row in self.rows if row.controller == controller)
-
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON values."""
         return asdict(self) | {"costs": self.costs.to_dict()}
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> Self:
+    def from_dict(cls, **raw: Any) -> Self:
         """Read what :meth:`to_dict` returned. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
         rows = []
         for row in raw["rows"]:
@@ -143,19 +120,17 @@ class Comparison:
 
 
 @dataclass
-class Simulation:
+class Simulation(Saved):
     """All comparisons on one pair of traces.
 
     Attributes:
-        origin: Origin of the trace.
-        options: Cost models, seeds, and size of the streams.
-        prompts: Number of reported prompts of each task.
-        tuning_prompts: Number of tuning prompts of each task.
+        origin: Of the trace.
+        options: Cost models and seeds.
+        prompts, tuning_prompts: Numbers by task.
         replays: One comparison for each cost model.
-        streams: One comparison for each synthetic stream.
+        streams: Only in older files: comparisons on synthetic texts.
         machine: Where the controllers' own time was measured.
-        kind: Tells the file from a :class:`~eesd.bench.measure.results.Result`.
-        schema: Version of the file format.
+        kind, schema: Of the file.
     """
 
     origin: dict[str, Any]
@@ -163,60 +138,28 @@ class Simulation:
     prompts: dict[str, int]
     tuning_prompts: dict[str, int]
     replays: list[Comparison] = field(default_factory=list)
-    streams: list[Comparison] = field(default_factory=list)
+    streams: list[dict[str, Any]] = field(default_factory=list)
     machine: dict[str, str] = field(default_factory=describe_machine)
-    kind: str = KIND
-    schema: int = SCHEMA
+    kind: str = "simulation"
+    schema: int = 1
+
+    WHAT: ClassVar = "a simulation; give a simulation.json that eesd-bench simulate wrote"
+    ROWS: ClassVar = {"replays": Comparison.from_dict}
 
     @classmethod
     def prepare(cls, trace: Trace, tuning: Trace, costs: Sequence[str]) -> Self:
-        """A simulation without comparisons; :func:`run_simulation` adds them.
-
-        Args:
-            trace: Trace of the reported prompts.
-            tuning: Trace of the tuning prompts.
-            costs: Names of cost models.
+        """A simulation of the reported and the tuning prompts, without comparisons; :func:`run_simulation` adds them.
 
         Raises:
             EESDError: A cost model is unknown or was not measured.
         """
-        models = find_costs(costs, trace)
-        streams = {"costs": STREAM_COSTS, "tokens": STREAM_TOKENS, "runs": STREAM_RUNS}
-        options = {"costs": list(models), "seeds": SEEDS, "streams": streams}
+        options = {"costs": list(find_costs(costs, trace)), "seeds": SEEDS}
         prompts, tuned_on = (dict(Counter(request.task for request in part.requests)) for part in (trace, tuning))
         return cls(trace.origin, options, prompts, tuned_on)
 
-    def save(self, path: Path) -> None:
-        """Write the file atomically."""
-        value = vars(self) | {name: [item.to_dict() for item in getattr(self, name)] for name in ("replays", "streams")}
-        with written_whole(path) as temporary:
-            temporary.write_text(json.dumps(rounded(value)) + "\n", "utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file, and for another schema."""
-        raw = read_json(path)
-        if not is_simulation(raw):
-            raise EESDError(f"{path} is not a simulation; give a simulation.json that eesd-bench simulate wrote.")
-        if raw.get("schema") != SCHEMA:
-            raise EESDError(f"{path} has schema {raw.get('schema')}, this EESD reads schema {SCHEMA}; simulate again.")
-        try:
-            return cls(**raw | {name: [Comparison.from_dict(item) for item in raw[name]] for name in ("replays", "streams")})
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise EESDError(f"{path} is damaged (a value is missing or unknown); simulate again.") from None
-
-
-def is_simulation(raw: Any) -> bool:
-    """Whether a JSON value is a :class:`Simulation`."""
-    return isinstance(raw, dict) and raw.get("kind") == KIND
-
 
 def find_costs(names: Sequence[str], trace: Trace | None) -> dict[str, CostModel]:
-    """Look up cost models.
-
-    Args:
-        names: Keys of ``COST_MODELS``, or ``measured``.
-        trace: Has the measured costs. None: only check the names.
+    """Look up cost models: keys of ``COST_MODELS``, or ``measured`` for the trace's. Without a trace only names are checked.
 
     Raises:
         EESDError: A name is unknown, or the trace has no measured costs.
@@ -234,36 +177,14 @@ def find_costs(names: Sequence[str], trace: Trace | None) -> dict[str, CostModel
 
 
 def run_simulation(simulation: Simulation, trace: Trace, tuning: Trace) -> Iterator[None]:
-    """Add all comparisons to a simulation.
-
-    Args:
-        simulation: Of :meth:`Simulation.prepare`.
-        trace: Trace of the reported prompts.
-        tuning: Trace of the tuning prompts.
-
-    Yields:
-        After each comparison.
-    """
-    options = simulation.options
-    for name, costs in find_costs(options["costs"], trace).items():
-        simulation.replays.append(compare_on_trace(name, trace, tuning, costs, options["seeds"]))
-        yield
-    streams = options["streams"]
-    for stream in STREAMS:
-        simulation.streams.append(compare_on_stream(stream, COST_MODELS[streams["costs"]], streams["tokens"], streams["runs"]))
+    """Add all comparisons to a simulation, which :meth:`Simulation.prepare` made of these traces. Yields after each."""
+    for name, costs in find_costs(simulation.options["costs"], trace).items():
+        simulation.replays.append(compare_on_trace(name, trace, tuning, costs, simulation.options["seeds"]))
         yield
 
 
 def compare_on_trace(name: str, trace: Trace, tuning: Trace, costs: CostModel, seeds: int = SEEDS) -> Comparison:
-    """Replay all controllers on a trace.
-
-    Args:
-        name: Name of the cost model.
-        trace: Trace of the reported prompts.
-        tuning: Trace of the tuning prompts; each tuned controller takes the candidate that is fastest on it.
-        costs: The cost model.
-        seeds: Seeds of each controller that learns.
-    """
+    """Replay all controllers on a trace: tuned ones with what is fastest on ``tuning``, learning ones with several seeds."""
     fixed = replay_fixed_lengths(trace, costs)
     runs = {OFF: fixed[0], HINDSIGHT: fastest(fixed)}
     for label, specs in TUNED.items():
@@ -289,33 +210,6 @@ def _tuned(specs: Sequence[str], tuning: Trace, costs: CostModel) -> str:
 def _fastest_on(runs: Sequence[Replay], mask: NDArray[np.bool_]) -> Replay:
     """The replay that is fastest on the requests of the mask [R]."""
     return max(runs, key=lambda run: run.tokens[mask].sum() / run.cost[mask].sum())
-
-
-def compare_on_stream(stream: SyntheticStream, costs: CostModel, tokens: int, runs: int) -> Comparison:
-    """Replay the controllers that learn on a stream. Their own time is not charged.
-
-    Args:
-        stream: The stream.
-        costs: The cost model.
-        tokens: Tokens of each trace drawn from the stream.
-        runs: Number of traces. Every controller starts anew on each.
-    """
-    traces = [stream.trace(tokens // STREAM_REQUESTS, STREAM_REQUESTS, seed, STREAM_DEPTH) for seed in range(runs)]
-    optimal = stream.optimal_policy(costs, STREAM_DEPTH)
-    fixed = [replay_fixed_lengths(trace, costs) for trace in traces]
-    found = {
-        OFF: [lengths[0] for lengths in fixed],
-        HINDSIGHT: [fastest(lengths) for lengths in fixed],
-        OPTIMAL: [replay(OPTIMAL, optimal, trace, costs, charge=False) for trace in traces],
-    }
-    for spec in LEARNING_ON_STREAMS:
-        found[spec] = [
-            replay(spec, make_controller(spec, seed), trace, costs, charge=False) for seed, trace in enumerate(traces)
-        ]
-    means = {label: mean_replay(replays) for label, replays in found.items()}
-    rows = [_row(label, means, means[OPTIMAL], {}) for label in means]
-    curves = [_curve(label, run, means[OPTIMAL]) for label, run in means.items() if label not in (OFF, OPTIMAL)]
-    return Comparison(stream.name, costs, {}, rows, curves)
 
 
 def _row(label: str, runs: Mapping[str, Replay], ceiling: Replay, by_task: dict[str, Ratio]) -> Row:

@@ -50,14 +50,10 @@ class Start:
 
 
 def simulate_starts(head: SyntheticStream | Trace, costs: CostModel, machine: str, spec: str, starts: int) -> Iterator[Start]:
-    """Start processes that decode with a fresh controller and a fresh guard.
+    """Start processes that decode with a fresh controller (``spec``) and a fresh guard, on one of ``MACHINES``.
 
-    Args:
-        head: What is drafted: made up, or recorded; then each process decodes the requests in an order of its own.
-        costs: What rounds cost on an undisturbed machine.
-        machine: One of ``MACHINES``.
-        spec: The controller and its options.
-        starts: Number of processes.
+    What the head drafts is made up, or recorded; then each process decodes the requests in an order of its own. ``costs`` are
+    those of an undisturbed machine.
     """
     seconds = costs.calls.scaled(costs.plain_seconds)
     for seed in range(starts):

@@ -1,12 +1,10 @@
-"""Synthetic traces with known chances of acceptance, for which the optimal policy can be computed."""
+"""Synthetic traces with known chances of acceptance."""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from eesd.bench.replay.costs import CostModel
-from eesd.bench.replay.oracles import OptimalPolicy
 from eesd.bench.replay.traces import Trace, TracedRequest
 
 
@@ -34,19 +32,8 @@ class SyntheticStream:
         count = len(self.levels)
         return [[(1 - self.stay) / count + self.stay * (i == j) for j in range(count)] for i in range(count)]
 
-    def optimal_policy(self, costs: CostModel, depth: int) -> OptimalPolicy:
-        """The optimal policy that drafts at most ``depth`` tokens a round."""
-        return OptimalPolicy(self.levels, self.transition, costs.chain_costs(depth))
-
     def trace(self, tokens: int, requests: int, seed: int, depth: int = 16) -> Trace:
-        """Draw a trace. Its draft steps show the probability of acceptance, and its log-odds as the margin.
-
-        Args:
-            tokens: Tokens of each request.
-            requests: Number of requests.
-            seed: Seed of the random generator.
-            depth: Tokens drafted from every position.
-        """
+        """Draw requests of so many tokens. Draft steps show the probability of acceptance, and its log-odds as the margin."""
         rng = np.random.default_rng(seed)
         return Trace(tuple(self._request(tokens, depth, rng) for _ in range(requests)), {"stream": self.name})
 
@@ -69,13 +56,3 @@ class SyntheticStream:
         p = probability.astype(np.float32)
         entropy = -(p * np.log(p) + (1 - p) * np.log1p(-p))
         return TracedRequest(self.name, np.log(p), np.log(p / (1 - p)), entropy, accepted)
-
-
-STREAMS = (
-    SyntheticStream("constant", (0.8,), 0.0),
-    SyntheticStream("narrow", (0.7, 0.75, 0.8, 0.85, 0.9), 0.0),
-    SyntheticStream("correlated", (0.5, 0.65, 0.8, 0.95, 0.99), 0.8),
-    SyntheticStream("persistent", (0.5, 0.65, 0.8, 0.95, 0.99), 0.99),
-)
-"""Streams with a mean acceptance of about .8. It is constant; varies a little; is similar within a round; is similar for about
-100 tokens."""

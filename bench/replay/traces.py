@@ -177,11 +177,7 @@ class ChainDrafter:
         self._sampler = make_sampler(sampling, vocab_size, columns)
 
     def draft(self, count: int) -> tuple[list[int], list[DraftStep]]:
-        """Draft ``count`` tokens, for which the cache must have slots.
-
-        Returns:
-            The tokens, and what a controller would be told about each, entropy included.
-        """
+        """Draft ``count`` tokens. Returns them, and what a controller would be told about each, entropy included."""
         tokens, steps = self._session.tokens, []
         tree = DraftTree(tokens[-1], count)
         self._sampler.begin_round(tokens)
@@ -197,15 +193,9 @@ class ChainDrafter:
 
 
 def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: int = 128, depth: int = 16) -> TracedRequest:
-    """Generate behind a prompt, and draft from every position. Each token takes a plain step and ``depth`` draft steps.
+    """Generate behind a prompt, and draft ``depth`` tokens from every position.
 
-    Args:
-        llm: Loaded with speculation. Its controller is not used.
-        task: Task of the prompt.
-        prompt: The prompt.
-        sampling: Greedy or coupled.
-        new_tokens: Tokens to generate.
-        depth: Tokens to draft from each position.
+    The LLM is loaded with speculation; its controller is not used.
 
     Raises:
         EESDError: The sampling is ``rejection``, or the engine does not allow the depth.
@@ -237,53 +227,31 @@ def _num_equal(chain: list[int], text: list[int]) -> int:
     return next((i for i, (drafted, verified) in enumerate(zip(chain, text, strict=False)) if drafted != verified), len(chain))
 
 
-class TraceRecorder:
-    """Records two traces of one engine: one of the reported prompts and one of the tuning prompts.
+def record_traces(bench: Bench, prompts: Sequence[TaskPrompt], options: Options, depth: int, output: Path) -> Iterator[None]:
+    """Record two traces of one engine: one of the tuning prompts and one of the reported prompts. Yields after each prompt.
 
-    Both files are in ``output``. Each is rewritten atomically after every prompt.
+    ``options`` say how to sample, and how many prompts of each task to record. Interrupted, it leaves no old trace beside a new
+    one in ``output``.
+
+    Raises:
+        EESDError: The depth is not allowed, or no prompt fits.
     """
-
-    def __init__(
-        self, bench: Bench, prompts: Sequence[TaskPrompt], options: Options, depth: int, output: Path, resume: bool
-    ) -> None:
-        """Prepare the recording.
-
-        Args:
-            bench: The engines.
-            prompts: Prompts to tune on and to report.
-            options: How to sample, and how many prompts of each task to record.
-            depth: Tokens to draft from each position.
-            output: Directory of the traces.
-            resume: Continue the traces in ``output``. If not, they are deleted.
-
-        Raises:
-            EESDError: The depth is not allowed, no prompt fits, or a trace to resume has another origin.
-        """
-        check_depth(bench.manifest, depth)
-        self._bench, self._options, self._depth = bench, options, depth
-        self._tasks = {prompt.id: prompt.task for prompt in prompts}
-        groups = [bench.encode(part, options) for part in split_prompts(prompts, options.tuning_per_task, options.per_task)]
-        self._parts = []
-        for path, encoded in zip((output / TUNING_TRACE_FILE, output / TRACE_FILE), groups, strict=True):
-            origin = _origin(bench, encoded, options, depth)
-            self._parts.append((path, encoded, origin, _resumed(path, origin) if resume and path.exists() else None))
-            if not resume:
-                path.unlink(missing_ok=True)  # a recording that is interrupted must not leave one old and one new trace
-        output.mkdir(parents=True, exist_ok=True)
-
-    def run(self) -> Iterator[None]:
-        """Record the missing prompts; yields after each."""
-        bench, options = self._bench, self._options
-        costs = next((resumed.costs for _, _, _, resumed in self._parts if resumed), None)
-        costs = costs or _measure_costs(bench, self._parts[0][1], options)
-        for path, encoded, origin, resumed in self._parts:
-            requests = list(resumed.requests) if resumed else []
-            for prompt in encoded[len(requests) :]:
-                sampling = options.sampling(options.samplings[0], prompt.number)
-                task, length = self._tasks[prompt.id], options.max_new_tokens
-                requests.append(record(bench.llm, task, prompt.tokens, sampling, length, self._depth))
-                Trace(tuple(requests), origin, costs, bench.manifest.exit_head.calibration).save(path)
-                yield
+    check_depth(bench.manifest, depth)
+    tasks = {prompt.id: prompt.task for prompt in prompts}
+    groups = [bench.encode(part, options) for part in split_prompts(prompts, options.tuning_per_task, options.per_task)]
+    parts = dict(zip((output / TUNING_TRACE_FILE, output / TRACE_FILE), groups, strict=True))
+    for path in parts:
+        path.unlink(missing_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
+    costs = _measure_costs(bench, groups[0], options)
+    for path, encoded in parts.items():
+        requests = []
+        for prompt in encoded:
+            sampling = options.sampling(options.samplings[0], prompt.number)
+            requests.append(record(bench.llm, tasks[prompt.id], prompt.tokens, sampling, options.max_new_tokens, depth))
+            yield
+        origin = _origin(bench, encoded, options, depth)
+        Trace(tuple(requests), origin, costs, bench.manifest.exit_head.calibration).save(path)
 
 
 def _measure_costs(bench: Bench, prompts: Sequence[EncodedPrompt], options: Options) -> CostModel:
@@ -300,10 +268,3 @@ def _origin(bench: Bench, prompts: Sequence[EncodedPrompt], options: Options, de
     digest = hashlib.sha256(json.dumps([prompt.tokens for prompt in prompts]).encode()).hexdigest()
     prior = bench.manifest.exit_head.calibration
     return bench.describe() | chosen | {"depth": depth, "prompts": digest, "prior": prior.to_dict() if prior else None}
-
-
-def _resumed(path: Path, origin: dict[str, Any]) -> Trace:
-    found = load_trace(path)
-    if found.origin != origin:
-        raise EESDError(f"{path} was recorded with other options, engines or prompts; use --overwrite.")
-    return found

@@ -1,32 +1,26 @@
 """Replays as Markdown with plots."""
 
+from pathlib import Path
+
+from eesd.bench.measure.stats import table
 from eesd.bench.replay.replay import OFF, Ratio
-from eesd.bench.replay.simulation import CLAIRVOYANT, HINDSIGHT, OPTIMAL, Comparison, RegretCurve, Row, Simulation
-from eesd.bench.report import plots
-from eesd.bench.report.plots import PlotWriter
+from eesd.bench.replay.simulation import CLAIRVOYANT, HINDSIGHT, Comparison, Simulation
+from eesd.bench.report.plots import regret
 
 DEFAULT_CONTROLLER = "cost-aware-ts"
 
 
-def replay_section(simulation: Simulation, plot_writer: PlotWriter, name: str) -> list[str]:
-    """The section of one simulation.
-
-    Args:
-        simulation: The simulation.
-        plot_writer: Writes the regret curves.
-        name: Prefix of the plots' names.
-
-    Returns:
-        Lines of Markdown.
-    """
+def replay_section(simulation: Simulation, plots: Path | None, name: str) -> list[str]:
+    """The lines of one simulation. Regret curves are drawn into the directory ``plots``; ``name`` begins their names."""
     lines = [f"## Replayed traces: {simulation.origin['model']}, {simulation.origin['dtype']}", "", *_setting(simulation)]
     for found in simulation.replays:
         lines += [f"### Costs: {found.costs.name}", "", _costs(found), "", *_table(found), *_by_task(found)]
-        panel = {"": _curves(found.regret)}
-        lines += plot_writer.embed(
-            f"{name}-regret-{found.name}", "Regret by tokens decoded", plots.regret, panel, "the best fixed length"
-        )
-    return lines + _streams(simulation, plot_writer, name)
+        if plots is not None:
+            plots.mkdir(parents=True, exist_ok=True)
+            file = plots / f"{name}-regret-{found.name}.png"
+            regret([(curve.controller, curve.tokens, curve.regret) for curve in found.regret], file)
+            lines += [f"![Regret by tokens decoded]({plots.name}/{file.name})", ""]
+    return lines
 
 
 def _setting(simulation: Simulation) -> list[str]:
@@ -56,65 +50,27 @@ def _costs(found: Comparison) -> str:
 
 
 def _table(found: Comparison) -> list[str]:
-    lines = [
-        "| controller | speed over plain (95 %) | over best fixed in hindsight (95 %) | share of the clairvoyant's speed "
-        "| tokens per round | own time per round |",
-        "|---|---|---|---|---|---|",
+    columns = [
+        "controller",
+        "speed over plain (95 %)",
+        "over best fixed in hindsight (95 %)",
+        "share of the clairvoyant's speed",
     ]
+    rows = []
     for row in found.rows:
+        label = row.controller if row.spec == row.controller else f"{row.controller}: `{row.spec}`"
+        speed = f"**{row.speedup.value:.2f}x** ({row.speedup.low:.2f} to {row.speedup.high:.2f})"
         own = f"{row.own_microseconds:.0f} us" if row.controller not in (OFF, HINDSIGHT, CLAIRVOYANT) else ""
-        lines.append(
-            f"| {_label(row)} | {_speed(row.speedup)} | {_gain(row.over_best_fixed) if row.controller != HINDSIGHT else ''} "
-            f"| {row.of_ceiling.value:.0%} | {row.tokens_per_round:.2f} | {own} |"
-        )
-    return [*lines, ""]
+        gain = _gain(row.over_best_fixed) if row.controller != HINDSIGHT else ""
+        rows.append([label, speed, gain, f"{row.of_ceiling.value:.0%}", f"{row.tokens_per_round:.2f}", own])
+    return table([*columns, "tokens per round", "own time per round"], rows)
 
 
 def _by_task(found: Comparison) -> list[str]:
     """The default controller against the best fixed length of each task."""
-    lines = [f"| task | best fixed length in hindsight | `{DEFAULT_CONTROLLER}` over it (95 %) |", "|---|---|---|"]
-    for task, ratio in found.row(DEFAULT_CONTROLLER).by_task.items():
-        lines.append(f"| {task} | `{found.best_by_task[task]}` | {_gain(ratio)} |")
-    return [*lines, ""]
-
-
-def _streams(simulation: Simulation, plot_writer: PlotWriter, name: str) -> list[str]:
-    if not simulation.streams:
-        return []
-    options = simulation.options["streams"]
-    lines = [
-        "### Synthetic streams",
-        "",
-        f"Synthetic text with known chances of acceptance (mean about .8). Costs: {simulation.streams[0].costs.name}. The "
-        "table shows the share of the optimal policy's speed; the optimal policy knows the chances. "
-        f"{options['runs']} streams of {options['tokens']} tokens; every controller starts anew on each, and its own time is "
-        "not charged.",
-        "",
-        f"| controller | {' | '.join(found.name for found in simulation.streams)} |",
-        "|---" * (1 + len(simulation.streams)) + "|",
-    ]
-    for rows in zip(*(found.rows for found in simulation.streams), strict=True):
-        if rows[0].controller not in (OFF, OPTIMAL):
-            shares = " | ".join(f"{row.of_ceiling.value:.1%}" for row in rows)
-            lines.append(f"| {rows[0].controller} | {shares} |")
-    panels = {found.name: _curves(found.regret) for found in simulation.streams}
-    return [
-        *lines,
-        "",
-        *plot_writer.embed(f"{name}-regret-streams", "Regret on synthetic streams", plots.regret, panels, "the optimal policy"),
-    ]
-
-
-def _curves(curves: list[RegretCurve]) -> list[tuple[str, list[int], list[float]]]:
-    return [(curve.controller, curve.tokens, curve.regret) for curve in curves]
-
-
-def _label(row: Row) -> str:
-    return row.controller if row.spec == row.controller else f"{row.controller}: `{row.spec}`"
-
-
-def _speed(ratio: Ratio) -> str:
-    return f"**{ratio.value:.2f}x** ({ratio.low:.2f} to {ratio.high:.2f})"
+    by_task = next(row for row in found.rows if row.controller == DEFAULT_CONTROLLER).by_task
+    rows = [[task, f"`{found.best_by_task[task]}`", _gain(ratio)] for task, ratio in by_task.items()]
+    return table(["task", "best fixed length in hindsight", f"`{DEFAULT_CONTROLLER}` over it (95 %)"], rows)
 
 
 def _gain(ratio: Ratio) -> str:

@@ -1,36 +1,12 @@
-"""Statistics of a benchmark's runs: paired bootstrap intervals, and the speed-up that call costs predict."""
+"""What runs say about each configuration, paired with plain decoding, and the speed-up that call costs predict."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
 
 from eesd.bench.measure.results import Configuration, Result, Run, acceptance_by_depth
+from eesd.bench.measure.stats import Interval, bootstrap
 from eesd.bench.replay.costs import CallCosts, mean_call_costs
-
-RESAMPLES = 10_000
-LEVEL = 0.95
-
-
-class Interval(NamedTuple):
-    """A median and its bootstrap interval."""
-
-    median: float
-    low: float
-    high: float
-
-
-def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
-    """The median of one value per prompt, with its 95 % percentile bootstrap interval (Efron 1979) over prompts.
-
-    The interval is paired if each value compares two runs of one prompt.
-    """
-    data = np.asarray(values, dtype=np.float64)
-    rows = np.random.Generator(np.random.PCG64(seed)).integers(len(data), size=(RESAMPLES, len(data)))
-    low, high = np.quantile(np.median(data[rows], axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(np.median(data)), float(low), float(high))
 
 
 def predicted_seconds(run: Run, costs: CallCosts) -> float:
@@ -43,21 +19,16 @@ class Summary:
     """One configuration over all prompts, compared with plain decoding of the same prompts.
 
     Attributes:
-        configuration: The configuration.
         speedup: Median over prompts of plain over drafting decode seconds.
         speedup_total: Plain over drafting decode seconds, each summed over all prompts.
         against_fixed: Median over prompts of the best fixed length's decode seconds over those of this configuration, with the
             same sampling and width. None if there is no fixed length, or if this configuration is it.
         by_task: Median speed-up of each task.
         predicted: What ``speedup_total`` should be by :func:`predicted_seconds`; None if call costs were not measured.
-        plain_tokens_per_second: Median over prompts, plain decoding.
-        tokens_per_second: Median over prompts.
+        plain_tokens_per_second, tokens_per_second: Medians over prompts.
         acceptance: [accepted, judged] draft tokens at depth 1, 2, ...
-        tokens_per_round: Tokens committed per round.
-        steps_per_round: Draft steps per round.
         host_share: Share of the decode time outside both engines.
-        equal: Prompts whose tokens equal those of plain decoding.
-        prompts: Number of prompts.
+        equal: Of all prompts those whose tokens equal those of plain decoding.
         worst_gap: Largest logit gap where tokens differ; None if none differ.
     """
 
@@ -83,18 +54,13 @@ class Summary:
         return sum(a for a, _ in self.acceptance) / max(sum(j for _, j in self.acceptance), 1)
 
 
-def summarize(result: Result, references: Mapping[tuple[str, str, int], str]) -> list[Summary]:
-    """Summarize each drafting configuration.
-
-    Args:
-        result: The result.
-        references: The fixed length to compare with, by (engine, sampling, width), as :func:`best_fixed_lengths` returns.
-    """
+def summarize(result: Result) -> list[Summary]:
+    """Summarize each drafting configuration."""
     runs: dict[Configuration, dict[str, Run]] = {}
     for run in result.runs:
         runs.setdefault(result.configurations[run.configuration], {})[run.prompt] = run
     costs, tasks = mean_call_costs(result.sweeps), {prompt["id"]: prompt["task"] for prompt in result.prompts}
-    found = []
+    references, found = best_fixed_lengths(result), []
     for configuration, own in runs.items():
         if configuration.controller is None:
             continue
@@ -123,12 +89,11 @@ def _summary(
     predicted = None
     if costs is not None:
         predicted = sum(predicted_seconds(run, costs) for run in plains) / sum(predicted_seconds(run, costs) for run in runs)
-    rounds = sum(run.round_count for run in runs)
-    gaps = [abs(run.logit_gap) for run in runs if run.logit_gap is not None]
+    rounds, seconds = sum(run.round_count for run in runs), sum(run.decode_seconds for run in runs)
     return Summary(
         configuration=configuration,
         speedup=bootstrap(list(ratios.values())),
-        speedup_total=sum(run.decode_seconds for run in plains) / sum(run.decode_seconds for run in runs),
+        speedup_total=sum(run.decode_seconds for run in plains) / seconds,
         against_fixed=bootstrap([reference[p].decode_seconds / own[p].decode_seconds for p in own]) if reference else None,
         by_task={task: statistics.median(values) for task, values in by_task.items()},
         predicted=predicted,
@@ -137,17 +102,15 @@ def _summary(
         acceptance=acceptance_by_depth((run.accepted, run.offered) for run in runs),
         tokens_per_round=sum(run.new_tokens for run in runs) / rounds,
         steps_per_round=sum(run.draft_steps for run in runs) / rounds,
-        host_share=sum(run.host_seconds for run in runs) / sum(run.decode_seconds for run in runs),
+        host_share=sum(run.host_seconds for run in runs) / seconds,
         equal=sum(run.equal is True for run in runs),
         prompts=len(runs),
-        worst_gap=max(gaps, default=None),
+        worst_gap=max((abs(run.logit_gap) for run in runs if run.logit_gap is not None), default=None),
     )
 
 
 def best_fixed_lengths(result: Result) -> dict[tuple[str, str, int], str]:
-    """The best fixed length by (engine, sampling, width): as tuned, or in an ablation the best in hindsight."""
-    if result.kind == "run":
-        return {(t.engine, t.sampling, t.width): t.chosen for t in result.tunings if t.controller == "fixed"}
+    """The best fixed length by (engine, sampling, width): as tuned, else the best in hindsight."""
     seconds: dict[Configuration, float] = {}
     for run in result.runs:
         configuration = result.configurations[run.configuration]
@@ -156,4 +119,4 @@ def best_fixed_lengths(result: Result) -> dict[tuple[str, str, int], str]:
     for c in sorted(seconds, key=seconds.__getitem__, reverse=True):
         if c.controller and c.controller.startswith("fixed:") and not c.budget:
             best[c.engine, c.sampling, c.width] = c.controller
-    return best
+    return best | {(t.engine, t.sampling, t.width): t.chosen for t in result.tunings if t.controller == "fixed"}

@@ -1,0 +1,53 @@
+"""Medians and ratios with bootstrap intervals (Efron 1979), and how tables show them."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 10_000
+LEVEL = 0.95
+
+
+class Interval(NamedTuple):
+    """A median, or a ratio, and its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def shown(self, style: str = ".2f", scale: float = 1, unit: str = "", bold: bool = True) -> str:
+        """A cell of a table, with numbers in this style."""
+        median, low, high = (f"{value * scale:{style}}" for value in self)
+        return f"{'**' * bold}{median}{unit}{'**' * bold} ({low} to {high})"
+
+
+def resampled(count: int, draws: int = RESAMPLES, seed: int = 0) -> NDArray[np.int64]:
+    """Indices of bootstrap samples [draws, count]."""
+    return np.random.Generator(np.random.PCG64(seed)).integers(count, size=(draws, count))
+
+
+def bounds(samples: NDArray[np.float64]) -> tuple[float, float]:
+    """The percentile interval of a statistic's bootstrap samples."""
+    low, high = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
+    """The median of one value per prompt, and its interval over prompts: paired if a value compares two runs of a prompt."""
+    data = np.asarray(values, dtype=np.float64)
+    return Interval(float(np.median(data)), *bounds(np.median(data[resampled(len(data), seed=seed)], axis=1)))
+
+
+def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """The ratio of two sums over the same prompts, with its paired interval over prompts."""
+    over, under = np.asarray(above), np.asarray(below)
+    chosen = resampled(len(over))
+    return Interval(float(over.sum() / under.sum()), *bounds(over[chosen].sum(1) / under[chosen].sum(1)))
+
+
+def table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a Markdown table, and an empty line behind it."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (columns, *rows)]
+    return [lines[0], "|---" * len(columns) + "|", *lines[1:], ""]

@@ -1,0 +1,171 @@
+"""Many requests at once: throughput and latency of batches by concurrency, EESD beside other runtimes that batch.
+
+Each contestant is a process of its own and waits while another runs. For each concurrency, so many clients ask for one text
+after another; all contestants in turn, then again.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eesd.bench.measure.results import describe_machine, shown_machine
+from eesd.bench.measure.stats import table
+from eesd.bench.measure.tasks import load_tasks
+from eesd.bench.tools.peers.contestants import EESD, PEERS, WORKERS, Contestant, python_of
+from eesd.bench.tools.peers.process import PeerError, Process, loaded
+from eesd.runtime.llm import load
+
+KIND = "batches"
+MODES = ("automatic", "always", "never")
+"""When EESD's batch drafts."""
+ROWS = 16
+"""Requests that a contestant runs at the same time at most."""
+Samples = dict[str, dict[int, list[dict[str, Any]]]]
+"""By contestant and number of clients, the answers of all repetitions."""
+
+
+def entries(contestants: Sequence[Contestant]) -> dict[str, tuple[Contestant, str]]:
+    """By name, who takes part and how: EESD in three modes, and the others."""
+    found = {}
+    for one in contestants:
+        if one.is_plain:
+            for mode in MODES if one.peer == EESD else ("plain",):
+                found[f"{one.peer}, {mode}" if one.peer == EESD else one.peer] = (one, mode)
+    return found
+
+
+def measure(
+    contestants: Sequence[Contestant],
+    prompts: list[list[int]],
+    concurrency: Sequence[int],
+    options: dict[str, Any],
+    python: str,
+    seconds: float,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure all contestants; a contestant that cannot be loaded is left out. Returns what the JSON file holds.
+
+    Options are ``max_new_tokens`` of each text, ``rounds`` (repetitions), and for the workers ``threads``, ``rows``, ``slots``
+    of a text, and the ``levels`` that EESD drafts where it always drafts. ``python`` is the interpreter that has the peers,
+    ``seconds`` the longest time of one measurement.
+    """
+    count = options["max_new_tokens"]
+    samples, skipped, packages = Samples(), dict[str, str](), dict[str, str]()
+    with ExitStack() as stack:
+        running: dict[str, Process] = {}
+        for name, (one, mode) in entries(contestants).items():
+            worker, given = WORKERS / PEERS[one.peer].batch_worker, {**options, "mode": mode, "variant": one.variant}
+            try:
+                process, answer = loaded(stack, python_of(one.peer, python), worker, one.path, given, seconds)
+                # Memory that a process touches first costs time: each has touched what it needs before anything is measured.
+                process.ask("serve", prompts=prompts, count=min(8, count), concurrency=max(concurrency))
+            except PeerError as error:
+                skipped[name] = str(error)
+                report(f"{name}: {error}")
+                continue
+            running[name], packages[one.peer] = process, answer["package"]
+            samples[name] = {clients: [] for clients in concurrency}
+        for _ in range(options["rounds"]):
+            for clients in concurrency:
+                for name, process in running.items():
+                    found = process.ask("serve", prompts=prompts, count=count, concurrency=clients)
+                    samples[name][clients].append(found)
+                    report(f"{name}, {clients} at a time: {_rate(found):.1f} tokens/s")
+    return {
+        "kind": KIND,
+        "machine": describe_machine(),
+        "packages": packages,
+        "options": options,
+        "group": contestants[0].group,
+        "prompt_tokens": sum(map(len, prompts)),
+        "results": {name: {str(clients): _summary(found) for clients, found in by.items()} for name, by in samples.items()},
+        "tokens_equal": _agreement(samples),
+        "skipped": skipped,
+    }
+
+
+def is_batches(raw: Any) -> bool:
+    """Whether a JSON value is what :func:`measure` gave."""
+    return isinstance(raw, dict) and raw.get("kind") == KIND
+
+
+def choose_prompts(engine_dir: Path, tasks: Sequence[str], count: int, most: int) -> list[list[int]]:
+    """Token ids of prompts, spread evenly over the tasks; as chats where the model has a template."""
+    llm = load(engine_dir, "ort", speculation=None)
+    texts = [task.text for task in load_tasks(tasks)]
+    chosen = [texts[i * len(texts) // count] for i in range(min(count, len(texts)))]
+    chat = llm.codec.chat_template is not None
+    return [llm.encode([{"role": "user", "content": text}] if chat else text)[:most] for text in chosen]
+
+
+def _rate(found: dict[str, Any]) -> float:
+    """Tokens per second of all texts together."""
+    return float(sum(len(request["times"]) for request in found["requests"]) / found["seconds"])
+
+
+def _summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the repetitions of the rate; percentiles of latencies over all requests."""
+    times = [request["times"] for one in found for request in one["requests"]]
+    between = [(one[-1] - one[0]) / (len(one) - 1) for one in times]
+    return {
+        "tokens_per_second": statistics.median(map(_rate, found)),
+        "each": [round(_rate(one), 2) for one in found],
+        "first_token_seconds": _percentiles([one[0] for one in times]),
+        "token_seconds": _percentiles(between),
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{share}": float(np.percentile(values, share)) for share in (50, 99)}
+
+
+def _agreement(samples: Samples) -> dict[str, float]:
+    """By contestant, the share of texts that equal those of EESD's plain decoding with one client."""
+    never = samples.get(f"{EESD}, {MODES[2]}")
+    if never is None:
+        return {}
+    wanted = [request["tokens"] for request in next(iter(never.values()))[0]["requests"]]
+    shares = {}
+    for name, by in samples.items():
+        texts = [
+            (request["tokens"], expected)
+            for found in by.values()
+            for one in found
+            for request, expected in zip(one["requests"], wanted, strict=True)
+            if request["tokens"] is not None
+        ]
+        if texts:
+            shares[name] = sum(tokens == expected for tokens, expected in texts) / len(texts)
+    return shares
+
+
+def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
+    """Lines: tokens a second, and times to the first token and between tokens, by contestant and number of clients."""
+    by, options = results["results"], results["options"]
+    counts = list(next(iter(by.values())))
+    rows = []
+    for name, found in by.items():
+        equal = results["tokens_equal"].get(name)
+        rows.append([name, *(_cell(found[count]) for count in counts), "" if equal is None else f"{equal:.0%}"])
+    return [
+        f"{level} Batches: {results['group']}",
+        "",
+        f"{shown_machine(results['machine'])}. {', '.join(results['packages'].values())}. {options['threads']} threads.",
+        "",
+        f"Greedy, {options['prompts']} texts of {options['max_new_tokens']} tokens, behind {results['prompt_tokens']} tokens "
+        f"of prompts. Tokens a second of all clients together, median of {options['rounds']} (median time to the first "
+        "token, and between tokens). Same texts: texts that equal EESD's plain decoding of one text at a time.",
+        "",
+        *table(["", *(f"{count} at a time" for count in counts), "same texts"], rows),
+        *(f"* {name}: {reason}" for name, reason in results["skipped"].items()),
+        "",
+    ]
+
+
+def _cell(one: dict[str, Any]) -> str:
+    first, between = one["first_token_seconds"]["p50"], one["token_seconds"]["p50"]
+    return f"{one['tokens_per_second']:.0f} ({first:.2f} s, {between * 1e3:.0f} ms)"

@@ -1,0 +1,69 @@
+"""OpenVINO GenAI, with what it makes of GGUF files; plain, or with prompt lookup.
+
+Models of floats compute in float32. The others get no hints, so OpenVINO chooses the precision of activations and KV cache.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "openvino-genai"
+FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+FLOATS = ("F32", "F16", "BF16")
+LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
+"""Of the example in its documentation."""
+
+
+def convert(model: str, output: str, _: str) -> None:
+    """Let OpenVINO GenAI read a GGUF file, and save its model, which lies beside the file, so that later loads need not."""
+    import openvino_genai as genai
+
+    link = Path(output) / "model.gguf"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(model)
+    genai.LLMPipeline(str(link), "CPU", enable_save_ov_model=True)
+    link.unlink()
+    if not (Path(output) / "openvino_model.xml").exists():
+        raise RuntimeError("OpenVINO GenAI wrote no openvino_model.xml")
+
+
+def load(path: str, options: dict[str, Any]) -> "Contestant":
+    import openvino_genai as genai
+
+    properties = {"INFERENCE_NUM_THREADS": options["threads"], **(FLOAT32 if options["variant"] in FLOATS else {})}
+    lookup = {"prompt_lookup": True} if options["mode"] == "lookup" else {}
+    return Contestant(genai.LLMPipeline(path, "CPU", **properties, **lookup), bool(lookup))
+
+
+class Contestant:
+    def __init__(self, pipeline: Any, lookup: bool) -> None:
+        self.pipeline = pipeline
+        self.lookup = lookup
+
+    def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+        import numpy as np
+        import openvino as ov
+        import openvino_genai as genai
+
+        seconds: list[float] = []
+
+        class Stamps(genai.StreamerBase):  # type: ignore[misc]
+            """Notes when tokens come."""
+
+            def write(self, tokens: Any) -> Any:
+                new = len(tokens) if isinstance(tokens, list) else 1
+                seconds.extend([time.perf_counter() - started] * new)
+                return genai.StreamingStatus.RUNNING
+
+            def end(self) -> None:
+                """Nothing is held back."""
+
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = count, True, False
+        if self.lookup:
+            config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
+        started = time.perf_counter()
+        ids = np.array([prompt], dtype=np.int64)
+        inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
+        out = self.pipeline.generate(inputs, config, Stamps())
+        return list(out.tokens[0])[:count], seconds[:count]

@@ -1,0 +1,80 @@
+"""Serve one contestant over a pipe: ``python serve.py FILE`` reads one JSON request a line and answers each with one line.
+
+An answer is an object; one with ``error`` has failed. What libraries print to stdout goes to stderr instead.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class Server:
+    """Answers requests with the peer of one file."""
+
+    def __init__(self, peer: ModuleType) -> None:
+        self.peer = peer
+        self.contestant: Any = None
+
+    def convert(self, model: str, output: str, variant: str) -> dict[str, Any]:
+        self.peer.convert(model, output, variant)
+        return {}
+
+    def load(self, path: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Load the contestant. Seconds include the import of its libraries; ``package`` is the peer's, with its version."""
+        started = time.perf_counter()
+        self.contestant = self.peer.load(path, options)
+        seconds, package = time.perf_counter() - started, self.peer.PACKAGE
+        return {"seconds": seconds, "package": f"{package} {version(package)}"}
+
+    def generate(self, prompt: list[int], count: int) -> dict[str, Any]:
+        tokens, seconds = self.contestant.generate(prompt, count)
+        if len(tokens) != count or len(seconds) != count:
+            raise RuntimeError(f"gave {len(tokens)} tokens with {len(seconds)} times instead of {count}")
+        return {"tokens": [int(token) for token in tokens], "seconds": seconds}
+
+    def prefill(self, tokens: list[int], start: int) -> dict[str, Any]:
+        """Fill the cache from position ``start`` on."""
+        return {"seconds": self.contestant.prefill(tokens, start), "slot_bytes": self.contestant.slot_bytes()}
+
+    def passes(self, rows: int, behind: int, count: int) -> dict[str, Any]:
+        """Time ``count`` passes over ``rows`` tokens behind a filled cache; one more comes before, to warm up."""
+        return {"seconds": self.contestant.passes(rows, behind, count + 1)[1:]}
+
+    def serve(self, prompts: list[list[int]], count: int, concurrency: int) -> dict[str, Any]:
+        """Generate for several prompts, so many at a time. Of each: its tokens, and the seconds until they came."""
+        started = time.perf_counter()
+        found = self.contestant.serve(prompts, count, concurrency)
+        return {"seconds": time.perf_counter() - started, "requests": found}
+
+
+def read_peer(path: str) -> ModuleType:
+    """The module in this file."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    server = Server(read_peer(sys.argv[1]))
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = getattr(server, request.pop("op"))(**request)
+        except Exception as error:  # a library may raise anything; the runner shows it in one line
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Time engine calls at the shapes of real models with random weights, and compare them with the memory bandwidth.
+
+    python -m eesd.bench.tools.shapes --shape 7b --backend torch --work DIR --json 7b.json
+    python -m eesd.bench.tools.shapes --engine-dir plans/ --backend tensorrt --gpu h100
+    python -m eesd.bench.tools.shapes --engine-dir plans/ --backend ort --nodes "1 2 4 6 8" --behind "64 512 2048"
+
+With a shape, it writes a random checkpoint, exports it (once for a --work directory) and builds plans if the backend is
+tensorrt. It times draft steps, verify passes, and the time to the first token; with --gpu, predictions are beside them.
+"""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from eesd.bench.measure.results import describe_machine, write_json
+from eesd.bench.measure.stats import Interval, bootstrap, table
+from eesd.common import cli
+from eesd.common.errors import EESDError
+from eesd.common.files import scratch_directory
+from eesd.common.machine import torch_sees_gpu
+from eesd.common.manifest import MANIFEST_FILE, Manifest
+from eesd.common.manifest_reader import load_manifest
+from eesd.common.weights import DTYPES
+from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
+from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, Engines, default_threads, open_engines
+from eesd.runtime.engines.base import Call, Engine
+from eesd.runtime.engines.kv_cache import HostKVCache
+from eesd.runtime.llm import LLM
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SHAPES = {
+    "tiny": (256, 64, 96, 4, 4, 2),
+    "1b": (128256, 2048, 8192, 16, 32, 8),
+    "7b": (32000, 4096, 11008, 32, 32, 32),
+    "13b": (32000, 5120, 13824, 40, 40, 40),
+}
+"""``SIZES`` of Llamas."""
+EXIT_SHARE = 8
+"""The exit is behind this fraction of the layers."""
+PROMPT, SLOTS, TREE_NODES = 512, 1024, 64
+MEMORY_BYTES = 1 << 29
+"""What is copied or read to measure the bandwidth, larger than any cache."""
+
+
+def write_checkpoint(directory: Path, shape: str) -> None:
+    """Write a float16 Llama with random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(zip(SIZES, SHAPES[shape], strict=True))
+    config = LlamaConfig(**sizes, max_position_embeddings=4096, tie_word_embeddings=shape == "1b", dtype="float16")
+    LlamaForCausalLM._from_config(config, dtype=torch.float16).save_pretrained(directory)
+
+
+def prepare(work: Path, shape: str, dtype: str, build: bool) -> Path:
+    """Make the engine directory in ``work``, unless it exists, and TensorRT plans if ``build``.
+
+    The checkpoint is deleted before plans are built, to save disk space.
+    """
+    output = work / f"{shape}-{dtype}"
+    if not (output / MANIFEST_FILE).exists():
+        model = work / f"{shape}-checkpoint"
+        shutil.rmtree(model, ignore_errors=True)
+        try:
+            write_checkpoint(model, shape)
+            layer = max(SHAPES[shape][3] // EXIT_SHARE, 1)
+            sizes = ("--max-seq-len", SLOTS, "--max-tree-nodes", TREE_NODES, "--exit-layer", layer)
+            _run("eesd.export.cli", "--model", model, "--dtype", dtype, "--no-check", *sizes, "--output", output)
+        finally:
+            shutil.rmtree(model, ignore_errors=True)
+    if build:
+        _run("eesd.export.build", output)
+    return output
+
+
+def _run(module: str, *arguments: object) -> None:
+    """Run a command of EESD in a separate process. Raises :class:`EESDError` with its message if it fails."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise EESDError((done.stderr.strip().splitlines() or ["it failed without a message"])[-1].removeprefix("error: "))
+
+
+def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Interval]:
+    """Median seconds of synchronous calls, after two warm-up calls each. In turn, so that other load affects all alike."""
+    seconds: dict[Any, list[float]] = {key: [] for key in calls}
+    for repeat in range(repeats + 2):
+        for key, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if repeat >= 2:
+                seconds[key].append(time.perf_counter() - started)
+    return {key: bootstrap(found) for key, found in seconds.items()}
+
+
+def bandwidth(on_gpu: bool, threads: int, repeats: int) -> float:
+    """Bytes per second of the engines' memory: read plus written by a large copy on a GPU, read by ``threads`` on a CPU."""
+    if not on_gpu:
+        numbers = np.ones((threads, MEMORY_BYTES // 8 // threads), np.int64)
+        with ThreadPoolExecutor(threads) as pool:
+            return numbers.nbytes / timed({"": lambda: list(pool.map(np.sum, numbers))}, repeats)[""].median
+    import torch
+
+    source = torch.ones(MEMORY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize()
+
+    return 2 * MEMORY_BYTES / timed({"": copy}, repeats)[""].median
+
+
+def time_passes(
+    manifest: Manifest, engines: Engines, repeats: int, per_second: float, hardware: Hardware | None, counts: Sequence[int],
+    behind: Sequence[int],
+) -> dict[str, Any]:  # fmt: skip
+    """Time draft steps and verify passes by node count, behind contexts of several lengths.
+
+    Returns seconds of each kind of call with their interval, as ``of_floor`` the share that reading the weights and the cache
+    must take at ``per_second`` bytes, and as ``predicted`` the predicted seconds.
+    """
+    assert engines.draft is not None
+    [kv_cache] = engines.verify.new_kv_caches()
+    counts = [count for count in counts if count <= manifest.max_tree_nodes + 1]
+    kv_cache.reserve(max(behind) + max(counts))
+    given: dict[tuple[int, int], tuple[Engine, Call]] = {}
+    for context in behind:
+        for count in counts:
+            tokens, positions = [7] * count, range(context, context + count)
+            given[context, count] = engines.verify, Call(kv_cache, tokens, positions, context)
+        given[context, 0] = engines.draft, Call(kv_cache, [7], [context], context)
+    calls: dict[tuple[int, int], Callable[[], object]] = {
+        key: partial(engine.forward, [call]) for key, (engine, call) in given.items()
+    }
+
+    def row(context: int, count: int, seconds: Interval) -> dict[str, Any]:
+        engine, call = given[context, count]
+        graphs = manifest.verify if count else (manifest.draft,)
+        floor = sum(bytes_of_pass(manifest, graph, context) for graph in graphs) / per_second
+        computed = as_run_on_cpu(manifest) if isinstance(kv_cache, HostKVCache) else manifest
+        slots = int(engine.work([call]).slots)
+        predicted = call_seconds(computed, graphs, hardware, slots, max(count, 1)) if hardware else None
+        return {"behind": context, "nodes": count, **of(seconds), "of_floor": floor / seconds.median, "predicted": predicted}
+
+    found = [row(context, count, seconds) for (context, count), seconds in timed(calls, repeats).items()]
+    return {"verify": [row for row in found if row["nodes"]], "draft": [row for row in found if not row["nodes"]]}
+
+
+def of(seconds: Interval) -> dict[str, float]:
+    """An interval as JSON values."""
+    return dict(zip(("seconds", "low", "high"), seconds, strict=True))
+
+
+def time_first_tokens(directory: Path, manifest: Manifest, engines: Engines, lengths: Sequence[int], repeats: int) -> list[Any]:
+    """Seconds to the first token of prompts of these lengths, with plain decoding."""
+    llm = LLM(directory, manifest, engines, None)
+
+    def first(length: int) -> None:
+        with llm.session([7] * length, max_new_tokens=1, ignore_eos=True) as session:
+            session.step()
+
+    found = timed({length: partial(first, length) for length in lengths}, max(repeats // 10, 3))
+    return [{"tokens": length, "chunk": engines.verify.prefill_chunk, **of(seconds)} for length, seconds in found.items()]
+
+
+def measure(
+    directory: Path, backend: str, threads: int | None, repeats: int, hardware: Hardware | None, counts: Sequence[int],
+    behind: Sequence[int], kv_cache_dtype: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure one engine directory, ``repeats`` calls of each kind. On a GPU also without CUDA graphs, if engines can.
+
+    ``hardware`` is what predictions are for; ``counts`` are nodes of verify passes; ``behind`` are tokens before a pass, and of
+    the prompts of which the first token is timed.
+    """
+    manifest, on_gpu = load_manifest(directory), torch_sees_gpu()
+    behind = [context for context in behind if context + max(counts) <= manifest.max_seq_len]
+    if not behind:
+        raise EESDError(f"{directory} has a KV cache of {manifest.max_seq_len} slots; give --behind fewer tokens.")
+    threads = threads or default_threads()
+    per_second = bandwidth(on_gpu, threads, max(repeats // 3, 3))
+    engines = open_engines(directory, manifest, backend, threads, True, kv_cache_dtype=kv_cache_dtype)
+    result: dict[str, Any] = {"bandwidth": per_second, "machine": describe_machine(), "threads": threads}
+
+    def measure_calls(suffix: str) -> None:
+        result[f"passes{suffix}"] = time_passes(manifest, engines, repeats, per_second, hardware, counts, behind)
+        result[f"first{suffix}"] = time_first_tokens(directory, manifest, engines, behind, repeats)
+
+    measure_calls("")
+    if on_gpu and hasattr(engines.verify, "cuda_graphs"):
+        for engine in engines:
+            engine.cuda_graphs = False  # type: ignore[union-attr]
+        measure_calls("_without_graphs")
+    return result
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result of :func:`measure` as Markdown tables."""
+    machine = result["machine"]
+    lines = [
+        f"Bandwidth: {result['bandwidth'] / 1e9:.1f} GB/s. {machine['CPU']}; GPU: {machine['GPU']}; "
+        f"{result['threads']} threads. Medians, with their 95 % bootstrap interval.",
+        "",
+    ]
+    for suffix, title in (("", ""), ("_without_graphs", " (without CUDA graphs)")):
+        if f"passes{suffix}" not in result:
+            continue
+        passes, rows = result[f"passes{suffix}"], list[list[str]]()
+        for row in passes["draft"] + passes["verify"]:
+            name = f"verify {row['nodes']}" if row["nodes"] else "draft step"
+            predicted = "" if row["predicted"] is None else f"{row['predicted'] * 1e3:.3f}"
+            rows.append([f"{name} behind {row['behind']}", milliseconds(row, 3), f"{row['of_floor']:.0%}", predicted])
+        rows += [[f"first token of {row['tokens']}", milliseconds(row, 1), "", ""] for row in result[f"first{suffix}"]]
+        lines += table([f"pass{title}", "ms", "share of bandwidth", "predicted ms"], rows)
+    return "\n".join(lines)
+
+
+def milliseconds(row: dict[str, Any], digits: int) -> str:
+    """Median and interval of a row."""
+    return Interval(row["seconds"], row["low"], row["high"]).shown(f".{digits}f", 1e3, bold=False)
+
+
+def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """Positive integers of an option, separated by spaces."""
+    words = value.split()
+    if not words or not all(word.isdecimal() and 0 < int(word) < 10**6 for word in words):
+        raise EESDError(f"--{parameter.name} {value!r} must be positive integers, such as '1 2 4'.")
+    return tuple(map(int, words))
+
+
+@cli.command()
+@click.option("--shape", type=click.Choice(list(SHAPES)), help="Shape of a model with random weights.")
+@click.option("--engine-dir", type=cli.PATH, help="An engine directory, instead of a shape.")
+@click.option("--gpu", type=click.Choice((*GPUS, CPU)), help="Also show predictions for this GPU, or for this CPU.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="torch")
+@click.option("--dtype", type=click.Choice(DTYPES), default="float16")
+@click.option("--work", type=cli.PATH, help="Keep the engine directory here, for another backend.  [default: delete it]")
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]")
+@click.option("--repeats", type=click.IntRange(3, 10**6), default=30, help="Calls of each kind.")
+@click.option("--nodes", default="1 2 4 8 16 32 64", callback=numbers, help="Nodes of verify passes.")
+@click.option("--behind", default=str(PROMPT), callback=numbers, help="Tokens before a pass, and of prompts.")
+@click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
+@click.option("--json", "json_file", type=cli.PATH, help="Also write the figures to this file.")
+def main(
+    shape: str | None, engine_dir: Path | None, gpu: str | None, backend: str, dtype: str, work: Path | None,
+    threads: int | None, repeats: int, nodes: tuple[int, ...], behind: tuple[int, ...], kv_cache_dtype: str | None,
+    json_file: Path | None,
+) -> None:  # fmt: skip
+    """Time engine calls of a model of this shape with random weights, or of an engine directory."""
+    if (shape is None) == (engine_dir is None):
+        raise EESDError("Give either --shape or --engine-dir.")
+    hardware = measured_cpu() if gpu == CPU else GPUS[gpu] if gpu else None
+    with scratch_directory("eesd-shapes") as temporary:
+        directory = engine_dir or prepare(work or temporary, shape or "", dtype, build=backend == "tensorrt")
+        result = {"shape": shape, "backend": backend, "dtype": dtype}
+        result |= measure(directory, backend, threads, repeats, hardware, nodes, behind, kv_cache_dtype)
+    click.echo(markdown(result))
+    if json_file is not None:
+        write_json(json_file, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What Spec-Bench's questions took, the file that holds it, and the table: speed-up and mean accepted tokens by category."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from eesd.bench.measure.results import Saved, describe_machine, shown_machine
+from eesd.bench.measure.stats import Interval, bootstrap_ratio, table
+from eesd.bench.replay.costs import COST_MODELS, CostModel
+
+PLAIN = "plain"
+REPRICED = ("8b", "70b")
+"""Cost models at which the measured rounds are priced again."""
+PUBLISHED = (
+    ("SAMD[EAGLE-2]", "Vicuna-7B, RTX 3090", "2.38x", "4.61"),
+    ("EAGLE-2", "Vicuna-7B, RTX 3090", "2.19x", "4.35"),
+    ("EAGLE", "Vicuna-7B, RTX 3090", "2.03x", "3.57"),
+    ("SpS", "Vicuna-7B, RTX 3090", "1.79x", ""),
+    ("PLD", "Vicuna-7B, RTX 3090", "1.64x", "1.73"),
+    ("Medusa", "Vicuna-7B, RTX 3090", "1.44x", ""),
+    ("Lookahead", "Vicuna-7B, RTX 3090", "1.13x", ""),
+    ("EAGLE-3", "Vicuna-13B, A100", "3.02x", "5.71"),
+)
+"""Of Spec-Bench's leaderboard: system, model and device, speed-up, mean accepted tokens."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All turns of one question, answered in one configuration.
+
+    Attributes:
+        engine: Name of the engine directory.
+        sampling: ``greedy`` or ``coupled``.
+        method: What drafts and how; ``plain`` without drafting.
+        question: Number of the question.
+        tokens: Tokens generated.
+        rounds: Rounds by shape: [draft steps, drafted nodes, number of rounds].
+        prefill_seconds, decode_seconds: Time of prompts and of generated tokens.
+        text_tokens: Accepted tokens that the text proposed, and not the exit head.
+        equal: Whether all tokens are those of plain decoding.
+    """
+
+    engine: str
+    sampling: str
+    method: str
+    question: int
+    tokens: int
+    rounds: list[list[int]]
+    prefill_seconds: float
+    decode_seconds: float
+    text_tokens: int
+    equal: bool
+
+
+@dataclass
+class Result(Saved):
+    """Everything that one run measured.
+
+    Attributes:
+        options: What was measured.
+        engines: Description of each engine directory by name.
+        categories: Category of each question by its number.
+        skipped: How many questions leave no room for an answer.
+        machine: Where it was measured.
+        answers: Those of one question, engine and sampling are saved together.
+        complete: Whether every question was answered.
+        kind, schema: Of the file.
+    """
+
+    options: dict[str, Any]
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    categories: dict[str, str] = field(default_factory=dict)
+    skipped: int = 0
+    machine: dict[str, str] = field(default_factory=describe_machine)
+    answers: list[Answer] = field(default_factory=list)
+    complete: bool = False
+    kind: str = "questions"
+    schema: int = 1
+
+    WHAT: ClassVar = "a result of spec_bench; measure again"
+    ROWS: ClassVar = {"answers": Answer}
+
+    def has(self, engine: str, sampling: str, question: int) -> bool:
+        """Whether a question is answered already."""
+        return any((a.engine, a.sampling, a.question) == (engine, sampling, question) for a in self.answers)
+
+
+Pairs = Sequence[tuple[Answer, Answer]]
+"""Each plain answer with the drafted one to the same question."""
+
+
+def speedup(pairs: Pairs, seconds: Callable[[Answer], float]) -> Interval:
+    """Plain over drafting seconds, each summed over questions."""
+    return bootstrap_ratio([seconds(plain) for plain, _ in pairs], [seconds(own) for _, own in pairs])
+
+
+def repriced(pairs: Pairs, costs: CostModel) -> float:
+    """The speed-up that the same rounds would have at other costs, the host's time left out."""
+    own = sum(costs.calls.round_cost(steps, nodes) * count for _, answer in pairs for steps, nodes, count in answer.rounds)
+    return sum(plain.tokens for plain, _ in pairs) / own
+
+
+def markdown(result: Result, heading: str = "#", published: bool = True) -> list[str]:
+    """The tables of a result, under a heading of this level, and those of the published systems."""
+    engine = next(iter(result.engines.values()))
+    answered = len({answer.question for answer in result.answers})
+    lines = [
+        f"{heading} Spec-Bench: {engine['model']}, {answered} questions, {', '.join(result.engines)}",
+        "",
+        f"{engine['architecture']} of {engine['num_layers']} layers, exit after layer {engine['exit_layer']}. "
+        f"{shown_machine(result.machine)}; {result.machine['libraries']}.",
+        "",
+        f"{answered} of Spec-Bench's questions with all their turns, answers of at most "
+        f"{result.options['max_new_tokens']} tokens through the chat template; "
+        f"{result.skipped} more leave no room for an answer. Each turn is answered plainly and with every method, in an order "
+        "that rotates. The speed-up is plain over drafting decode time, each summed over the questions, with its 95 % "
+        "bootstrap interval over questions; accepted tokens are those of a round, the bonus token included. With prefill: the "
+        "same with the time of the prompt, as Spec-Bench counts. At 8B and 70B costs: the same rounds priced for a GPU "
+        "(computed, verify costs the same for all sizes, without the host); the controllers decided at the costs of this CPU.",
+        "",
+    ]
+    if not result.complete:
+        lines += ["**Incomplete.**", ""]
+    for name, sampling in dict.fromkeys((answer.engine, answer.sampling) for answer in result.answers):
+        lines += [f"{heading}# {name}, {sampling}", "", *_table(result, name, sampling)]
+    if published:
+        columns = ["system", "model, device", "speed-up", "mean accepted tokens"]
+        lines += [f"{heading}# Published", "", *table(columns, PUBLISHED)]
+    return lines
+
+
+def _table(result: Result, engine: str, sampling: str) -> list[str]:
+    methods: dict[str, dict[int, Answer]] = {}
+    for answer in result.answers:
+        if (answer.engine, answer.sampling) == (engine, sampling):
+            methods.setdefault(answer.method, {})[answer.question] = answer
+    plain = methods.pop(PLAIN)
+    names = dict.fromkeys(result.categories[str(question)] for question in plain)
+    rows = []
+    for method, answers in methods.items():
+        pairs = [(plain[question], answer) for question, answer in answers.items()]
+        cells = [_cell([pair for pair in pairs if result.categories[str(pair[0].question)] == name]) for name in names]
+        whole = speedup(pairs, lambda answer: answer.decode_seconds + answer.prefill_seconds)
+        costs = [f"{repriced(pairs, COST_MODELS[name]):.2f}x" for name in REPRICED]
+        equal = f"{sum(answer.equal for answer in answers.values())} of {len(answers)}"
+        rows.append([method, *cells, f"**{_cell(pairs)}**", f"{whole.median:.2f}x", *costs, equal])
+    return table(["method", *names, "overall", "with prefill", "at 8B costs", "at 70B costs", "equal"], rows)
+
+
+def _cell(pairs: Pairs) -> str:
+    accepted = sum(own.tokens for _, own in pairs) / sum(count for _, own in pairs for _, _, count in own.rounds)
+    return f"{speedup(pairs, lambda answer: answer.decode_seconds).shown(unit='x', bold=False)}, {accepted:.2f}"

@@ -1,0 +1,113 @@
+"""The tool for Spec-Bench answers all turns of every question in every configuration, and reports them by category."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command import assert_refused, run, succeed
+
+from eesd.bench.replay.costs import CallCosts, CostModel
+from eesd.bench.tools.results import main as draw
+from eesd.bench.tools.spec_bench import main, read_questions
+from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, repriced, speedup
+
+ROWS: list[dict[str, Any]] = [
+    {"question_id": 81, "category": "writing", "turns": ["abc abc abc", "and def"]},
+    {"question_id": 82, "category": "math", "turns": ["1 + 1", "2 + 2"]},
+    {"question_id": 90, "category": "rag", "turns": ["xyz xyz xyz xy"], "reference": "unused"},
+    {"question_id": 91, "category": "rag", "turns": ["x" * 2000]},
+]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    return write(tmp_path / "question.jsonl", ROWS)
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_all_turns_are_answered_reported_and_not_answered_again(engine: Path, questions: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out" / "spec.json"
+    options: tuple[object, ...] = ("--questions", questions, "--engine-dir", engine, "-n", 12, "--threads", 1, "-o", output)
+    options += ("--method", "text", "--method", "exit,fixed:k=2", "--samplings", "greedy coupled")
+    shown = succeed(main, *options).stdout
+    result = Result.load(output)
+    assert result.complete and result.skipped == 1 and result.categories == {"1": "multi-turn", "2": "multi-turn", "3": "rag"}
+    assert len(result.answers) == 3 * 2 * 3 and all(answer.equal for answer in result.answers)
+    longest = {answer.question: answer.tokens for answer in result.answers if answer.method == PLAIN}
+    assert longest[1] > 12 >= longest[3], "both turns are answered"
+    plain = [answer for answer in result.answers if answer.method == PLAIN]
+    assert all(answer.rounds == [[0, 0, answer.tokens]] for answer in plain)
+    assert any(steps for a in result.answers if a.method.startswith("exit") for steps, _, _ in a.rounds)
+    for words in ("| text |", "| exit,fixed:k=2 |", "multi-turn", "EAGLE-3", "1 more"):
+        assert words in shown
+    before = output.read_bytes()
+    succeed(main, *options, "--resume")
+    assert output.read_bytes() == before
+    assert_refused(run(main, *options), "--resume")
+    assert_refused(run(main, *options, "--resume", "-n", 13), "other options")
+    report = tmp_path / "results.md"
+    succeed(draw, output, "-o", report, "--no-plots")
+    assert "## Spec-Bench" in report.read_text()
+
+
+def test_questions_of_a_category_are_spread_over_the_file(tmp_path: Path) -> None:
+    rows = [{"question_id": i, "category": "qa" if i < 9 else "stem", "turns": ["t"]} for i in range(12)]
+    found = read_questions(write(tmp_path / "q.jsonl", rows), 3)
+    assert [(question.id, question.category) for question in found] == [
+        (1, "qa"), (10, "multi-turn"), (4, "qa"), (11, "multi-turn"), (7, "qa"), (12, "multi-turn"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], ("is empty",)),
+        ([*ROWS, {"question_id": 1, "category": "qa", "turns": []}], ("line 5",)),
+        ([3], ("line 1",)),
+    ],
+)
+def test_other_files_are_refused(engine: Path, tmp_path: Path, rows: list[Any], words: tuple[str, ...]) -> None:
+    path = write(tmp_path / "q.jsonl", rows)
+    result = run(main, "--questions", path, "--engine-dir", engine, "-o", tmp_path / "out.json")
+    assert_refused(result, *words)
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--method", "draft"), ("drafter",)),
+        (("--method", "exit,tree=x"), ("tree width",)),
+        (("--method", "exit,tree=99"), ("tree_width",)),
+        (("--method", "exit,speed"), ("speed",)),
+        (("--samplings", "rejection"), ("sampling",)),
+        (("-n", 4000), ("--max-seq-len",)),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(
+    engine: Path, questions: Path, tmp_path: Path, options: tuple[object, ...], words: tuple[str, ...]
+) -> None:
+    given = ("--questions", questions, "--engine-dir", engine, "-o", tmp_path / "out.json", *options)
+    assert_refused(run(main, *given), *words)
+
+
+def answer(method: str, rounds: list[list[int]], seconds: float, tokens: int = 12) -> Answer:
+    return Answer("e", "greedy", method, 1, tokens, rounds, 1.0, seconds, 0, True)
+
+
+def test_speed_ups_compare_sums_and_rounds_are_priced_by_their_shape() -> None:
+    pairs = [
+        (answer(PLAIN, [], 6.0), answer("exit", [[2, 2, 3]], 3.0)),
+        (answer(PLAIN, [], 2.0), answer("exit", [[0, 4, 2]], 1.0)),
+    ]
+    interval = speedup(pairs, lambda one: one.decode_seconds)
+    assert interval.median == interval.low == interval.high == 2.0
+    uneven = speedup([pairs[0], (answer(PLAIN, [], 3.0), answer("exit", [], 3.0))], lambda one: one.decode_seconds)
+    assert uneven.median == 1.5 and uneven.low == 1.0 and uneven.high == 2.0
+    costs = CostModel("", CallCosts({1: 0.5}, {1: 1.0, 5: 3.0}), 1.0)
+    assert repriced(pairs, costs) == pytest.approx(24 / (3 * (1.0 + 2.0) + 2 * 3.0))
