@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 from onnx import helper
@@ -307,7 +308,7 @@ def forbid(forbidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_asking_for_kernels_changes_no_session_in_the_making(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads may load models. What nodes take is set for the whole process, and is read while a session is made."""
-    plans, made = directory("llama-tied"), operators.ort.InferenceSession
+    plans, made = directory("llama-tied"), ort.InferenceSession
     asked: list[str] = []
 
     def make(*arguments: Any, **options: Any) -> Any:
@@ -324,7 +325,7 @@ def test_asking_for_kernels_changes_no_session_in_the_making(directory: Director
 
     expected, other = logits(int8=False), logits(int8=True)
     assert expected != other
-    monkeypatch.setattr(operators.ort, "InferenceSession", make)
+    monkeypatch.setattr(ort, "InferenceSession", make)
     assert logits(int8=False) == expected
     assert operators.supported() and asked[1:] == operators.supported()
 
