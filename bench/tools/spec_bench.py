@@ -107,7 +107,7 @@ class Questioning:
         for turn in question.turns:
             messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
         tokens = len(self.bench.llm.encode(messages[:-1])) + len(question.turns) * self._max_new_tokens
-        return tokens <= self.bench.manifest.max_seq_len
+        return bool(tokens <= self.bench.manifest.max_seq_len)
 
     def _llms(self) -> dict[str, LLM | None]:
         """An LLM for each method, whose controllers learn from question to question as in a service; None: plain decoding."""
