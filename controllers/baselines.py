@@ -125,7 +125,8 @@ class UCB(Controller):
         if not 0 < discount <= 1:
             raise ValueError("discount must be above 0 and at most 1")
         self.longest, self.optimism = longest, optimism
-        self.acceptance, self.value = AcceptanceByDepth(longest, discount), value or RoundValue()
+        self.acceptance = AcceptanceByDepth(longest, discount)
+        self.value: RoundValue = value or RoundValue()
         self.rounds = 0
         self.length = longest
         """The arm to pull next."""

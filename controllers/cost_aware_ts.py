@@ -27,7 +27,8 @@ class CostAwareTS(Controller):
     ) -> None:
         if draws not in (0, 1):
             raise ValueError("draws must be 0 or 1")
-        self.draws, self.value = draws, value or RoundValue()
+        self.draws = draws
+        self.value: RoundValue = value or RoundValue()
         prior = prior or CalibrationPrior()
         self.accept, self.following = Calibrator(prior.accept, prior), Calibrator(prior.following, prior)
         self.random = np.random.Generator(np.random.PCG64(seed))

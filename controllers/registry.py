@@ -47,15 +47,15 @@ def make_controller(
     given: dict[str, Any] = {k: v for k, v in (("prior", prior), ("value", value)) if k in found}
     options: dict[str, Any] = {}
     for item in rest.split(",") if colon else ():
-        key, _, value = item.partition("=")
+        key, _, text = item.partition("=")
         if key not in parameters:
             raise EESDError(f"The controller {name} has no option {key[:40]!r}; it has {', '.join(parameters)}.")
         if key in options:
             raise EESDError(f"The controller {spec[:80]!r} has the option {key} twice; give it once.")
         try:
-            options[key] = type(parameters[key].default)(value)
+            options[key] = type(parameters[key].default)(text)
         except ValueError:
-            raise EESDError(f"The option {key}={value[:40]} of the controller {name} is not a number.") from None
+            raise EESDError(f"The option {key}={text[:40]} of the controller {name} is not a number.") from None
     try:
         return kind(**options, **given, seed=seed)
     except ValueError as error:

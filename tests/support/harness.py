@@ -90,7 +90,8 @@ class Harness:
 
 def _shared(controller: Controller | None, budget: TreeBudget | None, text: TextDrafter | None) -> RoundValue:
     """What rounds are worth, shared by all that decide, as those of an LLM share it."""
-    rules = [rule for rule in (budget, text.rule if text else None, controller) if rule is not None and rule.value is not None]
+    text_rule = text.rule if text and isinstance(text.rule, TextRule) else None
+    rules = [rule for rule in (budget, text_rule, controller) if rule is not None and rule.value is not None]
     value = rules[0].value if rules else None
     for rule in rules:
         rule.value = value
