@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from eesd.controllers.value import RoundValue
 
 
 class DraftStep(NamedTuple):
@@ -120,9 +123,13 @@ class Controller(Stateful):
 
     For each round that may draft a session calls :meth:`begin_round` once and :meth:`keep_drafting` after each step; for each
     round that is committed, :meth:`observe`. A round that is cancelled is never observed.
+
+    Attributes:
+        value: What rounds cost and are worth, if it asks. Other rules may share it, so a session teaches it by itself.
     """
 
     needs_entropy: ClassVar[bool] = False
+    value: "RoundValue | None" = None
 
     def begin_request(self) -> None:
         """Another request begins: what was learned about the previous text may not hold for it."""

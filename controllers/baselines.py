@@ -4,8 +4,8 @@ from math import log, sqrt
 from typing import ClassVar
 
 from eesd.common.manifest import MAX_TREE_NODES
-from eesd.controllers.base import Controller, DraftStep, RoundOutcome
-from eesd.controllers.costs import AcceptanceByDepth, RoundCosts
+from eesd.controllers.base import Controller, DraftStep, RoundOutcome, Stateful
+from eesd.controllers.value import RoundValue
 
 
 class Fixed(Controller):
@@ -65,6 +65,46 @@ class AdaEDL(Controller):
         self.threshold = min(max(0.9 * self.threshold + 0.1 * moved, 0.0), 1.0)
 
 
+class AcceptanceByDepth(Stateful):
+    """How often drafts are accepted at each depth, from rounds whose length did not depend on what was drafted.
+
+    Feedback is one-sided full information: a round of n draft tokens tells for every shorter length how many would have been
+    accepted. Tokens behind the first rejection or behind n were not judged and do not count.
+    """
+
+    learned: ClassVar = ("judged", "accepted")
+
+    def __init__(self, longest: int, discount: float) -> None:
+        self.discount = discount
+        self.judged = [0.0] * longest
+        self.accepted = [0.0] * longest
+
+    def check_learned(self) -> None:
+        if not all(0 <= accepted <= judged for judged, accepted in zip(self.judged, self.accepted, strict=True)):
+            raise ValueError("no more can be accepted than was judged")
+
+    def add(self, length: int, accepted: int) -> None:
+        """Note a round of ``length`` draft tokens, of which ``accepted`` were accepted."""
+        judged = min(length, accepted + 1)
+        for depth in range(len(self.judged)):
+            self.judged[depth] = self.judged[depth] * self.discount + (depth < judged)
+            self.accepted[depth] = self.accepted[depth] * self.discount + (depth < min(judged, accepted))
+
+    def rates(self, value: RoundValue, width: int = 1, optimism: float = 0.0) -> list[float]:
+        """Tokens per second of every fixed length k = 0, 1, ...: (1 + S_1 + ... + S_k) / (draft(k) + verify(k * width)).
+
+        S_j is the product of the acceptances at depths 1 to j: posterior means under Beta(1, 0), so 1 where nothing is known,
+        each raised by ``optimism`` standard errors. A level has ``width`` nodes.
+        """
+        survival, tokens, rates = 1.0, 1.0, [1 / value.seconds(0, 0)]
+        for depth, (judged, accepted) in enumerate(zip(self.judged, self.accepted, strict=True)):
+            raised = (accepted + 1) / (judged + 1) + optimism * 0.5 / (judged + 1) ** 0.5
+            survival *= min(raised, 1.0)
+            tokens += survival
+            rates.append(tokens / value.seconds(depth + 1, (depth + 1) * width))
+        return rates
+
+
 class UCB(Controller):
     """A bandit over draft lengths (as BanditSpec, Hou et al. 2025), by upper confidence bounds on tokens per second.
 
@@ -73,9 +113,11 @@ class UCB(Controller):
     makes old rounds count less.
     """
 
-    learned: ClassVar = ("acceptance", "costs", "rounds", "length", "width")
+    learned: ClassVar = ("acceptance", "rounds", "length", "width")
 
-    def __init__(self, longest: int = 12, optimism: float = 0.1, discount: float = 0.998, seed: int = 0) -> None:
+    def __init__(
+        self, longest: int = 12, optimism: float = 0.1, discount: float = 0.998, seed: int = 0, value: RoundValue | None = None
+    ) -> None:
         if not 1 <= longest <= 64:
             raise ValueError("longest must be between 1 and 64")
         if not 0 <= optimism < 1e3:
@@ -83,7 +125,8 @@ class UCB(Controller):
         if not 0 < discount <= 1:
             raise ValueError("discount must be above 0 and at most 1")
         self.longest, self.optimism = longest, optimism
-        self.acceptance, self.costs = AcceptanceByDepth(longest, discount), RoundCosts()
+        self.acceptance = AcceptanceByDepth(longest, discount)
+        self.value: RoundValue = value or RoundValue()
         self.rounds = 0
         self.length = longest
         """The arm to pull next."""
@@ -101,14 +144,12 @@ class UCB(Controller):
         return step.depth < self.length
 
     def observe(self, outcome: RoundOutcome) -> None:
-        self.costs.add(outcome)
         if outcome.depth == outcome.steps:  # with a budget the verified depth depends on what was drafted
             self.acceptance.add(outcome.depth, outcome.num_expanded)
         self.rounds += 1
-        if not self.costs.known:
+        if not self.value.draft.fitted or len(self.value.verify.samples) < 2:
             self.length = max(self.length // 2, 0 if self.length == 1 else 1)  # two lengths at least are needed to fit costs
             return
         if self.rounds < 16 or self.rounds % 8 == 0:
-            self.costs.fit(self.longest, self.longest * self.width)
-            rates = self.acceptance.rates(self.costs, self.width, self.optimism * log(self.rounds + 1) ** 0.5)
+            rates = self.acceptance.rates(self.value, self.width, self.optimism * log(self.rounds + 1) ** 0.5)
             self.length = max(range(len(rates)), key=rates.__getitem__)

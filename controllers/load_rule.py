@@ -16,9 +16,8 @@ from eesd.controllers.base import Controller, DraftStep, RoundOutcome, Stateful,
 from eesd.controllers.calibration import Calibrator, features, sigmoid
 from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.text_rule import PRIOR as TEXT_PRIOR
+from eesd.controllers.value import HORIZON, most_valuable, pays
 
-HORIZON = 3
-"""Levels that the rule looks ahead."""
 LONGEST = 16
 """Levels that are counted."""
 FIRST_CHANCE, FIRST_LABELS = 0.5, 4.0
@@ -137,24 +136,17 @@ class LoadRule(Stateful):
             certain: What rows that draft from their text expect of the levels behind ``depth``, together.
         """
         rate, draft = self.rate(rows, slots), self.draft.seconds(len(reaches), 1, slots)
-        before, tokens = self.verify.seconds(rows, 1 + depth, slots), 0.0
-        for ahead in range(1, HORIZON + 1):
-            tokens += sum(reach * following**ahead for reach, following in reaches)
-            tokens += certain[ahead - 1] if ahead <= len(certain) else 0.0
-            if tokens >= rate * (self.verify.seconds(rows, 1 + depth + ahead, slots) - before + ahead * draft):
-                return True
-        return False
+        before = self.verify.seconds(rows, 1 + depth, slots)
+        tokens = [
+            sum(reach * following**ahead for reach, following in reaches) + sum(certain[ahead - 1 : ahead])
+            for ahead in range(1, HORIZON + 1)
+        ]
+        return pays(tokens, lambda ahead: rate * (self.verify.seconds(rows, 1 + depth + ahead, slots) - before + ahead * draft))
 
     def levels(self, values: Sequence[float], rows: int, slots: float) -> int:
         """How many levels to verify, of those whose expected tokens, of all rows together, are ``values``."""
-        rate = self.rate(rows, slots)
-        best, most, worth = 0, -rate * self.verify.seconds(rows, 1, slots), 0.0
-        for level, value in enumerate(values, start=1):
-            worth += value
-            net = worth - rate * self.verify.seconds(rows, 1 + level, slots)
-            if net > most:
-                best, most = level, net
-        return best
+        rate, plain = self.rate(rows, slots), self.verify.seconds(rows, 1, slots)
+        return most_valuable(values, lambda count: rate * (self.verify.seconds(rows, 1 + count, slots) - plain))[0]
 
     def step_cost(self, rows: int, slots: float) -> float:
         """Tokens that a row must expect of a level, so that its part of the draft step pays."""

@@ -11,6 +11,7 @@ from eesd.controllers.baselines import UCB, AdaEDL, Fixed, Threshold
 from eesd.controllers.beta_ts import BetaTS
 from eesd.controllers.calibration_ts import CalibrationTS
 from eesd.controllers.cost_aware_ts import CostAwareTS
+from eesd.controllers.value import RoundValue
 
 CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "adaedl": AdaEDL,
@@ -23,13 +24,16 @@ CONTROLLERS: dict[str, Callable[..., Controller]] = {
 }
 
 
-def make_controller(spec: str, seed: int = 0, prior: CalibrationPrior | None = None) -> Controller:
+def make_controller(
+    spec: str, seed: int = 0, prior: CalibrationPrior | None = None, value: RoundValue | None = None
+) -> Controller:
     """Make a controller.
 
     Args:
         spec: ``name`` or ``name:key=value,...``.
         seed: Of its random generator.
         prior: Calibration prior of the exit head, for the controllers that calibrate. None: the default prior.
+        value: What it shares with other rules, if it needs costs. None: its own.
 
     Raises:
         EESDError: The name, an option or a value is not known.
@@ -39,19 +43,19 @@ def make_controller(spec: str, seed: int = 0, prior: CalibrationPrior | None = N
         raise EESDError(f"There is no controller {name[:80]!r}; there are {', '.join(sorted(CONTROLLERS))}.")
     kind = CONTROLLERS[name]
     found = inspect.signature(kind).parameters
-    parameters = {k: v for k, v in found.items() if k not in ("seed", "prior")}
-    given = {"prior": prior} if "prior" in found else {}
+    parameters = {k: v for k, v in found.items() if k not in ("seed", "prior", "value")}
+    given: dict[str, Any] = {k: v for k, v in (("prior", prior), ("value", value)) if k in found}
     options: dict[str, Any] = {}
     for item in rest.split(",") if colon else ():
-        key, _, value = item.partition("=")
+        key, _, text = item.partition("=")
         if key not in parameters:
             raise EESDError(f"The controller {name} has no option {key[:40]!r}; it has {', '.join(parameters)}.")
         if key in options:
             raise EESDError(f"The controller {spec[:80]!r} has the option {key} twice; give it once.")
         try:
-            options[key] = type(parameters[key].default)(value)
+            options[key] = type(parameters[key].default)(text)
         except ValueError:
-            raise EESDError(f"The option {key}={value[:40]} of the controller {name} is not a number.") from None
+            raise EESDError(f"The option {key}={text[:40]} of the controller {name} is not a number.") from None
     try:
         return kind(**options, **given, seed=seed)
     except ValueError as error:

@@ -2,14 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
 from math import log
 from typing import ClassVar, NamedTuple
 
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import RoundOutcome, Stateful
 from eesd.controllers.calibration import CERTAIN, Calibrator, sigmoid
-from eesd.controllers.costs import RoundCosts
+from eesd.controllers.value import RoundValue, most_valuable
 
 PRIOR = CalibrationPrior(accept=(-0.67, 1.11, 0.88, 1.58, -1.18), request=0.6, wander=0.05)
 """Fitted on 7000 greedy positions of a 135 M model on Spec-Bench."""
@@ -19,10 +18,10 @@ DOUBT = 1.0
 """Standard deviations that a chance is lowered by. Labels are free, so nothing is lost by waiting for some."""
 FIRST_DRAFTS = 4
 """Drafting rounds before the text is compared with them."""
+DISCOUNT = 0.99
+"""Weight of a drafting round in what drafting is worth, for each later one."""
 SLOPE_PRIOR = 4.0
 """Squared tokens by which the slope of drafting's worth over the text's is drawn to 0."""
-REFIT_EVERY = 8
-"""Rounds between two fits of the costs; each of the first ones is fitted."""
 SIZES = (1, 2, 4, 8, 16, 32)
 """Tokens that are verified: an engine prepares each size once, which takes time on a CPU. All sizes are worth 0.4 % more."""
 FIRST_NODES = 4
@@ -82,8 +81,7 @@ class DraftingWorth(Stateful):
 
     learned: ClassVar = ("sums",)
 
-    def __init__(self, discount: float) -> None:
-        self.discount = discount
+    def __init__(self) -> None:
         self.sums = [0.0] * 7
         """Of 1, w, w^2, tokens, seconds, w tokens, and w seconds over the rounds, w the text's worth; discounted."""
 
@@ -99,7 +97,8 @@ class DraftingWorth(Stateful):
     def add(self, text_worth: float, tokens: float, seconds: float) -> None:
         """A round that drafted where the text was worth so much brought ``tokens`` in ``seconds``."""
         w = text_worth
-        self.sums = _discounted(self.sums, self.discount, (1.0, w, w * w, tokens, seconds, w * tokens, w * seconds))
+        new = (1.0, w, w * w, tokens, seconds, w * tokens, w * seconds)
+        self.sums = [old * DISCOUNT + value for old, value in zip(self.sums, new, strict=True)]
 
     def expected(self, text_worth: float, rate: float) -> float:
         """Tokens minus ``rate`` times seconds of a round that drafts where the text is worth so much."""
@@ -166,49 +165,41 @@ class TextChances(Stateful, ABC):
 class TextRule(TextChances):
     """How many tokens that the text proposes one sequence verifies: the most valuable number, or none.
 
-    The value of a round is its expected tokens minus lambda times its seconds, lambda the recent rate in tokens per second.
-    What drafting is worth is learned from the rounds that drafted.
+    The value of a round is its expected tokens minus lambda times its seconds; ``value`` knows both. What drafting is worth is
+    learned from the rounds that drafted.
     """
 
-    learned: ClassVar = ("accept", "costs", "rate", "drafting", "whole", "rounds", "drafts")
+    learned: ClassVar = ("accept", "drafting", "whole", "drafts")
 
-    def __init__(self, discount: float = 0.99) -> None:
+    def __init__(self, value: RoundValue | None = None) -> None:
         super().__init__(Calibrator(PRIOR.accept, PRIOR))
-        self.discount = discount
-        self.costs = RoundCosts()
-        self.rate = [0.0, 0.0]
-        """Tokens and seconds of all rounds, discounted."""
-        self.drafting = DraftingWorth(discount)
+        self.value, self.drafting = value or RoundValue(), DraftingWorth()
         self.whole = 0.0
         """How many of the rounds that drafted accepted all that was drafted, discounted."""
-        self.rounds = 0
         self.drafts = 0
         self._text_worth = 0.0
         """What the text was worth in this round."""
 
     def check_learned(self) -> None:
-        if min(*self.rate, self.whole, self.rounds, self.drafts) < 0:
-            raise ValueError("rates and rounds must not be negative")
+        if min(self.whole, self.drafts) < 0:
+            raise ValueError("rounds must not be negative")
         if self.whole > self.drafting.rounds or (self.drafts > 0) != (self.drafting.rounds > 0):
             raise ValueError("the drafts that were accepted and counted must be those that were made")
-        if self.rate[1] and not self.costs.verify.fitted:
-            raise ValueError("a rate needs a table of costs")
 
     def count(self, values: Sequence[float], drafts: bool) -> int:
         """One of ``SIZES``, or 0."""
-        if not self.rate[1]:
+        if not self.value.verify.fitted:
             return 0
         best, most = self._best(values)
         self._text_worth = most
         if drafts and self.drafts < FIRST_DRAFTS:
             return 0
-        rate = self.rate[0] / self.rate[1]
-        plain = 1 - rate * self.costs.verify.seconds(0)
-        return 0 if drafts and self.drafting.expected(most, rate) - plain >= most else best
+        plain = 1 - self.value.price(0, 0)
+        return 0 if drafts and self.drafting.expected(most, self.value.rate) - plain >= most else best
 
     def count_behind(self, values: Sequence[float], nodes: int) -> int:
         """With the draft at most eight nodes, or one of ``SIZES``."""
-        if self.drafts < FIRST_DRAFTS:
+        if self.drafts < FIRST_DRAFTS or not self.value.verify.fitted:
             return 0
         return self._best(values, nodes, self.whole / self.drafting.rounds, FEW)[0]
 
@@ -221,37 +212,19 @@ class TextRule(TextChances):
             right: The chance that those are right.
             few: Passes of at most so many nodes may have any number of them, others one of ``SIZES``.
         """
-        rate, verify = self.rate[0] / self.rate[1], self.costs.verify.seconds
-        best, most, before = 0, 0.0, verify(nodes)
-        known = max(FIRST_NODES, 2 * max(self.costs.verify.samples))
-        for number, value in enumerate(accumulate(values[: max(known - nodes, 0)]), start=1):
-            worth = right * value - rate * (verify(nodes + number) - before)
-            if (nodes + number <= few or nodes + number in SIZES) and worth > most:
-                best, most = number, worth
-        return best, most
+        price, before = self.value.price, self.value.price(0, nodes)
+        known = max(FIRST_NODES, 2 * max(self.value.verify.samples)) - nodes
+        return most_valuable(
+            [right * value for value in values[: max(known, 0)]],
+            lambda more: price(0, nodes + more) - before,
+            lambda more: nodes + more <= few or nodes + more in SIZES,
+        )
 
     def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
         super().observe(steps, right, judged, outcome)
-        self.costs.add(outcome)
-        self.rounds += 1
-        due = self.rounds < REFIT_EVERY or self.rounds % REFIT_EVERY == 0
-        if due or not self.costs.verify.fitted or (outcome.steps and not self.costs.draft.fitted):
-            self._fit()
-        draft = self.costs.draft.seconds(outcome.steps) if outcome.steps else 0.0
-        spent = draft + self.costs.verify.seconds(outcome.nodes)  # stalls hardly count
-        tokens = outcome.accepted + 1
-        self.rate = _discounted(self.rate, self.discount, (tokens, spent))
         if outcome.steps:
-            self.drafting.add(self._text_worth, tokens, spent)
-            self.whole = self.whole * self.discount + (outcome.num_expanded >= outcome.depth)
+            spent = self.value.seconds(outcome.steps, outcome.nodes)  # stalls hardly count
+            self.drafting.add(self._text_worth, outcome.accepted + 1, spent)
+            self.whole = self.whole * DISCOUNT + (outcome.num_expanded >= outcome.depth)
             self.drafts += 1
         self._text_worth = 0.0
-
-    def _fit(self) -> None:
-        self.costs.verify.fit(max(SIZES))
-        if self.costs.draft.samples:
-            self.costs.draft.fit(max(SIZES))
-
-
-def _discounted(sums: Sequence[float], discount: float, values: Sequence[float]) -> list[float]:
-    return [old * discount + value for old, value in zip(sums, values, strict=True)]

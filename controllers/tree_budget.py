@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp
 from typing import ClassVar
 
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import DraftStep, RoundOutcome, Stateful
 from eesd.controllers.calibration import CERTAIN, Calibrator, features, sigmoid
-from eesd.controllers.costs import CostCurve
+from eesd.controllers.value import RoundValue, most_valuable
 
 FIRST_SIZES = (12, 4, 8, 2, 6, 1, 3, 10)
 """Node counts of the first rounds, which measure what they cost."""
-REFIT_EVERY = 16
-"""Rounds between two fits of the costs."""
 SHARPNESS = 1.25
 """Of the second candidates, one whose score is higher by d is exp(1.25 d) times as likely to be the verifier's token."""
 COVERED = (6.5, 3.5)
@@ -39,26 +37,23 @@ class TreeBudget(Stateful):
     A node's value is the chance that its whole path is accepted. The first candidate's chance is a :class:`Calibrator`'s
     posterior mean. If it is wrong, the verifier's token is among the other candidates with probability kappa (a Beta
     posterior), shared by their scores. The verifier judges every candidate behind an accepted node, verified or not, so there
-    is nothing to explore. lambda is the recent rate in tokens per second; v(n) is measured.
+    is nothing to explore. lambda, the recent rate, and v(n) are those of ``value``.
     """
 
-    learned: ClassVar = ("accept", "covered", "missed", "verify", "rate", "rounds")
+    learned: ClassVar = ("accept", "covered", "missed", "rounds")
 
-    def __init__(self, discount: float = 0.998, prior: CalibrationPrior | None = None) -> None:
+    def __init__(self, discount: float = 0.998, prior: CalibrationPrior | None = None, value: RoundValue | None = None) -> None:
         if not 0 < discount <= 1:
             raise ValueError("discount must be above 0 and at most 1")
-        self.discount = discount
+        self.discount, self.value = discount, value or RoundValue()
         prior = prior or CalibrationPrior()
         self.accept = Calibrator(prior.accept, prior)
         self.covered, self.missed = COVERED
-        self.verify = CostCurve()
-        self.rate = [0.0, 0.0]
-        """Tokens and seconds, discounted."""
         self.rounds = 0
 
     def check_learned(self) -> None:
-        if min(self.covered, self.missed, *self.rate, self.rounds) < 0:
-            raise ValueError("covered, missed, rate and rounds must not be negative")
+        if min(self.covered, self.missed, self.rounds) < 0:
+            raise ValueError("covered, missed and rounds must not be negative")
 
     def begin_request(self) -> None:
         """Another request begins."""
@@ -84,20 +79,14 @@ class TreeBudget(Stateful):
 
     def size(self, values: Sequence[float]) -> int:
         """How many of the nodes with these values, largest first, to verify; at least one."""
-        if self.rounds < len(FIRST_SIZES) or len(self.verify.samples) < 2:
+        value = self.value
+        if self.rounds < len(FIRST_SIZES) or len(value.verify.samples) < 2:
             return min(FIRST_SIZES[self.rounds % len(FIRST_SIZES)], len(values))
-        rate, verify = self.rate[0] / self.rate[1], self.verify.seconds
-        best, most, gained = 1, -inf, 0.0
-        for count, value in enumerate(values, start=1):
-            gained += value
-            worth = gained - rate * (verify(count) - verify(0))
-            if worth > most:
-                best, most = count, worth
-        return best
+        first = value.price(0, 1)
+        return 1 + most_valuable(values[1:], lambda more: value.price(0, 1 + more) - first)[0]
 
     def observe(self, labels: Sequence[SiblingLabel], outcome: RoundOutcome) -> None:
         """Learn from a committed round; one label for each accepted node that has candidates."""
-        self.verify.add(outcome.nodes, outcome.verify_seconds)
         if not outcome.steps:
             return
         for label in labels:
@@ -106,10 +95,4 @@ class TreeBudget(Stateful):
                 self.covered = COVERED[0] + (self.covered - COVERED[0]) * self.discount + (label.chosen is not None)
                 self.missed = COVERED[1] + (self.missed - COVERED[1]) * self.discount + (label.chosen is None)
         self.accept.advance()
-        if self.rounds == len(FIRST_SIZES):  # the first sizes were not chosen, and slow where a size was new
-            self.rate = [0.0, 0.0]
-        spent = max(outcome.draft_seconds + outcome.verify_seconds, 1e-9)
-        self.rate = [self.rate[0] * self.discount + outcome.accepted + 1, self.rate[1] * self.discount + spent]
         self.rounds += 1
-        if self.rounds == len(FIRST_SIZES) or self.rounds % REFIT_EVERY == 0:
-            self.verify.fit(max(self.verify.samples))

@@ -16,11 +16,11 @@ from eesd.common.json_input import read_json
 from eesd.controllers.base import Stateful
 from eesd.runtime.llm import LLM
 
-FORMAT = 4
+FORMAT = 5
 
 
 def save_controller_state(llm: LLM, path: str | os.PathLike[str]) -> None:
-    """Write what the controller, the budget and the text's rule have learned. The file appears whole or not at all."""
+    """Write what was learned about rounds, drafts and the text. The file appears whole or not at all."""
     path = check_path("path", path, "the file to write")
     if llm.speculation is None:
         raise EESDError("This LLM does not draft, so its controller has learned nothing; load it with a Speculation.")
@@ -77,7 +77,8 @@ def learned(llm: LLM) -> dict[str, Any]:
 
 def _parts(llm: LLM) -> dict[str, Stateful | None]:
     """What learns, and can be saved."""
-    return {"controller": llm.controller, "budget": llm.budget, "text": llm.text.rule if llm.text else None}
+    text = llm.text.rule if llm.text else None
+    return {"value": llm.value, "controller": llm.controller, "budget": llm.budget, "text": text}
 
 
 def _learned_with(llm: LLM) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
+from eesd.controllers.value import RoundValue
 from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.round import Drafter, Drafting
@@ -247,6 +248,7 @@ class LLM:
         default_sampling: For requests that give none.
         engines: The verify engine and the draft engine.
         draft_columns: The tokens that the draft can predict.
+        value: What rounds cost and are worth, which controller, budget and text share.
         controller, guard, budget: What decides about drafting with the exit head; None where it is not used.
         text: What decides about drafting from the text, and the outputs of earlier requests; None where it is not used.
         prefixes: Keys and values of earlier texts; None: they are not kept.
@@ -278,21 +280,21 @@ class LLM:
         """Make the controller, the guard and the budget."""
         if not isinstance(speculation, Speculation | None):
             raise EESDError(f"speculation is {shown(speculation)}; it must be a Speculation or None.")
-        self.speculation = speculation
+        self.speculation, self.value = speculation, RoundValue()
         self.controller: Controller | None = None
         self.guard = Guard() if speculation is not None and speculation.guard else None
         self.budget: TreeBudget | None = None
         self.text: TextDrafter | None = None
         if speculation is not None and speculation.text_drafts:
             past = PastOutputs(speculation.past_tokens) if speculation.past_tokens else None
-            self.text = TextDrafter(TextRule(), past)
+            self.text = TextDrafter(TextRule(value=self.value), past)
         if speculation is not None and speculation.head_drafts:
             widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
             if not 1 <= speculation.tree_width <= widest:
                 raise EESDError(f"tree_width is {speculation.tree_width}; this engine allows 1 to {widest}.")
             prior = self.manifest.exit_head.calibration
-            self.controller = make_controller(speculation.controller, speculation.seed, prior)
-            self.budget = TreeBudget(prior=prior) if speculation.tree_budget else None
+            self.controller = make_controller(speculation.controller, speculation.seed, prior, self.value)
+            self.budget = TreeBudget(prior=prior, value=self.value) if speculation.tree_budget else None
 
     def with_speculation(self, speculation: Speculation | None) -> "LLM":
         """An LLM that drafts in another way with the engines and KV caches of this one. Nothing is loaded again.
@@ -415,7 +417,7 @@ class LLM:
         drafter = None
         if self.engines.draft is not None and controller is not None:
             drafter = Drafter(self.engines.draft, controller, speculation.tree_width, budget, self.draft_columns)
-        return Drafting(drafter, fixed=True) if fixed else Drafting(drafter, self.text, self.guard)
+        return Drafting(drafter, fixed=True) if fixed else Drafting(drafter, self.text, self.guard, self.value)
 
     def limits(self, max_new_tokens: int, ignore_eos: bool) -> Limits:
         """Where a request of this model ends, and what its calls may hold."""

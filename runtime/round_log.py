@@ -1,7 +1,8 @@
 """A record of rounds: everything that the parts that decide were told, and what they answered.
 
 The file is JSON lines. The first says how they were made and what they had learned. Each further one is a call, ``[part,
-method, arguments, answer]``; a part is ``controller``, ``guard``, ``budget`` or ``text`` (the rule for what the text proposes).
+method, arguments, answer]``; a part is ``value`` (what rounds cost and are worth), ``controller``, ``guard``, ``budget`` or
+``text`` (the rule for what the text proposes).
 ``eesd-bench replay-rounds`` repeats the calls.
 """
 
@@ -17,11 +18,12 @@ from eesd.common.errors import EESDError
 from eesd.controllers import Controller
 from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
+from eesd.controllers.value import RoundValue
 from eesd.runtime.controller_state import learned
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.llm import LLM
 
-KIND, FORMAT = "rounds", 4
+KIND, FORMAT = "rounds", 5
 ENDS_ROUND = ("begin_request", "observe", "record")
 """Calls behind which the file is flushed, so that a process that dies leaves its rounds."""
 
@@ -35,7 +37,7 @@ def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
     """
     if llm.speculation is None:
         raise EESDError("This LLM does not draft, so there is nothing to record; load it with a Speculation.")
-    parts = llm.controller, llm.guard, llm.budget, llm.text
+    parts = llm.value, llm.controller, llm.guard, llm.budget, llm.text
     try:
         file = path.open("w", encoding="utf-8")
     except OSError as error:
@@ -44,6 +46,7 @@ def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
         calibration = llm.manifest.exit_head.calibration
         header = {"kind": KIND, "format": FORMAT, "speculation": asdict(llm.speculation), "state": learned(llm)}
         _write(file, header | {"calibration": calibration.to_dict() if calibration else None})
+        llm.value = cast(RoundValue, _Recorded(file, "value", llm.value))
         llm.controller = cast(Controller, _Recorded(file, "controller", llm.controller)) if llm.controller else None
         llm.guard = cast(Guard, _Recorded(file, "guard", Guard())) if llm.guard else None
         llm.budget = cast(TreeBudget, _Recorded(file, "budget", llm.budget)) if llm.budget else None
@@ -51,7 +54,7 @@ def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            llm.controller, llm.guard, llm.budget, llm.text = parts
+            llm.value, llm.controller, llm.guard, llm.budget, llm.text = parts
 
 
 class _Recorded:

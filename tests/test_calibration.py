@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
+from eesd.bench.replay.replay import teach
 from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
-from eesd.controllers.baselines import AdaEDL
+from eesd.controllers.baselines import AcceptanceByDepth, AdaEDL
 from eesd.controllers.beta_ts import BetaTS
 from eesd.controllers.calibration import Calibrator, features
 from eesd.controllers.calibration_ts import CalibrationTS
 from eesd.controllers.cost_aware_ts import CostAwareTS
-from eesd.controllers.costs import AcceptanceByDepth, CostCurve, RoundCosts
+from eesd.controllers.value import CostCurve, RoundValue
 from eesd.runtime.llm import Speculation, load
 
 pytestmark = pytest.mark.fast
@@ -172,27 +173,25 @@ def test_cost_ignores_stalls_and_follows_change() -> None:
 
 
 def test_cost_curve_never_falls_and_knows_what_it_saw() -> None:
-    curve, random = RoundCosts(), np.random.default_rng(0)
+    curve, random = RoundValue(), np.random.default_rng(0)
     true = {0: 1.0, 1: 1.19, 2: 1.25, 4: 1.35, 8: 1.58}
     for _ in range(60):
         for nodes, seconds in true.items():
             draft = (0.26 + 0.09 * (nodes - 1)) * float(random.normal(1, 0.02))
-            curve.add(outcome(nodes, 0, draft / max(nodes, 1), seconds * float(random.normal(1, 0.02))))
-    curve.fit(16, 16)
+            curve.observe(outcome(nodes, 0, draft / max(nodes, 1), seconds * float(random.normal(1, 0.02))))
     table = [curve.verify.seconds(n) for n in range(20)]
     assert table == sorted(table)
     assert [table[n] for n in true] == pytest.approx(list(true.values()), rel=0.04)
     assert 1.25 < table[3] < 1.35 and curve.draft.seconds(0) == 0
     assert [curve.draft.seconds(n) for n in (1, 3, 6, 12)] == pytest.approx([0.26, 0.44, 0.71, 1.25], rel=0.03)
-    again = RoundCosts()
+    again = RoundValue()
     again.restore(json.loads(json.dumps(curve.state())))
     assert [again.verify.seconds(n) for n in range(20)] == table and again.state() == curve.state()
 
 
 def test_one_length_of_drafts_is_known_by_its_step() -> None:
-    curve = RoundCosts()
-    curve.add(outcome(4, 0, 0.2))
-    curve.fit(8, 8)
+    curve = RoundValue()
+    curve.observe(outcome(4, 0, 0.2))
     assert [curve.draft.seconds(n) for n in range(3)] == pytest.approx([0, 0.2, 0.4])
 
 
@@ -200,15 +199,15 @@ def test_a_count_that_was_slow_once_is_tried_again() -> None:
     """Three tokens took fifty times too long, once. The estimate is soon that of the other counts, and a sample corrects it."""
     curve = CostCurve(from_zero=True)
     curve.add(1, 1.0)
-    curve.fit(4)
+    curve.fit()
     curve.add(3, 150.0)
     for _ in range(500):
         curve.add(1, 1.0)
-    curve.fit(4)
+    curve.fit()
     assert curve.seconds(3) < 4
     for _ in range(3):
         curve.add(3, 3.0)
-    curve.fit(4)
+    curve.fit()
     assert curve.seconds(3) == pytest.approx(3, rel=0.1)
 
 
@@ -219,19 +218,18 @@ def test_costs_that_were_measured_while_the_machine_was_slow_fall_at_once() -> N
         curve.add(2, 12.0)
     for _ in range(15):
         curve.add(2, 1.2)
-    curve.fit(4)
+    curve.fit()
     assert curve.seconds(0) <= curve.seconds(2) < 2.5
 
 
 def test_lengths_know_every_shorter_length() -> None:
     """S_j from rounds of all lengths: the product-limit estimate, posterior mean under Beta(1, 0)."""
-    lengths, curve = AcceptanceByDepth(4, discount=1), RoundCosts()
+    lengths, curve = AcceptanceByDepth(4, discount=1), RoundValue()
     for drafted, accepted in [(4, 4), (4, 1), (2, 2), (3, 0), (1, 1)]:
         lengths.add(drafted, accepted)
     assert lengths.judged == [5, 3, 1, 1] and lengths.accepted == [4, 2, 1, 1]
     for nodes in [*range(5)] * 100:
-        curve.add(outcome(nodes, 0))
-    curve.fit(4, 4)
+        curve.observe(outcome(nodes, 0))
     survival = np.cumprod([5 / 6, 3 / 4, 1, 1])
     assert lengths.rates(curve) == pytest.approx([(1 + survival[:k].sum()) / (1 + 0.1 * k) for k in range(5)], rel=0.02)
 
@@ -248,9 +246,9 @@ def drafted_by(controller: CostAwareTS, probability: float, longest: int = 16) -
 def test_measures_a_plain_round_and_one_draft_first() -> None:
     controller = CostAwareTS()
     assert controller.begin_round(1) == 0
-    controller.observe(outcome(0, 0))
+    teach(controller, outcome(0, 0))
     assert controller.begin_round(1) is None and drafted_by(controller, 0.99) == 1, "what a draft step costs is not known"
-    controller.observe(outcome(1, 1, draft=0.05))
+    teach(controller, outcome(1, 1, draft=0.05))
     assert controller.begin_round(1) is None and drafted_by(controller, 0.99) > 2
 
 
@@ -259,7 +257,7 @@ def test_expects_what_the_calibration_says() -> None:
     for steps in (0, 1):
         controller.begin_round(1)
         drafted_by(controller, 0.5)
-        controller.observe(outcome(steps, steps))
+        teach(controller, outcome(steps, steps))
     controller.begin_round(1)
     depth = drafted_by(controller, 0.8, longest=64)
     found = controller.expected_tokens(outcome(depth, 0))
@@ -275,7 +273,7 @@ def test_drafts_longer_when_drafting_is_cheaper() -> None:
         for _ in range(600):
             count = drafted_by(controller, 0.8) if controller.begin_round(1) != 0 else 0
             accepted = min(count, int(random.geometric(0.2)) - 1)
-            controller.observe(outcome(count, accepted, draft_cost))
+            teach(controller, outcome(count, accepted, draft_cost))
             drafted.append(count)
         lengths.append(np.median(drafted[200:]))
     assert lengths[0] > lengths[1] + 1 > lengths[2] + 2
@@ -286,7 +284,7 @@ def test_drafts_one_token_where_no_draft_pays() -> None:
     controller, drafted = CostAwareTS(), []
     for _ in range(300):
         count = drafted_by(controller, 0.6) if controller.begin_round(1) != 0 else 0
-        controller.observe(outcome(count, 0, draft=0.5))
+        teach(controller, outcome(count, 0, draft=0.5))
         drafted.append(count)
     assert np.mean(np.array(drafted[100:]) == 1) > 0.9
 
@@ -311,7 +309,7 @@ def test_adaedl_moves_its_threshold_towards_the_target() -> None:
         ("adaedl:target=2", "target, start and step must be between 0 and 1"),
         ("calibration-ts:confidence=2", "confidence must be 0 or 1"),
         ("calibration-ts:prior=1", "no option 'prior'; it has confidence"),
-        ("cost-aware-ts:discount=nan", "discount must be above 0"),
+        ("cost-aware-ts:discount=1", "no option 'discount'; it has draws"),
         ("cost-aware-ts:draws=3", "draws must be 0 or 1"),
     ],
 )

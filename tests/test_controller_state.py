@@ -39,6 +39,7 @@ def test_a_new_process_continues_from_the_saved_state(engine: Path, tmp_path: Pa
     second = opened(engine, speculation)
     load_controller_state(second, file)
     assert first.controller and second.controller and second.controller.state() == first.controller.state()
+    assert second.value.state() == first.value.state() and second.value.rounds > 0
     assert isinstance(second.budget, TreeBudget) == speculation.tree_budget
     if first.budget and second.budget:
         assert second.budget.state() == first.budget.state() and second.budget.rounds > 0
@@ -52,7 +53,7 @@ def test_the_command_saves_and_continues(engine: Path, tmp_path: Path) -> None:
     rounds = []
     for _ in range(3):
         succeed(main, *options)
-        rounds.append(json.loads(file.read_text())["state"]["controller"]["rounds"])
+        rounds.append(json.loads(file.read_text())["state"]["value"]["rounds"])
     assert 0 < rounds[0] < rounds[1] < rounds[2]
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from eesd.bench.replay.replay import teach
 from eesd.common.errors import EESDError
 from eesd.controllers import CONTROLLERS, Controller, DraftStep, RoundOutcome, make_controller
 from eesd.controllers.beta_ts import BetaTS
@@ -19,7 +20,7 @@ SPECS = [
     "calibration-ts",
     "calibration-ts:confidence=0",
     "cost-aware-ts",
-    "cost-aware-ts:draws=0,discount=0.99",
+    "cost-aware-ts:draws=0",
     "fixed",
     "fixed:k=7",
     "threshold",
@@ -44,7 +45,7 @@ def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
             more = controller.keep_drafting(DraftStep(depth, probability, path, 4 * entropy, 5 * margin, depth))
             decisions.append(more)
         accepted = int(random.integers(0, depth + 1))
-        controller.observe(outcome(depth, accepted, 0.01, 0.02 + 0.001 * depth))
+        teach(controller, outcome(depth, accepted, 0.01, 0.02 + 0.001 * depth))
     return decisions
 
 
@@ -64,6 +65,8 @@ def test_a_state_restored_from_json_decides_alike(spec: str) -> None:
     stored = json.dumps(controller.state())
     other = make_controller(spec, seed=99)
     other.restore(json.loads(stored))
+    if controller.value and other.value:
+        other.value.restore(json.loads(json.dumps(controller.value.state())))
     assert json.dumps(other.state()) == stored
     assert rounds(other, 50, seed=1) == rounds(controller, 50, seed=1)
     assert other.state() == controller.state()

@@ -8,6 +8,7 @@ import pytest
 
 from eesd.controllers import RoundOutcome
 from eesd.controllers.text_rule import FIRST_DRAFTS, FIRST_NODES, SIZES, TextRule, TextStep, combined
+from eesd.controllers.value import RoundValue
 
 pytestmark = pytest.mark.fast
 
@@ -25,6 +26,7 @@ def round_of(rule: TextRule, steps: Sequence[TextStep], right: int, nodes: int =
         accepted=accepted,
         num_expanded=min(accepted, drafts),
     )
+    rule.value.observe(outcome)
     rule.observe(steps, right, min(right + 1, len(steps)), outcome)
 
 
@@ -62,7 +64,7 @@ def test_labels_need_no_verified_nodes() -> None:
 
 def test_the_count_has_the_best_value() -> None:
     rule, random, counts = taught([1, 0, 3] * 60), np.random.default_rng(1), set()
-    rate = rule.rate[0] / rule.rate[1]
+    rate = rule.value.rate
     for _ in range(200):
         values = np.cumprod(random.random(12) ** random.exponential(0.6)).tolist()
         worth = {n: sum(values[:n]) - rate * NODE * n for n in (0, *SIZES) if n <= 12}
@@ -125,16 +127,17 @@ def test_state_survives_json() -> None:
     one, other = taught([4, 0, 1, 2] * 20), TextRule()
     round_of(one, [STEP], 1, nodes=3, drafts=3, accepted=2)
     other.restore(json.loads(json.dumps(one.state())))
+    other.value.restore(json.loads(json.dumps(one.value.state())))
     assert other.state() == one.state()
     for rule in (one, other):
         round_of(rule, [STEP] * 3, 2, nodes=3, accepted=2)
     assert other.state() == one.state() and other.count([0.9, 0.8], True) == one.count([0.9, 0.8], True)
 
 
-@pytest.mark.parametrize(("name", "value"), [("rate", [-1, 1]), ("drafts", -1), ("rate", [1]), ("whole", 1), ("drafts", 9)])
+@pytest.mark.parametrize(("name", "value"), [("drafts", -1), ("drafting", []), ("whole", 1), ("drafts", 9)])
 def test_a_damaged_state_is_refused(name: str, value: object) -> None:
     state = taught([1] * 20).state()
     with pytest.raises(ValueError, match="must"):
         TextRule().restore(state | {name: value})
     with pytest.raises(ValueError, match="table"):
-        TextRule().restore(TextRule().state() | {"rate": [1.0, 1.0]})
+        RoundValue().restore(RoundValue().state() | {"brought": [1.0, 1.0], "rounds": 1})

@@ -40,10 +40,15 @@ def outcome(steps: int, accepted: int, nodes: int) -> RoundOutcome:
     )
 
 
+def observe(budget: TreeBudget, labels: list[SiblingLabel], round: RoundOutcome) -> None:
+    budget.value.observe(round)
+    budget.observe(labels, round)
+
+
 def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudget:
     """Rounds of all sizes, with the same number of tokens each: the rate is known and v(n) is linear."""
     for number in range(rounds):
-        budget.observe([], outcome(3, accepted, FIRST_SIZES[number % len(FIRST_SIZES)]))
+        observe(budget, [], outcome(3, accepted, FIRST_SIZES[number % len(FIRST_SIZES)]))
     return budget
 
 
@@ -168,7 +173,7 @@ def test_the_budget_learns_how_often_other_candidates_are_right() -> None:
     for _ in range(4000):
         miss = random.random() < 0.4
         chosen = (1 if random.random() < 0.3 else None) if miss else 0
-        budget.observe([SiblingLabel(z, chosen)], outcome(1, int(not miss), 4))
+        observe(budget, [SiblingLabel(z, chosen)], outcome(1, int(not miss), 4))
     _, (first, *others) = budget.chances(step(), [-0.5, -1.5, -2.0, -4.0])
     assert first == pytest.approx(0.6, abs=0.05)
     assert sum(others) / (1 - first) == pytest.approx(0.3, abs=0.03)
@@ -176,8 +181,7 @@ def test_the_budget_learns_how_often_other_candidates_are_right() -> None:
 
 def test_the_size_has_the_best_value_of_all_sizes() -> None:
     budget = taught(TreeBudget(discount=1))
-    tokens, seconds = budget.state()["rate"]
-    rate, random = tokens / seconds, np.random.default_rng(1)
+    rate, random = budget.value.rate, np.random.default_rng(1)
     sizes = set()
     for _ in range(200):
         values = sorted((random.random(12) ** 4).tolist(), reverse=True)
@@ -191,17 +195,18 @@ def test_the_first_sizes_differ() -> None:
     budget, sizes = TreeBudget(), []
     for _ in FIRST_SIZES:
         sizes.append(budget.size([0.5] * 12))
-        budget.observe([], outcome(3, 1, sizes[-1]))
+        observe(budget, [], outcome(3, 1, sizes[-1]))
     assert sizes == list(FIRST_SIZES)
     assert budget.size([0.5] * 2) <= 2
 
 
 def test_state_survives_json() -> None:
     one = taught(TreeBudget())
-    one.observe([SiblingLabel(0.3, 0), SiblingLabel(1.0, 2), SiblingLabel(-1.0, None)], outcome(3, 1, 7))
+    observe(one, [SiblingLabel(0.3, 0), SiblingLabel(1.0, 2), SiblingLabel(-1.0, None)], outcome(3, 1, 7))
     state: dict[str, Any] = json.loads(json.dumps(one.state()))
     other = TreeBudget()
     other.restore(state)
+    other.value.restore(json.loads(json.dumps(one.value.state())))
     assert other.state() == one.state()
     for budget in (one, other):
         taught(budget, rounds=20)

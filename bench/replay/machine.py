@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.bench.replay.costs import CallCosts
-from eesd.bench.replay.replay import chain_outcome, draft_length
+from eesd.bench.replay.replay import chain_outcome, draft_length, teach
 from eesd.bench.replay.traces import Trace
 from eesd.controllers import Controller
 from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
@@ -131,7 +131,7 @@ def decode(trace: Trace, machine: Machine, controller: Controller | None = None,
             if controller:
                 outcome = chain_outcome(drafted, accepted, draft_seconds, verify_seconds)
                 expected = controller.expected_tokens(outcome)
-                controller.observe(outcome)
+                teach(controller, outcome)
                 if guard:
                     guard.record(outcome, expected, draft_seconds + verify_seconds)
             rounds.append((accepted + 1, drafted, draft_seconds + verify_seconds))

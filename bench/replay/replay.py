@@ -93,7 +93,7 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
             draft_seconds, verify_seconds = seconds[drafted]
             outcome = chain_outcome(drafted, accepted, draft_seconds, verify_seconds)
             started = clock()
-            controller.observe(outcome)
+            teach(controller, outcome)
             own += clock() - started
             rounds.append((index, accepted + 1, drafted, table[drafted]))
             position += accepted + 1
@@ -117,6 +117,13 @@ def chain_outcome(drafted: int, accepted: int, draft_seconds: float, verify_seco
         draft_seconds=draft_seconds,
         verify_seconds=verify_seconds,
     )
+
+
+def teach(controller: Controller, outcome: RoundOutcome) -> None:
+    """Tell a controller that shares its ``value`` with no other rule of a committed round."""
+    if controller.value is not None:
+        controller.value.observe(outcome)
+    controller.observe(outcome)
 
 
 def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) -> int:

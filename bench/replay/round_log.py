@@ -12,6 +12,7 @@ from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
 from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.tree_budget import SiblingLabel, TreeBudget
+from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.round_log import FORMAT, KIND, plain
 
@@ -51,18 +52,19 @@ def replay_rounds(path: Path) -> tuple[int, list[Difference]]:
                 differences.append(Difference(line, f"{part}.{method}", recorded, answer))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError):
         raise EESDError(f"{path} is damaged; {REMEDY}.") from None
-    learner = "controller" if "controller" in parts else "text"
-    return sum(call[:2] == [learner, "observe"] for _, call in calls), differences
+    return sum(call[:2] == ["value", "observe"] for _, call in calls), differences
 
 
 def _made(header: dict[str, Any]) -> dict[str, Any]:
     """The parts as they were when the record began."""
     speculation, state = header["speculation"], header["state"]
     prior = CalibrationPrior.from_dict(header["calibration"]) if header["calibration"] else None
+    value = RoundValue()
     makers: dict[str, Callable[[], Any]] = {
-        "controller": lambda: make_controller(speculation["controller"], speculation["seed"], prior),
-        "budget": lambda: TreeBudget(prior=prior),
-        "text": TextRule,
+        "value": lambda: value,
+        "controller": lambda: make_controller(speculation["controller"], speculation["seed"], prior, value),
+        "budget": lambda: TreeBudget(prior=prior, value=value),
+        "text": lambda: TextRule(value=value),
     }
     parts: dict[str, Any] = {name: make() for name, make in makers.items() if state[name] is not None}
     for name, part in parts.items():

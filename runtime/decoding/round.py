@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, TypeVar
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.controllers import Controller
 from eesd.controllers.tree_budget import TreeBudget
+from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.draft_tree import DraftTree, Node
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter
@@ -58,12 +59,14 @@ class Drafting:
         drafter: How the exit head drafts; None: not at all.
         text: How the text drafts; None: not at all.
         guard: Pauses what drafts in vain; None: nothing is ever paused.
+        value: What rounds cost and are worth, which controller, budget and text rule share; None: nothing needs it.
         fixed: Whether every round must draft and verify the same, because tokens depend on it: with rejection sampling.
     """
 
     drafter: Drafter | None = None
     text: TextDrafter | None = None
     guard: Guard | None = None
+    value: RoundValue | None = None
     fixed: bool = False
 
     def begin_request(self) -> None:

@@ -290,6 +290,8 @@ class Session:
         drafter, text, guard = current.drafting.drafter, current.drafting.text, current.drafting.guard
         proposal = current.proposal
         expected = 1 + sum(proposal.values[: outcome.nodes])
+        if current.drafting.value is not None:  # before the rules that share it
+            current.drafting.value.observe(outcome)
         if drafter is not None:
             if outcome.steps:
                 expected = drafter.controller.expected_tokens(outcome)

@@ -12,6 +12,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.tree_budget import TreeBudget
+from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
 from eesd.runtime.decoding.round import Drafter, Drafting, RoundResult
 from eesd.runtime.decoding.sampling import Sampling
@@ -76,7 +77,8 @@ class Harness:
         drafter = Drafter(parts.draft, controller, width, budget, self.columns) if controller else None
         vocab_size = manifest.geometry.vocab_size
         sampling = sampling or Sampling()
-        drafting = Drafting(drafter, text, guard)
+        value = _shared(controller, budget, text)
+        drafting = Drafting(drafter, text, guard, value)
         return Session(prompt, parts.kv_cache, parts.verify, drafting, limits, sampling, vocab_size, observer)
 
     def fresh_prefill(self, tokens: Sequence[int]) -> Workspace:
@@ -84,6 +86,16 @@ class Harness:
         workspace = self.workspace()
         self.session(tokens, workspace=workspace).prefill()
         return workspace
+
+
+def _shared(controller: Controller | None, budget: TreeBudget | None, text: TextDrafter | None) -> RoundValue:
+    """What rounds are worth, shared by all that decide, as those of an LLM share it."""
+    text_rule = text.rule if text and isinstance(text.rule, TextRule) else None
+    rules = [rule for rule in (budget, text_rule, controller) if rule is not None and rule.value is not None]
+    value = rules[0].value if rules else None
+    for rule in rules:
+        rule.value = value
+    return value or RoundValue()
 
 
 def finish(session: Session) -> list[RoundResult]:

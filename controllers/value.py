@@ -1,0 +1,213 @@
+"""What rounds cost, and what their seconds are worth: one for all that decide how a request drafts (docs/controllers.md)."""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
+
+from eesd.controllers.base import RoundOutcome, Stateful, number
+
+MEMORY = 64
+"""About this many of the last samples of a count make its mean."""
+FORGETTING = 1 / 32
+"""Share of its weight that a count loses for each sample of another one. What was once measured, perhaps while the machine was
+slow, is not believed for long if it keeps the controller from measuring it again."""
+CLIP = 0.25
+"""A sample moves an estimate as if it were off by at most this share, so that stalls of the machine hardly count."""
+STIFFNESS = 8.0
+"""This many samples of one count weigh as much as the line through all counts, and as the line's usual slope."""
+USUAL_SLOPE = 0.1
+"""Where only one count is known, each more costs this share of a count of 0; from zero, costs are proportional."""
+FORGOTTEN = 1e-3
+"""A count with less weight is dropped."""
+FIRST_SAMPLE = 2.0
+"""A count's first sample is at most this many times what the curve expected."""
+LONGEST = 32
+"""Counts that a table covers at least."""
+DISCOUNT = 0.998
+"""Weight of a round in the rate for each later one."""
+FIRST_WEIGHT = 5.0
+"""The first round, which is plain, weighs as much as so many, and is soon forgotten."""
+FIRST_FITS, REFIT_EVERY = 16, 8
+"""Costs are fitted after each of the first rounds; then there are so many rounds between two fits."""
+HORIZON = 3
+"""Levels that a rule looks ahead: more than one only because the verify pass may cost more in steps."""
+
+
+class CostCurve(Stateful):
+    """Seconds as a function of a count.
+
+    Each count has Huber's mean of its own samples. Where samples are few, the estimate leans on a line through all counts. It
+    never falls as the count grows. ``from_zero``: a count of 0 costs nothing.
+    """
+
+    def __init__(self, from_zero: bool = False) -> None:
+        self.samples: dict[int, tuple[float, float]] = {}
+        """Weight (samples, fewer as they age) and mean seconds, by count."""
+        self._from_zero = from_zero
+        self._table: list[float] = []
+
+    def add(self, count: int, seconds: float) -> None:
+        """Note one call. The mean starts at the least of three samples, so that an early outlier hardly counts."""
+        samples, mean = self.samples.get(count, (0.0, 0.0))
+        if not samples:
+            mean = min(seconds, FIRST_SAMPLE * self._expected(count)) if self.samples else seconds
+        elif samples < 3:
+            mean = min(mean, seconds)
+        elif seconds < (1 - CLIP) * mean:  # nothing makes a call fast: the earlier ones were slowed
+            mean += (seconds - mean) / 4
+        else:
+            bound = CLIP * mean
+            mean += min(max(seconds - mean, -bound), bound) / min(samples + 1, MEMORY)
+        aged = {
+            other: (weight * (1 - FORGETTING), seen) for other, (weight, seen) in self.samples.items() if weight > FORGOTTEN
+        }
+        self.samples = aged | {count: (samples + 1, mean)}
+
+    @property
+    def fitted(self) -> bool:
+        """Whether there is a table."""
+        return bool(self._table)
+
+    def _expected(self, count: int) -> float:
+        """The cost of a count that has no samples yet."""
+        if not self.fitted:
+            self.fit()
+        return self.seconds(count)
+
+    def fit(self) -> None:
+        """Compute the table from the samples."""
+        points = [(count, min(samples, MEMORY), mean) for count, (samples, mean) in sorted(self.samples.items())]
+        total = sum(w for _, w, _ in points)
+        x0 = sum(w * n for n, w, _ in points) / total
+        y0 = sum(w * y for _, w, y in points) / total
+        spread = sum(w * (n - x0) ** 2 for n, w, _ in points)
+        usual = y0 / max(x0, 1.0) if self._from_zero else USUAL_SLOPE * y0 / (1 + USUAL_SLOPE * x0)
+        found = sum(w * (n - x0) * (y - y0) for n, w, y in points)
+        slope = max((found + STIFFNESS * usual) / (spread + STIFFNESS), 0.0)
+        knots = [(n, (w * y + STIFFNESS * (y0 + slope * (n - x0))) / (w + STIFFNESS)) for n, w, y in points]
+        (first, begin), (last, end) = knots[0], knots[-1]
+        table = [begin + slope * (n - first) for n in range(first)]
+        for (n, y), (following, to) in pairwise(knots):
+            rise = (to - y) / (following - n)
+            table += [y + rise * further for further in range(following - n)]
+        table += [end + slope * further for further in range(max(LONGEST - last, 0) + 1)]
+        # No count costs more than a larger one: disturbances only ever add time.
+        self._table = [max(seconds, 1e-9) for seconds in accumulate(reversed(table), min)][::-1]
+        if self._from_zero:
+            self._table[0] = 0.0
+
+    def seconds(self, count: int) -> float:
+        """The fitted cost; beyond the table's end it rises with the table's mean slope."""
+        table = self._table
+        if count < len(table):
+            return table[count]
+        return table[-1] + (table[-1] - table[0]) / max(len(table) - 1, 1) * (count - len(table) + 1)
+
+    def state(self) -> dict[str, Any]:
+        samples = [[count, samples, mean] for count, (samples, mean) in self.samples.items()]
+        return {"samples": samples, "table": self._table}
+
+    def restore(self, state: Any) -> None:
+        if not isinstance(state, Mapping) or state.keys() != {"samples", "table"}:
+            raise ValueError("a cost curve must have the entries samples, table")
+        if not all(isinstance(part, list) and len(part) <= 10_000 for part in state.values()):
+            raise ValueError("samples and table must be lists")
+        for row in state["samples"]:
+            if not isinstance(row, list) or len(row) != 3:
+                raise ValueError("samples must be lists of a count, a number of samples and their mean")
+            count, samples, mean = (number(value, "samples") for value in row)
+            if min(count, mean) < 0 or samples <= 0 or count > 10_000:
+                raise ValueError("samples must be above 0, their mean not negative, and counts at most 10000")
+            self.samples[int(count)] = samples, mean
+        self._table = [number(value, "table") for value in state["table"]]
+        if self._table != sorted(self._table) or min(self._table, default=0) < 0 or (self._table and not self.samples):
+            raise ValueError("the table of costs must not fall, and needs samples")
+
+
+class RoundValue(Stateful):
+    """What a request's rounds cost, and lambda, the tokens that a second brings at the recent rate.
+
+    Who runs rounds tells it of each that is committed, once, and before the rules that share it.
+
+    Attributes:
+        draft: Seconds of a round's draft, by steps. The first step costs more than later ones where a device switches from
+            one engine to the other (on a CPU three times as much); one more step then costs only the difference.
+        verify: Seconds of a verify pass, by nodes besides the root.
+        brought: Tokens and seconds of the recent rounds: older ones count less. The seconds are those of the curves, so that
+            stalls of the machine hardly count.
+        rounds: Committed rounds.
+    """
+
+    learned: ClassVar = ("draft", "verify", "brought", "rounds")
+
+    def __init__(self) -> None:
+        self.draft, self.verify = CostCurve(from_zero=True), CostCurve()
+        self.brought = [0.0, 0.0]
+        self.rounds = 0
+
+    def check_learned(self) -> None:
+        if min(*self.brought, self.rounds) < 0:
+            raise ValueError("brought and rounds must not be negative")
+        if (self.rounds or self.draft.fitted or self.verify.fitted) and not (self.brought[1] and self.verify.fitted):
+            raise ValueError("rounds must have seconds, and a table of costs")
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learn from a committed round."""
+        if outcome.steps:
+            self.draft.add(outcome.steps, outcome.draft_seconds)
+        self.verify.add(outcome.nodes, outcome.verify_seconds)
+        self.rounds += 1
+        due = self.rounds < FIRST_FITS or self.rounds % REFIT_EVERY == 0
+        for curve in (self.draft, self.verify):
+            if curve.samples and (due or not curve.fitted):
+                curve.fit()
+        weight = 1.0 if self.rounds > 1 else FIRST_WEIGHT
+        discount = min(DISCOUNT, 1 - 1 / (self.rounds + FIRST_WEIGHT))
+        values = outcome.accepted + 1, max(self.seconds(outcome.steps, outcome.nodes), 1e-9)
+        self.brought = [old * discount + weight * new for old, new in zip(self.brought, values, strict=True)]
+
+    @property
+    def rate(self) -> float:
+        """lambda, in tokens per second. It is known as soon as ``verify`` is fitted."""
+        return self.brought[0] / self.brought[1]
+
+    def seconds(self, steps: int, nodes: int) -> float:
+        """What a round of so many draft steps and nodes costs."""
+        return (self.draft.seconds(steps) if steps else 0.0) + self.verify.seconds(nodes)
+
+    def price(self, steps: int, nodes: int) -> float:
+        """The tokens that these seconds bring at the recent rate."""
+        return self.rate * self.seconds(steps, nodes)
+
+
+def pays(tokens: Iterable[float], price: Callable[[int], float]) -> bool:
+    """Whether some number of further levels brings more than its price.
+
+    Args:
+        tokens: What each level is expected to bring.
+        price: Of the first 1, 2, ... levels together, in tokens.
+    """
+    total = 0.0
+    for levels, value in enumerate(tokens, start=1):
+        total += value
+        if total >= price(levels):
+            return True
+    return False
+
+
+def most_valuable(
+    values: Iterable[float], price: Callable[[int], float], allowed: Callable[[int], bool] | None = None
+) -> tuple[int, float]:
+    """The number of nodes that brings most beyond its price, and how much; 0 and 0.0 where no number brings more.
+
+    Args:
+        values: The tokens that each node is expected to bring.
+        price: Of the first 1, 2, ... nodes together, in tokens.
+        allowed: Which numbers may be chosen; None: all.
+    """
+    best, most, total = 0, 0.0, 0.0
+    for count, value in enumerate(values, start=1):
+        total += value
+        if (allowed is None or allowed(count)) and (worth := total - price(count)) > most:
+            best, most = count, worth
+    return best, most
