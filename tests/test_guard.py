@@ -162,7 +162,8 @@ def test_a_pause_ends_although_another_drafter_has_all_rounds() -> None:
 def timed_session(harness: Harness, monkeypatch: pytest.MonkeyPatch, draft_seconds: float, guard: Guard) -> Session:
     """A session whose clock moves by ``draft_seconds`` for a draft call and by one for a verify call."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("eesd.runtime.decoding.session.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    for part in ("round", "session"):
+        monkeypatch.setattr(f"eesd.runtime.decoding.{part}.time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def passing(seconds: float) -> Wrapped:
         return Wrapped(
