@@ -108,8 +108,15 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
 
 def chain_outcome(drafted: int, accepted: int, draft_seconds: float, verify_seconds: float) -> RoundOutcome:
     """A round of a chain of ``drafted`` tokens, all of which were verified."""
-    work = {"steps": drafted, "depth": drafted, "nodes": drafted, "accepted": accepted, "num_expanded": accepted}
-    return RoundOutcome(**work, draft_seconds=draft_seconds, verify_seconds=verify_seconds)
+    return RoundOutcome(
+        steps=drafted,
+        draft_seconds=draft_seconds,
+        depth=drafted,
+        nodes=drafted,
+        verify_seconds=verify_seconds,
+        accepted=accepted,
+        num_expanded=accepted,
+    )
 
 
 def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) -> int:

@@ -56,9 +56,10 @@ def write_checkpoint(directory: Path, shape: str) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = dict(zip(SIZES, SHAPES[shape], strict=True))
+    sizes: dict[str, Any] = dict(zip(SIZES, SHAPES[shape], strict=True))
     config = LlamaConfig(**sizes, max_position_embeddings=4096, tie_word_embeddings=shape == "1b", dtype="float16")
-    LlamaForCausalLM._from_config(config, dtype=torch.float16).save_pretrained(directory)
+    model: Any = LlamaForCausalLM
+    model._from_config(config, dtype=torch.float16).save_pretrained(directory)
 
 
 def prepare(work: Path, shape: str, dtype: str, build: bool) -> Path:
