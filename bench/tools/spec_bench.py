@@ -86,7 +86,8 @@ class Questioning:
         self.name = directory.resolve().name
         methods = {name: parse_method(name) for name in options["methods"]}
         self._methods: dict[str, Speculation | None] = {PLAIN: None} | methods
-        self._samplings, self._max_new_tokens = options["samplings"], options["max_new_tokens"]
+        self._samplings: list[str] = options["samplings"]
+        self._max_new_tokens: int = options["max_new_tokens"]
         for speculation in filter(None, self._methods.values()):
             self.bench.llm.with_speculation(speculation)  # refuses a width before the long work
 
