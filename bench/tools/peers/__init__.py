@@ -1,1 +1,1 @@
-"""``python -m eesd.bench.tools.peers``: EESD side by side with other runtimes on one GGUF file, in processes."""
+"""EESD side by side with other runtimes: convert a checkpoint for each, run them in turn in processes of their own, report."""

@@ -7,71 +7,95 @@ after another; all contestants in turn, then again.
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from eesd.bench.measure.results import describe_machine, shown_machine
-from eesd.bench.measure.stats import table
 from eesd.bench.measure.tasks import load_tasks
-from eesd.bench.tools.peers.contestants import EESD, PEERS, WORKERS, Contestant, python_of
-from eesd.bench.tools.peers.process import PeerError, Process, loaded
+from eesd.bench.tools.peers.contestants import EESD, LLAMA_CPP, WORKERS, Contestant
+from eesd.bench.tools.peers.process import PeerError, Process, started
 from eesd.runtime.llm import load
 
 KIND = "batches"
+BATCH_WORKERS = {EESD: "eesd_batch.py", LLAMA_CPP: "llama_cpp_server.py", "OpenVINO": "openvino_batch.py"}
+"""Runtimes that batch. llama.cpp's server is the one that the package xllamacpp carries."""
 MODES = ("automatic", "always", "never")
 """When EESD's batch drafts."""
 ROWS = 16
 """Requests that a contestant runs at the same time at most."""
-Samples = dict[str, dict[int, list[dict[str, Any]]]]
-"""By contestant and number of clients, the answers of all repetitions."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+        concurrency: Clients, in turn.
+        new_tokens: Of each text.
+        prompt_tokens: Most tokens of a prompt.
+        rounds: Repetitions.
+        levels: Levels that EESD drafts where it always drafts.
+        threads: CPU threads of each.
+    """
+
+    concurrency: list[int]
+    new_tokens: int
+    prompt_tokens: int
+    rounds: int
+    levels: int
+    threads: int
 
 
 def entries(contestants: Sequence[Contestant]) -> dict[str, tuple[Contestant, str]]:
-    """By name, who takes part and how: EESD in three modes, and the others."""
+    """By name, who takes part and how: EESD in three modes, and the other plain contestants that batch."""
     found = {}
     for one in contestants:
-        if one.is_plain:
+        if one.is_plain and one.peer in BATCH_WORKERS:
             for mode in MODES if one.peer == EESD else ("plain",):
                 found[f"{one.peer}, {mode}" if one.peer == EESD else one.peer] = (one, mode)
     return found
 
 
 def measure(
-    contestants: Sequence[Contestant],
-    prompts: list[list[int]],
-    concurrency: Sequence[int],
-    options: dict[str, Any],
-    python: str,
-    seconds: float,
+    contestants: Sequence[Contestant], prompts: list[list[int]], options: Options, pythons: dict[str, str], seconds: float,
     report: Callable[[str], None],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Measure all contestants; a contestant that cannot be loaded is left out. Returns what the JSON file holds.
 
-    Options are ``max_new_tokens`` of each text, ``rounds`` (repetitions), and for the workers ``threads``, ``rows``, ``slots``
-    of a text, and the ``levels`` that EESD drafts where it always drafts. ``python`` is the interpreter that has the peers,
-    ``seconds`` the longest time of one measurement.
+    Args:
+        contestants: Those of one group.
+        prompts: Token ids.
+        options: What to measure.
+        pythons: Interpreter by peer.
+        seconds: Longest time of one measurement.
+        report: Called with a line for each measurement.
     """
-    count = options["max_new_tokens"]
-    samples, skipped, packages = Samples(), dict[str, str](), dict[str, str]()
+    who, count = entries(contestants), options.new_tokens
+    settings = {"threads": options.threads, "rows": ROWS, "slots": 2 * options.prompt_tokens + count, "levels": options.levels}
+    samples: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    skipped: dict[str, str] = {}
+    packages: dict[str, str] = {}
     with ExitStack() as stack:
-        running: dict[str, Process] = {}
-        for name, (one, mode) in entries(contestants).items():
-            worker, given = WORKERS / PEERS[one.peer].batch_worker, {**options, "mode": mode, "variant": one.variant}
+        processes: dict[str, Process] = {}
+        for name, (one, mode) in who.items():
+            worker = WORKERS / BATCH_WORKERS[one.peer]
+            process = stack.enter_context(started(pythons[one.peer], worker, options.threads, seconds))
             try:
-                process, answer = loaded(stack, python_of(one.peer, python), worker, one.path, given, seconds)
+                hello = process.ask("hello")
+                packages[one.peer] = f"{hello['package']} {hello['version']}"
+                process.ask("load", path=one.path, options={**settings, "mode": mode, "variant": one.variant})
                 # Memory that a process touches first costs time: each has touched what it needs before anything is measured.
-                process.ask("serve", prompts=prompts, count=min(8, count), concurrency=max(concurrency))
+                process.ask("serve", prompts=prompts, count=min(8, count), concurrency=max(options.concurrency))
             except PeerError as error:
                 skipped[name] = str(error)
                 report(f"{name}: {error}")
                 continue
-            running[name], packages[one.peer] = process, answer["package"]
-            samples[name] = {clients: [] for clients in concurrency}
-        for _ in range(options["rounds"]):
-            for clients in concurrency:
-                for name, process in running.items():
+            processes[name] = process
+            samples[name] = {clients: [] for clients in options.concurrency}
+        for _ in range(options.rounds):
+            for clients in options.concurrency:
+                for name, process in processes.items():
                     found = process.ask("serve", prompts=prompts, count=count, concurrency=clients)
                     samples[name][clients].append(found)
                     report(f"{name}, {clients} at a time: {_rate(found):.1f} tokens/s")
@@ -79,7 +103,7 @@ def measure(
         "kind": KIND,
         "machine": describe_machine(),
         "packages": packages,
-        "options": options,
+        "options": {**settings, "prompts": len(prompts), "max_new_tokens": count, "rounds": options.rounds},
         "group": contestants[0].group,
         "prompt_tokens": sum(map(len, prompts)),
         "results": {name: {str(clients): _summary(found) for clients, found in by.items()} for name, by in samples.items()},
@@ -109,21 +133,22 @@ def _rate(found: dict[str, Any]) -> float:
 
 def _summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the repetitions of the rate; percentiles of latencies over all requests."""
-    times = [request["times"] for one in found for request in one["requests"]]
-    between = [(one[-1] - one[0]) / (len(one) - 1) for one in times]
+    requests = [request for one in found for request in one["requests"]]
+    first = sorted(request["times"][0] for request in requests)
+    between = sorted((times[-1] - times[0]) / (len(times) - 1) for request in requests if (times := request["times"]))
     return {
         "tokens_per_second": statistics.median(map(_rate, found)),
         "each": [round(_rate(one), 2) for one in found],
-        "first_token_seconds": _percentiles([one[0] for one in times]),
-        "token_seconds": _percentiles(between),
+        "first_token_seconds": {"p50": _percentile(first, 0.5), "p99": _percentile(first, 0.99)},
+        "token_seconds": {"p50": _percentile(between, 0.5), "p99": _percentile(between, 0.99)},
     }
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    return {f"p{share}": float(np.percentile(values, share)) for share in (50, 99)}
+def _percentile(values: Sequence[float], share: float) -> float:
+    return values[min(int(share * len(values)), len(values) - 1)]
 
 
-def _agreement(samples: Samples) -> dict[str, float]:
+def _agreement(samples: dict[str, dict[int, list[dict[str, Any]]]]) -> dict[str, float]:
     """By contestant, the share of texts that equal those of EESD's plain decoding with one client."""
     never = samples.get(f"{EESD}, {MODES[2]}")
     if never is None:
@@ -147,11 +172,7 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
     """Lines: tokens a second, and times to the first token and between tokens, by contestant and number of clients."""
     by, options = results["results"], results["options"]
     counts = list(next(iter(by.values())))
-    rows = []
-    for name, found in by.items():
-        equal = results["tokens_equal"].get(name)
-        rows.append([name, *(_cell(found[count]) for count in counts), "" if equal is None else f"{equal:.0%}"])
-    return [
+    lines = [
         f"{level} Batches: {results['group']}",
         "",
         f"{shown_machine(results['machine'])}. {', '.join(results['packages'].values())}. {options['threads']} threads.",
@@ -160,10 +181,14 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
         f"of prompts. Tokens a second of all clients together, median of {options['rounds']} (median time to the first "
         "token, and between tokens). Same texts: texts that equal EESD's plain decoding of one text at a time.",
         "",
-        *table(["", *(f"{count} at a time" for count in counts), "same texts"], rows),
-        *(f"* {name}: {reason}" for name, reason in results["skipped"].items()),
-        "",
+        f"| | {' | '.join(f'{count} at a time' for count in counts)} | same texts |",
+        "|---" * (len(counts) + 2) + "|",
     ]
+    for name, found in by.items():
+        equal = results["tokens_equal"].get(name)
+        same = "" if equal is None else f"{equal:.0%}"
+        lines.append(f"| {name} | {' | '.join(_cell(found[count]) for count in counts)} | {same} |")
+    return [*lines, "", *(f"* {name}: {reason}" for name, reason in results["skipped"].items()), ""]
 
 
 def _cell(one: dict[str, Any]) -> str:

@@ -1,36 +1,45 @@
 """Who takes part: runtimes, the forms of a model that each reads, and the ways in which each decodes."""
 
-import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from eesd.common.errors import EESDError
 
 F32, GGUF = "F32", "gguf"
-TYPES = ("Q4_0", "Q4_1", "Q4_K_M", "Q5_K_M", "Q6_K", "Q2_K", "Q3_K_M", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", F32)
+TYPES = ("Q4_0", "Q4_1", "Q4_K_M", "Q5_K_M", "Q6_K", "Q2_K", "Q3_K_M", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16")
 """Types of GGUF files that llama.cpp's quantizer writes."""
-GROUPS = (GGUF, *TYPES)
+GROUPS = (GGUF, *TYPES, F32)
 """Forms of a model, each a file; ``gguf`` is the file that was given. Contestants of a group read one file, or the nearest form
 of it. They run side by side, and are compared with EESD's plain decoding in that group."""
-EESD, LLAMA_CPP, OPENVINO = "EESD", "llama.cpp", "OpenVINO"
+EESD, LLAMA_CPP = "EESD", "llama.cpp"
 WORKERS = Path(__file__).parent / "workers"
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A runtime: the files in ``workers/`` that decode one text, and many at once; and a way to decode besides plainly."""
+    """A runtime.
+
+    Attributes:
+        worker: Its file in ``workers/``.
+        modes: Ways to decode besides plainly.
+        converts: Whether it needs the model in a form of its own.
+        extra: Variants besides one for each group, and the group of each.
+    """
 
     worker: str
-    batch_worker: str
-    mode: str
+    modes: tuple[str, ...]
+    converts: bool = True
+    extra: Mapping[str, str] = field(default_factory=dict)
 
 
 PEERS = {
-    LLAMA_CPP: Peer("llama_cpp_peer.py", "llama_cpp_server.py", "lookup"),
-    EESD: Peer("eesd_peer.py", "eesd_batch.py", "drafting"),
-    OPENVINO: Peer("openvino_peer.py", "openvino_batch.py", "lookup"),
+    LLAMA_CPP: Peer("llama_cpp_peer.py", ("lookup",)),
+    EESD: Peer("eesd_peer.py", ("drafting",)),
+    "OpenVINO": Peer("openvino_peer.py", ("lookup",)),
+    "ort-genai": Peer("ort_genai_peer.py", ("lookup",), extra={f"{GGUF}-int8": GGUF}),
+    "transformers": Peer("transformers_peer.py", ("lookup", "early-exit"), converts=False),
 }
 """llama.cpp comes first: its quantizer makes the files that the others read."""
 
@@ -42,7 +51,7 @@ class Contestant:
     Attributes:
         peer: Key of :data:`PEERS`.
         variant: Form of the model; of EESD the name of an engine directory.
-        mode: ``plain``, or the other mode of the peer.
+        mode: ``plain``, or a mode of the peer.
         group: Of :data:`GROUPS`.
         path: What the worker loads.
     """
@@ -55,7 +64,7 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        return f"{self.peer} {self.variant}" + ("" if self.is_plain else f", {self.mode}")
+        return f"{self.peer} {self.variant}" + ("" if self.mode == "plain" else f", {self.mode}")
 
     @property
     def worker(self) -> Path:
@@ -66,22 +75,18 @@ class Contestant:
         return self.mode == "plain"
 
 
-def of_variant(peer: str, variant: str, path: Path) -> list[Contestant]:
-    """The contestants of one form of the model, plain first. Made types are only decoded plainly: an exit head fits one file.
+def of_variant(peer: str, variant: str, group: str, path: Path) -> list[Contestant]:
+    """The contestants of one form of the model: plain first. The made types are only decoded plainly."""
+    modes = PEERS[peer].modes if group in (F32, GGUF) else ()
+    return [Contestant(peer, variant, mode, group, str(path)) for mode in ("plain", *modes)]
 
-    Raises:
-        EESDError: The name of the form does not begin with a group.
-    """
+
+def group_of(variant: str) -> str:
+    """The group of an engine directory's name, which begins with it. Raises :class:`EESDError` for other names."""
     group = variant.partition("-")[0]
     if group not in GROUPS:
-        raise EESDError(f"{path} begins with no group; name it {', '.join(GROUPS)}, or such as {peer}-Q4_0-small.")
-    modes = ("plain", PEERS[peer].mode) if group in (F32, GGUF) else ("plain",)
-    return [Contestant(peer, variant, mode, group, str(path)) for mode in modes]
-
-
-def python_of(peer: str, python: str) -> str:
-    """The interpreter of a peer: EESD runs in the benchmark's own."""
-    return sys.executable if peer == EESD else python
+        raise EESDError(f"--eesd {variant!r} begins with no group; name it {', '.join(GROUPS)}, or such as Q4_0-small.")
+    return group
 
 
 def chosen(names: Iterable[str], patterns: Iterable[str]) -> set[str]:

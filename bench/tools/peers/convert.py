@@ -1,24 +1,15 @@
-"""One GGUF file in the forms that the peers read: a work directory with a directory for each."""
+"""One model in the forms that the peers read, in a work directory, with a record of what was made and what was not."""
 
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
-from eesd.bench.tools.peers.contestants import (
-    EESD,
-    F32,
-    GGUF,
-    LLAMA_CPP,
-    PEERS,
-    WORKERS,
-    Contestant,
-    of_variant,
-    python_of,
-)
+from eesd.bench.tools.peers.contestants import EESD, F32, GGUF, LLAMA_CPP, PEERS, WORKERS, Contestant, group_of, of_variant
 from eesd.bench.tools.peers.process import PeerError, one_line, started
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, written_whole
@@ -26,100 +17,66 @@ from eesd.common.json_input import read_json_object
 
 RECORD = "work.json"
 REMEDY = "make it with: python -m eesd.bench.tools.peers convert"
+MADE_UP = "checkpoint"
+"""Name of a checkpoint with made-up weights in the work directory."""
+EXIT_SHARE = 4
+"""Without an exit head, the exit is behind this fraction of the layers."""
 
 
 @dataclass
 class Work:
-    """A work directory. Its directories are the forms that were made; ``work.json`` records the rest.
+    """The record of a work directory.
 
     Attributes:
-        directory: The work directory.
-        model: The GGUF file.
+        model: The checkpoint: a directory, or a GGUF file.
         python: The interpreter that has the peers.
-        skipped: By form (``llama.cpp F32``), why it was not made.
+        exit_layer: Layers before the exit.
+        made: By variant (``llama.cpp F32``): seconds of the conversion, bytes of the result.
+        skipped: By variant, why it was not made.
     """
 
-    directory: Path
     model: str
     python: str
+    exit_layer: int
+    made: dict[str, dict[str, float]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Read the record. Raises :class:`EESDError` if there is none, or it is damaged."""
+        raw = read_json_object(directory / RECORD, REMEDY)
         try:
-            return cls(directory, **read_json_object(directory / RECORD, REMEDY))
+            return cls(**raw)
         except TypeError:
             raise EESDError(f"{directory / RECORD} is damaged (a value is missing or unknown); {REMEDY}.") from None
 
-    def save(self) -> None:
-        """Write the record."""
-        record = {name: getattr(self, name) for name in ("model", "python", "skipped")}
-        with written_whole(self.directory / RECORD) as temporary:
-            temporary.write_text(json.dumps(record, indent=1), "utf-8")
+    def save(self, directory: Path) -> None:
+        with written_whole(directory / RECORD) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=1), "utf-8")
 
-    def form(self, peer: str, group: str) -> Path:
-        """Where a form of the model is, if it was made."""
-        return self.directory / f"{peer}-{group}"
+    def contestants(self, directory: Path, engines: dict[str, Path]) -> list[Contestant]:
+        """Everybody that can run.
 
-    def file(self, group: str) -> Path:
-        """The GGUF file of a group. Raises :class:`PeerError` if llama.cpp's quantizer did not make it."""
-        path = Path(self.model) if group == GGUF else self.form(LLAMA_CPP, group) / "model.gguf"
-        if not path.exists():
-            raise PeerError(f"llama.cpp {group} is missing, which is the file to read")
-        return path.absolute()
-
-    def contestants(self) -> list[Contestant]:
-        """All contestants that can run: a directory ``PEER-FORM`` each. Own ones may be added, such as ``EESD-Q4_0-small``."""
-        forms = [(peer, path) for peer in (EESD, *PEERS) for path in sorted(self.directory.glob(f"{peer}-*"))]
-        return [
-            one for peer, path in dict.fromkeys(forms) for one in of_variant(peer, path.name.removeprefix(f"{peer}-"), path)
-        ]
-
-
-def exit_options(exit_head: Path | None, exit_layer: int | None) -> tuple[list[str], list[str]]:
-    """Options of ``eesd-export`` for the exit: of the file and its float32 values, and of made types, which no head fits.
-
-    Raises:
-        EESDError: Neither is given, or the exit head cannot be read.
-    """
-    if exit_head is None and exit_layer is None:
-        raise EESDError("Give --exit-head or --exit-layer.")
-    if exit_head is not None:
-        exit_layer = int(read_json_object(exit_head / "exit_head.json", "train the exit head again")["layer"])
-    untrained = ["--exit-layer", str(exit_layer)]
-    return ["--exit-head", str(exit_head)] if exit_head else untrained, untrained
+        Args:
+            directory: The work directory.
+            engines: Engine directories of EESD by name; none for those in the work directory.
+        """
+        made = [tuple(name.split(" ")) for name in self.made]
+        own = engines or {variant: variant_dir(directory, EESD, variant) for peer, variant in made if peer == EESD}
+        found = [c for variant, path in own.items() for c in of_variant(EESD, variant, group_of(variant), path)]
+        for peer, variant in made:
+            if peer != EESD:
+                found += of_variant(peer, variant, group_of(variant), variant_dir(directory, peer, variant))
+        if not Path(self.model).is_file():
+            found += [
+                c for name, peer in PEERS.items() if not peer.converts for c in of_variant(name, F32, F32, Path(self.model))
+            ]
+        return found
 
 
-def convert(
-    work: Work, wanted: Sequence[str], exits: tuple[list[str], list[str]], sizes: list[str], seconds: float,
-    report: Callable[[str], None],
-) -> None:  # fmt: skip
-    """Make every wanted form that is not there, and keep the record.
-
-    ``exits`` is of :func:`exit_options`, ``sizes`` are more options of ``eesd-export``, and ``seconds`` the longest time of one
-    conversion.
-    """
-    for name in wanted:
-        peer, group = name.split(" ")
-        output = work.form(peer, group)
-        if output.exists():
-            report(f"{name}: there already")
-            continue
-        work.skipped.pop(name, None)
-        try:
-            if peer == EESD:
-                _export(work, group, exits, sizes, seconds)
-            else:
-                source = work.file(GGUF if peer == LLAMA_CPP else group)
-                worker = started(python_of(peer, work.python), WORKERS / PEERS[peer].worker, 1, seconds)
-                with worker as process, directory_written_whole(output) as temporary:
-                    process.ask("convert", model=str(source), output=str(temporary), variant=group)
-            report(f"{name}: {directory_bytes(output) / 1e6:.0f} MB")
-        except PeerError as error:
-            work.skipped[name] = str(error)
-            report(f"{name}: skipped; {error}")
-        work.save()
+def variant_dir(directory: Path, peer: str, variant: str) -> Path:
+    """Where the work directory has a form of the model."""
+    return directory / f"{peer}-{variant}"
 
 
 def directory_bytes(directory: Path) -> int:
@@ -127,19 +84,99 @@ def directory_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-def _export(work: Work, group: str, exits: tuple[list[str], list[str]], sizes: list[str], seconds: float) -> None:
+def variants(model: Path, types: Sequence[str]) -> list[str]:
+    """All conversions of a model, in order: float32, which judges the quality; the file itself; files of other types."""
+    groups = [F32, *([GGUF] if model.is_file() else []), *types]
+    peers = {name: peer for name, peer in PEERS.items() if peer.converts}
+    found = [f"{name} {group}" for group in groups for name in peers]
+    return found + [f"{name} {extra}" for name, peer in peers.items() for extra, of in peer.extra.items() if of in groups]
+
+
+def exit_layer(model: Path, given: int | None, exit_head: Path | None) -> tuple[int, list[str]]:
+    """Layers before the exit, and the options that ``eesd-export`` needs for it: none if the model has an exit head."""
+    head = (exit_head or model) / "exit_head.json"
+    if given is None and (exit_head or head.exists()):
+        options = ["--exit-head", str(exit_head)] if exit_head else []
+        return int(read_json_object(head, "train the exit head again")["layer"]), options
+    if given is None and model.is_file():
+        raise EESDError(f"{model} has no exit head; give --exit-head or --exit-layer.")
+    if given is not None:
+        return given, ["--exit-layer", str(given)]
+    layers = read_json_object(model / "config.json", "give a directory with a checkpoint")["num_hidden_layers"]
+    layer = max(1, layers // EXIT_SHARE)
+    return layer, ["--exit-layer", str(layer)]
+
+
+def convert(
+    work: Work, directory: Path, head: list[str], sizes: list[str], wanted: Sequence[str], seconds: float,
+    report: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Make every wanted variant that is not there, and keep the record.
+
+    Args:
+        work: The record, which is updated and saved.
+        directory: The work directory.
+        head, sizes: Options of ``eesd-export`` for the exit head, and others.
+        wanted: Names of variants, in order.
+        seconds: Longest time of one conversion.
+        report: Called with a line for each variant.
+    """
+    for name in wanted:
+        peer, variant = name.split(" ")
+        output = variant_dir(directory, peer, variant)
+        if name in work.made and output.exists():
+            report(f"{name}: there already")
+            continue
+        work.made.pop(name, None)
+        work.skipped.pop(name, None)
+        begun = time.monotonic()
+        try:
+            if peer == EESD:
+                _export(work, directory, variant, head, sizes, seconds)
+            else:
+                source = Path(work.model) if peer == LLAMA_CPP else file_of(work, directory, variant)
+                _convert(source, output, peer, variant, work.python, seconds)
+        except PeerError as error:
+            work.skipped[name] = str(error)
+            report(f"{name}: skipped; {error}")
+        else:
+            size = directory_bytes(output)
+            work.made[name] = {"seconds": round(time.monotonic() - begun, 1), "bytes": size}
+            report(f"{name}: {size / 1e6:.0f} MB in {time.monotonic() - begun:.0f} s")
+        work.save(directory)
+
+
+def file_of(work: Work, directory: Path, variant: str) -> Path:
+    """The GGUF file of a variant: the given one, or what llama.cpp's quantizer made of it."""
+    if group_of(variant) == GGUF:
+        return Path(work.model)
+    path = variant_dir(directory, LLAMA_CPP, variant) / "model.gguf"
+    if not path.exists():
+        raise PeerError(f"llama.cpp {variant} is missing, which is the file to read")
+    return path.absolute()
+
+
+def _convert(source: Path, output: Path, peer: str, variant: str, python: str, seconds: float) -> None:
+    with started(python, WORKERS / PEERS[peer].worker, 1, seconds) as process, directory_written_whole(output) as temporary:
+        process.ask("convert", model=str(source), output=str(temporary), variant=variant)
+
+
+def _export(work: Work, directory: Path, variant: str, head: list[str], sizes: list[str], seconds: float) -> None:
     """Export for EESD with the benchmark's own interpreter, and load it once: the first load writes packed weights.
 
-    Made types are not checked: that takes as long again.
+    The given exit head fits the file as it is, and its values in float32; other types get an untrained one.
     """
-    output, (trained, untrained) = work.form(EESD, group), exits
-    if group == F32:
-        source, options = Path(work.model), [*trained, "--dtype", "float32", "--quantize", "none"]
-    elif group == GGUF:
-        source, options = Path(work.model), trained
+    output = variant_dir(directory, EESD, variant)
+    if variant == F32:
+        source, options = work.model, [*head, "--dtype", "float32", "--quantize", "none"]
+    elif variant == GGUF:
+        source, options = work.model, head
     else:
-        source, options = work.file(group), [*untrained, "--no-check"]
-    command = [sys.executable, "-m", "eesd.export.cli", "--model", str(source), "--output", str(output), *options, *sizes]
+        source, options = str(file_of(work, directory, variant)), ["--exit-layer", str(work.exit_layer)]
+    # The export of a whole model is checked, those of its quantizations are not: that takes as long again.
+    if group_of(variant) not in (F32, GGUF) or Path(work.model).name == MADE_UP:
+        sizes = [*sizes, "--no-check"]
+    command = [sys.executable, "-m", "eesd.export.cli", "--model", source, "--output", str(output), *options, *sizes]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PeerError(f"eesd-export: {one_line(done.stderr)}")

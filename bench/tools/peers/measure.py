@@ -1,15 +1,16 @@
 """The comparison: all contestants of a group wait side by side, and decode each prompt one after another."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from eesd.bench.measure.run import rotated
-from eesd.bench.tools.peers.contestants import Contestant, grouped, python_of
-from eesd.bench.tools.peers.process import PeerError, Process, busy_threads, loaded
-from eesd.bench.tools.peers.results import Load, Prompt, Result, Run
+from eesd.bench.tools.peers.contestants import EESD, PEERS, Contestant, grouped
+from eesd.bench.tools.peers.process import PeerError, Process, busy_threads, started
+from eesd.bench.tools.peers.quality import measure_quality, reference_of
+from eesd.bench.tools.peers.results import Load, Prompt, Quality, Result, Run
 
 REST_SECONDS = 0.2
 """Pause before each run: threads of the contestant before may still spin."""
@@ -18,93 +19,225 @@ COUNTED_SECONDS = 1.0
 """Processor time from which the threads are counted; the system counts in hundredths of a second."""
 
 
-@dataclass
-class Comparison:
-    """Fills a result, and saves it after each prompt.
+@dataclass(frozen=True)
+class Options:
+    """What to measure.
 
     Attributes:
-        result: Who decodes what; receives the measurements.
-        python: The interpreter that has the peers.
-        seconds: Longest time of one answer.
-        path: Where to save.
-        report: Called with a line for each step.
+        new_tokens: Tokens to generate behind each prompt.
+        short, long, longest: Number and length of the prompts of each kind.
+        processes: Fresh processes of each contestant.
+        threads: CPU threads of each.
+        window: Tokens of a window of the held-out text.
+        prompts_file, quality_file: Where the prompts and the held-out text come from.
+        quality_tokens: Most tokens of the held-out text.
     """
 
-    result: Result
-    python: str
-    seconds: float
-    path: Path
-    report: Callable[[str], None]
+    new_tokens: int
+    short: tuple[int, int]
+    long: tuple[int, int]
+    processes: int
+    threads: int
+    prompts_file: str
+    quality_file: str | None = None
+    quality_tokens: int = 4096
+    window: int = 512
+    longest: tuple[int, int] = (0, 1)
 
-    def run(self) -> None:
-        """Measure every group, in fresh processes each time."""
-        for number in range(self.result.options["processes"]):
+    def to_dict(self) -> dict[str, Any]:
+        """The options as JSON values."""
+        return {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @property
+    def slots(self) -> int:
+        """Most tokens of a prompt and its text."""
+        lengths = [length + self.new_tokens for count, length in (self.short, self.long, self.longest) if count]
+        return max(*lengths, self.window, WARM_UP_TOKENS) + 1
+
+
+class Comparison:
+    """Measures what a result lacks, and saves it after each step.
+
+    Attributes:
+        result: Everything measured so far.
+    """
+
+    def __init__(
+        self,
+        result: Result,
+        options: Options,
+        pythons: dict[str, str],
+        seconds: float,
+        path: Path,
+        report: Callable[[str], None],
+    ) -> None:
+        """Begin or continue.
+
+        Args:
+            result: What is there.
+            options: What to measure.
+            pythons: Interpreter by peer.
+            seconds: Longest time of one answer.
+            path: Where to save.
+            report: Called with a line for each step.
+        """
+        self.result = result
+        self.options = options
+        self.pythons = pythons
+        self.seconds = seconds
+        self.path = path
+        self.report = report
+
+    def run(self, windows: list[list[int]], others: Iterable[Contestant] = ()) -> None:
+        """Measure the speed of every group, and the quality if there are windows of held-out text.
+
+        One of ``others`` can be the reference of the quality without taking part.
+        """
+        for name in [name for name in self.result.skipped if name in {c.name for c in self.result.contestants}]:
+            del self.result.skipped[name]  # a contestant that failed gets another chance
+        for process in range(self.options.processes):
             for group, members in grouped(self.result.contestants).items():
-                with ExitStack() as stack:
-                    self._measure_group(stack, number, group, members)
+                self._measure_group(process, group, members)
+        if windows:
+            self._measure_quality(windows, others)
         self.result.complete = not any(c.name in self.result.skipped for c in self.result.contestants)
         self.result.save(self.path)
 
-    def _measure_group(self, stack: ExitStack, number: int, group: str, members: list[Contestant]) -> None:
-        running: dict[str, Process] = {}
-        loads: dict[str, float] = {}
-        for one in members:
-            if one.name not in self.result.skipped:
-                with self._left_out(one.name, running):
-                    running[one.name], loads[one.name] = self._load(stack, one)
-        before = {name: process.thread_seconds() for name, process in running.items()}
-        for turn, prompt in enumerate(self.result.prompts, number * len(self.result.prompts)):
-            found: list[Run] = []
-            for name in rotated([*running], turn):
-                with self._left_out(name, running):
-                    found.append(self._decode(running[name], name, number, prompt))
-            self.result.runs += found
-            rates = ", ".join(f"{run.contestant} {run.rate:.0f}" for run in found)
-            self.report(f"process {number + 1}, {group}, {prompt.id} (tokens/s): {rates}")
-            self.result.save(self.path)
-        for name, process in [*running.items()]:
-            with self._left_out(name, running):
-                threads = self._count_threads(name, before[name], process.thread_seconds())
-                self.result.loads.append(Load(name, number, loads[name], **process.memory(), threads=threads))
+    def _measure_group(self, process: int, group: str, members: list[Contestant]) -> None:
+        """Run all prompts that are missing in one process of each contestant."""
+        names = {c.name for c in members}
+        missing = [p for p in self.result.prompts if not self.result.has_round(process, p.id, names - {*self.result.skipped})]
+        if not missing:
+            return
+        with ExitStack() as stack:
+            running: dict[str, Process] = {}
+            before: dict[str, dict[str, float]] = {}
+            for contestant in members:
+                if contestant.name in self.result.skipped:
+                    continue
+                try:
+                    found, load = self._load(stack, contestant, process)
+                except PeerError as error:
+                    self._skip(contestant.name, str(error))
+                    continue
+                running[contestant.name] = found
+                before[contestant.name] = found.thread_seconds()
+                self._replace_load(load)
+            for prompt in missing:
+                self._measure_round(process, group, prompt, running)
+                for load in [load for load in self.result.loads if load.process == process and load.contestant in running]:
+                    member = running[load.contestant]
+                    try:
+                        threads = self._count_threads(before[load.contestant], member.thread_seconds())
+                    except PeerError as error:
+                        self._exclude(load.contestant, str(error))
+                        del running[load.contestant]
+                        continue
+                    self._replace_load(Load(load.contestant, process, load.seconds, **member.memory(), threads=threads))
+                self.result.save(self.path)
 
-    def _load(self, stack: ExitStack, one: Contestant) -> tuple[Process, float]:
-        """Start a contestant, load it, and run it on prompts that no other prompt begins like. Gives the seconds of loading."""
-        options, prompts = self.result.options, self.result.prompts
-        slots = max(len(prompt.tokens) for prompt in prompts) + max(options["new_tokens"], WARM_UP_TOKENS) + 1
-        settings = {"variant": one.variant, "mode": one.mode, "threads": options["threads"], "slots": slots}
-        process, answer = loaded(stack, python_of(one.peer, self.python), one.worker, one.path, settings, self.seconds)
-        self.result.packages[one.peer] = answer["package"]
-        for prompt in {prompt.kind: prompt for prompt in prompts}.values():
-            process.ask("generate", prompt=prompt.tokens[::-1], count=min(WARM_UP_TOKENS, options["new_tokens"]))
-        return process, answer["seconds"]
-
-    def _decode(self, process: Process, name: str, number: int, prompt: Prompt) -> Run:
-        time.sleep(REST_SECONDS)
-        answer = process.ask("generate", prompt=prompt.tokens, count=self.result.options["new_tokens"])
-        first, last = answer["seconds"][0], answer["seconds"][-1]
-        return Run(name, number, prompt.id, first, last - first, answer["tokens"])
-
-    def _count_threads(self, name: str, before: dict[str, float], now: dict[str, float]) -> int | None:
+    def _count_threads(self, before: dict[str, float], now: dict[str, float]) -> int | None:
         """Threads that computed since ``before``; None if too little was computed to tell, or where the system does not say.
 
         Raises:
-            PeerError: They are not as many as were asked for. The contestant's measurements are worth nothing, and dropped.
+            PeerError: They are not as many as were asked for.
         """
         if sum(now.values()) - sum(before.values()) < COUNTED_SECONDS:
             return None
         found = busy_threads(before, now)
-        if found != self.result.options["threads"]:
-            self.result.runs = [run for run in self.result.runs if run.contestant != name]
-            self.result.loads = [load for load in self.result.loads if load.contestant != name]
-            raise PeerError(f"computed with {found} threads instead of {self.result.options['threads']}")
+        if found != self.options.threads:
+            raise PeerError(f"computed with {found} threads instead of {self.options.threads}")
         return found
 
+    def _load(self, stack: ExitStack, contestant: Contestant, number: int) -> tuple[Process, Load]:
+        """Start a contestant, load it, and run it on prompts that no other prompt begins like."""
+        process = stack.enter_context(self._started(contestant))
+        seconds = self._ask_load(process, contestant)
+        for kind in {prompt.kind: prompt for prompt in self.result.prompts}.values():
+            process.ask("generate", prompt=kind.tokens[::-1], count=min(WARM_UP_TOKENS, self.options.new_tokens))
+        return process, Load(contestant.name, number, seconds)
+
+    def _measure_round(self, process: int, group: str, prompt: Prompt, running: dict[str, Process]) -> None:
+        """Let everybody decode one prompt, in an order that rotates from prompt to prompt."""
+        names = [*running]
+        turn = (process * len(self.result.prompts) + self.result.prompts.index(prompt)) % max(1, len(names))
+        found: list[Run] = []
+        for name in names[turn:] + names[:turn]:
+            time.sleep(REST_SECONDS)
+            try:
+                answer = running[name].ask("generate", prompt=prompt.tokens, count=self.options.new_tokens)
+            except PeerError as error:
+                self._skip(name, str(error))
+                del running[name]
+                continue
+            first, last = answer["seconds"][0], answer["seconds"][-1]
+            found.append(Run(name, process, prompt.id, first, last - first, answer["tokens"]))
+        self.result.runs = [
+            r for r in self.result.runs if (r.process, r.prompt) != (process, prompt.id) or r.contestant not in running
+        ]
+        self.result.runs += found
+        rates = ", ".join(f"{run.contestant} {run.rate:.0f}" for run in found)
+        self.report(f"process {process + 1}, {group}, {prompt.id} (tokens/s): {rates}")
+
+    def _measure_quality(self, windows: list[list[int]], others: Iterable[Contestant]) -> None:
+        members = [c for c in self.result.contestants if c.name not in self.result.skipped]
+        reference = reference_of([*members, *others])
+        if self.result.quality_reference != reference.name:
+            self.result.quality_reference, self.result.qualities = reference.name, []
+
+        def note(name: str, found: Quality | str) -> None:
+            if isinstance(found, str):
+                self._skip(name, f"quality: {found}")
+                return
+            self.result.qualities.append(found)
+            self.report(f"quality, {name}: KL {found.divergence:.4g}, same top token {found.agreement:.1%}")
+            self.result.save(self.path)
+
+        done = {quality.contestant for quality in self.result.qualities}
+        measure_quality(members, reference, windows, self._loaded, done, note)
+
     @contextmanager
-    def _left_out(self, name: str, running: dict[str, Process]) -> Iterator[None]:
-        """Go on without a contestant that fails inside the block."""
-        try:
-            yield
-        except PeerError as error:
-            running.pop(name, None)
-            self.result.skipped[name] = str(error)
-            self.report(f"{name}: {error}")
+    def _loaded(self, contestant: Contestant) -> Iterator[Process]:
+        with self._started(contestant) as process:
+            self._ask_load(process, contestant)
+            yield process
+
+    @contextmanager
+    def _started(self, contestant: Contestant) -> Iterator[Process]:
+        python = self.pythons[contestant.peer]
+        with started(python, contestant.worker, self.options.threads, self.seconds) as process:
+            found = process.ask("hello")
+            self.result.packages[contestant.peer] = f"{found['package']} {found['version']}"
+            yield process
+
+    def _ask_load(self, process: Process, contestant: Contestant) -> float:
+        settings = {
+            "variant": contestant.variant,
+            "mode": contestant.mode,
+            "threads": self.options.threads,
+            "slots": self.options.slots,
+            "exit_layer": self.result.model["exit_layer"],
+        }
+        seconds: float = process.ask("load", path=contestant.path, options=settings)["seconds"]
+        return seconds
+
+    def _replace_load(self, load: Load) -> None:
+        """Put in one load of a contestant and process. A resumed process keeps the larger peak of its two runs."""
+        key = (load.contestant, load.process)
+        self.result.loads = [old for old in self.result.loads if (old.contestant, old.process) != key] + [load]
+
+    def _exclude(self, name: str, reason: str) -> None:
+        """Go on without a contestant whose measurements are worth nothing."""
+        self.result.runs = [run for run in self.result.runs if run.contestant != name]
+        self.result.loads = [load for load in self.result.loads if load.contestant != name]
+        self._skip(name, reason)
+
+    def _skip(self, name: str, reason: str) -> None:
+        """Go on without a contestant."""
+        self.result.skipped[name] = reason
+        self.report(f"{name}: {reason}")
+
+
+def interpreters(python: str, own: str) -> dict[str, str]:
+    """Interpreter by peer: EESD runs in the benchmark's own."""
+    return {name: own if name == EESD else python for name in PEERS}

@@ -5,7 +5,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -26,9 +26,35 @@ class PeerError(EESDError):
 class Process:
     """One ``workers/serve.py``. Between requests it waits for its pipe."""
 
-    def __init__(self, process: "subprocess.Popen[str]", log: Any, seconds: float) -> None:
+    def __init__(self, python: Path | str, worker: Path, threads: int, seconds: float) -> None:
+        """Start it.
+
+        Args:
+            python: The interpreter that has the peer.
+            worker: The peer's file.
+            threads: CPU threads, for libraries that read them from the environment.
+            seconds: Longest time for an answer.
+
+        Raises:
+            PeerError: The interpreter cannot be started.
+        """
         self.seconds = seconds
-        self._process, self._log = process, log
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        count = str(threads)
+        environment = {**os.environ, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "HF_HUB_OFFLINE": "1"}
+        try:
+            self._process = subprocess.Popen(
+                [python, str(WORKERS / "serve.py"), str(worker)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                encoding="utf-8",
+                env=environment,
+            )
+        except OSError as error:
+            self._log.close()
+            raise PeerError(f"{python} cannot be started ({error.strerror}).") from None
 
     def ask(self, op: str, **values: Any) -> dict[str, Any]:
         """Send a request and wait for its answer. Raises :class:`PeerError` if there is none, or an error."""
@@ -44,8 +70,8 @@ class Process:
             in_time = late.is_alive()
             late.cancel()
         if not line:
-            what = "ended" if in_time else f"no answer within {self.seconds:.0f} seconds"
-            raise PeerError(f"{op}: {what}{self._last_words()}")
+            what = f"{op}: ended" if in_time else f"{op}: no answer within {self.seconds:.0f} seconds"
+            raise PeerError(f"{what}{self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise PeerError(f"{op}: {one_line(answer['error'])}")
@@ -70,6 +96,20 @@ class Process:
                 found[path.parent.name] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
         return found
 
+    def close(self) -> None:
+        """End it; by force after some seconds."""
+        with suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
     def _last_words(self) -> str:
         """The last line that it printed, for a message."""
         self._log.seek(0)
@@ -80,42 +120,12 @@ class Process:
 
 @contextmanager
 def started(python: Path | str, worker: Path, threads: int, seconds: float) -> Iterator[Process]:
-    """A process that ends behind the ``with`` block, by force after some seconds.
-
-    Args:
-        python: The interpreter that has the peer.
-        worker: The peer's file.
-        threads: CPU threads, for libraries that read them from the environment.
-        seconds: Longest time for an answer.
-
-    Raises:
-        PeerError: The interpreter cannot be started.
-    """
-    environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)) | {"HF_HUB_OFFLINE": "1"}
-    command, pipe = [python, str(WORKERS / "serve.py"), str(worker)], subprocess.PIPE
-    with tempfile.TemporaryFile() as log:
-        try:
-            process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=log, text=True, encoding="utf-8", env=os.environ | environment
-            )
-        except OSError as error:
-            raise PeerError(f"{python} cannot be started ({error.strerror}).") from None
-        try:
-            yield Process(process, log, seconds)
-        finally:
-            try:
-                process.communicate(timeout=10)
-            except (subprocess.TimeoutExpired, BrokenPipeError):
-                process.kill()
-                process.communicate()
-
-
-def loaded(
-    stack: ExitStack, python: str, worker: Path, path: str, options: dict[str, Any], seconds: float
-) -> tuple[Process, dict[str, Any]]:
-    """A process that has loaded a contestant, and its answer: ``package`` and ``seconds``. ``stack`` ends it."""
-    process = stack.enter_context(started(python, worker, options["threads"], seconds))
-    return process, process.ask("load", path=path, options=options)
+    """A :class:`Process` that is closed behind the ``with`` block."""
+    process = Process(python, worker, threads, seconds)
+    try:
+        yield process
+    finally:
+        process.close()
 
 
 def one_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The result of a comparison: one JSON file with every run, saved after each prompt."""
+"""The result of a comparison: one JSON file with every run, saved after each round so that it can be resumed."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -6,10 +6,13 @@ from typing import Any, ClassVar
 from eesd.bench.measure.results import Saved, describe_machine
 from eesd.bench.tools.peers.contestants import Contestant
 
+SCHEMA = 1
+KINDS = ("short", "long", "longest")
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to decode behind. Prompts of a ``kind`` have one length."""
+    """Token ids to decode behind. ``kind`` is one of ``KINDS``."""
 
     id: str
     kind: str
@@ -18,12 +21,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Load:
-    """One contestant in one process: seconds of loading with its imports, and what it took; None where the system does not say.
+    """One contestant in one process.
 
     Attributes:
-        peak_bytes: Largest resident size, over loading and all prompts.
-        anonymous_bytes: Anonymous part of the resident size after the last prompt.
-        threads: Threads that computed.
+        contestant: Its name.
+        process: Number of the process.
+        seconds: Time to load, with the import of its libraries.
+        peak_bytes: Largest resident size, over loading and all prompts. None where the system does not say.
+        anonymous_bytes: Anonymous part of the resident size after the last prompt. None where the system does not say.
+        threads: Threads that computed. None where the system does not say.
     """
 
     contestant: str
@@ -36,7 +42,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded by one contestant in one process: new tokens, and seconds to the first and from it to the last."""
+    """One prompt decoded by one contestant in one process.
+
+    Attributes:
+        contestant: Its name.
+        process: Number of the process.
+        prompt: Id of the prompt.
+        first_seconds: Time to the first token.
+        decode_seconds: Time from the first token to the last.
+        tokens: The new tokens.
+    """
 
     contestant: str
     process: int
@@ -53,9 +68,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Quality:
-    """Only in older results: next-token distributions against those in float32, on ``positions`` tokens of held-out text.
+    """Next-token distributions of one contestant against those in float32, on held-out text.
 
-    Mean KL(float32 || contestant) in nats, and the share of the positions with the same most likely token.
+    Attributes:
+        contestant: Its name.
+        positions: Positions compared.
+        divergence: Mean KL(float32 || contestant), in nats.
+        agreement: Share of the positions with the same most likely token.
     """
 
     contestant: str
@@ -70,7 +89,7 @@ class Result(Saved):
 
     Attributes:
         options: What was measured.
-        model: Its name.
+        model: The checkpoint, and the layers before the exit.
         contestants: The contestants that ran.
         prompts: What was decoded.
         machine: Where it was measured.
@@ -96,9 +115,13 @@ class Result(Saved):
     loads: list[Load] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     complete: bool = False
-    schema: int = 1
+    schema: int = SCHEMA
 
-    WHAT: ClassVar = "a comparison with peers; give the JSON file of its run"
-    ROWS: ClassVar = {
+    def has_round(self, process: int, prompt: str, names: set[str]) -> bool:
+        """Whether all of these contestants have decoded this prompt in this process."""
+        return names <= {run.contestant for run in self.runs if (run.process, run.prompt) == (process, prompt)}
+
+    WHAT: ClassVar = "a comparison with peers; give the results.json of its run"
+    ROWS: ClassVar[dict[str, type]] = {
         "contestants": Contestant, "prompts": Prompt, "qualities": Quality, "loads": Load, "runs": Run
     }  # fmt: skip

@@ -4,6 +4,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 PACKAGE = "eesd"
 CACHE_DTYPE = "float32"
 """Of the CPU engine's cache."""
@@ -65,3 +67,17 @@ class Contestant:
 
         manifest = self.llm.manifest
         return slot_bytes(replace(manifest, dtype=CACHE_DTYPE), sum(len(graph.caches) for graph in manifest.verify))
+
+    def logits(self, tokens: list[int]) -> np.ndarray[Any, Any]:
+        """By the verify engine, in the chunks of a prefill."""
+        from eesd.runtime.engines.base import Call
+
+        verify = self.llm.engines.verify
+        [cache] = verify.new_kv_caches()
+        rows = []
+        for start in range(0, len(tokens), verify.prefill_chunk):
+            chunk = tokens[start : start + verify.prefill_chunk]
+            cache.reserve(start + len(chunk))
+            [outputs] = verify.forward([Call(cache, chunk, range(start, start + len(chunk)), start)])
+            rows.append(outputs.logits.copy())
+        return np.concatenate(rows)

@@ -32,13 +32,16 @@ def load(path: str, options: dict[str, Any]) -> "Contestant":
 
     properties = {"INFERENCE_NUM_THREADS": options["threads"], **(FLOAT32 if options["variant"] in FLOATS else {})}
     lookup = {"prompt_lookup": True} if options["mode"] == "lookup" else {}
-    return Contestant(genai.LLMPipeline(path, "CPU", **properties, **lookup), bool(lookup))
+    return Contestant(path, genai.LLMPipeline(path, "CPU", **properties, **lookup), properties, options["mode"])
 
 
 class Contestant:
-    def __init__(self, pipeline: Any, lookup: bool) -> None:
+    def __init__(self, path: str, pipeline: Any, properties: dict[str, Any], mode: str) -> None:
+        self.path = path
         self.pipeline = pipeline
-        self.lookup = lookup
+        self.properties = properties
+        self.mode = mode
+        self._compiled: Any = None
 
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
         import numpy as np
@@ -60,10 +63,29 @@ class Contestant:
 
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = count, True, False
-        if self.lookup:
+        if self.mode == "lookup":
             config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
         started = time.perf_counter()
         ids = np.array([prompt], dtype=np.int64)
         inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
         out = self.pipeline.generate(inputs, config, Stamps())
         return list(out.tokens[0])[:count], seconds[:count]
+
+    def logits(self, tokens: list[int]) -> Any:
+        """By the model without the pipeline, in one pass: the pipeline gives no logits."""
+        import numpy as np
+        import openvino as ov
+
+        if self._compiled is None:
+            self._compiled = ov.Core().compile_model(Path(self.path) / "openvino_model.xml", "CPU", self.properties)
+        request = self._compiled.create_infer_request()
+        ids = np.array([tokens], dtype=np.int64)
+        values = {
+            "input_ids": ids,
+            "attention_mask": np.ones_like(ids),
+            "position_ids": np.arange(len(tokens), dtype=np.int64)[None],
+            "beam_idx": np.zeros(1, dtype=np.int32),
+        }
+        known = {name for port in self._compiled.inputs for name in port.get_names()}
+        request.infer({name: value for name, value in values.items() if name in known})
+        return request.get_tensor("logits").data[0]

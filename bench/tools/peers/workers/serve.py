@@ -21,16 +21,20 @@ class Server:
         self.peer = peer
         self.contestant: Any = None
 
+    def hello(self) -> dict[str, Any]:
+        """Name and version of the peer's package."""
+        package = self.peer.PACKAGE
+        return {"package": package, "version": version(package)}
+
     def convert(self, model: str, output: str, variant: str) -> dict[str, Any]:
         self.peer.convert(model, output, variant)
         return {}
 
     def load(self, path: str, options: dict[str, Any]) -> dict[str, Any]:
-        """Load the contestant. Seconds include the import of its libraries; ``package`` is the peer's, with its version."""
+        """Load the contestant. Seconds include the import of its libraries."""
         started = time.perf_counter()
         self.contestant = self.peer.load(path, options)
-        seconds, package = time.perf_counter() - started, self.peer.PACKAGE
-        return {"seconds": seconds, "package": f"{package} {version(package)}"}
+        return {"seconds": time.perf_counter() - started}
 
     def generate(self, prompt: list[int], count: int) -> dict[str, Any]:
         tokens, seconds = self.contestant.generate(prompt, count)
@@ -51,6 +55,15 @@ class Server:
         started = time.perf_counter()
         found = self.contestant.serve(prompts, count, concurrency)
         return {"seconds": time.perf_counter() - started, "requests": found}
+
+    def logits(self, tokens: list[int], output: str) -> dict[str, Any]:
+        """Write the logits behind each token to the file ``output``, float32 [n, V]. Answers whether the peer gives them."""
+        found = self.contestant.logits(tokens)
+        if found is not None:
+            import numpy as np
+
+            np.save(output, np.ascontiguousarray(found, dtype=np.float32))
+        return {"given": found is not None}
 
 
 def read_peer(path: str) -> ModuleType:

@@ -1,0 +1,224 @@
+"""``python -m eesd.bench.tools.peers``: EESD side by side with other runtimes."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eesd.bench.tools.peers import batches, passes
+from eesd.bench.tools.peers.contestants import EESD, GGUF, GROUPS, TYPES, chosen
+from eesd.bench.tools.peers.convert import MADE_UP, Work, convert, directory_bytes, exit_layer, file_of, variants
+from eesd.bench.tools.peers.measure import Comparison, Options, interpreters
+from eesd.bench.tools.peers.results import KINDS, Result
+from eesd.bench.tools.peers.table import markdown
+from eesd.bench.tools.peers.texts import choose_prompts, read_encoder, read_texts, read_windows
+from eesd.bench.tools.shapes import SHAPES, numbers, write_checkpoint
+from eesd.common import cli
+from eesd.common.errors import EESDError
+from eesd.common.files import directory_written_whole, written_whole
+from eesd.common.machine import cores
+
+COUNT = click.IntRange(1, 10**6)
+NUMBER = click.IntRange(0, 10**6)
+PROMPTS = Path("examples/pycode/prompts.jsonl")
+ONLY = "Only those whose name matches, with * for any text; repeatable."
+PYTHON = "Python interpreter that has the peers."
+
+
+@cli.group()
+def main() -> None:
+    """Compare EESD with llama.cpp, OpenVINO GenAI, onnxruntime-genai and transformers on one model."""
+
+
+def pairs(name: str, given: tuple[str, ...]) -> dict[str, str]:
+    """``KEY=VALUE`` options as a dictionary. Raises :class:`EESDError` for other text."""
+    found = {}
+    for item in given:
+        key, _, value = item.partition("=")
+        if not key or not value:
+            raise EESDError(f"{name} {item!r} must be NAME=PATH.")
+        found[key] = value
+    return found
+
+
+@main.command("convert", context_settings=cli.HELP)
+@click.option("--model", type=cli.PATH, help="GGUF file, or directory with a checkpoint and tokenizer.json.")
+@click.option("--shape", type=click.Choice(list(SHAPES)), help="Made-up weights of this shape, instead of a model.")
+@click.option("-o", "--output", type=cli.PATH, required=True, help="Work directory; what it has already is kept.")
+@click.option("--type", "types", type=click.Choice(TYPES), multiple=True, help="Also make a file of this type; repeatable.")
+@click.option("--peer-python", type=cli.NAME, default=sys.executable, show_default=False, help=f"{PYTHON}  [default: this one]")
+@click.option("--exit-head", type=cli.PATH, help="Directory of a trained exit head.  [default: the model directory]")
+@click.option("--exit-layer", type=COUNT, help="Layers before the exit.  [default: of the exit head, or a quarter]")
+@click.option("--max-seq-len", type=click.IntRange(2, 10**6), help="Slots of EESD's KV cache, as in eesd-export.")
+@click.option("--only", multiple=True, help=f"{ONLY} Such as 'llama.cpp*'.")
+@click.option("--timeout", type=COUNT, default=3600, help="Seconds of one conversion.")
+def convert_command(
+    model: Path | None, shape: str | None, output: Path, types: tuple[str, ...], peer_python: str, **given: Any
+) -> None:
+    """Write one model in the forms that the peers read."""
+    if (model is None) == (shape is None):
+        raise EESDError("Give either --model or --shape.")
+    output.mkdir(parents=True, exist_ok=True)
+    if model is None:
+        model = output / MADE_UP
+        if not model.exists():
+            with directory_written_whole(model) as temporary:
+                write_checkpoint(temporary, str(shape))
+    layer, head = exit_layer(model, given["exit_layer"], given["exit_head"])
+    sizes = ["--max-seq-len", str(given["max_seq_len"])] if given["max_seq_len"] else []
+    names = variants(model, types)
+    wanted = chosen(names, given["only"])
+    work = Work(str(model.resolve()), peer_python, layer)
+    if (output / "work.json").exists():
+        found = Work.load(output)
+        if found.model != work.model or found.exit_layer != work.exit_layer:
+            raise EESDError(f"{output} is of {found.model} with an exit after layer {found.exit_layer}; give another --output.")
+        work.made, work.skipped = found.made, found.skipped
+    work.save(output)
+    convert(work, output, head, sizes, [name for name in names if name in wanted], given["timeout"], click.echo)
+
+
+@main.command(context_settings=cli.HELP)
+@click.option("--work", type=cli.PATH, required=True, help="Work directory that convert made.")
+@click.option(
+    "-o", "--output", type=cli.PATH, default=Path("results.json"), help="JSON to write; a table is written beside it."
+)
+@click.option("--eesd", multiple=True, metavar="NAME=DIR", help=f"Engine directory; NAME begins with {', '.join(GROUPS)}.")
+@click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
+@click.option("--only", multiple=True, help=f"{ONLY} Such as '*gguf*'.")
+@click.option("--prompts", type=cli.PATH, default=PROMPTS, help="JSON lines with prompt, turns or tokens, or a text.")
+@click.option("--short", type=NUMBER, default=4, help="Number of short prompts.")
+@click.option("--short-tokens", type=COUNT, default=64, help="Tokens of a short prompt.")
+@click.option("--long", type=NUMBER, default=2, help="Number of long prompts.")
+@click.option("--long-tokens", type=COUNT, default=512, help="Tokens of a long prompt.")
+@click.option("--longest", type=NUMBER, default=0, help="Number of the longest prompts.")
+@click.option("--longest-tokens", type=COUNT, default=2048, help="Tokens of one of the longest prompts.")
+@click.option(
+    "-n", "--max-new-tokens", type=click.IntRange(2, 10**6), default=96, help="Tokens to generate behind each prompt."
+)
+@click.option("--processes", type=COUNT, default=3, help="Fresh processes of each contestant.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads of each.  [default: processors]")
+@click.option("--quality-text", type=cli.PATH, help="Held-out text: text, JSON lines, or a JSON list of token ids.")
+@click.option("--quality-tokens", type=COUNT, default=4096, help="Most tokens of it.")
+@click.option("--window", type=click.IntRange(2, 10**6), default=512, help="Tokens of a window of it.")
+@click.option("--timeout", type=COUNT, default=600, help="Seconds of one answer.")
+@click.option("--resume", is_flag=True, help="Continue the run in --output.")
+@click.option("--overwrite", is_flag=True, help="Replace --output.")
+def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -> None:
+    """Let all contestants decode the same prompts, and compare speed, memory and quality."""
+    record = Work.load(work)
+    if output.exists() and not (resume or overwrite):
+        raise EESDError(f"{output} exists; give --resume, --overwrite or another --output.")
+    everybody = record.contestants(work, {name: Path(path) for name, path in pairs("--eesd", given["eesd"]).items()})
+    names = chosen([c.name for c in everybody], given["only"])
+    encoder = read_encoder(Path(record.model), [Path(c.path) for c in everybody if c.peer == EESD])
+    lengths = {kind: (given[kind], given[f"{kind}_tokens"]) for kind in KINDS}
+    prompts = choose_prompts(read_texts(given["prompts"], encoder), lengths, given["prompts"])
+    if not prompts and given["quality_text"] is None:
+        raise EESDError("There is nothing to measure; give --short, --long or --quality-text.")
+    text, window = given["quality_text"], given["window"]
+    windows = read_windows(text, encoder, given["quality_tokens"], window) if text is not None else []
+    options = Options(
+        given["max_new_tokens"], lengths["short"], lengths["long"], given["processes"], given["threads"] or cores(),
+        str(given["prompts"]), str(text) if text is not None else None, given["quality_tokens"], window, lengths["longest"],
+    )  # fmt: skip
+    model = {"name": Path(record.model).name, "exit_layer": record.exit_layer}
+    result = Result(options.to_dict(), model, [c for c in everybody if c.name in names], prompts)
+    result.sizes = {f"{c.peer} {c.variant}": directory_bytes(Path(c.path)) for c in result.contestants}
+    result.skipped = {name: f"not converted: {reason}" for name, reason in record.skipped.items()}
+    if resume and output.exists():
+        result = resumed(Result.load(output), result, output)
+    pythons = interpreters(given["peer_python"] or record.python, sys.executable)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        Comparison(result, options, pythons, given["timeout"], output, click.echo).run(windows, everybody)
+    except KeyboardInterrupt:
+        click.echo(f"\n{output} has the results so far; continue with --resume.", err=True)
+        raise
+    show(output)
+
+
+@main.command("passes", context_settings=cli.HELP)
+@click.option("--work", type=cli.PATH, required=True, help="Work directory that convert made.")
+@click.option("-o", "--output", type=cli.PATH, default=Path("passes.json"), help="JSON to write.")
+@click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
+@click.option("--only", multiple=True, help=f"{ONLY} Such as '*gguf'.")
+@click.option("--rows", default="1 4 8", callback=numbers, help="Tokens of a pass.")
+@click.option("--behind", default="64 512 2048", callback=numbers, help="Tokens in the cache.")
+@click.option("--repeats", type=COUNT, default=20, help="Passes of each kind.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads of each.  [default: processors]")
+@click.option("--timeout", type=COUNT, default=600, help="Seconds of one answer.")
+def passes_command(
+    work: Path, output: Path, peer_python: str | None, only: tuple[str, ...], rows: tuple[int, ...], behind: tuple[int, ...],
+    repeats: int, threads: int | None, timeout: int,
+) -> None:  # fmt: skip
+    """Time single passes of EESD and llama.cpp on the same files, and show which share of the memory bandwidth they reach."""
+    record = Work.load(work)
+    able = [c for c in record.contestants(work, {}) if c.peer in passes.TAKERS and c.is_plain]
+    names = chosen([c.name for c in able], only)
+    members = [c for c in able if c.name in names]
+    weights = {c.group: passes.weight_bytes(file_of(record, work, c.group)) for c in members}
+    options = {"rows": [*rows], "behind": sorted(behind), "repeats": repeats, "threads": threads or cores()}
+    result = passes.Passes(Path(record.model).name, options, weights)
+    passes.measure(result, members, interpreters(peer_python or record.python, sys.executable), timeout, output, click.echo)
+    click.echo("\n".join(passes.markdown(result)))
+
+
+@main.command("batches", context_settings=cli.HELP)
+@click.option("--work", type=cli.PATH, required=True, help="Work directory that convert made.")
+@click.option("-o", "--output", type=cli.PATH, default=Path("batches.json"), help="JSON to write.")
+@click.option("--eesd", type=cli.PATH, help="Engine directory.  [default: that of the group]")
+@click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
+@click.option("--group", type=click.Choice(GROUPS), default=GGUF, help="Form of the model.")
+@click.option("--task", multiple=True, help="Prompts, as eesd-bench takes them; repeatable.  [default: the bundled ones]")
+@click.option("--concurrency", default="1 2 4 8 16", callback=numbers, help="Clients, in turn.")
+@click.option("--prompts", type=click.IntRange(1, 10_000), default=24, help="Texts at each concurrency.")
+@click.option("-n", "--max-new-tokens", type=click.IntRange(2, 100_000), default=64, help="Of each text.")
+@click.option("--prompt-tokens", type=click.IntRange(1, 100_000), default=384, help="More are cut off.")
+@click.option("--rounds", type=click.IntRange(1, 1000), default=2, help="Repetitions.")
+@click.option("--levels", type=click.IntRange(1, 64), default=3, help="Levels that 'always' drafts.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads of each.  [default: processors]")
+@click.option("--timeout", type=COUNT, default=900, help="Seconds of one measurement.")
+def batches_command(work: Path, output: Path, eesd: Path | None, peer_python: str | None, group: str, **given: Any) -> None:
+    """Measure batches of EESD, and of other runtimes beside it: throughput and latency by the number of clients."""
+    record = Work.load(work)
+    members = [c for c in record.contestants(work, {group: eesd} if eesd else {}) if c.group == group]
+    own = next((c for c in members if c.peer == EESD), None)
+    if own is None:
+        raise EESDError(f"{work} has no EESD {group}; convert it, or give --eesd.")
+    options = batches.Options(
+        [*given["concurrency"]], given["max_new_tokens"], given["prompt_tokens"], given["rounds"], given["levels"],
+        given["threads"] or cores(),
+    )  # fmt: skip
+    ids = batches.choose_prompts(Path(own.path), given["task"], given["prompts"], options.prompt_tokens)
+    pythons = interpreters(peer_python or record.python, sys.executable)
+    results = batches.measure(members, ids, options, pythons, given["timeout"], lambda line: click.echo(line, err=True))
+    with written_whole(output) as temporary:
+        temporary.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    click.echo("\n".join(batches.markdown(results)))
+
+
+def resumed(found: Result, wanted: Result, path: Path) -> Result:
+    """The result to continue. Raises :class:`EESDError` if it is of another measurement."""
+    for what in ("options", "model", "contestants", "prompts", "machine"):
+        if getattr(found, what) != getattr(wanted, what):
+            raise EESDError(f"{path} was measured with other {what}, so it cannot be resumed; use --overwrite.")
+    return found
+
+
+@main.command(context_settings=cli.HELP)
+@click.argument("results", type=cli.PATH)
+def report(results: Path) -> None:
+    """Write the table of RESULTS, a file that run wrote, again."""
+    show(results)
+
+
+def show(path: Path) -> None:
+    """Write the table of the JSON file at ``path`` beside it, and print it."""
+    table = path.with_suffix(".md")
+    text = "\n".join(markdown(Result.load(path)))
+    table.write_text(text, "utf-8")
+    click.echo(text)
+    click.echo(f"{path}, {table}", err=True)

@@ -1,0 +1,117 @@
+"""How close next-token distributions are to those in float32: KL divergence, and agreement of the most likely token."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.bench.tools.peers.contestants import EESD, F32, Contestant
+from eesd.bench.tools.peers.process import PeerError, Process
+from eesd.bench.tools.peers.results import Quality
+from eesd.common.errors import EESDError
+from eesd.common.files import scratch_directory
+
+Logits = NDArray[np.float32]
+Start = Callable[[Contestant], Any]
+"""A context manager that gives the loaded :class:`Process` of a contestant."""
+
+
+def compare(reference: Logits, other: Logits) -> tuple[float, int]:
+    """The sum of KL(reference || other) over the rows, and the number of rows with the same most likely token.
+
+    Args:
+        reference, other: Logits [n, V].
+
+    Raises:
+        PeerError: The shapes differ, or ``other`` is not finite.
+    """
+    if reference.shape != other.shape or not np.isfinite(other).all():
+        raise PeerError(f"logits: shape {other.shape} with finite values is needed as {reference.shape}.")
+    p, q = _log_softmax(reference), _log_softmax(other)
+    return float((np.exp(p) * (p - q)).sum(dtype=np.float64)), int((reference.argmax(1) == other.argmax(1)).sum())
+
+
+def _log_softmax(logits: Logits) -> Logits:
+    shifted = logits - logits.max(1, keepdims=True)
+    sums: Logits = np.exp(shifted).sum(1, keepdims=True, dtype=np.float64)
+    found: Logits = (shifted - np.log(sums)).astype(np.float32)
+    return found
+
+
+def reference_of(contestants: list[Contestant]) -> Contestant:
+    """Whose logits are float32: EESD's, or those of transformers. Raises :class:`EESDError` if neither is there."""
+    for peer in (EESD, "transformers"):
+        for c in contestants:
+            if c.peer == peer and c.is_plain and c.group == F32:
+                return c
+    raise EESDError("The quality needs a float32 reference; convert EESD F32.")
+
+
+class Judge:
+    """Compares contestants with one reference, window by window."""
+
+    def __init__(self, windows: list[list[int]], scratch: Path) -> None:
+        """``scratch`` is a directory for the reference's logits, 4 bytes for each token and word of the vocabulary."""
+        self.windows = windows
+        self.scratch = scratch
+
+    def _file(self, index: int) -> Path:
+        return self.scratch / f"reference-{index}.npy"
+
+    def record(self, process: Process) -> None:
+        """Keep the reference's logits."""
+        for index, window in enumerate(self.windows):
+            if not process.ask("logits", tokens=window, output=str(self._file(index)))["given"]:
+                raise PeerError("logits: the reference gives none.")
+
+    def judge(self, name: str, process: Process) -> Quality | None:
+        """Compare one contestant; None if it gives no logits. Raises :class:`PeerError` if it fails."""
+        file = self.scratch / "other.npy"
+        divergence, same, positions = 0.0, 0, 0
+        for index, window in enumerate(self.windows):
+            if not process.ask("logits", tokens=window, output=str(file))["given"]:
+                return None
+            window_divergence, window_same = compare(np.load(self._file(index)), np.load(file))
+            divergence, same, positions = divergence + window_divergence, same + window_same, positions + len(window)
+        # Rounding can make the divergence of equal distributions negative.
+        return Quality(name, positions, max(0.0, divergence / positions), same / positions)
+
+
+def measure_quality(
+    contestants: list[Contestant],
+    reference: Contestant,
+    windows: list[list[int]],
+    start: Start,
+    done: set[str],
+    report: Callable[[str, Quality | str], None],
+) -> None:
+    """Judge every plain contestant, each in a process of its own.
+
+    Args:
+        contestants: Who takes part. Speculative modes have the distributions of plain decoding.
+        reference: Whose logits are float32.
+        windows: Held-out text.
+        start: Starts a contestant.
+        done: Names that are judged already.
+        report: Called with each name, and its quality or why there is none.
+    """
+    waiting = [c for c in contestants if c.is_plain and c.name not in done]
+    if not waiting:
+        return
+    with scratch_directory("eesd-peers") as scratch:
+        judge = Judge(windows, scratch)
+        try:
+            with start(reference) as process:
+                judge.record(process)
+        except PeerError as error:
+            raise EESDError(f"{reference.name} cannot be the reference of the quality: {error}") from None
+        for contestant in waiting:
+            try:
+                with start(contestant) as process:
+                    found = judge.judge(contestant.name, process)
+            except PeerError as error:
+                report(contestant.name, str(error))
+            else:
+                report(contestant.name, found or "gives no logits of a text")

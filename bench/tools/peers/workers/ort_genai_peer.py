@@ -1,0 +1,116 @@
+"""onnxruntime-genai, with models of its own builder; plain, or with n-gram lookup. It does not read quantized GGUF files.
+
+The nearest form: transformers dequantizes it, and the builder quantizes again in blocks of 32, to 4 bits if most weights of the
+file have about as many, with zero points if they have minimums. That costs quality; ``gguf-int8`` keeps it, with 8 bits.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "onnxruntime-genai"
+LOOKUP_NGRAM = 3
+"""Its longest drafts are left as they are: 4 tokens."""
+MOST_BITS_OF_INT4 = 6.0
+INT8 = ["block_size=32"]
+
+
+def convert(model: str, output: str, variant: str) -> None:
+    """By its model builder, from the values of a GGUF file; ``gguf-int8`` in 8 bits."""
+    with tempfile.TemporaryDirectory() as cache:
+        precision, extra = nearest(model)
+        if variant == "gguf-int8":
+            if precision != "int4":
+                raise RuntimeError("the file has 8 bits or more itself: gguf is the same")
+            precision, extra = "int8", INT8
+        source = dequantized(Path(model), Path(cache) / "checkpoint")
+        builder = ["-m", "onnxruntime_genai.models.builder", "-i", source, "-o", output, "-p", precision]
+        options = ["--extra_options", *extra] if extra else []
+        subprocess.run([sys.executable, *builder, "-e", "cpu", "-c", cache, *options], check=True, stdout=sys.stderr)
+
+
+def nearest(model: str) -> tuple[str, list[str]]:
+    """The builder's precision and options that come nearest to a GGUF file, by the types of its layers and LM head."""
+    from collections import Counter
+
+    from gguf import GGML_QUANT_SIZES, GGUFReader
+
+    def bits(kind: Any) -> float:
+        values, size = GGML_QUANT_SIZES[kind]
+        return 8 * size / values
+
+    tensors = {tensor.name: tensor for tensor in GGUFReader(model).tensors}
+    sizes: Counter[Any] = Counter()
+    for name, tensor in tensors.items():
+        if name.startswith("blk.") and len(tensor.shape) == 2:
+            sizes[tensor.tensor_type] += int(tensor.n_elements)
+    layers = sizes.most_common(1)[0][0]
+    head = tensors.get("output.weight", tensors["token_embd.weight"]).tensor_type
+    if bits(layers) > MOST_BITS_OF_INT4:
+        return ("int8", INT8) if layers.name.startswith("Q") else ("fp32", [])
+    symmetric = "true" if layers.name in ("Q4_0", "Q5_0") else "false"
+    wide_head = ["matmul_mixed_precision=last_matmul:int8"] if bits(head) > MOST_BITS_OF_INT4 else []
+    return "int4", ["block_size=32", "algo_config=k_quant", f"is_symmetric={symmetric}", *wide_head]
+
+
+def dequantized(file: Path, output: Path) -> str:
+    """Write a GGUF file as a float32 checkpoint, by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model.hf_quantizer, model.config.quantization_config = None, None  # else it is taken for quantized, and not saved
+    del model.config.quantization_config
+    model.save_pretrained(output)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(output)
+    return str(output)
+
+
+def load(path: str, options: dict[str, Any]) -> "Contestant":
+    import onnxruntime_genai as genai
+
+    # There must be an EOS, and to ignore it is no option: the last id of the vocabulary, which is hardly ever generated, is it.
+    vocab = json.loads((Path(path) / "genai_config.json").read_text("utf-8"))["model"]["vocab_size"]
+    session = {"intra_op_num_threads": options["threads"]}
+    config = genai.Config(path)
+    config.overlay(json.dumps({"model": {"eos_token_id": vocab - 1, "decoder": {"session_options": session}}}))
+    return Contestant(genai.Model(config), options["mode"] == "lookup")
+
+
+class Contestant:
+    def __init__(self, model: Any, lookup: bool) -> None:
+        self.model = model
+        self.lookup = lookup
+
+    def _generator(self, slots: int) -> Any:
+        import onnxruntime_genai as genai
+
+        params = genai.GeneratorParams(self.model)
+        params.set_search_options(do_sample=False, max_length=slots)
+        if self.lookup:
+            params.set_speculative_options(ngram_size=LOOKUP_NGRAM)
+        return genai.Generator(self.model, params)
+
+    def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+        tokens: list[int] = []
+        seconds: list[float] = []
+        started = time.perf_counter()
+        generator = self._generator(len(prompt) + count)
+        generator.append_tokens(prompt)
+        while len(tokens) < count:
+            generator.generate_next_token()
+            tokens.append(int(generator.get_next_tokens()[0]))
+            seconds.append(time.perf_counter() - started)
+            if generator.is_done() and len(tokens) < count:
+                raise RuntimeError("generated the id that stands for EOS")
+        return tokens, seconds
+
+    def logits(self, tokens: list[int]) -> Any:
+        generator = self._generator(len(tokens) + 1)
+        generator.append_tokens(tokens)
+        found = generator.get_output("logits")
+        return found[0] if found.shape[1] == len(tokens) else None
