@@ -305,11 +305,17 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def build(sources: Path, library: Path, stubs: list[str]) -> Path:
-    common = ["g++", *FLAGS, "-O1", "-fPIC", "-fvisibility=hidden"]
+    common = ["g++", *FLAGS, "-O0", "-fPIC", "-fvisibility=hidden"]  # compiling takes most of the time
     objects = [str(library.with_name(f"{name}.o")) for name in ("kernels_scalar", "operators")]
     compile_all(*([*common, "-c", str(sources / f"{Path(to).stem}.cpp"), "-o", to] for to in objects))
     compile_all(["g++", "-shared", "-o", str(library), *objects, *stubs])
     return library
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory, stubs: list[str]) -> Path:
+    """The library of the sources as they are."""
+    return build(SOURCES, tmp_path_factory.mktemp("own") / "own.so", stubs)
 
 
 @pytest.fixture(autouse=True)
@@ -323,9 +329,9 @@ def give_back() -> object:
     [check_products, check_split_scales, check_trees, check_shared_chunks, check_rounding, check_chunks, check_top],
 )
 def test_the_sources_pass_the_checks(
-    tmp_path: Path, stubs: list[str], monkeypatch: pytest.MonkeyPatch, check: Callable[[Path], None]
+    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[Path], None]
 ) -> None:
-    load(build(SOURCES, tmp_path / "own.so", stubs), monkeypatch)
+    load(own, monkeypatch)
     assert operators.fastest() == "scalar"
     check(tmp_path / "model")
 
