@@ -27,25 +27,26 @@ struct Matrix {
   Scales scales;     // what scales and minimums are
   bool minimums;
 
-  bool has_levels() const { return format >= BITS4; }
-  int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
-  bool same_kind(const Matrix &other) const {
+  // Always inlined: of a function that is not, the linker keeps one copy, which may be the one in AVX-512.
+  [[gnu::always_inline]] bool has_levels() const { return format >= BITS4; }
+  [[gnu::always_inline]] int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
+  [[gnu::always_inline]] bool same_kind(const Matrix &other) const {
     return format == other.format && zero == other.zero && fine == other.fine && scales == other.scales && minimums == other.minimums;
   }
-  int64_t level_bytes() const {
+  [[gnu::always_inline]] int64_t level_bytes() const {
     return format == BITS4 ? 256 : format == BITS5 ? 320 : format == BITS6 ? 384 : 512;
   }
-  int64_t factor_bytes() const { return scales == SPLIT ? PANEL * 2 * (minimums ? 2 : 1) : 0; }
-  int64_t block_bytes() const {
+  [[gnu::always_inline]] int64_t factor_bytes() const { return scales == SPLIT ? PANEL * 2 * (minimums ? 2 : 1) : 0; }
+  [[gnu::always_inline]] int64_t block_bytes() const {
     return level_bytes() + PANEL * (scales == WIDE ? 4 : scales == NARROW ? 2 : 1) * (fine ? 2 : 1) * (minimums ? 2 : 1);
   }
-  int64_t panel_bytes() const {
+  [[gnu::always_inline]] int64_t panel_bytes() const {
     if (!has_levels()) return inputs * PANEL * (format == FLOAT32 ? 4 : 2);
     return inputs / BLOCK * block_bytes() + inputs / BLOCK / SUPER * factor_bytes();
   }
   // Where in a panel a block is, and the factors of its scales.
-  int64_t block_at(int64_t block) const { return block * block_bytes() + (block / SUPER + 1) * factor_bytes(); }
-  int64_t factors_at(int64_t block) const { return block / SUPER * (SUPER * block_bytes() + factor_bytes()); }
+  [[gnu::always_inline]] int64_t block_at(int64_t block) const { return block * block_bytes() + (block / SUPER + 1) * factor_bytes(); }
+  [[gnu::always_inline]] int64_t factors_at(int64_t block) const { return block / SUPER * (SUPER * block_bytes() + factor_bytes()); }
 };
 
 // A float16 as float32.
