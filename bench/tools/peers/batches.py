@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eesd.bench.measure.results import describe_machine, shown_machine
+from eesd.bench.measure.stats import table
 from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.tools.peers.contestants import EESD, LLAMA_CPP, WORKERS, Contestant
 from eesd.bench.tools.peers.process import PeerError, Process, started
@@ -82,8 +83,7 @@ def measure(
             worker = WORKERS / BATCH_WORKERS[one.peer]
             process = stack.enter_context(started(pythons[one.peer], worker, options.threads, seconds))
             try:
-                hello = process.ask("hello")
-                packages[one.peer] = f"{hello['package']} {hello['version']}"
+                packages[one.peer] = process.package()
                 process.ask("load", path=one.path, options={**settings, "mode": mode, "variant": one.variant})
                 # Memory that a process touches first costs time: each has touched what it needs before anything is measured.
                 process.ask("serve", prompts=prompts, count=min(8, count), concurrency=max(options.concurrency))
@@ -172,7 +172,11 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
     """Lines: tokens a second, and times to the first token and between tokens, by contestant and number of clients."""
     by, options = results["results"], results["options"]
     counts = list(next(iter(by.values())))
-    lines = [
+    rows = []
+    for name, found in by.items():
+        equal = results["tokens_equal"].get(name)
+        rows.append([name, *(_cell(found[count]) for count in counts), "" if equal is None else f"{equal:.0%}"])
+    return [
         f"{level} Batches: {results['group']}",
         "",
         f"{shown_machine(results['machine'])}. {', '.join(results['packages'].values())}. {options['threads']} threads.",
@@ -181,14 +185,10 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
         f"of prompts. Tokens a second of all clients together, median of {options['rounds']} (median time to the first "
         "token, and between tokens). Same texts: texts that equal EESD's plain decoding of one text at a time.",
         "",
-        f"| | {' | '.join(f'{count} at a time' for count in counts)} | same texts |",
-        "|---" * (len(counts) + 2) + "|",
+        *table(["", *(f"{count} at a time" for count in counts), "same texts"], rows),
+        *(f"* {name}: {reason}" for name, reason in results["skipped"].items()),
+        "",
     ]
-    for name, found in by.items():
-        equal = results["tokens_equal"].get(name)
-        same = "" if equal is None else f"{equal:.0%}"
-        lines.append(f"| {name} | {' | '.join(_cell(found[count]) for count in counts)} | {same} |")
-    return [*lines, "", *(f"* {name}: {reason}" for name, reason in results["skipped"].items()), ""]
 
 
 def _cell(one: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from eesd.bench.measure.run import rotated
 from eesd.bench.tools.peers.contestants import EESD, PEERS, Contestant, grouped
 from eesd.bench.tools.peers.process import PeerError, Process, busy_threads, started
 from eesd.bench.tools.peers.quality import measure_quality, reference_of
@@ -160,9 +161,9 @@ class Comparison:
     def _measure_round(self, process: int, group: str, prompt: Prompt, running: dict[str, Process]) -> None:
         """Let everybody decode one prompt, in an order that rotates from prompt to prompt."""
         names = [*running]
-        turn = (process * len(self.result.prompts) + self.result.prompts.index(prompt)) % max(1, len(names))
+        turn = process * len(self.result.prompts) + self.result.prompts.index(prompt)
         found: list[Run] = []
-        for name in names[turn:] + names[:turn]:
+        for name in rotated(names, turn):
             time.sleep(REST_SECONDS)
             try:
                 answer = running[name].ask("generate", prompt=prompt.tokens, count=self.options.new_tokens)
@@ -206,8 +207,7 @@ class Comparison:
     def _started(self, contestant: Contestant) -> Iterator[Process]:
         python = self.pythons[contestant.peer]
         with started(python, contestant.worker, self.options.threads, self.seconds) as process:
-            found = process.ask("hello")
-            self.result.packages[contestant.peer] = f"{found['package']} {found['version']}"
+            self.result.packages[contestant.peer] = process.package()
             yield process
 
     def _ask_load(self, process: Process, contestant: Contestant) -> float:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from eesd.bench.measure.results import Saved, describe_machine, shown_machine
-from eesd.bench.measure.stats import Interval, bootstrap
+from eesd.bench.measure.run import rotated
+from eesd.bench.measure.stats import bootstrap, table
 from eesd.bench.tools.peers.contestants import EESD, LLAMA_CPP, Contestant, grouped
 from eesd.bench.tools.peers.process import Process, started
 from eesd.bench.tools.shapes import bandwidth
@@ -102,8 +103,7 @@ def measure(
             running: dict[Contestant, Process] = {}
             for contestant in everybody:
                 process = stack.enter_context(started(pythons[contestant.peer], contestant.worker, threads, seconds))
-                hello = process.ask("hello")
-                result.packages[contestant.peer] = f"{hello['package']} {hello['version']}"
+                result.packages[contestant.peer] = process.package()
                 process.ask("load", path=contestant.path, options={**settings, "variant": contestant.variant})
                 running[contestant] = process
             for start, stop in zip([0, *behind], behind, strict=False):
@@ -123,9 +123,7 @@ def _in_turn(
     """Seconds of passes by contestant and number of tokens, in an order that rotates."""
     found: dict[tuple[Contestant, int], list[float]] = {(c, count): [] for count in rows for c in running}
     for turn in range(-(-repeats // TURN)):
-        keys = [*found]
-        start = turn % len(keys)
-        for contestant, count in keys[start:] + keys[:start]:
+        for contestant, count in rotated([*found], turn):
             time.sleep(REST_SECONDS)
             found[contestant, count] += running[contestant].ask("passes", rows=count, behind=behind, count=TURN)["seconds"]
     return found
@@ -137,7 +135,8 @@ def markdown(result: Passes, level: str = "#") -> list[str]:
     rows = [count for count in options["rows"] if count > 1]
     columns = ["", "weights, MB", "GB/s", "behind", "EESD, ms", "llama.cpp, ms", "ratio", "share, EESD", "share, llama.cpp"]
     columns += [f"{count} rows, {peer}" for peer in TAKERS for count in rows]
-    lines = [
+    shapes = dict.fromkeys((one.group, one.behind) for one in result.passes)
+    return [
         f"{level} Single passes: {result.model}",
         "",
         f"{shown_machine(result.machine)}. {', '.join(result.packages.values())}. {options['threads']} threads.",
@@ -147,35 +146,22 @@ def markdown(result: Passes, level: str = "#") -> list[str]:
         "file's weights, and the keys and values as the runtime keeps them) over its time, of the bandwidth. That is what as "
         "many threads reach when they read 512 MB, in the same run. Several rows: over one.",
         "",
-        f"| {' | '.join(columns)} |",
-        "|---" * len(columns) + "|",
+        *table(columns, (_row(result, group, behind, rows) for group, behind in shapes)),
     ]
-    for group in dict.fromkeys(found.group for found in result.passes):
-        for behind in options["behind"]:
-            by = {(p.peer, p.rows): p for p in result.passes if (p.group, p.behind) == (group, behind)}
-            lines.append(_row(result, group, behind, by, rows))
-    return [*lines, ""]
 
 
-def _row(result: Passes, group: str, behind: int, by: dict[tuple[str, int], Pass], rows: Sequence[int]) -> str:
+def _row(result: Passes, group: str, behind: int, rows: Sequence[int]) -> list[str]:
     weights, per_second = result.weights[group], result.bandwidth[group]
+    by = {(p.peer, p.rows): p for p in result.passes if (p.group, p.behind) == (group, behind)}
+    medians = {key: bootstrap(one.seconds).median for key, one in by.items()}
     times, shares = [], []
     for peer in TAKERS:
         one = by.get((peer, 1))
-        median = bootstrap(one.seconds).median if one else 0.0
-        times.append(f"{median * 1e3:.2f}" if one else "")
-        shares.append(f"{(weights + one.cache_bytes) / median / per_second:.0%}" if one else "")
-    ratio = ratio_of(by[LLAMA_CPP, 1].seconds, by[EESD, 1].seconds) if all((peer, 1) in by for peer in TAKERS) else None
-    shown = f"**{ratio.median:.2f}** ({ratio.low:.2f} to {ratio.high:.2f})" if ratio else ""
-    more = [
-        f"{bootstrap(by[peer, n].seconds).median / bootstrap(by[peer, 1].seconds).median:.2f}" if (peer, n) in by else ""
-        for peer in TAKERS
-        for n in rows
-    ]
-    cells = [group, f"{weights / 1e6:.0f}", f"{per_second / 1e9:.1f}", str(behind), *times, shown, *shares, *more]
-    return f"| {' | '.join(cells)} |"
-
-
-def ratio_of(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """The ratio of two medians, with an interval: turn by turn, as they were measured."""
-    return bootstrap([a / b for a, b in zip(above, below, strict=True)])
+        times.append(f"{medians[peer, 1] * 1e3:.2f}" if one else "")
+        shares.append(f"{(weights + one.cache_bytes) / medians[peer, 1] / per_second:.0%}" if one else "")
+    ratio = ""
+    if all((peer, 1) in by for peer in TAKERS):  # turn by turn, as they were measured
+        pairs = zip(by[LLAMA_CPP, 1].seconds, by[EESD, 1].seconds, strict=True)
+        ratio = bootstrap([theirs / ours for theirs, ours in pairs]).shown()
+    more = [f"{medians[peer, n] / medians[peer, 1]:.2f}" if (peer, n) in by else "" for peer in TAKERS for n in rows]
+    return [group, f"{weights / 1e6:.0f}", f"{per_second / 1e9:.1f}", str(behind), *times, ratio, *shares, *more]

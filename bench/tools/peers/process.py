@@ -56,6 +56,11 @@ class Process:
             self._log.close()
             raise PeerError(f"{python} cannot be started ({error.strerror}).") from None
 
+    def package(self) -> str:
+        """The peer's package and its version."""
+        answer = self.ask("hello")
+        return f"{answer['package']} {answer['version']}"
+
     def ask(self, op: str, **values: Any) -> dict[str, Any]:
         """Send a request and wait for its answer. Raises :class:`PeerError` if there is none, or an error."""
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -1,12 +1,13 @@
 """The comparison as Markdown, from the JSON file alone."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from eesd.bench.measure.results import shown_machine
-from eesd.bench.measure.stats import Interval, bootstrap
+from eesd.bench.measure.stats import Interval, bootstrap, table
 from eesd.bench.tools.peers.contestants import F32, Contestant, anchors, grouped
-from eesd.bench.tools.peers.results import KINDS, Result, Run
+from eesd.bench.tools.peers.results import Result, Run
 
 Value = Callable[[Run], float]
 
@@ -16,7 +17,7 @@ def markdown(result: Result, level: str = "#") -> list[str]:
     lines = [f"{level} EESD against other runtimes: {result.model['name']}", "", *_conditions(result)]
     for group, everybody in grouped(result.contestants).items():
         if members := [c for c in everybody if any(r.contestant == c.name for r in result.runs)]:
-            lines += [f"{level}# {group}", "", *_table(result, members), ""]
+            lines += [f"{level}# {group}", "", *_table(result, members)]
     lines += _quality(result, f"{level}# Quality")
     if result.skipped:
         lines += [f"{level}# Left out", "", *(f"* {name}: {reason}" for name, reason in result.skipped.items()), ""]
@@ -25,9 +26,8 @@ def markdown(result: Result, level: str = "#") -> list[str]:
 
 def _conditions(result: Result) -> list[str]:
     options = result.options
-    lengths = {kind: len(p.tokens) for p in result.prompts for kind in KINDS if p.kind == kind}
-    counts = {kind: sum(p.kind == kind for p in result.prompts) for kind in KINDS}
-    prompts = " and ".join(f"{counts[kind]} of {length} tokens" for kind, length in lengths.items()) or "none"
+    counts = Counter(len(prompt.tokens) for prompt in result.prompts)
+    prompts = " and ".join(f"{count} of {length} tokens" for length, count in counts.items()) or "none"
     counted = ", counted by their processor time" if any(load.threads for load in result.loads) else ""
     packages = ", ".join(result.packages.values())
     lines = [
@@ -49,49 +49,39 @@ def _conditions(result: Result) -> list[str]:
 
 def _table(result: Result, members: list[Contestant]) -> list[str]:
     anchor = anchors(result.contestants).get(members[0].group)
-    kinds = [kind for kind in KINDS if any(p.kind == kind for p in result.prompts)]
-    length = {p.kind: len(p.tokens) for p in result.prompts}
-    columns = [f"tokens/s behind {length[k]} | ratio" for k in kinds] + [f"TTFT of {length[k]}, ms | ratio" for k in kinds]
-    header = f"| | {' | '.join(columns)} | load, s | peak, MB | anonymous, MB | on disk, MB | same tokens |"
-    return [header, "|---" * (header.count("|") - 1) + "|", *(_row(result, c, anchor, kinds) for c in members)]
+    length = {prompt.kind: len(prompt.tokens) for prompt in result.prompts}
+    columns = [words for tokens in length.values() for words in (f"tokens/s behind {tokens}", "ratio")]
+    columns += [words for tokens in length.values() for words in (f"TTFT of {tokens}, ms", "ratio")]
+    columns = ["", *columns, "load, s", "peak, MB", "anonymous, MB", "on disk, MB", "same tokens"]
+    return table(columns, (_row(result, one, anchor, [*length]) for one in members))
 
 
-def _row(result: Result, contestant: Contestant, anchor: Contestant | None, kinds: list[str]) -> str:
-    cells = []
-    values: tuple[tuple[Value, float, str], ...] = ((lambda r: r.rate, 1, ".0f"), (lambda r: r.first_seconds, 1e3, ".0f"))
-    for value, scale, style in values:
+def _row(result: Result, contestant: Contestant, anchor: Contestant | None, kinds: list[str]) -> list[str]:
+    cells = [contestant.name]
+    values: tuple[tuple[Value, float], ...] = ((lambda r: r.rate, 1), (lambda r: r.first_seconds, 1e3))
+    for value, scale in values:
         for kind in kinds:
             own, ratio = _compare(result, contestant, anchor, kind, value)
-            cells += [_interval(own, scale, style) if own else "", ratio]
+            cells += [own.shown(".0f", scale, bold=False) if own else "", ratio.shown() if ratio else ""]
     loads = [load for load in result.loads if load.contestant == contestant.name]
     cells.append(f"{statistics.median(load.seconds for load in loads):.2f}" if loads else "")
     cells.append(_megabytes(load.peak_bytes for load in loads))
     cells.append(_megabytes(load.anonymous_bytes for load in loads))
     cells.append(_megabytes([result.sizes.get(f"{contestant.peer} {contestant.variant}")]))
-    return f"| {contestant.name} | {' | '.join([*cells, same_tokens(result, contestant)])} |"
+    return [*cells, same_tokens(result, contestant)]
 
 
 def _compare(
     result: Result, contestant: Contestant, anchor: Contestant | None, kind: str, value: Value
-) -> tuple[Interval | None, str]:
+) -> tuple[Interval | None, Interval | None]:
     """Median of the contestant with its interval, and the ratio of the anchor's to it."""
     of_kind = {p.id for p in result.prompts if p.kind == kind}
-    own = {(r.process, r.prompt): value(r) for r in _runs(result, contestant) if r.prompt in of_kind}
+    own = {key: value(run) for key, run in _runs(result, contestant).items() if run.prompt in of_kind}
     if not own:
-        return None, ""
-    median = bootstrap([*own.values()])
-    if anchor is None or anchor == contestant:
-        return median, ""
-    others = {(r.process, r.prompt): value(r) for r in _runs(result, anchor)}
-    ratios = [others[key] / own[key] for key in own if key in others]
-    if not ratios:
-        return median, ""
-    return median, _interval(bootstrap(ratios), 1, ".2f", "**")
-
-
-def _interval(found: Interval, scale: float, style: str, bold: str = "") -> str:
-    low, high = (f"{value * scale:{style}}" for value in (found.low, found.high))
-    return f"{bold}{found.median * scale:{style}}{bold} ({low} to {high})"
+        return None, None
+    others = _runs(result, anchor) if anchor and anchor != contestant else {}
+    ratios = [value(others[key]) / own[key] for key in own if key in others]
+    return bootstrap([*own.values()]), bootstrap(ratios) if ratios else None
 
 
 def same_tokens(result: Result, contestant: Contestant) -> str:
@@ -103,15 +93,9 @@ def same_tokens(result: Result, contestant: Contestant) -> str:
         anchor = next((c for c in result.contestants if (c.peer, c.variant, c.mode) == weights), None)
     if anchor is None or anchor == contestant:
         return ""
-    wanted = {(r.process, r.prompt): r.tokens for r in _runs(result, anchor)}
-    pairs = [
-        (run.tokens, wanted[run.process, run.prompt])
-        for run in _runs(result, contestant)
-        if (run.process, run.prompt) in wanted
-    ]
-    if not pairs:
-        return ""
-    return f"{statistics.median(_common(*pair) for pair in pairs):.0f} of {len(pairs[0][1])}"
+    wanted, found = _runs(result, anchor), _runs(result, contestant)
+    pairs = [(found[key].tokens, wanted[key].tokens) for key in found if key in wanted]
+    return f"{statistics.median(_common(*pair) for pair in pairs):.0f} of {len(pairs[0][1])}" if pairs else ""
 
 
 def _common(first: list[int], second: list[int]) -> int:
@@ -121,27 +105,26 @@ def _common(first: list[int], second: list[int]) -> int:
 def _quality(result: Result, heading: str) -> list[str]:
     if not result.qualities:
         return []
-    positions = result.qualities[0].positions
-    lines = [
-        heading,
-        "",
-        f"Next-token distributions on {positions} tokens of held-out text, in windows of {result.options['window']} tokens, "
-        f"against {result.quality_reference}: mean KL(float32 || contestant) in nats, and how often the most likely token is "
-        "the same. Speculative modes have the distributions of plain decoding.",
-        "",
-        "| | KL | same top token | on disk, MB |",
-        "|---|---|---|---|",
-    ]
     known = {c.name: c for c in result.contestants}
+    rows = []
     for quality in result.qualities:
         contestant = known[quality.contestant]
         size = _megabytes([result.sizes.get(f"{contestant.peer} {contestant.variant}")])
-        lines.append(f"| {quality.contestant} | {quality.divergence:.4f} | {quality.agreement:.1%} | {size} |")
-    return [*lines, ""]
+        rows.append([quality.contestant, f"{quality.divergence:.4f}", f"{quality.agreement:.1%}", size])
+    return [
+        heading,
+        "",
+        f"Next-token distributions on {result.qualities[0].positions} tokens of held-out text, in windows of "
+        f"{result.options['window']} tokens, against {result.quality_reference}: mean KL(float32 || contestant) in nats, and "
+        "how often the most likely token is the same. Speculative modes have the distributions of plain decoding.",
+        "",
+        *table(["", "KL", "same top token", "on disk, MB"], rows),
+    ]
 
 
-def _runs(result: Result, contestant: Contestant) -> list[Run]:
-    return [run for run in result.runs if run.contestant == contestant.name]
+def _runs(result: Result, contestant: Contestant) -> dict[tuple[int, str], Run]:
+    """By process and prompt."""
+    return {(run.process, run.prompt): run for run in result.runs if run.contestant == contestant.name}
 
 
 def _megabytes(values: Iterable[int | None]) -> str:
