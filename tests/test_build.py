@@ -225,7 +225,7 @@ def test_plans_that_this_machines_gpu_cannot_run_are_not_built(built: Path, monk
 def test_turing_has_no_bfloat16_and_no_int4(
     family_dir: Callable[[str], Path], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", "--no-check", "--dtype", *options)
+    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", "--dtype", *options)
     result = run(main, directory, "--compute-capability", "7.5")
     assert_refused(result, f"no kernels for {options[-1]}", "on GPUs of compute capability 7.5", "--dtype float16")
 
@@ -233,7 +233,7 @@ def test_turing_has_no_bfloat16_and_no_int4(
 def test_attention_without_a_fused_kernel_fails_the_build(engine: Path, text_model: Path, tmp_path: Path) -> None:
     """Several nodes have no fused attention with heads of 8, and the build does not decompose it. The draft's one node has."""
     assert load_manifest(engine).geometry.head_dim == 8
-    directory = export_engine(text_model, tmp_path / "plans", "--dtype", "float16", "--no-check")
+    directory = export_engine(text_model, tmp_path / "plans", "--dtype", "float16")
     result = run(main, directory)
     assert result.exit_code == 2 and result.stdout.startswith("draft.plan: ")
     assert_one_line(result.stderr, "cannot build", "verify.onnx")

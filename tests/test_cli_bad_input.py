@@ -104,7 +104,7 @@ def test_logits_that_are_not_finite_choose_no_token(text_model: Path, tmp_path: 
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"].fill_(3e38)
     save_file(weights, model / "model.safetensors")
-    directory = export_engine(model, tmp_path / "plans", "--no-check", *exported)
+    directory = export_engine(model, tmp_path / "plans", *exported)
     for options in ((), ("--temperature", 1), ("--temperature", 1, "--sampling", "rejection"), ("--repetition-penalty", 1.2)):
         for drafting in ((), ("--no-draft",)):
             assert_refused(eesd_run(directory, *PROMPT, *options, *drafting), "no finite numbers", "weights")

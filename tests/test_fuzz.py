@@ -121,7 +121,7 @@ def test_manifest_of_a_file_with_levels_of_its_own(tmp_path: Path, limits: setti
     """What is accepted describes its weights."""
     types = {"blk.1.attn_k.weight": "Q6_K", "blk.2.ffn_up.weight": "F16"}
     model = gguf_files.write(tmp_path / "model.gguf", gguf_files.Spec(matrices="Q4_K", table="Q8_0", tied=True, types=types))
-    path = export_engine(model, tmp_path / "plans", "--max-seq-len", 64, "--no-check") / "manifest.json"
+    path = export_engine(model, tmp_path / "plans", "--max-seq-len", 64) / "manifest.json"
 
     def use(text: str) -> None:
         path.write_text(text, errors="surrogatepass")

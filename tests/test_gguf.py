@@ -298,7 +298,7 @@ def test_a_file_of_floats_has_no_levels_to_keep(tmp_path: Path) -> None:
 def test_sixteen_bit_engines_have_weights_of_sixteen_bits(tmp_path: Path) -> None:
     """TensorRT builds plans from them."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_1"))
-    directory = export_engine(path, tmp_path / "plans", *SIZES, "--dtype", "float16", "--no-check")
+    directory = export_engine(path, tmp_path / "plans", *SIZES, "--dtype", "float16")
     assert load_manifest(directory).quantization == UNQUANTIZED
 
 
@@ -365,7 +365,7 @@ def test_levels_whose_minimum_is_a_multiple_of_the_scale(tmp_path: Path) -> None
 
 def test_an_export_generates_the_tokens_of_transformers(tmp_path: Path) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_K", table="Q6_K", tied=True))
-    directory = export_engine(path, tmp_path / "plans", "--max-seq-len", 64, "--no-check")
+    directory = export_engine(path, tmp_path / "plans", "--max-seq-len", 64)
     llm = eesd.load(directory, "ort", threads=1, activations=float32_activations("ort"))
     reference = transformers_reads(path).generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None)
     generated = llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)

@@ -45,7 +45,7 @@ def pair(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tup
 def linked(family_dir: FamilyDir, tmp_path: Path) -> Path:
     """A linked export that the test may damage. The checkpoint is ``model`` beside it."""
     model = shutil.copytree(family_dir(SHARDED), tmp_path / "model")
-    return export_engine(model, tmp_path / "plans", "--link-weights", "--no-check")
+    return export_engine(model, tmp_path / "plans", "--link-weights")
 
 
 def locations(directory: Path, graph: str = "verify.onnx") -> dict[str, str]:
@@ -118,7 +118,7 @@ def test_unaligned_tensors_are_copied(pair: tuple[Path, Path], family_dir: Famil
     data = path.read_bytes()
     header = int.from_bytes(data[:8], "little")
     path.write_bytes((header + 1).to_bytes(8, "little") + data[8 : 8 + header] + b" " + data[8 + header :])
-    directory = export_engine(model, tmp_path / "plans", "--link-weights", "--no-check")
+    directory = export_engine(model, tmp_path / "plans", "--link-weights")
     assert path.name not in load_manifest(directory).linked
     assert np.array_equal(logits_of(directory, "ort")[0], logits_of(pair[0], "ort")[0])
     assert np.allclose(logits_of(directory, "torch")[0], logits_of(pair[0], "ort")[0], atol=1e-4)
@@ -131,7 +131,7 @@ def test_symbolic_links_of_a_hub_cache_are_followed(family_dir: FamilyDir, tmp_p
     for number, path in enumerate(sorted(blobs.iterdir())):
         blob = path.rename(blobs / str(number))
         (snapshot / path.name).symlink_to(Path("..") / "blobs" / blob.name)
-    directory = export_engine(snapshot, tmp_path / "plans", "--link-weights", "--no-check")
+    directory = export_engine(snapshot, tmp_path / "plans", "--link-weights")
     assert not any(path.is_symlink() for path in directory.iterdir())
     shutil.rmtree(blobs)
     assert logits_of(directory, "ort")
@@ -212,7 +212,7 @@ def test_plans_of_copied_and_linked_weights_are_alike(family_dir: FamilyDir, tmp
 
     plans = []
     for name, option in (("copied", ()), ("linked", ("--link-weights",))):
-        directory = export_engine(family_dir("llama2"), tmp_path / name, "--dtype", "float16", "--no-check", *option)
+        directory = export_engine(family_dir("llama2"), tmp_path / name, "--dtype", "float16", *option)
         succeed(build_main, directory)
         plans.append(load_manifest(directory).plans["verify.onnx"])
     assert abs(plans[0].size - plans[1].size) < 8192

@@ -340,7 +340,7 @@ def export_unfolded(monkeypatch: pytest.MonkeyPatch, directory: Path, *options: 
     monkeypatch.setattr(onnx_graph, "_traced", traced)  # not one that was traced before
     monkeypatch.setattr(graphs, "fold_mask", lambda inputs, *_: inputs)
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
-    return export_engine(model, directory / "plans", "--max-seq-len", 256, "--no-check", *options)
+    return export_engine(model, directory / "plans", "--max-seq-len", 256, *options)
 
 
 def test_attention_over_a_single_query_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

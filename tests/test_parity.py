@@ -123,7 +123,7 @@ def test_broken_weight_is_detected(exported: Export, tmp_path: Path, name: str) 
 def narrow(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float16 engine directory with linked weights. Plans can be built from it without a GPU."""
     pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
-    return export_engine(family_dir("llama2"), tmp_path_factory.mktemp("narrow") / "plans", "--link-weights", "--no-check")
+    return export_engine(family_dir("llama2"), tmp_path_factory.mktemp("narrow") / "plans", "--link-weights")
 
 
 def torch_engines(broken_weight: str | None = None) -> Callable[..., Engines]:

@@ -39,7 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
     @cache
     def build(kind: str = "none", slots: int = SLOTS) -> Built:
         directory = root / f"{kind}-{slots}"
-        export_engine(model, directory, "--dtype", "float16", "--no-check", "--quantize", kind, "--max-seq-len", slots)
+        export_engine(model, directory, "--dtype", "float16", "--quantize", kind, "--max-seq-len", slots)
         return build_layers(directory)
 
     return build
@@ -94,7 +94,7 @@ def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(bu
 def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(tmp_path: Path, slots: int) -> None:
     """With the widths of 8B, where a layer's share of weights and caches is that of the whole model."""
     model = write_checkpoint(tmp_path / "model", {**LLAMA_70B, **SHAPE, **WIDTHS_8B}, 1, sparse=False)
-    export_engine(model, tmp_path / "plans", "--dtype", "float16", "--no-check", "--max-seq-len", slots)
+    export_engine(model, tmp_path / "plans", "--dtype", "float16", "--max-seq-len", slots)
     manifest, plans = build_layers(tmp_path / "plans")
     graph, nodes = manifest.verify[0], manifest.max_tree_nodes + 1
     for text in (1000, 3000):

@@ -40,7 +40,7 @@ def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
     """Tied embeddings are the LM head of verify, and of a draft without one of its own."""
     model = family_dir("llama-tied")
     head = trained_head(model, tmp_path / "head", 1, own)
-    manifest = load_manifest(export_engine(model, tmp_path / "plans", "--exit-head", head, "--no-check"))
+    manifest = load_manifest(export_engine(model, tmp_path / "plans", "--exit-head", head))
     geometry, weights = manifest.geometry, manifest.weights_of(manifest.draft)
     stored = sum(weight.nbytes for name, weight in weights.items() if name not in ROTARY_TABLES)
     table = geometry.vocab_size * geometry.hidden_size * 4
@@ -50,7 +50,7 @@ def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
 @pytest.fixture(scope="module")
 def staged(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     """The text model in two stages."""
-    return load_manifest(export_engine(text_model, tmp_path_factory.mktemp("staged") / "plans", "--stages", 2, "--no-check"))
+    return load_manifest(export_engine(text_model, tmp_path_factory.mktemp("staged") / "plans", "--stages", 2))
 
 
 def test_a_call_takes_as_long_as_reading_or_computing_and_its_kernels(engine: Path) -> None:

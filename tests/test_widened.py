@@ -32,7 +32,7 @@ CHECKPOINTS = {"bfloat16": "llama3", "float16": "llama2"}
 @pytest.fixture(scope="module")
 def narrow(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bfloat16 engine directory with a tokenizer."""
-    return export_engine(text_model, tmp_path_factory.mktemp("narrow") / "plans", "--dtype", "bfloat16", "--no-check")
+    return export_engine(text_model, tmp_path_factory.mktemp("narrow") / "plans", "--dtype", "bfloat16")
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def test_bits_are_those_of_the_float32_directory(
     family_dir: Callable[[str], Path], tmp_path: Path, dtype: str, options: tuple[object, ...]
 ) -> None:
     model = family_dir(CHECKPOINTS[dtype])
-    narrow = export_engine(model, tmp_path / "narrow", "--dtype", dtype, "--no-check", *options)
-    wide = export_engine(model, tmp_path / "wide", "--dtype", "float32", "--quantize-draft", "none", "--no-check")
+    narrow = export_engine(model, tmp_path / "narrow", "--dtype", dtype, *options)
+    wide = export_engine(model, tmp_path / "wide", "--dtype", "float32", "--quantize-draft", "none")
     assert load_manifest(narrow).dtype == dtype
     for kernels in (nullcontext, without_operators):
         with kernels():
@@ -80,7 +80,7 @@ def test_command_runs_and_says_so_in_one_line(narrow: Path, text_model: Path, tm
     plain, drafting = (eesd.load(narrow, speculation=s, threads=1) for s in (None, Speculation("fixed:k=3", guard=False)))
     tokens = plain.generate("hello", max_new_tokens=40, ignore_eos=True).tokens
     assert drafting.generate("hello", max_new_tokens=40, ignore_eos=True).tokens == tokens
-    wide = export_engine(text_model, tmp_path / "plans", "--dtype", "float32", "--no-check")
+    wide = export_engine(text_model, tmp_path / "plans", "--dtype", "float32")
     assert "engines in float32" not in succeed(main, "--engine-dir", wide, "-p", "hello", "-n", 8, "--no-stats").stderr
 
 
@@ -108,6 +108,6 @@ def cut_weights(directory: Path) -> None:
 @pytest.mark.usefixtures("standard")
 @pytest.mark.parametrize(("damage", "words"), [(garble, "onnx cannot read"), (cut_weights, "do not fit each other")])
 def test_damaged_directory_is_refused(text_model: Path, tmp_path: Path, damage: Damage, words: str) -> None:
-    directory = export_engine(text_model, tmp_path / "plans", "--dtype", "bfloat16", "--no-check")
+    directory = export_engine(text_model, tmp_path / "plans", "--dtype", "bfloat16")
     damage(directory)
     assert_refused(run(main, "--engine-dir", directory, "-p", "hello"), words, "export the model again")
