@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from eesd.common.manifest import MAX_TREE_NODES
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome, Stateful
-from eesd.controllers.value import RoundValue
+from eesd.controllers.value import RoundValue, is_due
 
 
 class Fixed(Controller):
@@ -150,6 +150,6 @@ class UCB(Controller):
         if not self.value.draft.fitted or len(self.value.verify.samples) < 2:
             self.length = max(self.length // 2, 0 if self.length == 1 else 1)  # two lengths at least are needed to fit costs
             return
-        if self.rounds < 16 or self.rounds % 8 == 0:
+        if is_due(self.rounds):
             rates = self.acceptance.rates(self.value, self.width, self.optimism * log(self.rounds + 1) ** 0.5)
             self.length = max(range(len(rates)), key=rates.__getitem__)

@@ -28,7 +28,7 @@ DISCOUNT = 0.998
 FIRST_WEIGHT = 5.0
 """The first round, which is plain, weighs as much as so many, and is soon forgotten."""
 FIRST_FITS, REFIT_EVERY = 16, 8
-"""Costs are fitted after each of the first rounds; then there are so many rounds between two fits."""
+"""Costs are fitted after each of the first rounds, then after every ``REFIT_EVERY``-th."""
 HORIZON = 3
 """Levels that a rule looks ahead: more than one only because the verify pass may cost more in steps."""
 
@@ -157,7 +157,7 @@ class RoundValue(Stateful):
             self.draft.add(outcome.steps, outcome.draft_seconds)
         self.verify.add(outcome.nodes, outcome.verify_seconds)
         self.rounds += 1
-        due = self.rounds < FIRST_FITS or self.rounds % REFIT_EVERY == 0
+        due = is_due(self.rounds)
         for curve in (self.draft, self.verify):
             if curve.samples and (due or not curve.fitted):
                 curve.fit()
@@ -178,6 +178,11 @@ class RoundValue(Stateful):
     def price(self, steps: int, nodes: int) -> float:
         """The tokens that these seconds bring at the recent rate."""
         return self.rate * self.seconds(steps, nodes)
+
+
+def is_due(rounds: int) -> bool:
+    """Whether estimates are computed again after so many rounds."""
+    return rounds < FIRST_FITS or rounds % REFIT_EVERY == 0
 
 
 def pays(tokens: Iterable[float], price: Callable[[int], float]) -> bool:

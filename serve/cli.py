@@ -53,7 +53,7 @@ TRITON = "Write a model for Triton Inference Server into this repository instead
 @click.option(
     "--levels",
     type=int,
-    help="Levels that every round drafts, in place of --controller.  [default: as many as pay, given the load]",
+    help="Each round drafts this many levels, without --controller.  [default: as many as pay, given the load]",
 )
 @click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)
 @click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help="As in eesd-run.")

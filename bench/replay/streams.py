@@ -33,7 +33,7 @@ class SyntheticStream:
         return [[(1 - self.stay) / count + self.stay * (i == j) for j in range(count)] for i in range(count)]
 
     def trace(self, tokens: int, requests: int, seed: int, depth: int = 16) -> Trace:
-        """Draw requests of so many tokens. Draft steps show the probability of acceptance, and its log-odds as the margin."""
+        """Draw requests of ``tokens`` tokens. A draft step shows its chance of acceptance; its margin is the log-odds."""
         rng = np.random.default_rng(seed)
         return Trace(tuple(self._request(tokens, depth, rng) for _ in range(requests)), {"stream": self.name})
 

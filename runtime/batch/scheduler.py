@@ -37,7 +37,7 @@ class BatchOptions:
         kv_memory: Bytes of keys and values that the requests that run may come to need, together.
         prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. They change how long a
             request takes to begin, from which one user may learn what another asked: give 0 where that matters.
-        levels: Levels that every round drafts, also of a request alone; None: as many as pay, given the load.
+        levels: Each round drafts this many levels, alone and beside others. None: as many as pay, given the load.
 
     Raises:
         EESDError: A value is out of range.

@@ -58,7 +58,7 @@ class Drafting:
     Attributes:
         drafter: How the exit head drafts; None: not at all.
         text: How the text drafts; None: not at all.
-        guard: Pauses what drafts in vain; None: nothing is ever paused.
+        guard: Pauses a drafter that loses time; None: no drafter is paused.
         value: What rounds cost and are worth, which controller, budget and text rule share; None: nothing needs it.
         fixed: Whether every round must draft and verify the same, because tokens depend on it: with rejection sampling.
     """
@@ -135,7 +135,7 @@ class Policy(Protocol):
         ...
 
     def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
-        """Those that draft another level behind ``depth`` of them; none ends all drafts."""
+        """The rounds that draft another level, after ``depth`` levels. An empty list ends all drafts."""
         ...
 
     def levels(self, rounds: Sequence[Round]) -> int | None:
@@ -143,7 +143,7 @@ class Policy(Protocol):
         ...
 
     def drafted(self, rounds: int, seconds: float) -> None:
-        """Learn what a draft call of so many rounds took."""
+        """Learn that a draft call took ``seconds``, for so many ``rounds`` together."""
         ...
 
     def verified(self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], shared: bool) -> None:
