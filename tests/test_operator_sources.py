@@ -53,6 +53,7 @@ ARM_LIBRARY = """
 import platform, sys, setuptools
 from pathlib import Path
 platform.machine, setuptools.setup = lambda: "aarch64", lambda **_: None
+sys.path.insert(0, sys.argv[2])
 import setup
 setup.make_library(sorted(setup.SOURCES.glob("*.cpp")), Path(sys.argv[1], "library.so"), Path(sys.argv[1]))
 """
@@ -113,7 +114,7 @@ def arm_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         pytest.skip(f"{' and '.join(lacking)} missing: apt-get install g++-aarch64-linux-gnu qemu-user")
     scratch = tmp_path_factory.mktemp("arm")
     done = subprocess.run(
-        [sys.executable, "-c", ARM_LIBRARY, str(scratch)],
+        [sys.executable, "-P", "-c", ARM_LIBRARY, str(scratch), str(SETUP)],
         cwd=SETUP,
         capture_output=True,
         text=True,
