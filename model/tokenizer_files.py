@@ -14,11 +14,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from eesd.common.errors import EESDError
+from eesd.common.manifest import SPECIAL_TOKENS
+from eesd.model.gguf_file import read_gguf
 
 _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A model with none of these files has no tokenizer."""
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that chat templates may use, by their names in tokenizer_config.json."""
 
 
 def resolved_tokenizer(model: Path) -> dict[str, bytes]:
@@ -66,8 +66,6 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
 
 def _has_tokenizer(model: Path) -> bool:
     if model.is_file():
-        from eesd.model.gguf_file import read_gguf  # needs torch, which the runtime, a user of this module, lacks
-
         return "tokenizer.ggml.tokens" in read_gguf(model).metadata
     return any((model / name).exists() for name in _SOURCES)
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.json_input import read_json_object, read_text
-from eesd.model.tokenizer_files import SPECIAL_TOKENS
+from eesd.common.manifest import SPECIAL_TOKENS
 from eesd.runtime.chat_template import ChatTemplate, Message, Tool
 
 HALF = "\ufffd"

@@ -55,6 +55,8 @@ TORCH_FILES = {
 
 ONNX_FILES = {"operator_graph.py", "torch_weights.py"}
 """Of these rooms, the files that load onnx when they are loaded themselves, which is only where a graph is made or read."""
+MODEL_FILES = {"device.py", "device_engine.py", "torch_engine.py", "torch_weights.py"}
+"""The files of the runtime that use the model's torch modules: the torch engine, and what it shares with others on devices."""
 
 
 def test_every_room_is_listed() -> None:
@@ -120,6 +122,12 @@ def test_onnx_is_imported_where_graphs_are_made() -> None:
     for name, path in modules():
         if name.partition(".")[0] in TORCH_FREE and path.name not in ONNX_FILES | TORCH_FILES:
             assert not any(imported.partition(".")[0] == "onnx" and at_load for imported, at_load in imports(path)), path
+
+
+def test_the_runtime_uses_the_models_modules_only_on_devices() -> None:
+    for name, path in modules():
+        if name.startswith("runtime.") and path.name not in MODEL_FILES:
+            assert not any(imported.startswith("eesd.model") for imported, _ in imports(path)), path
 
 
 def test_every_import_of_the_package_is_a_file() -> None:

@@ -14,6 +14,8 @@ MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DRAFT_VOCAB_FILE = "draft_vocab.bin"
 """The ids of the draft vocabulary, ascending, as little-endian int64: external data of the draft graph."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that chat templates may use, by their names in tokenizer_config.json."""
 DEFAULT_SLOTS, DEFAULT_TREE_NODES, DEFAULT_TOP_K = 4096, 32, 8
 """Defaults of an export for ``max_seq_len`` (or the model's positions, if fewer), ``max_tree_nodes`` and ``draft_top_k``."""
 MAX_SLOTS, MAX_TREE_NODES, MAX_TOP_K = 1 << 24, 512, 64
