@@ -87,10 +87,9 @@ class ChatTemplate:
     def _compiled(self) -> tuple[CodeType, bool, bool]:
         """The template as code, which belongs to no environment, and whether it reads the parts of a content, and tools."""
         environment = _environment()
-        tree = environment.parse_limited(self.source)
-        reads_parts = _reads_parts(tree)
+        tree = environment.parse(self.source)
         reads_tools = any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(nodes.Name))
-        return environment.compile_limited(tree), reads_parts, reads_tools
+        return environment.compile(tree), _reads_parts(tree), reads_tools
 
 
 def _checked(message: Any, number: int) -> dict[str, Any]:
@@ -206,6 +205,9 @@ class _Namespace(Namespace):
             _check_name(name)
         Namespace.__init__(args[0], values)
 
+    def __repr__(self) -> str:
+        return "<Namespace>"  # of bounded size, whatever it holds
+
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
         Namespace.__setitem__(self, name, value)
@@ -218,15 +220,14 @@ def _check_name(name: Any) -> None:
 
 def _environment() -> LimitedEnvironment:
     """What transformers gives to templates, with limits."""
-    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _tojson
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [_Generation, loopcontrols]}
+    environment = LimitedEnvironment({"tojson": _tojson}, **options)
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    environment.limit_filters()
     return environment
 
 

@@ -178,6 +178,8 @@ def test_a_template_sees_copies_of_plain_data() -> None:
         render("{{ messages[0].role.open() }}", [message])
 
 
+NESTED = "{% macro f(n) %}{% if n %}{{ f(n - 1, GIVEN) }}{% else %}{{ LAST }}{% endif %}{% endmacro %}{{ f(60) }}"
+LONG = "{% set n = namespace(x=START) %}{% for i in range(20) %}{% set n.x = n.x + n.x %}{% endfor %}"
 DOUBLE = "{% set n = namespace(x='ab', d=[]) %}{% for i in range(90) %}BODY{% endfor %}{{ n.x == n.d }}{{ n.d }}"
 TOO_MUCH = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
@@ -227,6 +229,21 @@ TOO_MUCH = {
     "{% set n.x = namespace(p=n.x, s='abc' * 1000000) %}{% endfor %}",
     "shown text": "{% set s = 'a' * 9000000 %}{% set x %}{% for i in range(99999) %}{{ s }}{% endfor %}{% endset %}",
     "own text": "{% set x %}{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}{% endset %}",
+    "a long format": LONG.replace("START", "'{0:9999}'") + "{{ n.x.format(1) | length }}",
+    "a format of a long text": LONG.replace("START", "'{0}'") + "{{ n.x.format(n.x) | length }}",
+    "parts in a format": LONG.replace("START", "'{0.x}'") + "{{ n.x.format(n) | length }}",
+    "a long % of a mapping": LONG.replace("START", "'%(a)s'") + "{{ (n.x % {'a': n.x}) | length }}",
+    "join by an attribute of a cycler": LONG.replace("START", "'a'")
+    + "{% set c = cycler(n.x) %}{{ ([c] * 999) | join(attribute='items') | length }}",
+    "join by an attribute without its name": "{{ messages | join('', 'role') }}",
+    "a wide indent": LONG.replace("START", "'\\n'") + "{{ n.x | indent(9999, true, true) | length }}",
+    "translate": LONG.replace("START", "'a'") + "{{ n.x.translate({97: n.x}) | length }}",
+    "bytes": "{{ 'a'.encode().ljust(10**9) | length }}",
+    "replace by names": LONG.replace("START", "'a'") + "{{ n.x | replace(new=n.x, old='a') | length }}",
+    "sum of lists by attribute": LONG.replace("20", "16").replace("START", "[1]") + "{{ ([n] * 999) | sum('x', []) | length }}",
+    "items of items": DOUBLE.replace("BODY", "{% set n.d = {1: dict(a=n.d).items(), 2: dict(a=n.d).items()} %}"),
+    "varargs": NESTED.replace("GIVEN", "varargs, varargs").replace("LAST", "varargs"),
+    "kwargs": NESTED.replace("GIVEN", "a=kwargs, b=kwargs").replace("LAST", "kwargs"),
     "a long template": "x" * 200_000,
     "nested brackets": "{{ " + "(" * 60_000 + ")" * 60_000 + " }}",
     "a long sum": "{{ " + "1+" * 20_000 + "1 }}",
@@ -235,8 +252,22 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize("template", TOO_MUCH.values(), ids=TOO_MUCH)
 def test_a_template_that_does_too_much_is_refused(template: str) -> None:
-    with pytest.raises(EESDError, match="The chat template"):
+    with pytest.raises(EESDError, match="The chat template") as refused:
         render(template)
+    assert "MemoryError" not in str(refused.value)
+
+
+def test_a_template_that_is_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each item is compared with 99,999 others, and none is found."""
+    monkeypatch.setattr("eesd.runtime.template_limits.MAX_SECONDS", 0.3)
+    with pytest.raises(EESDError, match="takes too long"):
+        render("{% set a = range(99999) | list %}{{ a | map('string') | list | select('in', a) | list }}")
+
+
+def test_a_namespace_shows_nothing_of_what_it_holds() -> None:
+    """Its text would double with each namespace in it, and no count would see that."""
+    doubled = "{% set n = namespace(x=0) %}{% for i in range(90) %}{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}"
+    assert render(doubled) == "<Namespace>"
 
 
 def test_limits_hold_in_other_threads_and_between_renderings() -> None:
