@@ -181,7 +181,7 @@ def test_the_cache_grows_while_decoding(harness: Harness, width: int) -> None:
     workspace = harness.workspace()
     session = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), width, new_tokens=150, workspace=workspace)
     assert generated(session) == generated(harness.session(PROMPTS[0], new_tokens=150))
-    assert workspace.kv_cache.slots == 256 and workspace.kv_cache.version == 2  # 128 slots at a time
+    assert workspace.kv_cache.slots == 256  # 128 slots at a time
     expected = cache_of(harness.fresh_prefill(session.tokens), session.tokens)
     np.testing.assert_allclose(cache_of(workspace, session.tokens), expected, rtol=0, atol=1e-4)
 

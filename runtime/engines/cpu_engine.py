@@ -6,6 +6,7 @@ that it gets alone: nothing is padded, and no token waits for another one's text
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from eesd.common.manifest import GraphInfo, Manifest
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.operators import make_session
-from eesd.runtime.engines.ort_cpu import ResultMemory, buffer
+from eesd.runtime.engines.ort_cpu import buffer
 from eesd.runtime.engines.recent import Recent
 
 MOST_CALLS = 64
@@ -56,6 +57,20 @@ class _Bound:
     kept: list[NDArray[Any]]
 
 
+class ResultMemory:
+    """Memory that the results of several calls share: those of a call are valid until the next one."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, NDArray[np.uint8]] = {}
+
+    def array(self, index: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """An array for the result with this index. A larger one takes other memory; those given out before stay valid."""
+        size = prod(shape) * np.dtype(dtype).itemsize
+        if index not in self._memory or len(self._memory[index]) < size:
+            self._memory[index] = np.zeros(size, np.uint8)
+        return self._memory[index][:size].view(dtype).reshape(shape)
+
+
 class CpuEngine:
     """A graph of an engine directory, or its stages in order."""
 
@@ -71,7 +86,6 @@ class CpuEngine:
         threads: int,
         int8_activations: bool = True,
         kernels: str = "",
-        profile: bool = False,
         kv_cache_dtype: str = "float32",
     ) -> None:
         """Load the stages.
@@ -83,7 +97,6 @@ class CpuEngine:
             threads: CPU threads.
             int8_activations: Whether products with levels round activations to 8 bits, by blocks of 32.
             kernels: Name of the kernels; "" for the fastest ones.
-            profile: Whether to record how long nodes take.
             kv_cache_dtype: Of the caches: ``float32`` or ``float16``.
 
         Raises:
@@ -92,12 +105,11 @@ class CpuEngine:
         self.manifest, self._kv_cache_dtype = manifest, kv_cache_dtype
         float16 = kv_cache_dtype == "float16"
         self.stages = [
-            (graph, make_session(packed / graph.file, threads, int8_activations, kernels, profile, float16)) for graph in stages
+            (graph, make_session(packed / graph.file, threads, int8_activations, kernels, float16)) for graph in stages
         ]
         self._is_draft = stages[0] == manifest.draft
         self._results = ResultMemory()
         self._bound = Recent[tuple[int, int, int], _Bound](MOST_CALLS)
-        self._last: _Bound | None = None
 
     def new_kv_caches(self, count: int = 1) -> Sequence[CpuKVCache]:
         return [CpuKVCache(self.manifest, self._kv_cache_dtype) for _ in range(count)]
@@ -134,11 +146,6 @@ class CpuEngine:
             bound.logit_rows[:] = rows
         self._run_bound(bound)
         return _outputs(calls, bound.results, self._is_draft)
-
-    def run_again(self) -> None:
-        """Repeat the session calls of the last pass without the code around them, to time them."""
-        assert self._last is not None
-        self._run_bound(self._last)
 
     def _bound_for(self, tokens: int, path: int, logit_rows: int) -> _Bound:
         if tokens > MOST_KEPT:
@@ -182,7 +189,6 @@ class CpuEngine:
         """Run a pass through all stages."""
         for (_, session), io_binding in zip(self.stages, bound.io_bindings, strict=True):
             session.run_with_iobinding(io_binding)
-        self._last = bound
 
 
 def _fill(bound: _Bound, start: int, stop: int, call: Call, paths: _Paths | None, dtype: str) -> None:

@@ -31,7 +31,6 @@ class HostKVCache:
 
     Attributes:
         data: All layers, [L+E, 2, 1, KV, S, D] float32.
-        version: Number of changes of ``data``, after which it must be bound again.
         limit: Most slots.
     """
 
@@ -39,7 +38,7 @@ class HostKVCache:
 
     def __init__(self, manifest: Manifest, slots: int = STEP) -> None:
         geometry = manifest.geometry
-        self.limit, self.version = manifest.max_seq_len, 0
+        self.limit = manifest.max_seq_len
         self.slot_bytes = 8 * manifest.num_caches * geometry.num_kv_heads * geometry.head_dim
         self._first = min(slots, self.limit)
         self.data: NDArray[np.float32] = np.zeros(
@@ -65,7 +64,6 @@ class HostKVCache:
         old = self.data
         self.data = np.zeros((*old.shape[:4], slots, old.shape[5]), np.float32)
         self.data[..., :used, :] = old[..., :used, :]
-        self.version += 1
 
     def compact(self, start: int, sources: list[int]) -> None:
         self.data[..., start : start + len(sources), :] = self.data[..., sources, :]

@@ -77,7 +77,6 @@ def make_session(
     threads: int,
     int8_activations: bool,
     kernels: str = "",
-    profile: bool = False,
     float16_caches: bool = False,
 ) -> Any:
     """Load a graph with operators of this project into an ONNX Runtime session.
@@ -87,7 +86,6 @@ def make_session(
         threads: CPU threads of the session.
         int8_activations: Whether products with levels round activations to 8 bits.
         kernels: A name in :data:`KERNELS`; "" for the fastest ones.
-        profile: Whether to record how long nodes take.
         float16_caches: Whether attention reads and writes caches of float16, and not of float32.
 
     Raises:
@@ -98,7 +96,6 @@ def make_session(
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.enable_profiling = profile
     options.enable_mem_pattern = False
     # Draft and verify alternate: threads that went on spinning behind a call would take the cores from the other session's.
     options.add_session_config_entry("session.force_spinning_stop", "1")

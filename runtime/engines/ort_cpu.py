@@ -1,11 +1,8 @@
-"""ONNX Runtime on the CPU. Caches and all other inputs and outputs are bound once for each node count, and updated in place."""
+"""ONNX Runtime's own operators on the CPU, for machines without this project's: as simple as it can be, not as fast."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import onnxruntime as ort
@@ -81,15 +78,12 @@ class OrtEngine:
             )
             for graph in stages
         ]
-        self._bound: WeakKeyDictionary[HostKVCache, _BoundCalls] = WeakKeyDictionary()
-        self._results = ResultMemory()
-        self._last: _BoundCall | None = None
 
     def new_kv_caches(self, count: int = 1) -> Sequence[HostKVCache]:
         return [HostKVCache(self.manifest) for _ in range(count)]
 
     def prepare(self, kv_caches: Sequence[KVCache]) -> None:
-        """Do nothing: a call is bound when its node count first occurs."""
+        """Do nothing: every call is bound by itself."""
 
     def work(self, calls: Sequence[Call]) -> Work:
         """See :meth:`~eesd.runtime.engines.base.Engine.work`. Attention reads the whole cache."""
@@ -98,90 +92,51 @@ class OrtEngine:
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
         """See :meth:`~eesd.runtime.engines.base.Engine.forward`."""
-        if len(calls) == 1:
-            return [StepOutputs(*self._run(calls[0]))] if calls[0].logits else [self._prefill(calls[0])]
-        # The results of all calls are in one memory.
-        return [
-            StepOutputs(*(result.copy() for result in self._run(call))) if call.logits else self._prefill(call)
-            for call in calls
-        ]
+        return [self._run(call) for call in calls]
 
-    def run_again(self) -> None:
-        """Repeat the session calls of the last call without the code around them, to time them."""
-        assert self._last is not None
-        self._run_bound(self._last)
-
-    def _prefill(self, call: Call) -> StepOutputs:
-        self._run(call)
-        return NO_OUTPUTS
-
-    def _run(self, call: Call) -> list[NDArray[Any]]:
-        """Run a call. Returns the last stage's results, [n, ...] each; without logits the last node has some nevertheless."""
+    def _run(self, call: Call) -> StepOutputs:
+        """Run a call through all stages; without logits the last node has some nevertheless, because no graph goes without."""
         kv_cache, count = _host(call.kv_cache), len(call.tokens)
         if not count:
             raise EESDError("A call of the engine has no tokens.")  # who asks for nothing would ask again for ever
-        bound = self._bound_calls(kv_cache).get(count) if call.logits else None
-        if bound is None:
-            bound = self._bind(kv_cache, count, count if call.logits else 1)
-            # Calls larger than a round and those of a prefill have many node counts.
-            if call.logits and count <= self.manifest.max_tree_nodes + 1:
-                self._bound_calls(kv_cache)[count] = bound
-        bound.set_inputs(call)
-        self._run_bound(bound)
-        self._last = bound
-        return [result[0] for result in bound.results]
-
-    def _bound_calls(self, kv_cache: HostKVCache) -> "dict[int, _BoundCall]":
-        """The calls that are bound to a cache, by node count: they are kept until it grows."""
-        found = self._bound.get(kv_cache)
-        if found is None or found.version != kv_cache.version:
-            found = self._bound[kv_cache] = _BoundCalls(kv_cache.version, {})
-        return found.calls
-
-    def _run_bound(self, bound: "_BoundCall") -> None:
-        """Run a call through all stages."""
-        for (_, session), io_binding in zip(self.stages, bound.io_bindings, strict=True):
-            session.run_with_iobinding(io_binding)
-
-    def _bind(self, kv_cache: HostKVCache, count: int, logit_rows: int) -> "_BoundCall":
-        """Bind every stage to the shared inputs, its layer caches, and the hidden state of the previous stage.
-
-        Args:
-            kv_cache: The cache that calls update.
-            count: Nodes.
-            logit_rows: Of these, the last so many get logits; with a draft engine all of them do.
-        """
-        ids, positions, write_indices = np.zeros((1, count), np.int64), np.zeros((1, count), np.int64), np.zeros(1, np.int64)
-        mask = np.zeros((1, 1, count, kv_cache.slots), np.float32)
-        rows = np.arange(count - logit_rows, count)
-        shared: dict[str, NDArray[Any]] = {
-            "position_ids": positions,
-            "write_indices": write_indices,
-            "attn_mask": mask,
-            "logit_rows": rows,
+        x = np.array([call.tokens], np.int64)
+        given: dict[str, NDArray[Any]] = {
+            "position_ids": np.array([call.positions], np.int64),
+            "write_indices": np.array([call.slot], np.int64),
+            "attn_mask": _mask(call, kv_cache.slots),
+            "logit_rows": np.arange(0 if call.logits else count - 1, count),
         }
-        x: NDArray[Any] = ids
-        io_bindings: list[Any] = []
-        buffers: list[NDArray[Any]] = [rows, kv_cache.data]
-        outputs: list[NDArray[Any]] = []
-        for number, (graph, session) in enumerate(self.stages, start=1):
-            io_binding = session.io_binding()
-            given = {**shared, graph.inputs[0].name: x}
-            for info in graph.inputs[: -2 * len(graph.caches)]:
-                io_binding.bind_input(info.name, *buffer(given[info.name]))
-            for index in graph.caches:
-                for kind, cache in zip(("key", "value"), kv_cache.data[index], strict=True):
-                    io_binding.bind_input(f"{kind}_{index}", *buffer(cache))
-                    io_binding.bind_output(f"{kind}_{index}_out", *buffer(cache))
-            outputs = []
-            for index, info in enumerate(graph.results):
-                shape, last = info.sized(B=1, n=count, R=logit_rows), number == len(self.stages)
-                outputs.append(self._results.array(index, shape, info.dtype) if last else np.zeros(shape, info.dtype))
-                io_binding.bind_output(info.name, *buffer(outputs[-1]))
-            x = outputs[0]
-            io_bindings.append(io_binding)
-            buffers.append(x)
-        return _BoundCall(ids[0], positions[0], write_indices, mask[0, 0], io_bindings, buffers, outputs)
+        results: list[NDArray[Any]] = []
+        for graph, session in self.stages:
+            results = _run_stage(graph, session, {**given, graph.inputs[0].name: x}, kv_cache)
+            x = results[0]
+        return StepOutputs(*(result[0] for result in results)) if call.logits else NO_OUTPUTS
+
+
+def _run_stage(graph: GraphInfo, session: Any, given: dict[str, NDArray[Any]], kv_cache: HostKVCache) -> list[NDArray[Any]]:
+    """Run a graph with the inputs ``given``. Caches are updated in place; the other results are returned."""
+    io_binding = session.io_binding()
+    for info in graph.inputs[: -2 * len(graph.caches)]:
+        io_binding.bind_input(info.name, *buffer(given[info.name]))
+    for info in graph.results:
+        io_binding.bind_output(info.name)
+    for index in graph.caches:
+        for kind, cache in zip(("key", "value"), kv_cache.data[index], strict=True):
+            io_binding.bind_input(f"{kind}_{index}", *buffer(cache))
+            io_binding.bind_output(f"{kind}_{index}_out", *buffer(cache))
+    session.run_with_iobinding(io_binding)
+    return [value.numpy() for value in io_binding.get_outputs()[: len(graph.results)]]
+
+
+def _mask(call: Call, slots: int) -> NDArray[np.float32]:
+    """What each token must not see, [1, 1, n, S], as an additive mask."""
+    at, count = np.arange(slots), len(call.tokens)
+    if call.tree_mask is None:
+        hidden = at > np.arange(call.slot, call.slot + count)[:, None]
+    else:
+        hidden = np.repeat(at[None] >= call.context_len, count, 0)
+        hidden[:, call.context_len : call.context_len + call.tree_mask.shape[1]] = ~call.tree_mask
+    return np.where(hidden, HIDDEN, np.float32(0))[None, None]
 
 
 def load_session(
@@ -241,65 +196,6 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int, int8_activation
     else:  # weights become float32 at load time: MatMulNBits rounds by the number of rows on some processors, at every level
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     return options
-
-
-class ResultMemory:
-    """Memory that the results of several calls share: those of a call are valid until the next one."""
-
-    def __init__(self) -> None:
-        self._memory: dict[int, NDArray[np.uint8]] = {}
-
-    def array(self, index: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        """An array for the result with this index. A larger one takes other memory; those given out before stay valid."""
-        size = prod(shape) * np.dtype(dtype).itemsize
-        if index not in self._memory or len(self._memory[index]) < size:
-            self._memory[index] = np.zeros(size, np.uint8)
-        return self._memory[index][:size].view(dtype).reshape(shape)
-
-
-@dataclass
-class _BoundCall:
-    """The buffers of a call of n nodes, R of them with logits, and the I/O bindings that point at them.
-
-    Attributes:
-        input_ids, position_ids: [n].
-        write_indices: [1].
-        mask: Additive attention mask [n, S].
-        io_bindings: One for each stage.
-        buffers: The other buffers, because an I/O binding does not keep its buffers alive: hidden states, which the next stage
-            reads in place, the cache, and which nodes get logits.
-        results: The last stage's outputs: logits [1, R, V], and of a draft engine the top tokens and log-probabilities.
-    """
-
-    input_ids: NDArray[np.int64]
-    position_ids: NDArray[np.int64]
-    write_indices: NDArray[np.int64]
-    mask: NDArray[np.float32]
-    io_bindings: list[Any]
-    buffers: list[NDArray[Any]]
-    results: list[NDArray[Any]]
-
-    def __post_init__(self) -> None:
-        self._slots = np.arange(self.mask.shape[1])
-
-    def set_inputs(self, call: Call) -> None:
-        self.input_ids[:], self.position_ids[:], self.write_indices[0] = call.tokens, call.positions, call.slot
-        if call.tree_mask is None:
-            behind = self._slots > np.arange(call.slot, call.slot + len(call.tokens))[:, None]
-            np.multiply(behind, HIDDEN, out=self.mask)
-            return
-        self.mask.fill(HIDDEN)
-        self.mask[:, : call.context_len] = 0
-        seen = self.mask[:, call.context_len : call.context_len + call.tree_mask.shape[1]]
-        seen[:] = np.where(call.tree_mask, np.float32(0), HIDDEN)
-
-
-@dataclass(frozen=True)
-class _BoundCalls:
-    """Calls by node count that are bound to a cache in its present version."""
-
-    version: int
-    calls: dict[int, _BoundCall]
 
 
 def _host(kv_cache: KVCache) -> HostKVCache:
