@@ -15,6 +15,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -145,8 +146,8 @@ class Binding:
         self.arrays: dict[str, NDArray[Any]] = {}
 
     def bind_input(self, name: str, _: str, __: int, dtype: type, shape: tuple[int, ...], address: int) -> None:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        self.arrays[name] = np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
+        memory = memoryview((ctypes.c_char * (prod(shape) * np.dtype(dtype).itemsize)).from_address(address))
+        self.arrays[name] = np.frombuffer(memory, np.dtype(dtype)).reshape(shape)
 
     bind_output = bind_input
 
