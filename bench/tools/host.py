@@ -35,7 +35,7 @@ from eesd.runtime.llm import LLM, Speculation, load
 from eesd.runtime.request import Generation, Update
 
 PROMPT, WARM, ROUNDS = 256, 64, 256
-"""Tokens of the prompt; rounds before those that are measured; rounds that count calls, and as many that are timed."""
+"""Tokens of the prompt; rounds before the measured ones; rounds that count calls, and as many that are timed."""
 FRESH = 0.6
 """Share of the text's pieces that are new. The others are phrases, which come again and again."""
 RIGHT = 0.65
