@@ -1,4 +1,4 @@
-"""Tokens that a device chooses are those that the host's samplers choose.
+"""A device chooses the tokens that the host's samplers choose.
 
 Where torch sees a GPU, choices from given logits are made there; elsewhere, and for generations, the CPU stands for the device.
 """

@@ -381,19 +381,12 @@ def test_logits_of_displaced_nodes_are_caught(tmp_path: Path, monkeypatch: pytes
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing
 
 
-def in_another_order(paths: Callable[[Call], Any]) -> Callable[[Call], Any]:
+def in_another_order(paths: Callable[[Call], list[list[int]]]) -> Callable[[Call], list[list[int]]]:
     """Every node sees its path from its end."""
-
-    def reversed_paths(call: Call) -> Any:
-        found = paths(call)
-        for row, length in zip(found.slots, found.lengths, strict=True):
-            row[:length] = row[:length][::-1].copy()
-        return found
-
-    return reversed_paths
+    return lambda call: [path[::-1] for path in paths(call)]
 
 
-def by_index(paths: Callable[[Call], Any]) -> Callable[[Call], Any]:
+def by_index(paths: Callable[[Call], list[list[int]]]) -> Callable[[Call], list[list[int]]]:
     """Every node sees all nodes in front of it."""
     return lambda call: paths(call._replace(tree_mask=np.tri(len(call.tokens)) > 0))
 

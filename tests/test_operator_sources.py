@@ -48,7 +48,8 @@ ARM_COMPILER = "aarch64-linux-gnu-g++"
 EMULATED = "5"
 """Of so many cases of the driver one runs in the emulator, which takes ten times as long."""
 SIMDE = "simde/x86/avx512.h"
-SETUP = SOURCES.parents[1]
+SETUP = SOURCES.resolve().parents[1]
+"""Where setup.py is. The package's folders are links in the checkout."""
 ARM_LIBRARY = """
 import platform, sys, setuptools
 from pathlib import Path

@@ -152,6 +152,6 @@ def _is_supported(case: Case, directory: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("seed", [2, 3, 4])
 def test_many_checkpoints_are_computed_as_transformers_does_or_refused(tmp_path: Path, seed: int) -> None:
     check(tmp_path, 250, seed)

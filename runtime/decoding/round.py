@@ -83,7 +83,7 @@ class Drafting:
         return self.guard is None or self.guard.allows(drafter)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Round:
     """A round of one sequence.
 
@@ -96,6 +96,8 @@ class Round:
         proposal: What the text proposes behind the root.
         drafter: Drafts in this round; None: it may not draft.
         started: Time at which the round began, in seconds.
+        most_depth: Levels that may be drafted.
+        most_nodes: Nodes that may be verified besides the root.
         length: Draft steps, if the controller knows them; None: it is asked after each.
         wants_more: Whether another draft step is wanted.
         draft_seconds: Time in the draft engine.
@@ -111,6 +113,8 @@ class Round:
     proposal: Proposal = NOTHING
     drafter: Drafter | None = None
     started: float = 0.0
+    most_depth: int = 0
+    most_nodes: int = 0
     length: int | None = None
     wants_more: bool = False
     draft_seconds: float = 0.0
@@ -197,17 +201,17 @@ def run_round(
         _alone(current, current.session.begin, current)
     draft(rounds, policy)
     levels = policy.levels(rounds)
-    calls = [_alone(current, current.session.complete, current, levels) for current in rounds]
-    planned = [(current, call) for current, call in zip(rounds, calls, strict=True) if call is not None]
+    calls = [call for current in rounds if (call := _alone(current, current.session.complete, current, levels))]
+    planned = [current for current in rounds if current.error is None]
     called = time.perf_counter()
-    every = [*(call for _, call in planned), *(piece.call for piece in pieces)]
+    every = [*calls, *[piece.call for piece in pieces]]
     outputs = verify.forward(every) if every else []
     seconds = time.perf_counter() - called
-    for (current, _), output in zip(planned, outputs, strict=False):
+    for current, output in zip(planned, outputs, strict=False):
         current.result = _alone(current, current.session.commit, current, output, seconds)
     for piece, output in zip(pieces, outputs[len(planned) :], strict=True):
         _alone(piece, piece.session.add_piece, piece.call, output, seconds)
-    policy.verified(rounds, every[: len(planned)], (called - started, time.perf_counter() - called), bool(pieces))
+    policy.verified(rounds, calls, (called - started, time.perf_counter() - called), bool(pieces))
     return rounds
 
 
@@ -217,17 +221,17 @@ def draft(rounds: Sequence[Round], policy: Policy) -> None:
     while drafting := policy.draft_on(rounds, depth):
         depth += 1
         started = time.perf_counter()
-        if len(drafting) == 1 and _alone(drafting[0], drafting[0].session.draft_chain, drafting[0]):
+        if depth == 1 and len(drafting) == 1 and _alone(drafting[0], drafting[0].session.draft_chain, drafting[0]):
             continue
-        calls = [_alone(current, current.session.next_draft, current) for current in drafting]
-        planned = [(current, call) for current, call in zip(drafting, calls, strict=True) if call is not None]
+        calls = [call for current in drafting if (call := _alone(current, current.session.next_draft, current))]
+        planned = [current for current in drafting if current.error is None]
         if not planned:
             continue
-        assert planned[0][0].drafter is not None
+        assert planned[0].drafter is not None
         called = time.perf_counter()
-        outputs = planned[0][0].drafter.engine.forward([call for _, call in planned])
+        outputs = planned[0].drafter.engine.forward(calls)
         seconds = time.perf_counter() - called
-        for (current, _), output in zip(planned, outputs, strict=True):
+        for current, output in zip(planned, outputs, strict=True):
             _alone(current, current.session.drafted, current, output, seconds)
         policy.drafted(len(planned), time.perf_counter() - started)
 

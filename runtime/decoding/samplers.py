@@ -184,11 +184,11 @@ class _Deterministic(_Base):
         while True:
             chosen, certain = (0, 0) if outputs.chosen is None else outputs.chosen[node.index]
             token = int(chosen) if certain else self._target(node, outputs)
-            child = next((child for child in node.children if child.token == token), None)
-            if child is None:
+            right = [child for child in node.children if child.token == token]
+            if not right:
                 return AcceptResult(path, token)
-            path.append(child)
-            node = child
+            node = right[0]
+            path.append(node)
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
         """The verifier's token behind ``node``."""

@@ -175,16 +175,21 @@ class Session:
         self._check_open()
         if self.finish_reason is not None:
             raise EESDError("The session is finished; start a new one.")
-        self.prefill()
+        if self.unfilled:
+            self.prefill()
         current.started = time.perf_counter()
-        drafter, allows = current.drafting.drafter, current.drafting.allows
-        current.drafter = drafter = drafter if drafter and self._max_depth() >= 1 and allows(EXIT_HEAD) else None
+        current.most_depth, current.most_nodes = self._max_depth(), self._max_nodes()
+        drafter = current.drafting.drafter
+        if drafter is not None and not (current.most_depth >= 1 and current.drafting.allows(EXIT_HEAD)):
+            drafter = None
+        current.drafter = drafter
         self._sampler.begin_round(self.tokens)
-        current.proposal = proposal = self._proposal(current.drafting.text)
+        current.proposal = proposal = self._proposal(current.drafting.text, current.most_depth)
         width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
-        current.tree = DraftTree(self.tokens[-1], self._max_nodes(), width, budget, self._limits.in_place)
-        copied = self._copied(current)
-        current.tree.follow_text(proposal.tokens[:copied])
+        current.tree = DraftTree(self.tokens[-1], current.most_nodes, width, budget, self._limits.in_place)
+        copied = self._copied(current) if proposal.tokens else 0
+        if copied:
+            current.tree.follow_text(proposal.tokens[:copied])
         if drafter is not None and not copied:
             current.length = drafter.controller.begin_round(width)
             current.wants_more = current.length != 0
@@ -194,7 +199,7 @@ class Session:
         assert current.drafter is not None
         tree = current.tree
         if not tree.steps:
-            self._kv_cache.reserve(len(self.tokens) + self._max_nodes())
+            self._kv_cache.reserve(len(self.tokens) + current.most_nodes)
         call = self._call(tree.nodes, tree.frontier[0].index)
         if current.drafter.engine.chooses:
             return call._replace(choose=self._sampler.chooser(tree.frontier, tree.branching))
@@ -205,10 +210,10 @@ class Session:
         tree, length = current.tree, current.length
         assert current.drafter is not None
         chain = current.drafter.engine.draft_chain
-        if chain is None or not length or tree.steps or current.drafter.tree_width > 1 or not self._sampler.proposes_top_tokens:
+        if chain is None or not length or current.drafter.tree_width > 1 or not self._sampler.proposes_top_tokens:
             return False
-        self._kv_cache.reserve(len(self.tokens) + self._max_nodes())
-        started, count = time.perf_counter(), min(length, self._max_depth())
+        self._kv_cache.reserve(len(self.tokens) + current.most_nodes)
+        started, count = time.perf_counter(), min(length, current.most_depth)
         outputs = chain(self._kv_cache, tree.root.token, len(self.tokens) - 1, count)
         current.draft_seconds = time.perf_counter() - started
         for row in range(count):
@@ -222,7 +227,7 @@ class Session:
         tree, controller = current.tree, current.drafter.controller
         current.draft_seconds += seconds
         step = self._grow(tree, outputs, controller.needs_entropy)
-        ends = step is None or tree.steps >= self._max_depth() or tree.is_full
+        ends = step is None or tree.steps >= current.most_depth or tree.is_full
         current.wants_more = not ends and step is not None and controller.keep_drafting(step)
 
     def complete(self, current: Round, levels: int | None = None) -> Call:
@@ -232,7 +237,7 @@ class Session:
         """
         tree, drafter, text = current.tree, current.drafter, current.drafting.text
         if text is not None and drafter is not None and tree.steps and tree.frontier:
-            self._add_text(text, tree, current.proposal, drafter.budget is not None)
+            self._add_text(text, current, joins=drafter.budget is not None)
         nodes = tree.prune() if levels is None or current.drafting.fixed else tree.cut(levels)
         current.nodes, current.drafted_at = nodes, time.perf_counter()
         self._kv_cache.reserve(len(self.tokens) - 1 + len(nodes))
@@ -254,16 +259,16 @@ class Session:
         if path and path[-1].index != len(path):  # a chain's slots are consecutive already
             self._kv_cache.compact(len(self.tokens), [len(self.tokens) - 1 + node.index for node in path])
 
-        chosen = [*(node.token for node in path), bonus]
+        chosen = [*[node.token for node in path], bonus]
         result = self._result(chosen, path, nodes)
         outcome = RoundOutcome(
             steps=tree.steps,
             draft_seconds=current.drafted_at - started,
-            depth=max(node.depth for node in nodes if not node.from_text),
+            depth=max([node.depth for node in nodes if not node.from_text]),
             nodes=len(nodes) - 1,
             verify_seconds=seconds,
             accepted=len(path),
-            num_expanded=sum(node.expanded for node in path),
+            num_expanded=sum([node.expanded for node in path]),
             first_right=tree.root.candidates[0].token == chosen[0] if tree.steps and tree.root.candidates else None,
         )
         committed_at = time.perf_counter()
@@ -273,8 +278,8 @@ class Session:
             current.draft_seconds,
             committed_at - started,
             drafting=current.drafter is not None or len(nodes) > 1,
-            depth=max(node.depth for node in nodes),
-            from_text=sum(node.from_text for node in path),
+            depth=max([node.depth for node in nodes]),
+            from_text=sum([node.from_text for node in path]),
         )
         # The commit: one statement behind everything that may raise. No signal is handled within it.
         self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason
@@ -333,21 +338,22 @@ class Session:
         if self._closed:
             raise EESDError("The session is closed, and its KV cache belongs to the next one; start a new session.")
 
-    def _add_text(self, text: TextDrafter, tree: DraftTree, proposal: Proposal, joins: bool) -> None:
+    def _add_text(self, text: TextDrafter, current: Round, joins: bool) -> None:
         """Add to what was drafted what the text proposes behind the root, if it ``joins``, and behind the best drafted path."""
+        tree = current.tree
         if joins:
-            tree.join_text(tree.root, proposal.tokens, proposal.chances)
+            tree.join_text(tree.root, current.proposal.tokens, current.proposal.chances)
         best = tree.frontier[0]
-        most = 0 if best.candidates else min(self._max_depth() - best.depth, self._max_nodes() - len(tree.nodes) + 1)
+        most = 0 if best.candidates else min(current.most_depth - best.depth, current.most_nodes - len(tree.nodes) + 1)
         behind = self._index.propose(self.tokens, most, text, best.path()) if most > 0 else NOTHING
         if joins:
             tree.join_text(best, behind.tokens, behind.chances)
         else:
             tree.follow_text(behind.tokens[: text.rule.count_behind(behind.values, len(tree.nodes) - 1)])
 
-    def _proposal(self, text: TextDrafter | None) -> Proposal:
-        """What must follow the root, or what the text proposes: it is judged in every round, also where it is not verified."""
-        most = self._max_depth()
+    def _proposal(self, text: TextDrafter | None, most: int) -> Proposal:
+        """What must follow the root, or what the text proposes, at most ``most`` tokens: they are judged in every round, also
+        where they are not verified."""
         if self._forced is not None and most > 0 and (tokens := list(self._forced(most))):
             return Proposal(tokens, [], [CERTAIN] * len(tokens), [CERTAIN] * len(tokens))
         return self._index.propose(self.tokens, most, text) if text and most > 0 else NOTHING
@@ -355,9 +361,9 @@ class Session:
     def _copied(self, current: Round) -> int:
         """How many of the proposed tokens this round verifies without drafting."""
         proposal, text = current.proposal, current.drafting.text
-        if proposal.tokens and not proposal.steps:
+        if not proposal.steps:
             return len(proposal.tokens)  # nothing else may follow
-        if text is None or not proposal.tokens or not current.drafting.allows(TEXT):
+        if text is None or not current.drafting.allows(TEXT):
             return 0
         return text.rule.count(proposal.values, current.drafter is not None)
 
@@ -365,8 +371,8 @@ class Session:
         """Levels that this round may draft: the bonus token must fit behind them."""
         new_left = self._limits.max_new_tokens - self.stats.new_tokens
         slots_left, root = self._limits.max_seq_len - len(self.tokens), len(self.tokens) - 1
-        most = min(new_left - 1, slots_left - 1, self._limits.max_tree_nodes)
-        return min(most, next((last - root for last in self._limits.last_positions if last >= root), most))
+        ends = [last - root for last in self._limits.last_positions if last >= root]
+        return min(new_left - 1, slots_left - 1, self._limits.max_tree_nodes, *ends[:1])
 
     def _max_nodes(self) -> int:
         """Nodes that this round may verify besides the root."""
@@ -384,9 +390,8 @@ class Session:
 
     def _call(self, nodes: Sequence[Node], first: int = 0) -> Call:
         """The engine call for the nodes from ``first`` on, each in the slot ``node.index`` behind the root's."""
-        root = len(self.tokens) - 1
-        tokens = [node.token for node in nodes[first:]]
-        positions = [root + node.depth for node in nodes[first:]]
+        root, called = len(self.tokens) - 1, nodes[first:]
+        tokens, positions = [node.token for node in called], [root + node.depth for node in called]
         if is_chain(nodes):
             return Call(self._kv_cache, tokens, positions, root + first)
         return Call(self._kv_cache, tokens, positions, root + first, root, tree_mask(nodes, first))
@@ -394,9 +399,9 @@ class Session:
     def _result(self, tokens: list[int], path: Sequence[Node], nodes: Sequence[Node]) -> RoundResult:
         """What the round commits of its tokens: everything up to EOS; and why the sequence ends with them, if it does."""
         limits, reason = self._limits, None
-        end = next((i for i, token in enumerate(tokens) if token in limits.eos_token_ids), None)
-        if end is not None:
-            tokens, reason = tokens[: end + 1], "stop"
+        ends = [i for i, token in enumerate(tokens) if token in limits.eos_token_ids]
+        if ends:
+            tokens, reason = tokens[: ends[0] + 1], "stop"
         elif (
             self.stats.new_tokens + len(tokens) >= limits.max_new_tokens or len(self.tokens) + len(tokens) >= limits.max_seq_len
         ):
@@ -430,8 +435,8 @@ def _timed(engine: Engine, call: Call) -> tuple[StepOutputs, float]:
 def _rejected(node: Node) -> list[int]:
     """The first path behind the last accepted node that was verified, and not accepted."""
     tokens = []
-    while node.children:
-        node = node.children[0]
+    while children := node.children:
+        node = children[0]
         tokens.append(node.token)
     return tokens
 

@@ -4,11 +4,12 @@ A call takes any tokens of any sequences. Each has its own cache, position, slot
 that it gets alone: nothing is padded, and no token waits for another one's text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,20 +28,13 @@ MOST_KEPT = 64
 """Tokens of the largest call that stays bound. Prompts have many lengths."""
 
 
-class _Paths(NamedTuple):
-    """What nodes of a tree see behind the context: the first ``lengths`` [n] of ``slots`` [n, P], in order."""
-
-    lengths: NDArray[np.intp]
-    slots: NDArray[np.int32]
-
-
 @dataclass
 class _Bound:
     """The buffers of a pass of T tokens, with paths of P slots, of which R tokens get logits; and the I/O bindings to them.
 
     Attributes:
         ids: [T] int64.
-        tokens: [T, 5] int64, see :func:`~eesd.runtime.engines.operator_graph.make_graph`.
+        numbers: [T * 5] int64, ``tokens`` of :func:`~eesd.runtime.engines.operator_graph.make_graph`.
         paths: [T, P] int32.
         logit_rows: [R] int64. If all tokens get logits, it is complete, and stays as it is.
         results: The last stage's outputs.
@@ -49,7 +43,7 @@ class _Bound:
     """
 
     ids: NDArray[np.int64]
-    tokens: NDArray[np.int64]
+    numbers: NDArray[np.int64]
     paths: NDArray[np.int32]
     logit_rows: NDArray[np.int64]
     results: list[NDArray[Any]]
@@ -102,7 +96,7 @@ class CpuEngine:
         Raises:
             EESDError: ONNX Runtime cannot load the graphs, or the processor does not support the kernels.
         """
-        self.manifest, self._kv_cache_dtype = manifest, kv_cache_dtype
+        self.manifest, self._dtype = manifest, np.dtype(kv_cache_dtype)
         float16 = kv_cache_dtype == "float16"
         self.stages = [
             (graph, make_session(packed / graph.file, threads, int8_activations, kernels, float16)) for graph in stages
@@ -112,7 +106,7 @@ class CpuEngine:
         self._bound = Recent[tuple[int, int, int], _Bound](MOST_CALLS)
 
     def new_kv_caches(self, count: int = 1) -> Sequence[CpuKVCache]:
-        return [CpuKVCache(self.manifest, self._kv_cache_dtype) for _ in range(count)]
+        return [CpuKVCache(self.manifest, self._dtype.name) for _ in range(count)]
 
     def prepare(self, kv_caches: Sequence[KVCache]) -> None:
         """Do nothing: what is bound depends on the sizes of calls alone."""
@@ -127,23 +121,24 @@ class CpuEngine:
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
         """See :meth:`~eesd.runtime.engines.base.Engine.forward`: one pass, whatever the calls are."""
-        tokens = logit_rows = longest = 0
+        ids, numbers, logit_rows, trees = list[int](), list[int](), list[int](), list[tuple[int, list[list[int]]]]()
         for call in calls:
             if not (count := len(call.tokens)):
                 raise EESDError("A call of the engine has no tokens.")  # who asks for nothing would ask again for ever
-            tokens += count
-            logit_rows += count if call.logits else 0
-        paths = [None if call.tree_mask is None else _paths(call) for call in calls]
-        longest = max([own.slots.shape[1] for own in paths if own is not None], default=1)
-        bound = self._bound_for(tokens, longest, logit_rows)
-        start, rows = 0, list[int]()
-        for call, own in zip(calls, paths, strict=True):
-            stop = start + len(call.tokens)
-            _fill(bound, start, stop, call, own, self._kv_cache_dtype)
-            rows += range(start, stop) if call.logits else ()
-            start = stop
-        if logit_rows < tokens:
-            bound.logit_rows[:] = rows
+            paths = [] if call.tree_mask is None else _paths(call)
+            if paths:
+                trees.append((len(ids), paths))
+            if call.logits:
+                logit_rows += range(len(ids), len(ids) + count)
+            ids += call.tokens
+            numbers += _numbers(call, paths, self._dtype)
+        longest = max([len(path) for _, paths in trees for path in paths], default=1)
+        bound = self._bound_for(len(ids), longest, len(logit_rows))
+        bound.ids[:], bound.numbers[:] = ids, numbers
+        for start, paths in trees:
+            bound.paths[start : start + len(paths)] = [[*path, *[0] * (longest - len(path))] for path in paths]
+        if len(logit_rows) < len(ids):
+            bound.logit_rows[:] = logit_rows
         self._run_bound(bound)
         return _outputs(calls, bound.results, self._is_draft)
 
@@ -160,9 +155,9 @@ class CpuEngine:
             path: P, the slots of the longest path.
             logit_rows: R, the tokens that get logits.
         """
-        ids = np.zeros(tokens, np.int64)
+        ids, numbers = np.zeros(tokens, np.int64), np.zeros(tokens * 5, np.int64)
         given: dict[str, NDArray[Any]] = {
-            "tokens": np.zeros((tokens, 5), np.int64),
+            "tokens": numbers.reshape(tokens, 5),
             "paths": np.zeros((tokens, path), np.int32),
             "logit_rows": np.arange(logit_rows),
         }
@@ -183,7 +178,7 @@ class CpuEngine:
             x = outputs[0]
             io_bindings.append(io_binding)
             kept.append(x)
-        return _Bound(ids, given["tokens"], given["paths"], given["logit_rows"], outputs, io_bindings, kept)
+        return _Bound(ids, numbers, given["paths"], given["logit_rows"], outputs, io_bindings, kept)
 
     def _run_bound(self, bound: _Bound) -> None:
         """Run a pass through all stages."""
@@ -191,32 +186,27 @@ class CpuEngine:
             session.run_with_iobinding(io_binding)
 
 
-def _fill(bound: _Bound, start: int, stop: int, call: Call, paths: _Paths | None, dtype: str) -> None:
-    """Write what a pass is told of the tokens of a call, which are its tokens ``start`` to ``stop - 1``."""
-    kv_cache = call.kv_cache
-    assert isinstance(kv_cache, CpuKVCache) and kv_cache.dtype == dtype
-    bound.ids[start:stop] = call.tokens
-    rows, slots = bound.tokens[start:stop], np.arange(call.slot, call.slot + stop - start)
-    rows[:, 0] = kv_cache.address
-    rows[:, 1] = call.positions
-    rows[:, 2] = slots
-    if paths is None:
-        rows[:, 3] = slots + 1
-        rows[:, 4] = 0
-    else:
-        rows[:, 3] = call.context_len
-        rows[:, 4] = paths.lengths
-        bound.paths[start:stop, : paths.slots.shape[1]] = paths.slots
-
-
-def _paths(call: Call) -> _Paths:
+def _paths(call: Call) -> list[list[int]]:
     """The slots that each node of a tree sees behind the context, in order."""
     assert call.tree_mask is not None
+    paths: list[list[int]] = [[] for _ in call.tokens]
     nodes, columns = np.nonzero(call.tree_mask)
-    lengths = np.bincount(nodes, minlength=len(call.tokens))
-    slots = np.zeros((len(lengths), int(lengths.max())), np.int32)
-    slots[nodes, np.arange(len(nodes)) - (np.cumsum(lengths) - lengths)[nodes]] = columns + call.context_len
-    return _Paths(lengths, slots)
+    for node, column in zip(nodes.tolist(), columns.tolist(), strict=True):
+        paths[node].append(call.context_len + column)
+    return paths
+
+
+def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> Iterator[int]:
+    """What a pass is told of the tokens of a call, five numbers each. A chain has no ``paths``."""
+    kv_cache = call.kv_cache
+    assert isinstance(kv_cache, CpuKVCache) and kv_cache.dtype == dtype
+    address, slots = kv_cache.address, range(call.slot, call.slot + len(call.tokens))
+    if not paths:
+        rows = [(address, position, slot, slot + 1, 0) for position, slot in zip(call.positions, slots, strict=True)]
+    else:
+        before, placed = call.context_len, zip(call.positions, slots, paths, strict=True)
+        rows = [(address, position, slot, before, len(path)) for position, slot, path in placed]
+    return chain.from_iterable(rows)
 
 
 def _outputs(calls: Sequence[Call], results: Sequence[NDArray[Any]], of_all: bool) -> list[StepOutputs]:

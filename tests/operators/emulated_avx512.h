@@ -1,5 +1,5 @@
 // AVX-512 on processors with AVX2: included before kernels_avx512.cpp, SIMDe's functions take the place of the instructions.
-// Those that SIMDe 0.7.4 lacks, or that have other bits there, are here as two halves of 256 bits or as loops over lanes.
+// Functions that SIMDe 0.7.4 lacks, or that have other bits there, are here as two halves of 256 bits or as loops over lanes.
 #include <stdint.h>
 #include <string.h>
 

@@ -9,7 +9,7 @@ from support.fake_cuda import Call, Machine
 CHANGES = ("profile", "shape", "address", "memory")
 """Calls that change what an execution context does."""
 FORBIDDEN = ("context", "destroy", "load", "allocate", "pin", "synchronize", *CHANGES)
-"""Calls that allocate, free or wait, which invalidates a capture, and those that a capture would not repeat."""
+"""Calls that allocate, free or wait, which invalidates a capture, and calls that a capture would not repeat."""
 
 
 def violations(machine: Machine) -> list[str]:

@@ -52,7 +52,7 @@ def tensor_locations(model: ModelProto) -> dict[str, tuple[int, int]]:
 
 
 def assert_weights_match_manifest(directory: Path) -> None:
-    """The manifest's bytes of weights, in all and shared by draft and verify, are those that the graphs refer to."""
+    """The manifest's bytes of weights, in all and shared by draft and verify, are the bytes that the graphs refer to."""
     manifest = load_manifest(directory)
     stored = [tensor_locations(graph_of(directory, graph.file)) for graph in manifest.graphs]
     for graph, weights in zip(manifest.graphs, stored, strict=True):
