@@ -1,9 +1,8 @@
 """What engine calls over several sequences cost, estimated while they run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import mul
 from typing import Any
-
-import numpy as np
 
 from eesd.controllers.base import Stateful, number
 
@@ -31,8 +30,8 @@ class CallCosts(Stateful):
     """
 
     def __init__(self) -> None:
-        self._weights = np.array([1e-2, 1e-3, 0.0, 0.0])
-        self._covariance = np.eye(4) / PRIOR_WEIGHT
+        self._weights = [1e-2, 1e-3, 0.0, 0.0]
+        self._covariance = _diagonal(1 / PRIOR_WEIGHT)
         self._cells: dict[tuple[int, int], tuple[float, float]] = {}
         """Samples, and the mean of measured over fitted seconds, by (B, n)."""
         self.samples = 0
@@ -47,29 +46,37 @@ class CallCosts(Stateful):
         if self.samples > 8 and self._off <= STALLS:
             seconds = min(max(seconds, fitted * (1 - CLIP)), fitted * (1 + CLIP))
         self.samples += 1
-        scale = 1 / seconds  # relative errors count, or the largest calls would decide alone
-        x_scaled, target = x * scale, 1.0
-        gain = self._covariance @ x_scaled / (FORGETTING + x_scaled @ self._covariance @ x_scaled)
-        self._weights = self._weights + gain * (target - x_scaled @ self._weights)
-        self._covariance = (self._covariance - np.outer(gain, x_scaled @ self._covariance)) / FORGETTING
-        if np.trace(self._covariance) > 8 / PRIOR_WEIGHT:  # what no call tells apart is not to become unknown again
-            self._covariance *= 8 / PRIOR_WEIGHT / np.trace(self._covariance)
+        self._fit([value / seconds for value in x])  # relative errors count, or the largest calls would decide alone
         cell = rows, round(nodes)
         count, ratio = self._cells.get(cell, (0.0, 1.0))
         count = min(count + 1, MOST_SAMPLES)
         self._cells[cell] = count, ratio + (seconds / self._fitted(x) - ratio) / count
+
+    def _fit(self, x: Sequence[float]) -> None:
+        """One step of recursive least squares towards the target 1. For four numbers lists are faster than arrays."""
+        shared = [_dot(row, x) for row in self._covariance]
+        variance = FORGETTING + _dot(shared, x)
+        error = (1 - _dot(self._weights, x)) / variance
+        self._weights = [weight + value * error for weight, value in zip(self._weights, shared, strict=True)]
+        trace = sum(row[i] - shared[i] ** 2 / variance for i, row in enumerate(self._covariance)) / FORGETTING
+        # What no call tells apart is not to become unknown again.
+        scale = min(8 / PRIOR_WEIGHT / trace, 1.0) / FORGETTING
+        self._covariance = [
+            [(old - one * other / variance) * scale for old, other in zip(row, shared, strict=True)]
+            for row, one in zip(self._covariance, shared, strict=True)
+        ]
 
     def seconds(self, rows: int, nodes: float, slots: float) -> float:
         """The expected time of a call."""
         count, ratio = self._cells.get((rows, round(nodes)), (0.0, 1.0))
         return self._fitted(_features(rows, nodes, slots)) * (CELL_WEIGHT + count * ratio) / (CELL_WEIGHT + count)
 
-    def _fitted(self, x: Any) -> float:
-        return max(float(x @ np.maximum(self._weights, 0)), 1e-6)
+    def _fitted(self, x: Sequence[float]) -> float:
+        return max(_dot([max(weight, 0.0) for weight in self._weights], x), 1e-6)
 
     def state(self) -> dict[str, Any]:
         cells = [[rows, nodes, *values] for (rows, nodes), values in self._cells.items()]
-        return {"weights": self._weights.tolist(), "samples": self.samples, "cells": cells}
+        return {"weights": self._weights, "samples": self.samples, "cells": cells}
 
     def restore(self, state: Any) -> None:
         if not isinstance(state, Mapping) or state.keys() != {"weights", "samples", "cells"}:
@@ -77,7 +84,7 @@ class CallCosts(Stateful):
         weights, cells = state["weights"], state["cells"]
         if not isinstance(weights, list) or len(weights) != 4 or not isinstance(cells, list) or len(cells) > 10_000:
             raise ValueError("weights must be four numbers, and cells a list")
-        self._weights = np.array([number(weight, "weights") for weight in weights])
+        self._weights = [number(weight, "weights") for weight in weights]
         self.samples = int(number(state["samples"], "samples"))
         for cell in cells:
             if not isinstance(cell, list) or len(cell) != 4:
@@ -86,9 +93,17 @@ class CallCosts(Stateful):
             if min(rows, nodes) < 1 or not 0 <= count <= MOST_SAMPLES or not 0 < ratio < 100:
                 raise ValueError("cells must have sizes of at least 1, and factors above 0")
             self._cells[int(rows), int(nodes)] = count, ratio
-        self._covariance = np.eye(4) * 0.1
+        self._covariance = _diagonal(0.1)
 
 
-def _features(rows: int, nodes: float, slots: float) -> Any:
+def _features(rows: int, nodes: float, slots: float) -> tuple[float, ...]:
     many, length = rows * nodes, slots / SLOTS
-    return np.array([1.0, many, rows * length, many * length])
+    return 1.0, many, rows * length, many * length
+
+
+def _diagonal(value: float) -> list[list[float]]:
+    return [[value if row == column else 0.0 for column in range(4)] for row in range(4)]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(map(mul, a, b))

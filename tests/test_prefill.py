@@ -12,22 +12,19 @@ from support.command import assert_refused, run
 from support.engine_dirs import edit_manifest
 from support.harness import Harness, Wrapped
 from support.on_cache import OnCache
+from support.without_operators import needs_operators
 
 from eesd.common.manifest import MASKED
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.cli import main
-from eesd.runtime.engines import operators
 from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.base import Call, StepOutputs
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.device import StepInputs
-from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.torch_engine import TorchStageRunner
 
 TOKENS = [token % 97 for token in range(3, 63)]
 BACKENDS = ["ort", "torch"]
-ENGINE: Any = OrtEngine if operators.missing() else CpuEngine
-"""What the CPU runs here."""
 
 
 def verify_logits(harness: Harness, tokens: Sequence[int], rows: Sequence[int]) -> NDArray[np.float32]:
@@ -80,12 +77,13 @@ def test_a_prefill_leaves_the_cache_and_the_next_logits_of_calls_with_logits(
     assert all(array.any() for array in found[0])
 
 
+@needs_operators()
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_chunk_of_a_prompt_has_logits_for_one_token_at_most(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     rows: list[int] = []
-    run_call, prepare = ENGINE._run_bound, TorchStageRunner.prepare
+    run_call, prepare = CpuEngine._run_bound, TorchStageRunner.prepare
 
     def count_of_ort(engine: Any, call: Any) -> None:
         rows.append(call.results[0].shape[-2])
@@ -95,7 +93,7 @@ def test_a_chunk_of_a_prompt_has_logits_for_one_token_at_most(
         rows.append(len(inputs.logit_rows))
         return prepare(runner, inputs)
 
-    monkeypatch.setattr(ENGINE, "_run_bound", count_of_ort)
+    monkeypatch.setattr(CpuEngine, "_run_bound", count_of_ort)
     monkeypatch.setattr(TorchStageRunner, "prepare", count_of_torch)
     verify = open_engines(harness.directory, harness.manifest, backend, 1, draft=False).verify
     kv_cache = verify.new_kv_caches()[0]
@@ -103,7 +101,7 @@ def test_a_chunk_of_a_prompt_has_logits_for_one_token_at_most(
     binding = OnCache(verify, kv_cache)
     binding.prefill(TOKENS[:40], 0)
     assert binding.forward(TOKENS[40:44], range(40, 44), 40).logits.shape[0] == 4
-    assert rows == [0 if backend == "ort" and ENGINE is CpuEngine else 1, 4]
+    assert rows == [0 if backend == "ort" else 1, 4]
 
 
 class NoLogits(Wrapped):

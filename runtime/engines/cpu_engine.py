@@ -139,7 +139,8 @@ class CpuEngine:
             bound.paths[start : start + len(paths)] = [[*path, *[0] * (longest - len(path))] for path in paths]
         if len(logit_rows) < len(ids):
             bound.logit_rows[:] = logit_rows
-        self._run_bound(bound)
+        for (_, session), io_binding in zip(self.stages, bound.io_bindings, strict=True):
+            session.run_with_iobinding(io_binding)
         return _outputs(calls, bound.results, self._is_draft)
 
     def _bound_for(self, tokens: int, path: int, logit_rows: int) -> _Bound:
@@ -179,11 +180,6 @@ class CpuEngine:
             io_bindings.append(io_binding)
             kept.append(x)
         return _Bound(ids, numbers, given["paths"], given["logit_rows"], outputs, io_bindings, kept)
-
-    def _run_bound(self, bound: _Bound) -> None:
-        """Run a pass through all stages."""
-        for (_, session), io_binding in zip(self.stages, bound.io_bindings, strict=True):
-            session.run_with_iobinding(io_binding)
 
 
 def _paths(call: Call) -> list[list[int]]:
