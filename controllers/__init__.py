@@ -1,6 +1,66 @@
-"""When to stop drafting: controllers that see draft steps and round outcomes, and know nothing of engines."""
+"""When to stop drafting: controllers that see draft steps and round outcomes, and know nothing of engines.
 
+By name: ``beta-ts``, ``fixed:k=4``, ``beta-ts:alpha=2,beta=1,discount=0.9``.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from eesd.common.errors import EESDError
+from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
-from eesd.controllers.registry import CONTROLLERS, make_controller
+from eesd.controllers.baselines import UCB, AdaEDL, Fixed, Threshold
+from eesd.controllers.cost_aware_ts import CostAwareTS
+from eesd.controllers.thompson import BetaTS, CalibrationTS
+from eesd.controllers.value import RoundValue
 
 __all__ = ["CONTROLLERS", "Controller", "DraftStep", "RoundOutcome", "make_controller"]
+
+CONTROLLERS: dict[str, Callable[..., Controller]] = {
+    "adaedl": AdaEDL,
+    "beta-ts": BetaTS,
+    "calibration-ts": CalibrationTS,
+    "cost-aware-ts": CostAwareTS,
+    "fixed": Fixed,
+    "threshold": Threshold,
+    "ucb": UCB,
+}
+
+
+def make_controller(
+    spec: str, seed: int = 0, prior: CalibrationPrior | None = None, value: RoundValue | None = None
+) -> Controller:
+    """Make a controller.
+
+    Args:
+        spec: ``name`` or ``name:key=value,...``.
+        seed: Of its random generator.
+        prior: Calibration prior of the exit head, for the controllers that calibrate. None: the default prior.
+        value: What it shares with other rules, if it needs costs. None: its own.
+
+    Raises:
+        EESDError: The name, an option or a value is not known.
+    """
+    name, colon, rest = spec.partition(":")
+    if name not in CONTROLLERS:
+        raise EESDError(f"There is no controller {name[:80]!r}; there are {', '.join(sorted(CONTROLLERS))}.")
+    kind = CONTROLLERS[name]
+    found = inspect.signature(kind).parameters
+    parameters = {k: v for k, v in found.items() if k not in ("seed", "prior", "value")}
+    given: dict[str, Any] = {k: v for k, v in (("prior", prior), ("value", value)) if k in found}
+    options: dict[str, Any] = {}
+    for item in rest.split(",") if colon else ():
+        key, _, text = item.partition("=")
+        if key not in parameters:
+            raise EESDError(f"The controller {name} has no option {key[:40]!r}; it has {', '.join(parameters)}.")
+        if key in options:
+            raise EESDError(f"The controller {spec[:80]!r} has the option {key} twice; give it once.")
+        try:
+            options[key] = type(parameters[key].default)(text)
+        except ValueError:
+            raise EESDError(f"The option {key}={text[:40]} of the controller {name} is not a number.") from None
+    try:
+        return kind(**options, **given, seed=seed)
+    except ValueError as error:
+        raise EESDError(f"The controller {spec[:80]!r} cannot be made: {error}.") from None

@@ -16,6 +16,7 @@ from eesd.controllers.base import Controller, DraftStep, RoundOutcome, Stateful,
 from eesd.controllers.calibration import Calibrator, features, sigmoid
 from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.text_rule import PRIOR as TEXT_PRIOR
+from eesd.controllers.text_rule import TextChances, TextStep
 from eesd.controllers.value import HORIZON, most_valuable, pays
 
 LONGEST = 16
@@ -34,6 +35,11 @@ SPREAD = 0.6
 RATE_DISCOUNT, RATE_WEIGHT = 0.98, 5.0
 """Weight of a round in the rate for each later one; rounds that the first estimate weighs as much as."""
 
+LEAST_VALUE = 0.1
+"""Chance of a token of the text, and all before it, below which it is not proposed to the batch."""
+LONGEST_COPY = 16
+"""Tokens of the text that one round verifies at most."""
+
 
 class LoadRule(Stateful):
     """Shared by all rows: costs of calls, acceptance, and the rate in tokens per second by number of rows."""
@@ -45,7 +51,7 @@ class LoadRule(Stateful):
         self.draft, self.verify = CallCosts(), CallCosts()
         self.accept, self.following = Calibrator(self.prior.accept, self.prior), Calibrator(self.prior.following, self.prior)
         self.text = Calibrator(TEXT_PRIOR.accept, TEXT_PRIOR)
-        """Chances of what texts propose; see :class:`~eesd.controllers.row_text_rule.RowTextRule`."""
+        """Chances of what texts propose; see :class:`RowTextRule`."""
         self.judged = [FIRST_LABELS] * LONGEST
         self.accepted = [FIRST_LABELS * FIRST_CHANCE] * LONGEST
         self.random = np.random.Generator(np.random.PCG64(seed))
@@ -275,6 +281,39 @@ class RowController(Controller):
         self.follow.advance()
         self._labels = min(self._labels + 1, ROW_MEMORY)
         self.first += ((accepted > 0) - self.first) / (self._labels + FIRST_LABELS)
+
+
+class RowTextRule(TextChances):
+    """The text's chances, calibrated by all rows; how many levels are verified, the batch decides.
+
+    A row takes what the text proposes where that is worth more than what it expects of the exit head.
+
+    Attributes:
+        values: For each token that the row takes this round, the chance that it and all before it are right.
+    """
+
+    def __init__(self, rule: LoadRule, row: RowController, heads: bool) -> None:
+        super().__init__(rule.text)
+        self.values: list[float] = []
+        self._rule, self._row, self._heads = rule, row, heads
+
+    def count(self, values: Sequence[float], drafts: bool) -> int:
+        worth = [value for value in values[:LONGEST_COPY] if value >= LEAST_VALUE]
+        exit_head = 0.0
+        if drafts and self._heads:
+            reach = self._row.first
+            for depth in range(1, 4):
+                exit_head += max(reach - self._row.least, 0.0)
+                reach *= self._rule.chance(depth + 1)
+        self.values = worth if sum(worth) > exit_head else []
+        return len(self.values)
+
+    def count_behind(self, values: Sequence[float], nodes: int) -> int:
+        return 0
+
+    def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
+        super().observe(steps, right, judged, outcome)
+        self.values = []
 
 
 def _expected_excess(mean: float, deviation: float) -> float:

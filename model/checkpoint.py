@@ -13,8 +13,7 @@ from eesd.common.checks import is_file_name
 from eesd.common.draft_vocab import are_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
-from eesd.common.json_fields import Fields
-from eesd.common.json_input import read_json_object
+from eesd.common.json_input import Fields, read_json_object
 from eesd.common.weights import (
     DRAFT_VOCAB,
     EMBEDDINGS,

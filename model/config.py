@@ -13,8 +13,7 @@ from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, models_generation_config, parse_generation_config
 from eesd.common.geometry import ARCHITECTURES, LARGEST_SIZE, Geometry
-from eesd.common.json_fields import Fields
-from eesd.common.json_input import read_json_object
+from eesd.common.json_input import Fields, read_json_object
 from eesd.model.packed import Packing, read_packing
 from eesd.model.rope_config import read_rope
 

@@ -11,8 +11,7 @@ from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.geometry import LARGEST_SIZE, ExitConfig
-from eesd.common.json_fields import Fields
-from eesd.common.json_input import read_json_object
+from eesd.common.json_input import Fields, read_json_object
 from eesd.common.prior import CalibrationPrior
 from eesd.model.exit_head import ExitHead
 

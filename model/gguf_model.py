@@ -14,7 +14,7 @@ from torch import Tensor
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.geometry import RopeScaling
-from eesd.common.json_fields import Fields
+from eesd.common.json_input import Fields
 from eesd.common.weights import EMBEDDINGS, FINAL_NORM, LM_HEAD
 from eesd.model.gguf_file import GgufFile, GgufTensor
 from eesd.model.rotary import llama3_frequencies

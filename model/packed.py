@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
-from eesd.common.json_fields import Fields
+from eesd.common.json_input import Fields
 from eesd.common.weights import BLOCKS, Quantization
 from eesd.model.quantize import Quantized, dequantize, pack
 from eesd.model.safetensors_file import CheckpointTensor

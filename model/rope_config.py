@@ -10,7 +10,7 @@ from typing import Any
 
 from eesd.common.checks import shown
 from eesd.common.geometry import LARGEST_SIZE, RopeScaling
-from eesd.common.json_fields import Fields
+from eesd.common.json_input import Fields
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 """Scalings whose frequencies do not depend on the length of the text, so that tokens in the KV cache stay valid."""

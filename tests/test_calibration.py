@@ -13,10 +13,9 @@ from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
 from eesd.controllers.baselines import AcceptanceByDepth, AdaEDL
-from eesd.controllers.beta_ts import BetaTS
 from eesd.controllers.calibration import Calibrator, features
-from eesd.controllers.calibration_ts import CalibrationTS
 from eesd.controllers.cost_aware_ts import CostAwareTS
+from eesd.controllers.thompson import BetaTS, CalibrationTS
 from eesd.controllers.value import CostCurve, RoundValue
 from eesd.runtime.llm import Speculation, load
 

@@ -8,7 +8,7 @@ import pytest
 from eesd.bench.replay.replay import teach
 from eesd.common.errors import EESDError
 from eesd.controllers import CONTROLLERS, Controller, DraftStep, RoundOutcome, make_controller
-from eesd.controllers.beta_ts import BetaTS
+from eesd.controllers.thompson import BetaTS
 
 pytestmark = pytest.mark.fast
 

@@ -6,8 +6,7 @@ from itertools import zip_longest
 from weakref import WeakKeyDictionary
 
 from eesd.controllers.call_costs import CallCosts
-from eesd.controllers.load_rule import LoadRule, RowController
-from eesd.controllers.row_text_rule import RowTextRule
+from eesd.controllers.load_rule import LoadRule, RowController, RowTextRule
 from eesd.runtime.decoding.round import Drafter, Drafting, Round
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.decoding.text_drafter import TextDrafter

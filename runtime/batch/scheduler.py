@@ -9,10 +9,10 @@ from eesd.common.checks import check_integer
 from eesd.common.errors import EESDError
 from eesd.controllers.load_rule import FixedLevels, LoadRule
 from eesd.runtime.batch.load_policy import LoadPolicy
-from eesd.runtime.batch.row_exactness import check_rows
 from eesd.runtime.decoding.round import ALONE, Piece, Policy, Round, run_round
 from eesd.runtime.decoding.session import Session, check_prompt
 from eesd.runtime.engines.base import KVCache
+from eesd.runtime.engines.exactness import check_rows
 from eesd.runtime.llm import LLM
 from eesd.runtime.prefix_cache import PrefixCache
 from eesd.runtime.request import ConstraintError, Generation, Update

@@ -1,5 +1,6 @@
 """The backends by name: open the engines of a directory with one of them, or with the best one for this machine."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,11 +9,10 @@ from typing import Any, NamedTuple
 
 from eesd.common.checks import check_choice, check_integer
 from eesd.common.errors import EESDError
-from eesd.common.machine import available_memory, cores, torch_sees_gpu
+from eesd.common.machine import available_memory, cores, installed, torch_sees_gpu
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Engine
 from eesd.runtime.engines.exactness import Exactness
-from eesd.runtime.engines.ort_packages import check_onnxruntime
 
 MAX_THREADS = 1024
 """More is taken for a typing error: the engines would start that many threads."""
@@ -27,6 +27,11 @@ INEXACT = (
 """Notice for a quantized directory."""
 ELSEWHERE = "{} cannot be written, so what the CPU engine makes of it once, its packed weights, is in {}."
 """Notice where packed weights are in the user's cache."""
+
+ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
+"""The packages that bring ONNX Runtime: for the CPU, and for NVIDIA GPUs and the CPU. They write the same files, so only one may be
+installed."""
+FOR_GPUS = f"pip uninstall -y {' '.join(ORT_PACKAGES)}; pip install onnxruntime-gpu"
 
 
 class Engines(NamedTuple):
@@ -123,6 +128,26 @@ def default_threads() -> int:
     return available if available <= 4 else available - 1
 
 
+def onnxruntime_versions() -> dict[str, str]:
+    """The installed packages and their versions; packages of other names, such as a build of one's own, are not seen."""
+    found = {package: installed(package) for package in ORT_PACKAGES}
+    return {package: version for package, version in found.items() if version is not None}
+
+
+def onnxruntime_problem() -> str:
+    """Why ONNX Runtime cannot be used, with the remedy; "" if it can."""
+    versions = onnxruntime_versions()
+    if len(versions) > 1:
+        names = " and ".join(f"{package} {version}" for package, version in versions.items())
+        return f"{names} are both installed, and overwrite each other's files; run: {FOR_GPUS} (for the CPU alone: onnxruntime)"
+    try:
+        importlib.import_module("onnxruntime").get_available_providers()
+    except (ImportError, AttributeError) as error:  # removing one of two packages leaves a module without names
+        package = next(iter(versions), ORT_PACKAGES[0])
+        return f"onnxruntime cannot be loaded ({error}); run: pip install --force-reinstall {package}"
+    return ""
+
+
 def _open_auto(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
     """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU, ``ort``, or ``torch`` where
     ONNX Runtime's own operators must run a 16-bit directory, and it fits the memory only as it is."""
@@ -138,7 +163,8 @@ def _open_auto(directory: Path, manifest: Manifest, opening: Opening) -> Engines
 
 
 def _open_ort(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
-    check_onnxruntime()
+    if problem := onnxruntime_problem():
+        raise EESDError(f"The ort backend cannot run: {problem}.")
     from onnxruntime import get_available_providers
 
     if "CUDAExecutionProvider" in get_available_providers() and torch_sees_gpu():

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eesd.common.errors import EESDError
-from eesd.common.json_fields import Fields
-from eesd.common.json_input import read_json_object
+from eesd.common.json_input import Fields, read_json_object
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
