@@ -10,9 +10,8 @@ from eesd.common.machine import installed
 from eesd.common.manifest import FLAVOURS
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Console, Table
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import FOR_GPUS, onnxruntime_problem, onnxruntime_versions, open_engines
 from eesd.runtime.engines.exactness import Exactness
-from eesd.runtime.engines.ort_packages import FOR_GPUS, onnxruntime_problem, onnxruntime_versions
 from eesd.runtime.engines.packed import describe_packed, find_packed
 from eesd.runtime.engines.trt_flavours import library_version, supported_capabilities
 

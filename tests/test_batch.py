@@ -393,14 +393,15 @@ def test_requests_that_can_never_run_are_refused(llm: LLM, request_: Request, me
 
 @needs_operators()
 def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_call = CpuEngine._run_bound
+    forward = CpuEngine.forward
 
-    def disturbed(engine: Any, call: Any) -> None:
-        run_call(engine, call)
-        if len(call.results[0]) > 1:
-            call.results[0][1] = np.nextafter(call.results[0][1], np.float32(np.inf))
+    def disturbed(engine: CpuEngine, calls: Sequence[Call]) -> list[StepOutputs]:
+        found = forward(engine, calls)
+        if len(calls) > 1 and calls[1].logits:
+            found[1].logits[:] = np.nextafter(found[1].logits, np.float32(np.inf))
+        return found
 
-    monkeypatch.setattr(CpuEngine, "_run_bound", disturbed)
+    monkeypatch.setattr(CpuEngine, "forward", disturbed)
     with pytest.raises(EESDError, match="max_rows 1"):
         Scheduler(llm, OPTIONS)
     Scheduler(llm, replace(OPTIONS, max_rows=1))

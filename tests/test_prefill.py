@@ -83,17 +83,17 @@ def test_a_chunk_of_a_prompt_has_logits_for_one_token_at_most(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     rows: list[int] = []
-    run_call, prepare = CpuEngine._run_bound, TorchStageRunner.prepare
+    bound_for, prepare = CpuEngine._bound_for, TorchStageRunner.prepare
 
-    def count_of_ort(engine: Any, call: Any) -> None:
-        rows.append(call.results[0].shape[-2])
-        run_call(engine, call)
+    def count_of_ort(engine: Any, tokens: int, path: int, logit_rows: int) -> Any:
+        rows.append(logit_rows)
+        return bound_for(engine, tokens, path, logit_rows)
 
     def count_of_torch(runner: TorchStageRunner, inputs: StepInputs) -> Any:
         rows.append(len(inputs.logit_rows))
         return prepare(runner, inputs)
 
-    monkeypatch.setattr(CpuEngine, "_run_bound", count_of_ort)
+    monkeypatch.setattr(CpuEngine, "_bound_for", count_of_ort)
     monkeypatch.setattr(TorchStageRunner, "prepare", count_of_torch)
     verify = open_engines(harness.directory, harness.manifest, backend, 1, draft=False).verify
     kv_cache = verify.new_kv_caches()[0]

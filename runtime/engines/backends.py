@@ -29,8 +29,7 @@ ELSEWHERE = "{} cannot be written, so what the CPU engine makes of it once, its 
 """Notice where packed weights are in the user's cache."""
 
 ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
-"""The packages that bring ONNX Runtime: for the CPU, and for NVIDIA GPUs and the CPU. They write the same files, so only one may be
-installed."""
+"""What brings ONNX Runtime, without and with NVIDIA GPUs. Both write the same files, so only one may be installed."""
 FOR_GPUS = f"pip uninstall -y {' '.join(ORT_PACKAGES)}; pip install onnxruntime-gpu"
 
 

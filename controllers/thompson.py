@@ -1,0 +1,88 @@
+"""The paper's Thompson Sampling (Liu et al. 2024, section 3.3; docs/controllers.md).
+
+It samples one acceptance probability, or a calibration of the draft's own confidence.
+"""
+
+from math import inf
+from typing import ClassVar
+
+import numpy as np
+
+from eesd.common.prior import CalibrationPrior
+from eesd.controllers.base import Controller, DraftStep, RoundOutcome
+from eesd.controllers.calibration import Calibrator, features, sigmoid
+
+
+class BetaTS(Controller):
+    """After each drafted token draw theta ~ Beta(alpha, beta), and draft another with probability theta.
+
+    After verification alpha grows by the accepted tokens, and beta by one if a token was rejected. Tokens behind the first
+    rejection were never judged and do not count. ``discount`` < 1 multiplies both counts each round, so that about the last
+    1 / (1 - discount) rounds count, because acceptance differs from text to text; 1 is the paper's.
+    """
+
+    learned: ClassVar = ("accepted", "rejected", "random")
+
+    def __init__(self, alpha: float = 2.0, beta: float = 1.0, discount: float = 0.9, seed: int = 0) -> None:
+        if not (0 < alpha < inf and 0 < beta < inf):
+            raise ValueError("alpha and beta must be above 0 and finite")
+        if not 0 < discount <= 1:
+            raise ValueError("discount must be above 0 and at most 1")
+        self.prior = (alpha, beta)
+        self.accepted = 0.0
+        self.rejected = 0.0
+        self.discount = discount
+        self.random = np.random.Generator(np.random.PCG64(seed))
+
+    def check_learned(self) -> None:
+        if min(self.accepted, self.rejected) < 0:
+            raise ValueError("accepted and rejected must not be negative")
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        theta = self.random.beta(self.prior[0] + self.accepted, self.prior[1] + self.rejected)
+        return bool(self.random.random() < theta)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if not outcome.steps:
+            return
+        self.accepted = self.accepted * self.discount + outcome.num_expanded
+        self.rejected = self.rejected * self.discount + (outcome.num_expanded < outcome.depth)
+
+
+class CalibrationTS(Controller):
+    """Like ``beta-ts``, with one theta for each token: P(accepted | the draft's confidence), under a calibration drawn from
+    its posterior. Draft another token with probability theta.
+
+    ``confidence=0`` hides the draft's confidence: one theta for all tokens, as in ``beta-ts``.
+    """
+
+    learned: ClassVar = ("accept", "random")
+
+    def __init__(self, confidence: int = 1, seed: int = 0, prior: CalibrationPrior | None = None) -> None:
+        if confidence not in (0, 1):
+            raise ValueError("confidence must be 0 or 1")
+        self.confidence = confidence
+        prior = prior or CalibrationPrior()
+        self.accept = Calibrator(prior.accept, prior)
+        self.random = np.random.Generator(np.random.PCG64(seed))
+        self._scores: list[float] = []
+        """Calibration scores of this round's tokens."""
+
+    def begin_request(self) -> None:
+        self.accept.begin_request()
+
+    def begin_round(self, width: int) -> None:
+        self._scores = []
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        score = self.accept.score(features(step)) if self.confidence else 0.0
+        self._scores.append(score)
+        shift, slope = self.accept.draw(self.random.standard_normal(2).tolist())
+        return bool(self.random.random() < sigmoid(shift + slope * score))
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if not outcome.steps:
+            return
+        for depth, score in enumerate(self._scores[: min(outcome.num_expanded + 1, outcome.depth)], start=1):
+            self.accept.learn(score, depth <= outcome.num_expanded)
+        self.accept.advance()
