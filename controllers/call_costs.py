@@ -106,4 +106,4 @@ def _diagonal(value: float) -> list[list[float]]:
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(map(mul, a, b))
+    return float(sum(map(mul, a, b)))

@@ -8,7 +8,7 @@ Work is counted, not timed, so the same template is refused on every machine; a 
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from functools import wraps
 from typing import Any
 
@@ -138,10 +138,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         _check(depth <= MAX_DEPTH, "nests lists too deeply")
         if isinstance(value, str):
             return len(value)
-        if not isinstance(value, (Mapping, MappingView, list, tuple, set, range)):
+        if not isinstance(value, (Mapping, KeysView, ItemsView, ValuesView, list, tuple, set, range)):
             return 0
-        size = STEP * len(value)
-        for item in [*value, *value.values()] if isinstance(value, Mapping) else () if isinstance(value, range) else value:
+        size, items = STEP * len(value), () if isinstance(value, range) else value
+        for item in [*value, *value.values()] if isinstance(value, Mapping) else items:
             size += self._size(item, depth + 1)
             self._need(size)
         return size
@@ -174,7 +174,8 @@ class _Counted(NodeTransformer):
         return node
 
     def visit_Concat(self, node: nodes.Node) -> nodes.Node:
-        return _filtered(self.generic_visit(node), _KEEP)
+        self.generic_visit(node)
+        return _filtered(node, _KEEP)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         return self.visit_Concat(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
@@ -188,5 +189,5 @@ class _Counted(NodeTransformer):
     visit_List = visit_Dict = visit_Concat
 
 
-def _filtered(node: Any, name: str) -> Any:
+def _filtered(node: nodes.Node, name: str) -> Any:
     return nodes.Filter(node, name, [], [], None, None).set_lineno(node.lineno)
