@@ -10,6 +10,7 @@ import torch
 from support import fake_tensorrt, tiny_models
 from support.batches import OPTIONS, alone, arrive_at_random, logprobs, requests, run
 from support.call_rules import violations
+from support.command import slow_but
 from support.fake_cuda import Machine
 from support.harness import Harness
 from support.late_gpus import Setting, Shared, late_llm
@@ -217,7 +218,9 @@ def leave_prompts_where_they_ran(patch: pytest.MonkeyPatch, _: Machine) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
-@pytest.mark.parametrize("mutate", [clear_nothing, copy_rows_in_another_stream, leave_prompts_where_they_ran])
+@pytest.mark.parametrize(
+    "mutate", slow_but([clear_nothing, copy_rows_in_another_stream, leave_prompts_where_they_ran], clear_nothing)
+)
 def test_a_mistake_on_a_gpu_is_noticed(planned: Path, mutate: Callable[[pytest.MonkeyPatch, Machine], None]) -> None:
     given, plain = few(6), load(planned, "ort", threads=1)
     with late_llm(planned, Setting(1, 1, Speculation()), seed=0) as (machine, llm), pytest.MonkeyPatch.context() as patch:

@@ -197,6 +197,7 @@ def test_threads_that_hardly_compute_are_not_counted() -> None:
     assert busy_threads({}, {}) == 0
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_compared_with_its_dequantized_weights(tmp_path: Path) -> None:
     file = gguf_files.write(tmp_path / "m.gguf", gguf_files.Spec("llama", table="Q8_0", matrices="Q4_0"))
     base = ("--model", file, "-o", tmp_path / "work", "--only", "EESD*", "--only", "llama.cpp gguf")
@@ -252,6 +253,7 @@ def test_a_resumed_run_measures_only_the_rounds_that_are_missing(fakes: dict[str
     assert len(again.result.loads) == 2
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_not_installed_is_skipped_with_its_reason(work: Path, text_model: Path, tmp_path: Path) -> None:
     options = ("--model", text_model, "--exit-layer", 1, "-o", work)
     done = succeed(main, "convert", *options, "--only", "llama.cpp F32", "--only", "EESD F32")
@@ -424,6 +426,7 @@ def test_who_batches_takes_part() -> None:
     assert [*entries(everybody)] == ["EESD, automatic", "EESD, always", "EESD, never", "llama.cpp"]
 
 
+@pytest.mark.slow
 def test_a_made_up_shape_is_converted(tmp_path: Path) -> None:
     """As a checkpoint; the files of types need llama.cpp, which is not installed here."""
     base = ("convert", "-o", tmp_path / "work", "--only", "EESD F32", "--only", "*Q8_0")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import tiny_models
-from support.command import export_engine
+from support.command import export_engine, slow_but
 from support.harness import Harness, PauseUntil, RandomStop, Wrapped, copying
 from support.lossless_checks import (
     DRAFT_VOCAB,
@@ -156,6 +156,7 @@ def trimming(draft: Callable[..., None]) -> Callable[..., None]:
     return trimmed
 
 
+@pytest.mark.slow
 def test_trimming_by_the_drafted_token_is_wrong_with_rejection_alone(
     five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +230,7 @@ def filters_first(logits: Logits, options: Sampling) -> sampling.Vector:
     return sampling.normalize(kept / options.temperature)
 
 
-@pytest.mark.parametrize("method", ["coupled", "rejection"])
+@pytest.mark.parametrize("method", slow_but(["coupled", "rejection"], "coupled"))
 def test_temperature_after_top_p_is_caught(five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     options = Sampling(temperature=0.6, top_p=0.7, method=method)
     check_joint(five_token_harness, [3], options, RandomStop(seed=1), width=1)

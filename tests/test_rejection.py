@@ -1,6 +1,7 @@
 """Rejection sampling is exact: all outcomes of a five-token vocabulary against the verifier's own joint distribution."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 from support.command import slow_but
@@ -33,18 +34,16 @@ def test_trees_follow_the_verifiers_distribution(five_token_harness: Harness, wi
     check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width)
 
 
-@pytest.mark.parametrize("width", slow_but([1, 2], 2))
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(temperature=0.6, top_p=0.85, method="rejection"),
-        Sampling(temperature=1.7, top_k=3, top_p=0.9, method="rejection"),
-        Sampling(temperature=1.2, min_p=0.15, repetition_penalty=1.6, method="rejection"),
-    ],
-    ids=["cold-top-p", "hot-top-k-top-p", "min-p-penalty"],
-)
-def test_every_sampling_option_keeps_the_distribution(five_token_harness: Harness, sampling: Sampling, width: int) -> None:
-    check_joint(five_token_harness, PROMPT, sampling, controller("random"), width)
+OPTIONS = {
+    "cold-top-p": Sampling(temperature=0.6, top_p=0.85, method="rejection"),
+    "hot-top-k-top-p": Sampling(temperature=1.7, top_k=3, top_p=0.9, method="rejection"),
+    "min-p-penalty": Sampling(temperature=1.2, min_p=0.15, repetition_penalty=1.6, method="rejection"),
+}
+
+
+@pytest.mark.parametrize(("options", "width"), slow_but([*product(OPTIONS, (1, 2))], ("hot-top-k-top-p", 2)))
+def test_every_sampling_option_keeps_the_distribution(five_token_harness: Harness, options: str, width: int) -> None:
+    check_joint(five_token_harness, PROMPT, OPTIONS[options], controller("random"), width)
 
 
 @pytest.mark.parametrize("width", slow_but([1, 3], 3))
@@ -52,17 +51,17 @@ def test_coupled_follows_the_same_distribution(five_token_harness: Harness, widt
     check_joint(five_token_harness, PROMPT, Sampling(temperature=1.3, top_p=0.9), controller("random"), width)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("width", slow_but([1, 2, 3], 2))
 def test_the_sampler_alone_follows_p(width: int) -> None:
     check_sampler(width)
 
 
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", slow_but([1, 2], 1))
 def test_the_sampler_alone_follows_p_with_a_draft_vocabulary(width: int) -> None:
     check_sampler(width, draft_vocab=(1, 3))
 
 
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", slow_but([1, 2], 2))
 def test_a_draft_vocabulary_follows_the_verifiers_distribution(reduced_five_token_harness: Harness, width: int) -> None:
     check_joint(reduced_five_token_harness, PROMPT, PLAIN, controller("fixed:k=2"), width)
 
