@@ -174,8 +174,8 @@ class _Counted(NodeTransformer):
         return node
 
     def visit_Concat(self, node: nodes.Node) -> nodes.Node:
-        self.generic_visit(node)
-        return _filtered(node, _KEEP)
+        counted: nodes.Node = _filtered(self.generic_visit(node), _KEEP)
+        return counted
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         return self.visit_Concat(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
@@ -189,5 +189,5 @@ class _Counted(NodeTransformer):
     visit_List = visit_Dict = visit_Concat
 
 
-def _filtered(node: nodes.Node, name: str) -> Any:
+def _filtered(node: Any, name: str) -> Any:
     return nodes.Filter(node, name, [], [], None, None).set_lineno(node.lineno)
