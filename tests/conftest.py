@@ -72,10 +72,12 @@ def planned(shared: Shared) -> late_gpus.Planned:
 
 
 LONG = (
-    *("bench_peers", "mutations", "quantize", "exactness", "torch_engine", "build", "stages", "gguf", "distill", "linked"),
-    *("distill_damage", "streams", "trt_engine", "device_sampler", "rejection", "memory", "lossless", "text_drafts", "parity"),
+    *("leftovers", "first_hour", "bench_peers", "mutations", "quantize", "exactness", "torch_engine", "build", "stages"),
+    *("gguf", "distill", "linked", "distill_damage", "streams", "trt_engine", "device_sampler", "rejection", "memory"),
+    *("lossless", "text_drafts", "parity"),
 )
-"""Test files that take longest. They begin first, so that neither process waits for the other at the end."""
+"""Test files that take longest. They begin first, so that neither process waits for the other at the end. The first one forks
+its process hundreds of times, which takes long once that is large."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,7 +26,7 @@ Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
 def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str) -> None:
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, seed=0) as (machine, llm):
-        assert wrong(planned(setting), machine, llm, range(9)) == []
+        assert wrong(planned(setting), machine, llm, range(5)) == []
 
 
 @pytest.mark.slow
@@ -48,10 +48,10 @@ def test_rejection_sampling_does_not_depend_on_it_either(planned: Planned, name:
     host = eesd.load(planned(setting), "ort", speculation=speculation, threads=1)
     expected = [host.generate(prompt, sampling, max_new_tokens=12, ignore_eos=True).tokens for prompt in PROMPTS]
     with late_llm(planned(setting), setting, seed=0) as (machine, llm):
-        for seed in range(6):
+        for seed in range(3):
             machine.reseed(seed)
-            made = llm.generate(PROMPTS[seed % 3], sampling, max_new_tokens=12, ignore_eos=True)
-            assert made.tokens == expected[seed % 3]
+            made = llm.generate(PROMPTS[seed], sampling, max_new_tokens=12, ignore_eos=True)
+            assert made.tokens == expected[seed]
 
 
 @pytest.mark.parametrize("name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs", "chain over few slots"])

@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.harness import Harness, RandomStop, Workspace, Wrapped, finish, generated
+from support.harness import Harness, RandomStop, Workspace, Wrapped, generated
 from support.lossless_checks import check_interrupted_anywhere
+from support.without_operators import needs_operators
 
 from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Session
-from eesd.runtime.engines.base import StepOutputs
+from eesd.runtime.engines.base import Call
+from eesd.runtime.llm import load
 
 pytestmark = pytest.mark.fast
 
@@ -202,11 +204,10 @@ def test_peek_commits_nothing(harness: Harness) -> None:
     assert session.tokens[len(PROMPT) :] == generated(undisturbed)
 
 
+@needs_operators()
 def test_outputs_are_views_until_the_next_call(harness: Harness) -> None:
-    """What the engine promises, and so what a wrapped one must copy if it keeps it."""
-    kept: list[StepOutputs] = []
-    workspace = harness.workspace()
-    watched = replace(workspace, verify=Wrapped(workspace.verify, after=lambda _, __, outputs: kept.append(outputs)))
-    session = harness.session(PROMPT, workspace=watched, new_tokens=2)
-    finish(session)
-    assert np.shares_memory(kept[-1].logits, kept[-2].logits)
+    """What an engine may do, and so what a wrapped one must copy if it keeps it."""
+    engine = load(harness.directory, threads=1).engines.verify
+    (kv_cache,) = engine.new_kv_caches()
+    first, second = (engine.forward([Call(kv_cache, [token], (slot,), slot)])[0] for slot, token in enumerate(PROMPT[:2]))
+    assert np.shares_memory(first.logits, second.logits)

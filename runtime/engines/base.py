@@ -19,7 +19,7 @@ are given as their bits."""
 
 
 class StepOutputs:
-    """Results of a call of n nodes. They are views that the next call of the same engine overwrites.
+    """Results of a call of n nodes. They are views that the next call of the same engine may overwrite.
 
     Attributes:
         topk_ids, topk_logprobs: From a draft engine, the K most likely tokens of each node, [n, K].
