@@ -46,8 +46,9 @@ class LoadRule(Stateful):
 
     learned: ClassVar = ("draft", "verify", "accept", "following", "text", "judged", "accepted", "random")
 
-    def __init__(self, prior: CalibrationPrior | None = None, seed: int = 0) -> None:
-        self.prior = prior or CalibrationPrior()
+    def __init__(self, prior: CalibrationPrior | None = None, seed: int = 0, width: int = 1) -> None:
+        """Begin with the prior of the exit head. ``width``: nodes that a row verifies for each level."""
+        self.prior, self.width = prior or CalibrationPrior(), width
         self.draft, self.verify = CallCosts(), CallCosts()
         self.accept, self.following = Calibrator(self.prior.accept, self.prior), Calibrator(self.prior.following, self.prior)
         self.text = Calibrator(TEXT_PRIOR.accept, TEXT_PRIOR)
@@ -115,7 +116,7 @@ class LoadRule(Stateful):
             certain: What other rows, which draft from their text, expect of levels 1, 2, ... together.
         """
         rate, draft = self.rate(rows, slots), self.draft.seconds(len(firsts), 1, slots)
-        before, ahead = self.verify.seconds(rows, 1, slots), 0.0
+        before, ahead = self._verifying(rows, 0, slots), 0.0
         drawn = self.first_chance() / self.chance(1)
         firsts = [min(chance * drawn, 1.0) for chance in firsts]
         deviation = sqrt(SPREAD * sum(chance * (1 - chance) for chance in firsts))
@@ -123,7 +124,7 @@ class LoadRule(Stateful):
         for level in range(1, HORIZON + 1):
             mean += reach
             ahead += certain[level - 1] if level <= len(certain) else 0.0
-            cost = rate * (self.verify.seconds(rows, 1 + level, slots) - before + (level - 1) * draft)
+            cost = rate * (self._verifying(rows, level, slots) - before + (level - 1) * draft)
             if _expected_excess(mean + ahead - cost, deviation * level) - max(ahead - cost, 0.0) >= rate * draft:
                 return True
             reach *= self.chance(level + 1)
@@ -142,17 +143,26 @@ class LoadRule(Stateful):
             certain: What rows that draft from their text expect of the levels behind ``depth``, together.
         """
         rate, draft = self.rate(rows, slots), self.draft.seconds(len(reaches), 1, slots)
-        before = self.verify.seconds(rows, 1 + depth, slots)
+        before = self._verifying(rows, depth, slots)
         tokens = [
             sum(reach * following**ahead for reach, following in reaches) + sum(certain[ahead - 1 : ahead])
             for ahead in range(1, HORIZON + 1)
         ]
-        return pays(tokens, lambda ahead: rate * (self.verify.seconds(rows, 1 + depth + ahead, slots) - before + ahead * draft))
+        return pays(tokens, lambda ahead: rate * (self._verifying(rows, depth + ahead, slots) - before + ahead * draft))
 
     def levels(self, values: Sequence[float], rows: int, slots: float) -> int:
         """How many levels to verify, of those whose expected tokens, of all rows together, are ``values``."""
-        rate, plain = self.rate(rows, slots), self.verify.seconds(rows, 1, slots)
-        return most_valuable(values, lambda count: rate * (self.verify.seconds(rows, 1 + count, slots) - plain))[0]
+        rate, plain = self.rate(rows, slots), self._verifying(rows, 0, slots)
+        return most_valuable(values, lambda count: rate * (self._verifying(rows, count, slots) - plain))[0]
+
+    def price(self, nodes: int, rows: int, slots: float) -> float:
+        """Tokens that the seconds of one row's ``nodes`` are worth, if all rows verify as many."""
+        seconds = self.verify.seconds(rows, 1 + nodes, slots) - self.verify.seconds(rows, 1, slots)
+        return self.rate(rows, slots) * seconds / rows
+
+    def _verifying(self, rows: int, levels: int, slots: float) -> float:
+        """Seconds of a verify pass over so many levels of each row."""
+        return self.verify.seconds(rows, 1 + levels * self.width, slots)
 
     def step_cost(self, rows: int, slots: float) -> float:
         """Tokens that a row must expect of a level, so that its part of the draft step pays."""
@@ -180,8 +190,8 @@ class LoadRule(Stateful):
 class FixedLevels(LoadRule):
     """Drafts the same number of levels in every round, whatever they cost: for comparison."""
 
-    def __init__(self, levels: int, prior: CalibrationPrior | None = None) -> None:
-        super().__init__(prior)
+    def __init__(self, levels: int, prior: CalibrationPrior | None = None, width: int = 1) -> None:
+        super().__init__(prior, width=width)
         self.fixed = levels
 
     def begins(self, firsts: Sequence[float], rows: int, slots: float, certain: Sequence[float] = ()) -> bool:
@@ -194,6 +204,9 @@ class FixedLevels(LoadRule):
 
     def levels(self, values: Sequence[float], rows: int, slots: float) -> int:
         return min(len(values), self.fixed)
+
+    def price(self, nodes: int, rows: int, slots: float) -> float:
+        return 0.0
 
     def step_cost(self, rows: int, slots: float) -> float:
         return 0.0

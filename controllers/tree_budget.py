@@ -1,6 +1,6 @@
 """The tree budget: which of the proposed nodes are worth their place in the verify pass (docs/controllers.md)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
 from typing import ClassVar
@@ -77,8 +77,15 @@ class TreeBudget(Stateful):
         share = (1 - first) * self.covered / (self.covered + self.missed) / sum(weights) if weights else 0.0
         return z, [first, *(min(share * weight, first) for weight in weights)]
 
-    def size(self, values: Sequence[float]) -> int:
-        """How many of the nodes with these values, largest first, to verify; at least one."""
+    def size(self, values: Sequence[float], price: Callable[[int], float] | None = None) -> int:
+        """How many of the nodes with these values, largest first, to verify.
+
+        Args:
+            values: The chance of each.
+            price: Of 1, 2, ... nodes together, in tokens. None: what they cost a request alone, which verifies at least one.
+        """
+        if price is not None:
+            return most_valuable(values, price)[0]
         value = self.value
         if self.rounds < len(FIRST_SIZES) or len(value.verify.samples) < 2:
             return min(FIRST_SIZES[self.rounds % len(FIRST_SIZES)], len(values))

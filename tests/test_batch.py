@@ -57,6 +57,33 @@ def test_tokens_are_those_of_a_request_alone(llm: LLM, levels: int | None, every
         assert any(update.stats.accepted_tokens for record in records for update in record.updates)
 
 
+@pytest.mark.parametrize("budget", [False, True], ids=["whole", "budget"])
+@pytest.mark.parametrize("levels", [None, 2])
+def test_rows_beside_others_draft_trees(llm: LLM, monkeypatch: pytest.MonkeyPatch, budget: bool, levels: int | None) -> None:
+    """As wide as alone, and with the tokens of plain decoding; what a budget leaves out depends on the load."""
+    other = llm.with_speculation(Speculation(tree_width=3, tree_budget=budget, drafter="exit"))
+    given = [request for request in requests(24) if request.sampling.method != "rejection"]
+    expected = [alone(llm, request) for request in given]
+    scheduler = Scheduler(other, replace(OPTIONS, levels=levels))
+    if levels is None:  # with an untrained head the rule would soon draft no more
+        monkeypatch.setattr(scheduler.rule, "begins", lambda *_: True)
+        monkeypatch.setattr(scheduler.rule, "levels", lambda values, *_: len(values))
+        monkeypatch.setattr(scheduler.rule, "price", lambda nodes, *_: 0.02 * nodes)
+    called: list[Sequence[Call]] = []
+    forward = scheduler._engine.forward
+
+    def noted(calls: Sequence[Call]) -> Sequence[StepOutputs]:
+        called.append(calls)
+        return forward(calls)
+
+    monkeypatch.setattr(scheduler._engine, "forward", noted)
+    records = run(scheduler, given)
+    assert [record.tokens for record in records] == expected
+    several = [call for calls in called for call in calls if len(calls) > 1 and call.logits]
+    assert sum(call.tree_mask is not None for call in several) > 20
+    assert max(len(call.tokens) for call in several) > 1 + (levels or 1)
+
+
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
 def test_tokens_of_quantized_engines_are_those_of_a_request_alone(tmp_path: Path, quantize: str) -> None:
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)

@@ -1,6 +1,6 @@
 """Drafts from the text: the tokens of plain decoding, many at once where the text repeats."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,7 +74,7 @@ def test_a_temperature_near_0_gives_the_greedy_tokens(harness: Harness, method: 
 class Everything(TreeBudget):
     """Verifies all candidates."""
 
-    def size(self, values: Sequence[float]) -> int:
+    def size(self, values: Sequence[float], price: Callable[[int], float] | None = None) -> int:
         return len(values)
 
 

@@ -1,13 +1,14 @@
-"""How the rows of a batch draft together: chains, as far as they pay for the whole batch."""
+"""How the rows of a batch draft together: as far as it pays for the whole batch."""
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from weakref import WeakKeyDictionary
 
 from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.load_rule import LoadRule, RowController, RowTextRule
-from eesd.runtime.decoding.round import Drafter, Drafting, Round
+from eesd.runtime.decoding.round import Drafting, Round, Share
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.engines.base import Call, Engine, KVCache
@@ -60,7 +61,7 @@ class LoadPolicy:
         if found is None:
             controller, head, text = RowController(self._rule), own.drafter, own.text
             found = self._known[session] = Drafting(
-                Drafter(head.engine, controller, columns=head.columns) if head else None,
+                replace(head, controller=controller) if head else None,
                 TextDrafter(RowTextRule(self._rule, controller, head is not None), text.past) if text else None,
             )
         return found
@@ -82,9 +83,12 @@ class LoadPolicy:
         reaches = [(one.reach, one.following) for one in controllers]
         return self._rule.goes_on(reaches, depth, self._count, self._slots, certain)
 
-    def levels(self, rounds: Sequence[Round]) -> int | None:
+    def share(self, rounds: Sequence[Round]) -> Share | None:
+        if not rounds:
+            return None
         values = _sums([_values(current) for current in rounds])
-        return self._rule.levels(values, self._count, self._slots) if rounds else 0
+        levels = self._rule.levels(values, self._count, self._slots)
+        return Share(levels, lambda nodes: self._rule.price(nodes, self._count, self._slots))
 
     def drafted(self, rounds: int, seconds: float) -> None:
         self._rule.draft.add(rounds, 1, self._slots, seconds)

@@ -1,6 +1,6 @@
 """The draft tree of one round: how it grows level by level, and which of its nodes are verified."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp
 from typing import NamedTuple
@@ -192,11 +192,14 @@ class DraftTree:
             else:
                 node = drafted[found]
 
-    def prune(self) -> list[Node]:
+    def prune(self, price: Callable[[int], float] | None = None) -> list[Node]:
         """Choose what is verified. Call it once, when drafting is done.
 
         With a budget these are the most likely of all candidates, as many as the budget finds worth it. They form a tree
         because no path is likelier than its beginning. The best path comes first, so its nodes have the slots of a chain.
+
+        Args:
+            price: See :meth:`TreeBudget.size`.
 
         Returns:
             The nodes of the verify pass in the order of their slots, the root first.
@@ -212,7 +215,7 @@ class DraftTree:
         best = _best_path(candidates)
         if self._in_place:
             candidates = best
-        size = self._budget.size([candidate.rank for candidate in candidates[: self._max_nodes]])
+        size = self._budget.size([candidate.rank for candidate in candidates[: self._max_nodes]], price)
         on_path = set(best)
         chosen = sorted(candidates[:size], key=lambda node: (node not in on_path, node.depth))
         verified = [self.root, *chosen]
@@ -222,7 +225,7 @@ class DraftTree:
 
     def cut(self, levels: int) -> list[Node]:
         """Leave out what lies deeper than ``levels``. Returns the nodes of the verify pass, the root first."""
-        nodes = self.prune()
+        nodes = self.nodes
         for node in nodes:
             if node.depth > levels:
                 node.index = -1

@@ -131,6 +131,18 @@ class Piece:
     error: Exception | None = None
 
 
+class Share(NamedTuple):
+    """What one draft of several may have verified.
+
+    Attributes:
+        levels: Levels at most, of a draft without a budget.
+        price: For a budget: what the draft's first 1, 2, ... nodes cost together, in tokens.
+    """
+
+    levels: int
+    price: Callable[[int], float]
+
+
 class Policy(Protocol):
     """How far the sequences of a round draft."""
 
@@ -142,8 +154,8 @@ class Policy(Protocol):
         """The rounds that draft another level, after ``depth`` levels. An empty list ends all drafts."""
         ...
 
-    def levels(self, rounds: Sequence[Round]) -> int | None:
-        """How many levels are verified at most, except of rounds whose drafting is fixed; None: all."""
+    def share(self, rounds: Sequence[Round]) -> Share | None:
+        """What of each draft is verified, except where drafting is fixed; None: what is worth it for a request alone."""
         ...
 
     def drafted(self, rounds: int, seconds: float) -> None:
@@ -171,7 +183,7 @@ class Alone:
     def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
         return [current for current in rounds if current.wants_more]
 
-    def levels(self, rounds: Sequence[Round]) -> int | None:
+    def share(self, rounds: Sequence[Round]) -> Share | None:
         return None
 
     def drafted(self, rounds: int, seconds: float) -> None:
@@ -200,8 +212,8 @@ def run_round(
     for current in rounds:
         _alone(current, current.session.begin, current)
     draft(rounds, policy)
-    levels = policy.levels(rounds)
-    calls = [call for current in rounds if (call := _alone(current, current.session.complete, current, levels))]
+    share = policy.share(rounds)
+    calls = [call for current in rounds if (call := _alone(current, current.session.complete, current, share))]
     planned = [current for current in rounds if current.error is None]
     called = time.perf_counter()
     every = [*calls, *[piece.call for piece in pieces]]

@@ -20,7 +20,7 @@ from eesd.controllers import DraftStep, RoundOutcome
 from eesd.controllers.calibration import CERTAIN
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain, tree_mask
 from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT
-from eesd.runtime.decoding.round import Drafting, Round, RoundResult, run_round
+from eesd.runtime.decoding.round import Drafting, Round, RoundResult, Share, run_round
 from eesd.runtime.decoding.samplers import AcceptResult, Allowed, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
@@ -230,15 +230,20 @@ class Session:
         ends = step is None or tree.steps >= current.most_depth or tree.is_full
         current.wants_more = not ends and step is not None and controller.keep_drafting(step)
 
-    def complete(self, current: Round, levels: int | None = None) -> Call:
-        """End the draft, and choose what is verified: of the tree, or of its first ``levels``.
+    def complete(self, current: Round, share: Share | None = None) -> Call:
+        """End the draft, and choose what is verified: what is worth it alone, or beside others its ``share``.
 
         Where drafting is fixed all of it is: with rejection sampling, what is left out must not depend on what was drafted.
         """
         tree, drafter, text = current.tree, current.drafter, current.drafting.text
         if text is not None and drafter is not None and tree.steps and tree.frontier:
             self._add_text(text, current, joins=drafter.budget is not None)
-        nodes = tree.prune() if levels is None or current.drafting.fixed else tree.cut(levels)
+        if share is None or current.drafting.fixed:
+            nodes = tree.prune()
+        elif tree.steps and drafter is not None and drafter.budget is not None:
+            nodes = tree.prune(share.price)
+        else:
+            nodes = tree.cut(share.levels)
         current.nodes, current.drafted_at = nodes, time.perf_counter()
         self._kv_cache.reserve(len(self.tokens) - 1 + len(nodes))
         call = self._call(nodes)

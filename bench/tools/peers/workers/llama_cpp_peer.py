@@ -10,6 +10,11 @@ PACKAGE = "llama-cpp-python"
 FILE = "model.gguf"
 LOOKUP_TOKENS = 2
 """What its documentation advises for machines without a GPU."""
+LEAST_TOKENIZER: dict[str, Any] = {
+    "model": {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
+    "added_tokens": [],
+}
+"""llama.cpp loads no model without a tokenizer; made-up weights have none."""
 
 
 def convert(model: str, output: str, variant: str) -> None:
@@ -81,10 +86,11 @@ def write_gguf(model: Path, output: Path) -> None:
 
 
 def add_tokenizer(writer: Any, model: Path, config: dict[str, Any]) -> None:
-    """Vocabulary and merges of ``tokenizer.json``; ids without a token get a placeholder."""
+    """Vocabulary and merges of ``tokenizer.json``, if the model has one; ids without a token get a placeholder."""
     import gguf
 
-    stored = json.loads((model / "tokenizer.json").read_text("utf-8"))
+    path = model / "tokenizer.json"
+    stored = json.loads(path.read_text("utf-8")) if path.exists() else LEAST_TOKENIZER
     tokens = [f"[UNUSED{index}]" for index in range(config["vocab_size"])]
     types = [gguf.TokenType.UNUSED] * config["vocab_size"]
     for token, index in stored["model"]["vocab"].items():
