@@ -36,6 +36,8 @@ from eesd.runtime.request import Generation, Update
 
 PROMPT, WARM, ROUNDS = 256, 64, 256
 """Tokens of the prompt; rounds before the measured ones; rounds that count calls, and as many that are timed."""
+LEAST_SLOTS = 4096
+"""Slots of the KV cache in which all rounds have room."""
 FRESH = 0.6
 """Share of the text's pieces that are new. The others are phrases, which come again and again."""
 RIGHT = 0.65
@@ -155,6 +157,11 @@ class Binding:
 def stand_in(llm: LLM, megabytes: int) -> Passes:
     """Let the engines of ``llm`` compute nothing."""
     manifest = llm.manifest
+    if manifest.max_seq_len < LEAST_SLOTS:
+        slots = manifest.max_seq_len
+        raise EESDError(
+            f"The engines have {slots} slots, and the rounds need {LEAST_SLOTS}; export with --max-seq-len {LEAST_SLOTS}."
+        )
     passes = Passes(manifest.max_seq_len, min(manifest.geometry.vocab_size, 8192), megabytes)
     for engine in llm.engines[:2]:
         if not isinstance(engine, CpuEngine) or len(engine.stages) > 1:
