@@ -8,7 +8,7 @@ from support.harness import Harness, Wrapped, finish, generated
 
 from eesd.bench.replay.replay import chain_outcome
 from eesd.controllers import RoundOutcome, make_controller
-from eesd.runtime.decoding.guard import ALLOWANCE, EXIT_HEAD, FIRST_INTERVAL, MOST, PROBE, STAKE, TEXT, Guard
+from eesd.runtime.decoding.guard import ALLOWANCE, EXIT_HEAD, FIRST_INTERVAL, MOST, PROBE, STAKE, SURE, TEXT, Guard
 from eesd.runtime.decoding.session import Session
 
 pytestmark = pytest.mark.fast
@@ -157,6 +157,21 @@ def test_a_pause_ends_although_another_drafter_has_all_rounds() -> None:
         guard.record(copied(5) if guard.allows(TEXT) else chain_outcome(0, 0, 0.0, 1.0), 5 if guard.allows(TEXT) else 1, 1.0)
         rounds += 1
     assert rounds < 200
+
+
+def test_a_pause_does_not_hold_back_what_is_sure() -> None:
+    """A stall in the text's first round costs it its account. What repeats is drafted all the same, but not in a probe."""
+    guard = Guard()
+    assert not guard.allows(TEXT, SURE)
+    play(guard, PROBE, 1.0)
+    guard.record(copied(1), 2, 20.0)
+    assert not guard.allows(TEXT) and not guard.allows(TEXT, SURE - 0.01)
+    rounds = 0
+    while not guard.allows(TEXT):
+        assert guard.allows(TEXT, SURE)
+        guard.record(copied(5), 5, 2.0)
+        rounds += 1
+    assert rounds < 5, "it earns its account back"
 
 
 def timed_session(harness: Harness, monkeypatch: pytest.MonkeyPatch, draft_seconds: float, guard: Guard) -> Session:

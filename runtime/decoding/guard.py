@@ -21,6 +21,9 @@ PROBE, NEAR = 4, 4
 """Plain rounds of a probe, and drafting rounds before and behind plain ones that are compared with them."""
 FIRST_INTERVAL, LONGEST_INTERVAL = 16, 256
 """Drafting rounds between two probes."""
+SURE = 2.0
+"""Tokens that a drafter must expect beside the bonus token to draft in a pause: of the text, whose every token is judged also
+while it is paused, so what it expects is known, and a stall that cost it its account does not keep it from what repeats."""
 SLOWER = 1.3
 """If rounds take so many times what such rounds usually do, plain decoding is measured again."""
 
@@ -130,9 +133,10 @@ class Guard:
         """Number of pauses so far."""
         return sum(account.pauses for account in self._accounts.values())
 
-    def allows(self, drafter: str) -> bool:
-        """Whether ``drafter`` may draft in this round. While plain decoding is measured, nothing may."""
-        return not self._probing and not self._accounts[drafter].paused
+    def allows(self, drafter: str, sure: float = 0.0) -> bool:
+        """Whether ``drafter`` may draft in this round. ``sure``: tokens that it expects beside the bonus token, as far as that is
+        known without drafting. While plain decoding is measured, nothing may draft."""
+        return not self._probing and (sure >= SURE or not self._accounts[drafter].paused)
 
     def record(self, outcome: RoundOutcome, expected: float, seconds: float) -> None:
         """Note a committed round, the tokens that such a round brings as far as is known, and the seconds of all of it."""

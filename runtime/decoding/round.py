@@ -78,9 +78,9 @@ class Drafting:
         if self.text is not None:
             self.text.rule.begin_request()
 
-    def allows(self, drafter: str) -> bool:
-        """Whether the guard lets this drafter draft now."""
-        return self.guard is None or self.guard.allows(drafter)
+    def allows(self, drafter: str, sure: float = 0.0) -> bool:
+        """Whether the guard lets this drafter draft now; see :meth:`Guard.allows`."""
+        return self.guard is None or self.guard.allows(drafter, sure)
 
 
 @dataclass(eq=False, slots=True)

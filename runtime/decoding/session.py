@@ -368,9 +368,10 @@ class Session:
         proposal, text = current.proposal, current.drafting.text
         if not proposal.steps:
             return len(proposal.tokens)  # nothing else may follow
-        if text is None or not current.drafting.allows(TEXT):
+        if text is None:
             return 0
-        return text.rule.count(proposal.values, current.drafter is not None)
+        count = text.rule.count(proposal.values, current.drafter is not None)
+        return count if current.drafting.allows(TEXT, sum(proposal.values[:count])) else 0
 
     def _max_depth(self) -> int:
         """Levels that this round may draft: the bonus token must fit behind them."""

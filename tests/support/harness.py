@@ -152,7 +152,7 @@ class PauseUntil(Guard):
         super().__init__()
         self._left, self._drafter = round, drafter
 
-    def allows(self, drafter: str) -> bool:
+    def allows(self, drafter: str, sure: float = 0.0) -> bool:
         return drafter != self._drafter or self._left <= 0
 
     def record(self, outcome: RoundOutcome, expected: float, seconds: float) -> None:
