@@ -134,7 +134,7 @@ class Guard:
         return sum(account.pauses for account in self._accounts.values())
 
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
-        """Whether ``drafter`` may draft in this round. ``sure``: tokens that it expects beside the bonus token, as far as that is
+        """Whether ``drafter`` may draft in this round. ``sure``: tokens that it expects beside the bonus token, as far as is
         known without drafting. While plain decoding is measured, nothing may draft."""
         return not self._probing and (sure >= SURE or not self._accounts[drafter].paused)
 
