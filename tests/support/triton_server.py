@@ -37,9 +37,9 @@ class TritonServer:
         with urlopen(Request(f"http://{address or self.http}{path}", data=body), timeout=30) as response:
             return str(response.read().decode())
 
-    def ready(self, path: str = "/v2/health/ready") -> bool:
+    def ready(self, path: str = "/v2/health/ready", address: str = "") -> bool:
         with suppress(OSError):  # URLError, and what reading raises
-            self.get(path)
+            self.get(path, address)
             return True
         return False
 
@@ -93,7 +93,8 @@ def triton_server(python: Path, repository: Path, scratch: Path) -> Iterator[Tri
 
 def _wait(server: TritonServer) -> None:
     end = time.monotonic() + START_SECONDS
-    while not server.ready():
+    # Triton says that it is ready before its service of metrics, the last that it starts, listens.
+    while not (server.ready() and server.ready("/metrics", server.metrics)):
         assert server.process.poll() is None and time.monotonic() < end, server.log.read_text()
         time.sleep(0.1)
 
