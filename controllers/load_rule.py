@@ -5,7 +5,7 @@ node costs little, because reading the weights decides; with many rows each node
 docs/controllers.md derives the rule.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import erf, exp, pi, sqrt
 from typing import ClassVar
 
@@ -155,10 +155,10 @@ class LoadRule(Stateful):
         rate, plain = self.rate(rows, slots), self._verifying(rows, 0, slots)
         return most_valuable(values, lambda count: rate * (self._verifying(rows, count, slots) - plain))[0]
 
-    def price(self, nodes: int, rows: int, slots: float) -> float:
-        """Tokens that the seconds of one row's ``nodes`` are worth, if all rows verify as many."""
-        seconds = self.verify.seconds(rows, 1 + nodes, slots) - self.verify.seconds(rows, 1, slots)
-        return self.rate(rows, slots) * seconds / rows
+    def price(self, rows: int, slots: float) -> Callable[[int], float]:
+        """Tokens that the seconds of so many nodes of one row are worth, if all rows verify as many."""
+        rate, plain = self.rate(rows, slots) / rows, self.verify.seconds(rows, 1, slots)
+        return lambda nodes: rate * (self.verify.seconds(rows, 1 + nodes, slots) - plain)
 
     def _verifying(self, rows: int, levels: int, slots: float) -> float:
         """Seconds of a verify pass over so many levels of each row."""
@@ -205,8 +205,8 @@ class FixedLevels(LoadRule):
     def levels(self, values: Sequence[float], rows: int, slots: float) -> int:
         return min(len(values), self.fixed)
 
-    def price(self, nodes: int, rows: int, slots: float) -> float:
-        return 0.0
+    def price(self, rows: int, slots: float) -> Callable[[int], float]:
+        return lambda nodes: 0.0
 
     def step_cost(self, rows: int, slots: float) -> float:
         return 0.0

@@ -68,7 +68,7 @@ def test_rows_beside_others_draft_trees(llm: LLM, monkeypatch: pytest.MonkeyPatc
     if levels is None:  # with an untrained head the rule would soon draft no more
         monkeypatch.setattr(scheduler.rule, "begins", lambda *_: True)
         monkeypatch.setattr(scheduler.rule, "levels", lambda values, *_: len(values))
-        monkeypatch.setattr(scheduler.rule, "price", lambda nodes, *_: 0.02 * nodes)
+        monkeypatch.setattr(scheduler.rule, "price", lambda *_: lambda nodes: 0.02 * nodes)
     called: list[Sequence[Call]] = []
     forward = scheduler._engine.forward
 

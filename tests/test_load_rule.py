@@ -138,7 +138,7 @@ def test_a_level_of_a_tree_costs_all_its_nodes() -> None:
             rule.verify.add(8, nodes, SLOTS, verify_seconds(8, nodes))
     values = [8 * 0.8**level for level in range(1, 5)]
     assert tree.levels(values, 8, SLOTS) < chain.levels(values, 8, SLOTS)
-    assert tree.price(3, 8, SLOTS) == pytest.approx(tree.rate(8, SLOTS) * 3 * 0.9e-3, rel=0.1)
+    assert tree.price(8, SLOTS)(3) == pytest.approx(tree.rate(8, SLOTS) * 3 * 0.9e-3, rel=0.1)
     assert FixedLevels(2, PRIOR, width=4).levels(values, 8, SLOTS) == 2
 
 

@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 
 from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.load_rule import LoadRule, RowController, RowTextRule
-from eesd.runtime.decoding.round import Drafting, Round, Share
+from eesd.runtime.decoding.draft_tree import Share
+from eesd.runtime.decoding.round import Drafting, Round
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.engines.base import Call, Engine, KVCache
@@ -88,7 +89,7 @@ class LoadPolicy:
             return None
         values = _sums([_values(current) for current in rounds])
         levels = self._rule.levels(values, self._count, self._slots)
-        return Share(levels, lambda nodes: self._rule.price(nodes, self._count, self._slots))
+        return Share(levels, self._rule.price(self._count, self._slots))
 
     def drafted(self, rounds: int, seconds: float) -> None:
         self._rule.draft.add(rounds, 1, self._slots, seconds)

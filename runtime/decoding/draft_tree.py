@@ -81,6 +81,18 @@ class Node:
         return tokens[::-1]
 
 
+class Share(NamedTuple):
+    """What one draft of several may have verified.
+
+    Attributes:
+        levels: Levels at most, of a draft without a budget.
+        price: For a budget: what the draft's first 1, 2, ... nodes cost together, in tokens.
+    """
+
+    levels: int
+    price: Callable[[int], float]
+
+
 class DraftTree:
     """The nodes of one round.
 
@@ -192,20 +204,20 @@ class DraftTree:
             else:
                 node = drafted[found]
 
-    def prune(self, price: Callable[[int], float] | None = None) -> list[Node]:
+    def prune(self, share: Share | None = None) -> list[Node]:
         """Choose what is verified. Call it once, when drafting is done.
 
         With a budget these are the most likely of all candidates, as many as the budget finds worth it. They form a tree
         because no path is likelier than its beginning. The best path comes first, so its nodes have the slots of a chain.
 
         Args:
-            price: See :meth:`TreeBudget.size`.
+            share: Of a draft beside others; None: all that is worth it alone.
 
         Returns:
             The nodes of the verify pass in the order of their slots, the root first.
         """
         if self._budget is None or not self.steps:
-            return self.nodes
+            return self.nodes if share is None else self._cut(share.levels)
         candidates = [*_behind(self.root)]
         if not candidates:
             return self.nodes
@@ -215,7 +227,7 @@ class DraftTree:
         best = _best_path(candidates)
         if self._in_place:
             candidates = best
-        size = self._budget.size([candidate.rank for candidate in candidates[: self._max_nodes]], price)
+        size = self._budget.size([candidate.rank for candidate in candidates[: self._max_nodes]], share and share.price)
         on_path = set(best)
         chosen = sorted(candidates[:size], key=lambda node: (node not in on_path, node.depth))
         verified = [self.root, *chosen]
@@ -223,13 +235,12 @@ class DraftTree:
             node.index = index
         return verified
 
-    def cut(self, levels: int) -> list[Node]:
-        """Leave out what lies deeper than ``levels``. Returns the nodes of the verify pass, the root first."""
-        nodes = self.nodes
-        for node in nodes:
+    def _cut(self, levels: int) -> list[Node]:
+        """Leave out what lies deeper than ``levels``."""
+        for node in self.nodes:
             if node.depth > levels:
                 node.index = -1
-        return [node for node in nodes if node.depth <= levels]
+        return [node for node in self.nodes if node.depth <= levels]
 
     def labels(self, tokens: Sequence[int]) -> list[SiblingLabel]:
         """What a budget learns when the verifier chose ``tokens`` behind the root: a label for each node with candidates."""

@@ -9,7 +9,7 @@ from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.controllers import Controller
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import RoundValue
-from eesd.runtime.decoding.draft_tree import DraftTree, Node
+from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter
 from eesd.runtime.engines.base import Call, Engine
@@ -129,18 +129,6 @@ class Piece:
     session: "Session"
     call: Call
     error: Exception | None = None
-
-
-class Share(NamedTuple):
-    """What one draft of several may have verified.
-
-    Attributes:
-        levels: Levels at most, of a draft without a budget.
-        price: For a budget: what the draft's first 1, 2, ... nodes cost together, in tokens.
-    """
-
-    levels: int
-    price: Callable[[int], float]
 
 
 class Policy(Protocol):

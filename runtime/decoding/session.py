@@ -18,9 +18,9 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import PREFILL_CHUNK
 from eesd.controllers import DraftStep, RoundOutcome
 from eesd.controllers.calibration import CERTAIN
-from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain, tree_mask
+from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share, is_chain, tree_mask
 from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT
-from eesd.runtime.decoding.round import Drafting, Round, RoundResult, Share, run_round
+from eesd.runtime.decoding.round import Drafting, Round, RoundResult, run_round
 from eesd.runtime.decoding.samplers import AcceptResult, Allowed, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
@@ -238,12 +238,7 @@ class Session:
         tree, drafter, text = current.tree, current.drafter, current.drafting.text
         if text is not None and drafter is not None and tree.steps and tree.frontier:
             self._add_text(text, current, joins=drafter.budget is not None)
-        if share is None or current.drafting.fixed:
-            nodes = tree.prune()
-        elif tree.steps and drafter is not None and drafter.budget is not None:
-            nodes = tree.prune(share.price)
-        else:
-            nodes = tree.cut(share.levels)
+        nodes = tree.prune(None if current.drafting.fixed else share)
         current.nodes, current.drafted_at = nodes, time.perf_counter()
         self._kv_cache.reserve(len(self.tokens) - 1 + len(nodes))
         call = self._call(nodes)
