@@ -5,8 +5,9 @@ draft is accepted if it is the next token of the model's greedy text. One bit pe
 of any draft length, and the counts are equal to those of the runtime's statistics.
 """
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from torch.nn.functional import linear
 
 from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
+from eesd.distill.ages import AGES, aged_lm_head_input, fixed_roots
 from eesd.distill.continuing import TorchWriter, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.distill.teacher import LOGITS_PER_CHUNK, Teacher, full_sequence_inputs
@@ -80,16 +82,18 @@ def replay_rounds(correct: NDArray[np.bool_], draft_length: int) -> Iterator[Rep
     """Replay rounds over one text.
 
     Args:
-        correct: Whether the head's draft of token i is token i [T].
+        correct: Whether the head's draft of token i, behind a drafted tokens, is token i [A, T]; more than A - 1 count as so
+            many.
         draft_length: Drafts in a round. The last round has fewer, because each round ends with a token of the verifier.
 
     Yields:
         The rounds, in order.
     """
     start = 0
-    while start < len(correct):
-        drafted = min(draft_length, len(correct) - start - 1)
-        accepted = next((i for i in range(drafted) if not correct[start + i]), drafted)
+    ages, tokens = correct.shape
+    while start < tokens:
+        drafted = min(draft_length, tokens - start - 1)
+        accepted = next((i for i in range(drafted) if not correct[min(i, ages - 1), start + i]), drafted)
         yield ReplayedRound(start, drafted, accepted)
         start += accepted + 1
 
@@ -98,7 +102,7 @@ def replay_acceptance(texts: Sequence[NDArray[np.bool_]], draft_length: int = DR
     """Count acceptance over several texts.
 
     Args:
-        texts: For each text, whether the head's draft of token i is token i [T].
+        texts: For each text, whether the head's draft of token i is token i [A, T]; see :func:`replay_rounds`.
         draft_length: Drafts in a round.
 
     Returns:
@@ -112,17 +116,19 @@ def replay_acceptance(texts: Sequence[NDArray[np.bool_]], draft_length: int = DR
                 verified[level] += 1
                 accepted[level] += level < replayed.accepted
             rounds += 1
-    return Acceptance(tuple(verified), tuple(accepted), rounds, sum(map(len, texts)))
+    return Acceptance(tuple(verified), tuple(accepted), rounds, sum(correct.shape[1] for correct in texts))
 
 
 @dataclass(frozen=True)
 class GreedyDrafts:
-    """The head's greedy draft for each token of one text.
+    """The head's greedy draft for each token of one text, behind 0, 1, ... A - 1 drafted tokens.
+
+    Without deep layers A is 1, because it makes no difference.
 
     Attributes:
-        correct: Whether the draft is the text's token [T].
-        probability: The head's probability of the draft [T].
-        margin: Difference between the logits of the draft and of the second most likely token [T], in nats.
+        correct: Whether the draft is the text's token [A, T].
+        probability: The head's probability of the draft [A, T].
+        margin: Difference between the logits of the draft and of the second most likely token [A, T], in nats.
     """
 
     correct: NDArray[np.bool_]
@@ -173,12 +179,16 @@ class ValidationSet:
         limits = [len(prompt) + new_tokens for prompt in prompts]
         texts = continue_prompts(writer, prompts, limits, greedy, np.random.default_rng, eos_token_ids, VALIDATION_ROWS)
         tokens, ends = padded(texts, max(map(len, texts)))
+        return cls(tokens, torch.tensor([len(prompt) for prompt in prompts]), ends, {}).with_states(decoder, layers, batch)
+
+    def with_states(self, decoder: Decoder, layers: Sequence[int], batch: int = 16) -> "ValidationSet":
+        """The same texts with the hidden states after these layers, too."""
         weight = decoder.lm_head.weight
         precision = "bf16" if weight.dtype == torch.bfloat16 else "float32"
         teacher = Teacher(decoder, layers, 1, precision)
-        passes = [teacher(part.to(weight.device))[0] for part in torch.split(tokens, batch)]
+        passes = [teacher(part.to(weight.device))[0] for part in torch.split(self.tokens, batch)]
         hidden = {layer: torch.cat([states[layer] for states in passes]).cpu() for layer in layers}
-        return cls(tokens, torch.tensor([len(prompt) for prompt in prompts]), ends, hidden)
+        return replace(self, hidden=self.hidden | hidden)
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
@@ -187,12 +197,12 @@ class ValidationSet:
             save_file(tensors | {"tokens": self.tokens, "starts": self.starts, "ends": self.ends}, temporary)
 
     @classmethod
-    def load(cls, path: Path, layers: Sequence[int]) -> "ValidationSet":
-        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` if it does not hold hidden states of these layers."""
+    def load(cls, path: Path) -> "ValidationSet":
+        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` if it is damaged."""
         tensors = load_tensors(path)
         try:
             tokens, starts, ends = (tensors[name] for name in ("tokens", "starts", "ends"))
-            hidden = {layer: tensors[f"hidden.{layer}"] for layer in layers}
+            hidden = {int(name[7:]): states for name, states in tensors.items() if re.fullmatch("hidden\\.[0-9]{1,9}", name)}
         except KeyError:
             raise damaged(path) from None
         states_fit = all(states.shape[:2] == tokens.shape for states in hidden.values())
@@ -213,25 +223,37 @@ class ValidationSet:
         Returns:
             The drafts of each continuation.
         """
-        device = lm_head.device
+        ages = [self._drafts_of_age(head, geometry, lm_head, age, batch) for age in range(AGES if head.exit_config.deep else 1)]
+        columns, probability, margin = (torch.stack(part)[:, :, :-1] for part in zip(*ages, strict=True))
+        correct = columns == head.columns(self.tokens[:, 1:].to(lm_head.device)).cpu()
+        arrays = (correct.numpy(), probability.numpy(), margin.numpy())
+        spans = [slice(start - 1, end - 1) for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True)]
+        return [GreedyDrafts(*(array[:, row, span] for array in arrays)) for row, span in enumerate(spans)]
+
+    def _drafts_of_age(
+        self, head: ExitHead, geometry: Geometry, lm_head: Tensor, age: int, batch: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The most likely column at each position, its probability, and its margin; each [P, T]."""
+        device, config = lm_head.device, head.exit_config
         weight = (head.rows_of(lm_head) if head.lm_head is None else head.lm_head.weight).float()
+        states = [torch.split(self.hidden[layer], batch) for layer in (config.layer, *config.deep)]
         passes = []
-        for hidden in torch.split(self.hidden[head.exit_config.layer], batch):
-            inputs, caches = full_sequence_inputs(
-                geometry, len(hidden), hidden.shape[1], len(head.blocks), torch.float32, device
-            )
-            features, _ = head.lm_head_input(hidden.to(device).float(), inputs, caches)
+        for hidden, *deep in zip(*states, strict=True):
+            tokens = hidden.shape[1]
+            inputs, caches = full_sequence_inputs(geometry, len(hidden), tokens, len(head.blocks), torch.float32, device)
+            x, *deep = (part.to(device).float() for part in (hidden, *deep))
+            if config.deep:
+                features = aged_lm_head_input(head, x, deep, fixed_roots(tokens, age).to(device), inputs)
+            else:
+                features, _ = head.lm_head_input(x, inputs, caches)
             chunks = torch.split(features.flatten(0, 1), max(1, LOGITS_PER_CHUNK // len(weight)))
             parts = [_greedy_columns(linear(chunk, weight)) for chunk in chunks]
             passes.append([torch.cat(part).view(hidden.shape[:2]).cpu() for part in zip(*parts, strict=True)])
-        columns, probability, margin = (torch.cat(part)[:, :-1] for part in zip(*passes, strict=True))
-        correct = columns.to(device) == head.columns(self.tokens[:, 1:].to(device))
-        arrays = (correct.cpu().numpy(), probability.numpy(), margin.numpy())
-        spans = [slice(start - 1, end - 1) for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True)]
-        return [GreedyDrafts(*(array[row, span] for array in arrays)) for row, span in enumerate(spans)]
+        columns, probability, margin = (torch.cat(part) for part in zip(*passes, strict=True))
+        return columns, probability, margin
 
     def correct_drafts(self, head: ExitHead, geometry: Geometry, lm_head: Tensor) -> list[NDArray[np.bool_]]:
-        """For each continuation, whether the head's draft of token i is token i [T]. Arguments as for :meth:`drafts`."""
+        """For each continuation, whether the head's draft of token i is token i [A, T]. Arguments as for :meth:`drafts`."""
         return [drafts.correct for drafts in self.drafts(head, geometry, lm_head)]
 
 

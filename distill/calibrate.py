@@ -58,13 +58,14 @@ def label_drafts(drafts: GreedyDrafts, draft_length: int = DRAFTS_PER_ROUND) -> 
 
 def _features(drafts: GreedyDrafts, index: int, depth: int) -> tuple[float, ...]:
     """The controllers' features of one draft of a chain."""
-    probability = float(drafts.probability[index])
+    age = min(depth, len(drafts.probability)) - 1
+    probability = float(drafts.probability[age, index])
     step = DraftStep(
         depth=depth,
         probability=probability,
         path_probability=probability,
         entropy=None,
-        margin=float(drafts.margin[index]),
+        margin=float(drafts.margin[age, index]),
         nodes=depth,
     )
     return features(step)

@@ -35,6 +35,9 @@ INTERVAL = click.IntRange(1, 10**9)
     default=0,
     help="Let the head predict only this many tokens, the most used ones of the text; 0: the whole vocabulary.",
 )
+@click.option(
+    "--deep", default="", help="Layers above N whose states verify also reads for the head's keys and values, e.g. 10,20,30."
+)
 @click.option("--init-head", type=cli.PATH, help="Start from this head instead of the model's last layers.")
 @click.option("--search-exit-layer", help="Compare these exit layers in short runs, e.g. 2,3,4,6, and recommend one.")
 @click.option("--search-blocks", default="1", help="Numbers of blocks that the search tries.")
@@ -119,6 +122,7 @@ def main(**options: Any) -> None:
         raise EESDError(f"Distillation needs {error.name}; install it with: pip install 'eesd[distill]'.") from None
     layers = _parse_counts("--search-exit-layer", options.pop("search_exit_layer"), 10_000)
     blocks = _parse_counts("--search-blocks", options.pop("search_blocks"), 1000)
+    options["deep"] = _parse_counts("--deep", options["deep"] or None, 10_000)
     options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float, 0, 100)
     if options["exit_layer"] is None:
         if not layers:

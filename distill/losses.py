@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, log_softmax, smooth_l1_loss
 from torch.utils.checkpoint import checkpoint
 
+from eesd.distill.ages import aged_lm_head_input
 from eesd.distill.options import LossOptions
-from eesd.distill.teacher import LOGITS_PER_CHUNK, autocast
+from eesd.distill.teacher import LOGITS_PER_CHUNK, Batch, autocast
 from eesd.model.decoder import KV, Inputs
 from eesd.model.exit_head import ExitHead
 
@@ -130,12 +131,8 @@ class Student(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
-        top_ids: Tensor,
-        top_logprobs: Tensor,
-        next_tokens: Tensor,
-        mask: Tensor,
-        final_hidden: Tensor | None,
+        batch: Batch,
+        roots: Tensor | None,
         lm_head: Tensor,
         inputs: Inputs,
         caches: Sequence[KV],
@@ -143,12 +140,8 @@ class Student(nn.Module):
         """Compute the loss of one batch [B, T].
 
         Args:
-            hidden: Hidden states after the exit layer [B, T, hidden].
-            top_ids: The teacher's most likely tokens [B, T, K].
-            top_logprobs: Their log-probabilities [B, T, K].
-            next_tokens: The text's next tokens [B, T].
-            mask: 1 for positions that count, else 0 [B, T].
-            final_hidden: The teacher's final hidden states [B, T, hidden], for the hidden state loss.
+            batch: States, and the teacher's predictions.
+            roots: Root of each position [B, T], for a head with deep layers.
             lm_head: Rows of the base model's LM head [C, hidden] for the head's columns; not used if it has its own.
             inputs: Inputs of the head's blocks.
             caches: Empty KV caches, one per block.
@@ -156,20 +149,24 @@ class Student(nn.Module):
         Returns:
             The loss, and [4] metrics: the means of ``LOSS_NAMES`` and the fraction of positions that agree with the teacher.
         """
-        own_lm_head = self.head.lm_head
-        with autocast(self.precision, hidden.device):
-            features, _ = self.head.lm_head_input(hidden.float(), inputs, list(caches))
+        own_lm_head, targets, mask = self.head.lm_head, batch.targets, batch.mask
+        with autocast(self.precision, mask.device):
+            hidden, *deep = [states.float() for states in batch.hidden]
+            if roots is None:
+                features, _ = self.head.lm_head_input(hidden, inputs, list(caches))
+            else:
+                features = aged_lm_head_input(self.head, hidden, deep, roots, inputs)
             losses, agrees = token_losses(
                 features.flatten(0, 1),
                 lm_head if own_lm_head is None else own_lm_head.weight,
-                self.head.columns(top_ids.flatten(0, 1)),
-                top_logprobs.flatten(0, 1),
-                self.head.columns(next_tokens.flatten()),
+                self.head.columns(targets.top_ids.flatten(0, 1)),
+                targets.top_logprobs.flatten(0, 1),
+                self.head.columns(batch.next_tokens.flatten()),
                 self.options.temperature,
             )
         agrees = agrees.view_as(mask) * mask
         weight = mask * reach_weights(agrees, self.options.unroll, self.options.unroll_decay)
         loss, means = total_loss(losses.view(-1, *mask.shape), weight, self.options)
-        if self.options.hidden and final_hidden is not None:
-            loss = loss + self.options.hidden * hidden_state_loss(features, final_hidden, weight)
+        if self.options.hidden and targets.final_hidden is not None:
+            loss = loss + self.options.hidden * hidden_state_loss(features, targets.final_hidden, weight)
         return loss, torch.cat([means, (agrees.sum() / mask.sum().clamp_min(1))[None]])

@@ -54,6 +54,7 @@ class TrainingOptions:
         blocks: E, the number of decoder blocks in the head.
         own_lm_head: Whether the head trains its own LM head.
         draft_vocab: Vd, the tokens that the head can predict. 0: the whole vocabulary.
+        deep: Deep layers, of whose states verify makes the head's keys and values of committed tokens.
         losses: Weights of the losses.
         steps: Optimizer steps. 0 trains nothing.
         batch: Rows in a forward pass, on each process.
@@ -74,6 +75,7 @@ class TrainingOptions:
     blocks: int = 1
     own_lm_head: bool = False
     draft_vocab: int = 0
+    deep: tuple[int, ...] = ()
     losses: LossOptions = LossOptions()
     steps: int = 4000
     batch: int = 8

@@ -195,7 +195,7 @@ class Run:
         """Make or load the validation set.
 
         Args:
-            layers: Exit layers that will be validated.
+            layers: Layers whose states validation needs.
 
         Returns:
             The validation set, and the rows that are left to train on.
@@ -211,7 +211,7 @@ class Run:
         free = self.checkpoint.config.max_positions - max(map(len, prompts))
         if free < 2:
             raise EESDError(f"A validation prompt leaves {free} of the model's positions free; give shorter prompts.")
-        key = [self.checkpoint.fingerprint(), prompts, data.validation_tokens, sorted(layers), str(self.dtype)]
+        key = [self.checkpoint.fingerprint(), prompts, data.validation_tokens, str(self.dtype)]
         directory = self.offline or self.output
         path = directory / f"validation-{digest(key)[:16]}.safetensors"
         if self.is_main and not path.exists():
@@ -219,7 +219,9 @@ class Run:
             new_tokens, eos_token_ids = min(free, data.validation_tokens), self.checkpoint.config.eos_token_ids
             ValidationSet.make(self.decoder, prompts, new_tokens, layers, eos_token_ids).save(path)
         self.accelerator.wait_for_everyone()
-        return ValidationSet.load(path, layers), rows
+        validation = ValidationSet.load(path)
+        missing = [layer for layer in layers if layer not in validation.hidden]
+        return (validation.with_states(self.decoder, missing) if missing else validation), rows
 
     def targets(self, rows: Rows, layers: Sequence[int]) -> TargetSource:
         """Make the source of training batches. With ``offline``, the missing part of the cache is computed first.
@@ -263,14 +265,15 @@ class Run:
         """
         if self.init_head is None:
             return None
-        head, wanted = self.checkpoint.exit_head(self.init_head), self._head_config(training)
+        head, wanted = self.checkpoint.exit_head(self.init_head), self.head_config(training)
         stored = head.exit_config
         if replace(stored, trained=True, calibration=None) != wanted:
             lm_head = "own" if stored.own_lm_head else "shared"
             draft_vocab = f" --draft-vocab {stored.draft_vocab}" if stored.draft_vocab or wanted.draft_vocab else ""
+            deep = f" --deep {','.join(map(str, stored.deep))}" if stored.deep else ""
             raise EESDError(
                 f"The head in {self.init_head} was made with --exit-layer {stored.layer} --blocks {stored.blocks} "
-                f"--{lm_head}-lm-head{draft_vocab}; give these options to start from it."
+                f"--{lm_head}-lm-head{draft_vocab}{deep}; give these options to start from it."
             )
         head.exit_config = wanted
         return head
@@ -294,11 +297,19 @@ class Run:
             counts = count_next_tokens(rows, self.checkpoint.geometry.vocab_size)
             eos = self.checkpoint.config.eos_token_ids
             ids = torch.from_numpy(most_used(counts, training.draft_vocab, eos))
-        return self.checkpoint.initial_head(self._head_config(training), ids)
+        return self.checkpoint.initial_head(self.head_config(training), ids)
 
-    def _head_config(self, training: TrainingOptions) -> ExitConfig:
-        base, size = self.checkpoint.fingerprint(), training.draft_vocab
-        return ExitConfig(training.exit_layer, training.blocks, training.own_lm_head, base, trained=True, draft_vocab=size)
+    def head_config(self, training: TrainingOptions) -> ExitConfig:
+        """What these options say about the head."""
+        return ExitConfig(
+            training.exit_layer,
+            training.blocks,
+            training.own_lm_head,
+            self.checkpoint.fingerprint(),
+            trained=True,
+            draft_vocab=training.draft_vocab,
+            deep=training.deep,
+        )
 
     def trainer(
         self,
@@ -337,7 +348,7 @@ class Run:
         """Train one head. ``report`` is called with each line of metrics."""
         self.output.mkdir(parents=True, exist_ok=True)
         given = self.given_head(self.training)  # first, because it refuses a wrong --init-head before the long work
-        layers = [self.training.exit_layer]
+        layers = [self.training.exit_layer, *self.training.deep]
         validation, rows = self.validation_and_training_rows(layers)
         head = self._new_head(self.training, rows) if given is None else given
         trainer = self.trainer(head, self.training, rows, self.targets(rows, layers), validation, self.output)
@@ -367,7 +378,7 @@ class Run:
         Raises:
             EESDError: The head computes values that are not finite.
         """
-        validation, _ = self.validation_and_training_rows([self.training.exit_layer])
+        validation, _ = self.validation_and_training_rows([self.training.exit_layer, *self.training.deep])
         head = self.checkpoint.exit_head(self.output).to(self.accelerator.device)
         drafts = validation.drafts(head, self.checkpoint.geometry, self.lm_head)
         if not all(np.isfinite(text.margin).all() for text in drafts):
@@ -434,7 +445,6 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         if not path.is_file():
             raise EESDError(f"{path} is not a file; give files of text, JSON lines or token arrays.")
     checkpoint = Checkpoint(find_model(options["model"]))
-    check_exit(checkpoint.geometry, training.exit_layer, training.blocks)
     if training.draft_vocab >= checkpoint.geometry.vocab_size:
         training = replace(training, draft_vocab=0)
     if training.length > checkpoint.config.max_positions:
@@ -446,7 +456,7 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         remove_leftovers(directory)
     on_cpu = accelerator.device.type == "cpu"
     dtype = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
-    return Run(
+    run = Run(
         checkpoint=checkpoint,
         accelerator=accelerator,
         training=training,
@@ -459,3 +469,5 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         dtype=getattr(torch, dtype),
         progress=progress,
     )
+    check_exit(checkpoint.geometry, run.head_config(training))
+    return run

@@ -89,10 +89,11 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report:
     geometry = run.checkpoint.geometry
     pairs = [(layer, blocks) for layer in layers for blocks in block_counts]
     for layer, blocks in pairs:
-        check_exit(geometry, layer, blocks)
+        check_exit(geometry, run.head_config(replace(run.training, exit_layer=layer, blocks=blocks)))
     run.output.mkdir(parents=True, exist_ok=True)
-    validation, rows = run.validation_and_training_rows(layers)
-    targets = run.targets(rows, layers)
+    read = [*layers, *run.training.deep]
+    validation, rows = run.validation_and_training_rows(read)
+    targets = run.targets(rows, read)
     costs, candidates = LayerCosts.from_geometry(geometry, run.training.draft_vocab), []
     for layer, blocks in pairs:
         training = replace(run.training, exit_layer=layer, blocks=blocks)

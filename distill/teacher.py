@@ -55,13 +55,13 @@ class Batch:
     """Rows [B, T] with everything that a training step needs.
 
     Attributes:
-        hidden: Hidden states after the exit layer [B, T, hidden].
+        hidden: Hidden states after the exit layer [B, T, hidden], and after each deep layer of the head.
         targets: The teacher's predictions.
         next_tokens: Next token of the text at each position [B, T].
         mask: 1 for positions that have a next token, else 0 [B, T].
     """
 
-    hidden: Tensor
+    hidden: Sequence[Tensor]
     targets: Targets
     next_tokens: Tensor
     mask: Tensor
@@ -70,7 +70,7 @@ class Batch:
         """Copy all tensors to a device."""
         targets, final_hidden = self.targets, self.targets.final_hidden
         return Batch(
-            self.hidden.to(device),
+            [states.to(device) for states in self.hidden],
             Targets(
                 targets.top_ids.to(device),
                 targets.top_logprobs.to(device),
@@ -163,9 +163,9 @@ class Teacher(nn.Module):
 
 
 class TargetSource(Protocol):
-    """Gives batches with targets, by row indices, for the head after one exit layer."""
+    """Gives batches with targets, by row indices, with the states after the given layers."""
 
-    def batch(self, indices: NDArray[np.int64], layer: int) -> Batch: ...
+    def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch: ...
 
 
 class OnlineTargets:
@@ -174,10 +174,10 @@ class OnlineTargets:
     def __init__(self, rows: Rows, teacher: TeacherCall, device: torch.device) -> None:
         self.rows, self.teacher, self.device = rows, teacher, device
 
-    def batch(self, indices: NDArray[np.int64], layer: int) -> Batch:
+    def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch:
         ids = torch.from_numpy(self.rows.tokens[indices, :-1].astype(np.int64)).to(self.device)
         hidden, targets = self.teacher(ids)
-        return Batch(hidden[layer], targets, *_next_tokens(self.rows, indices)).to(self.device)
+        return Batch([hidden[layer] for layer in layers], targets, *_next_tokens(self.rows, indices)).to(self.device)
 
 
 class TargetCache:
@@ -290,10 +290,11 @@ class TargetCache:
                 save_file(shard, temporary)
             advance(1)
 
-    def batch(self, indices: NDArray[np.int64], layer: int) -> Batch:
+    def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch:
         final_hidden = self._read("final", indices) if self.meta["final"] else None
         targets = Targets(self._read("top_ids", indices), self._read("top_logprobs", indices), final_hidden)
-        return Batch(self._read(f"hidden.{layer}", indices), targets, *_next_tokens(self.rows, indices))
+        hidden = [self._read(f"hidden.{layer}", indices) for layer in layers]
+        return Batch(hidden, targets, *_next_tokens(self.rows, indices))
 
     def _tensor_names(self) -> list[str]:
         """Names of the tensors that every shard has."""

@@ -28,6 +28,7 @@ from eesd.common.files import directory_written_whole, remove_leftovers
 from eesd.common.geometry import Geometry
 from eesd.common.json_input import read_json_object
 from eesd.distill.acceptance import Acceptance, ValidationSet, replay_acceptance
+from eesd.distill.ages import random_roots
 from eesd.distill.data import Rows, batch_indices
 from eesd.distill.losses import LOSS_NAMES, Student
 from eesd.distill.metrics import MetricsLog
@@ -161,13 +162,11 @@ class Trainer:
         for micro_step in range(options.accumulate):
             number = (self.step * options.accumulate + micro_step) * processes + self.accelerator.process_index
             indices = batch_indices(self.rows, options.batch, options.mix_share, number, options.seed)
-            batch = self.targets.batch(indices, options.exit_layer).to(self.accelerator.device)
+            batch = self.targets.batch(indices, (options.exit_layer, *options.deep)).to(self.accelerator.device)
+            roots = self._roots(number)
             last = micro_step == options.accumulate - 1
             with nullcontext() if last else self.accelerator.no_sync(self.student):
-                loss, metrics = self.student(
-                    batch.hidden, batch.targets.top_ids, batch.targets.top_logprobs, batch.next_tokens, batch.mask,
-                    batch.targets.final_hidden, self._lm_head_rows, self._inputs, self._caches,
-                )  # fmt: skip
+                loss, metrics = self.student(batch, roots, self._lm_head_rows, self._inputs, self._caches)
                 self.accelerator.backward(loss / options.accumulate)
             total += torch.cat([loss.detach()[None], metrics]) / options.accumulate
         mean = self.accelerator.reduce(total, "mean").tolist()
@@ -181,6 +180,13 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad()
         return dict(zip(("loss", *LOSS_NAMES, "agreement"), mean, strict=True)) | {"lr": rate}
+
+    def _roots(self, number: int) -> Tensor | None:
+        """Where the rounds of a batch begin, for a head with deep layers."""
+        options = self.options
+        if not options.deep:
+            return None
+        return random_roots(options.batch, options.length, options.seed, number).to(self.accelerator.device)
 
     def _validate(self, report: Report) -> Acceptance:
         acceptance = replay_acceptance(self.validation.correct_drafts(self.full_head(), self.geometry, self.lm_head))

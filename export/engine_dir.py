@@ -100,8 +100,8 @@ def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
 
 def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:
     """Make an exit head after ``layer`` layers from the model's last layer, final norm and LM head."""
-    exit_head.check_exit(checkpoint.geometry, layer, 1)
     config = ExitConfig(layer=layer, base=checkpoint.fingerprint())
+    exit_head.check_exit(checkpoint.geometry, config)
     names = exit_head.initial_names(checkpoint.geometry, config)
     return Head(config, {name: checkpoint.tensors[base] for name, base in names.items()})
 

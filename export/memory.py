@@ -39,6 +39,11 @@ def split_layers(
         EESDError: The model cannot be split into that many stages.
     """
     layers, before_exit = geometry.num_layers, exit_config.layer
+    if exit_config.deep and stages > 1:
+        raise EESDError(
+            f"--stages {stages} cannot be used with this exit head: it reads states after the layers "
+            f"{', '.join(map(str, exit_config.deep))}, which another device would have; give a head without deep layers."
+        )
     most = layers - before_exit + 1
     if not 1 <= stages <= most:
         raise EESDError(

@@ -179,7 +179,7 @@ class Checkpoint:
 
         ``draft_vocab`` holds the ids of the draft vocabulary [Vd], ascending.
         """
-        exit_head.check_exit(self.geometry, exit_config.layer, exit_config.blocks)
+        exit_head.check_exit(self.geometry, exit_config)
         names = exit_head.initial_names(self.geometry, exit_config).values()
         base = {name: self.tensors[name].read().float() for name in names}
         return exit_head.initial_head(self.geometry, exit_config, base, draft_vocab)
@@ -276,7 +276,7 @@ def exit_head_tensors(geometry: Geometry, exit_config: ExitConfig, directory: Pa
     Raises:
         EESDError: A tensor is missing or has another shape, or the model cannot have such a head.
     """
-    exit_head.check_exit(geometry, exit_config.layer, exit_config.blocks)
+    exit_head.check_exit(geometry, exit_config)
     stored = read_header(directory / exit_head_file.WEIGHTS_FILE)
     shapes = exit_head_shapes(geometry, exit_config)
     for name, shape in shapes.items():

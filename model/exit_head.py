@@ -2,18 +2,36 @@
 
 It consists of E decoder blocks, a norm, and the base model's LM head or its own. With a draft vocabulary it predicts only Vd of
 the V tokens. It is stored in a checkpoint of its own: ``exit_head_file.py``.
+
+A head with deep layers has two projections to keys and values. The draft knows of its tokens only the state after layer N, and
+uses the block's own. Verify has run all layers, and writes the keys and values of its tokens from that state *and* those after
+the deep layers. So the head attends to committed tokens with what the whole model knows of them, and to drafted ones as before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from eesd.common.errors import EESDError
-from eesd.common.geometry import ExitConfig, Geometry, draft_columns
+from eesd.common.geometry import ExitConfig, Geometry, deep_fault, draft_columns
 from eesd.common.weights import DRAFT_VOCAB, FINAL_NORM, LM_HEAD, block_shapes, lm_head_name
 from eesd.model.decoder import KV, Block, Decoder, Inputs, RMSNorm
+
+
+class StateToKV(nn.Module):
+    """What one hidden state of a committed token adds to its keys and values."""
+
+    def __init__(self, geometry: Geometry, bias: bool) -> None:
+        super().__init__()
+        self.norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
+        self.kv_proj = nn.Linear(geometry.hidden_size, 2 * geometry.num_kv_heads * geometry.head_dim, bias=bias)
+
+    def forward(self, state: Tensor) -> Tensor:
+        """For a state [B, n, hidden], keys and values side by side [B, n, 2 KV D]."""
+        kv: Tensor = self.kv_proj(self.norm(state))
+        return kv
 
 
 class ExitHead(nn.Module):
@@ -35,6 +53,8 @@ class ExitHead(nn.Module):
         self.lm_head = nn.Linear(geometry.hidden_size, columns, bias=False) if exit_config.own_lm_head else None
         ids = torch.zeros(exit_config.draft_vocab, dtype=torch.int64) if exit_config.draft_vocab else None
         self.register_buffer(DRAFT_VOCAB, ids)
+        read = (exit_config.layer, *exit_config.deep) if exit_config.deep else ()
+        self.deep = nn.ModuleList(StateToKV(geometry, bias=geometry.qkv_bias and not index) for index in range(len(read)))
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear) -> tuple[Tensor, list[KV]]:
         """Predict from the hidden state x [B, n, hidden] after layer N, with a pair of caches for each block.
@@ -72,11 +92,11 @@ class ExitHead(nn.Module):
             written.append(cache)
         return self.norm(x), written
 
-    def write_kv(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> list[KV]:
+    def write_kv(self, x: Tensor, inputs: Inputs, caches: list[KV], deep: Sequence[Tensor] = ()) -> list[KV]:
         """Write the caches of all blocks for x [B, n, hidden], without predicting.
 
         The first E - 1 blocks run; the last one only computes its keys and values. The verify pass calls this with its hidden
-        state after layer N, so that the draft finds filled caches.
+        state after layer N and those after the deep layers, each [B, n, hidden], so that the draft finds filled caches.
         """
         written = []
         for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
@@ -84,11 +104,22 @@ class ExitHead(nn.Module):
             written.append(cache)
         last = self.blocks[-1]
         assert isinstance(last, Block)
-        return [*written, last.write_kv(x, inputs, caches[-1])]
+        if not self.deep:
+            return [*written, last.write_kv(x, inputs, caches[-1])]
+        return [last.self_attn.write_projected(self.committed_kv((x, *deep)), inputs, caches[-1])]
+
+    def committed_kv(self, states: Sequence[Tensor]) -> Tensor:
+        """Keys and values of committed tokens, side by side [B, n, 2 KV D], of the states after layer N and the deep layers."""
+        kv: Tensor
+        kv, *others = [project(state) for project, state in zip(self.deep, states, strict=True)]
+        for other in others:
+            kv = kv + other
+        return kv
 
 
-def check_exit(geometry: Geometry, layer: int, blocks: int) -> None:
-    """Raise :class:`EESDError` unless a model of this geometry can have an exit head of ``blocks`` blocks after ``layer``."""
+def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:
+    """Raise :class:`EESDError` unless a model of this geometry can have such an exit head."""
+    layer, blocks = exit_config.layer, exit_config.blocks
     if geometry.num_layers < 2:
         raise EESDError("This model has 1 layer, and an exit head needs a model of at least 2.")
     if not 1 <= layer < geometry.num_layers:
@@ -98,6 +129,8 @@ def check_exit(geometry: Geometry, layer: int, blocks: int) -> None:
         )
     if not 1 <= blocks <= geometry.num_layers:
         raise EESDError(f"The exit head must have between 1 and {geometry.num_layers} blocks; {blocks} were given.")
+    if fault := deep_fault(geometry.num_layers, exit_config):
+        raise EESDError(f"The exit head cannot have the deep layers {', '.join(map(str, exit_config.deep))}: {fault}.")
 
 
 def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, str]:
@@ -126,8 +159,22 @@ def initial_head(
     if draft_vocab is not None:
         state[DRAFT_VOCAB] = draft_vocab
         state |= {LM_HEAD: state[LM_HEAD][draft_vocab]} if exit_config.own_lm_head else {}
+    if exit_config.deep:
+        state |= _initial_deep(state, geometry, len(exit_config.deep))
     head.load_state_dict(state)
     return head
+
+
+def _initial_deep(state: Mapping[str, Tensor], geometry: Geometry, count: int) -> dict[str, Tensor]:
+    """Projections of committed tokens that at first do what the block's own do; ``count`` deep layers add nothing yet."""
+    own = "blocks.0.self_attn"
+    kinds = ("weight", "bias") if geometry.qkv_bias else ("weight",)
+    found = {f"deep.0.kv_proj.{kind}": torch.cat([state[f"{own}.{part}_proj.{kind}"] for part in ("k", "v")]) for kind in kinds}
+    found["deep.0.norm.weight"] = state["blocks.0.input_layernorm.weight"]
+    for index in range(1, count + 1):
+        found[f"deep.{index}.norm.weight"] = torch.ones(geometry.hidden_size)
+        found[f"deep.{index}.kv_proj.weight"] = torch.zeros_like(found["deep.0.kv_proj.weight"])
+    return found
 
 
 def initialise(decoder: Decoder, exit_config: ExitConfig, draft_vocab: Tensor | None = None) -> ExitHead:
@@ -138,5 +185,5 @@ def initialise(decoder: Decoder, exit_config: ExitConfig, draft_vocab: Tensor | 
     Raises:
         EESDError: The model cannot have such an exit head.
     """
-    check_exit(decoder.geometry, exit_config.layer, exit_config.blocks)
+    check_exit(decoder.geometry, exit_config)
     return initial_head(decoder.geometry, exit_config, decoder.state_dict(), draft_vocab)

@@ -64,6 +64,7 @@ def read_exit_config(directory: Path, base: str) -> ExitConfig:
             base=fields.text("base") or "",
             trained=fields.flag("trained"),
             draft_vocab=fields.integer("draft_vocab", 0, least=0, most=LARGEST_SIZE),
+            deep=fields.token_ids("deep") or (),
         )
         calibration = fields.take("calibration", None)
         if fields.left:

@@ -11,7 +11,8 @@ does not have it for long caches, and copies a cache that it reads otherwise: on
 Verify computes logits only for the tokens that its caller names: nobody reads those of a prompt, and the LM head is a large
 part of a small model.
 
-Verify can be split by layers into stages that run on different devices. The first stage has every cache that the draft uses.
+Verify can be split by layers into stages that run on different devices. The first stage has every cache that the draft uses. A
+head with deep layers needs a single stage: its caches are written behind the last deep layer.
 """
 
 import torch
@@ -98,17 +99,21 @@ class Verify(nn.Module):
             Logits [B, R, V] in float32 from the last stage, for the tokens ``inputs.logit_rows``; hidden state [B, n, hidden]
             from the others; the written caches.
         """
-        exit_layer, count = self.exit_head.exit_config.layer, len(self.layers)
+        head, count = self.exit_head.exit_config, len(self.layers)
+        read = (head.layer, *head.deep)
         inputs = fold_mask(inputs, self.group, self.kv_heads)
         if self.layers.start == 0:
             x = self.model.embed_tokens(x)
         written = []
         exit_caches: list[KV] = []
+        states: list[Tensor] = []
         for index, cache in zip(self.layers, caches[:count], strict=True):
             x, cache = self.model.layers[index](x, inputs, cache)
             written.append(cache)
-            if index == exit_layer - 1:
-                exit_caches = self.exit_head.write_kv(x, inputs, caches[count:])
+            if index + 1 in read:
+                states.append(x)
+            if index + 1 == read[-1]:
+                exit_caches = self.exit_head.write_kv(states[0], inputs, caches[count:], states[1:])
         if self.layers.stop == len(self.model.layers):
             if inputs.logit_rows is not None:
                 x = x.index_select(1, inputs.logit_rows)

@@ -53,11 +53,17 @@ def test_training_lowers_the_loss_and_raises_acceptance(trained: Path) -> None:
     assert (trained / "curves.png").stat().st_size > 1000
 
 
-def test_validation_counts_equal_the_runtime_statistics(learner: Path, trained: Path, tmp_path: Path) -> None:
-    """Rounds replayed from one parallel pass have, depth by depth, the counts of rounds that the engines run."""
+@pytest.mark.parametrize("deep", ["", "2,3"])
+def test_validation_counts_equal_the_runtime_statistics(
+    learner: Path, own_rows: Path, trained: Path, tmp_path: Path, deep: str
+) -> None:
+    """Rounds replayed from parallel passes have, depth by depth, the counts of rounds that the engines run."""
     checkpoint = Checkpoint(learner)
+    if deep:
+        trained = tmp_path / "head"
+        distill(learner, own_rows, trained, "--steps", 60, "--lr", 1e-2, "--batch", 16, "--save-every", 60, "--deep", deep)
     (stored,) = trained.glob("validation-*.safetensors")
-    validation, lm_head = ValidationSet.load(stored, [1]), checkpoint.lm_head()
+    validation, lm_head = ValidationSet.load(stored), checkpoint.lm_head()
     head = checkpoint.exit_head(trained)
     replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, lm_head), 5)
     llm = eesd.load(
@@ -79,7 +85,7 @@ def test_validation_counts_equal_the_runtime_statistics(learner: Path, trained: 
 
 def test_resume_after_a_kill_gives_the_same_losses_and_weights(learner: Path, own_rows: Path, tmp_path: Path) -> None:
     """SIGKILL between two checkpoints; the resumed run is compared with an uninterrupted one."""
-    options = ("--steps", 24, "--accumulate", 2, "--unroll", 3, "--hidden", 0.5)
+    options = ("--steps", 24, "--accumulate", 2, "--unroll", 3, "--hidden", 0.5, "--deep", "2,3")
     distill(learner, own_rows, tmp_path / "whole", *options)
     arguments = ["--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", tmp_path / "killed", *SMALL, *options]
     command = [sys.executable, "-m", "eesd.distill.cli", *map(str, arguments)]

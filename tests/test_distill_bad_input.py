@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -122,11 +123,11 @@ def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(
     arguments = (*start, "--save-every", 2)
     batch = teacher.OnlineTargets.batch
 
-    def poisoned(self: teacher.OnlineTargets, indices: np.ndarray, layer: int) -> object:
-        result = batch(self, indices, layer)
+    def poisoned(self: teacher.OnlineTargets, indices: np.ndarray, layers: Sequence[int]) -> object:
+        result = batch(self, indices, layers)
         calls.append(1)
         if len(calls) == 4:
-            result.hidden[0, 0, 0] = float("nan")
+            result.hidden[0][0, 0, 0] = float("nan")
         return result
 
     calls: list[int] = []

@@ -110,13 +110,16 @@ def test_reach_weights_count_the_roots_from_which_a_draft_reaches_a_position() -
 
 def test_replay_counts_drafts_up_to_the_first_rejection() -> None:
     """Two correct drafts and a wrong one; then, after the verifier's token, two correct ones. The last token is not drafted."""
-    acceptance = replay_acceptance([np.array([1, 1, 0, 1, 1, 1], bool)], 2)
+    acceptance = replay_acceptance([np.array([[1, 1, 0, 1, 1, 1]], bool)], 2)
     assert (acceptance.rounds, acceptance.tokens) == (2, 6)
     assert acceptance.verified == (2, 2) and acceptance.accepted == (2, 2)
-    acceptance = replay_acceptance([np.array([1, 1, 0, 1, 1, 1], bool)], 4)
+    acceptance = replay_acceptance([np.array([[1, 1, 0, 1, 1, 1]], bool)], 4)
     assert acceptance.verified == (2, 2, 1, 0) and acceptance.accepted == (2, 2, 0, 0)
     assert acceptance.tokens_per_round == 3.0
-    assert replay_acceptance([np.array([0, 0], bool)], 4).tokens_per_round == 1.0
+    assert replay_acceptance([np.array([[0, 0]], bool)], 4).tokens_per_round == 1.0
+    # Behind no drafted token all are right, behind one or more none is.
+    acceptance = replay_acceptance([np.array([[1] * 6, [0] * 6], bool)], 4)
+    assert acceptance.verified == (3, 2, 0, 0) and acceptance.accepted == (3, 0, 0, 0)
 
 
 def test_the_learning_rate_rises_stays_constant_and_falls() -> None:

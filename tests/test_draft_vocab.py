@@ -95,7 +95,7 @@ def test_a_head_stores_its_draft_vocabulary(learner: Path, reduced_head: Path) -
 
 def test_validation_counts_equal_the_runtime_statistics(learner: Path, reduced_head: Path, tmp_path: Path) -> None:
     checkpoint, (stored,) = Checkpoint(learner), reduced_head.glob("validation-*.safetensors")
-    validation = ValidationSet.load(stored, [1])
+    validation = ValidationSet.load(stored)
     head = checkpoint.exit_head(reduced_head)
     replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, checkpoint.lm_head()), 5)
     plans = export_engine(learner, tmp_path / "plans", "--exit-head", reduced_head, "--quantize-draft", "none")

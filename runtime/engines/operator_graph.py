@@ -99,10 +99,13 @@ class _Builder:
         first = _input(x, [None] if layers.start == 0 else [None, self._geometry.hidden_size], layers.start == 0)
         if layers.start == 0:
             x = self._embed(x)
+        read, states = (self._exit.layer, *self._exit.deep), list[str]()
         for layer in layers:
             x = self._block(f"model.layers.{layer}.", x, layer)
-            if layer == self._exit.layer - 1 and not self._draft:
-                self._write_exit_caches(x)
+            if layer + 1 in read:
+                states.append(x)
+            if layer + 1 == read[-1] and not self._draft:
+                self._write_exit_caches(states)
         inputs, outputs = [first, _input("tokens", [None, 5]), _input("paths", [None, None], kind=TensorProto.INT32)], []
         if self._draft:
             outputs = self._predict_draft(x)
@@ -141,6 +144,10 @@ class _Builder:
 
     def _attention(self, prefix: str, x: str, cache: int, attends: bool = True) -> str:
         """Keys and values of x into a cache, and what queries attend to."""
+        return self._attend(prefix, self._project(prefix, x, attends), cache, attends)
+
+    def _project(self, prefix: str, x: str, attends: bool) -> str:
+        """Queries, keys and values of x side by side; only keys and values if nothing ``attends``."""
         wanted = ("q", "k", "v") if attends else ("k", "v")
         packed = f"self_attn.{'qkv' if attends else 'kv'}_proj"
         if self._find(f"{prefix}{packed}.weight") is not None:
@@ -148,10 +155,12 @@ class _Builder:
         else:
             modules = [f"self_attn.{name}_proj" for name in wanted]
         parts = [self._columns(f"{prefix}{module}.weight") for module in modules]
-        qkv = self._product(
+        return self._product(
             x, parts, f"{prefix}qkv", norm=f"{prefix}input_layernorm.weight", bias=[f"{module}.bias" for module in modules],
             prefix=prefix,
         )  # fmt: skip
+
+    def _attend(self, prefix: str, qkv: str, cache: int, attends: bool) -> str:
         geometry = self._geometry
         norms = [self._small(f"{prefix}self_attn.{name}_norm.weight") for name in ("q", "k")]
         return self._node(
@@ -167,9 +176,18 @@ class _Builder:
             epsilon=geometry.rms_norm_eps,
         )
 
-    def _write_exit_caches(self, x: str) -> None:
+    def _write_exit_caches(self, states: Sequence[str]) -> None:
         """What verify computes of the exit head: the keys and values of its blocks."""
-        layers = self._geometry.num_layers
+        layers, x, kv = self._geometry.num_layers, states[0], ""
+        if self._exit.deep:
+            for index, state in enumerate(states):
+                prefix = f"{EXIT_HEAD}deep.{index}."
+                part = self._columns(f"{prefix}kv_proj.weight")
+                kv = self._product(
+                    state, [part], f"{prefix}kv", norm=f"{prefix}norm.weight", bias=["kv_proj.bias"], prefix=prefix, residual=kv
+                )
+            self._attend(f"{EXIT_HEAD}blocks.0.", kv, layers, attends=False)
+            return
         for block in range(self._exit.blocks - 1):
             x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, layers + block)
         last = self._exit.blocks - 1

@@ -106,6 +106,8 @@ class ExitConfig:
         trained: False for an initialised head that was never trained.
         calibration: Calibration prior of this head. None: controllers use the default prior.
         draft_vocab: Vd, the number of tokens that the head can predict. 0: the whole vocabulary.
+        deep: Layers above N, ascending, after which verify also reads the hidden state for the head's keys and values of
+            committed tokens. Empty: it reads only the state after layer N, as the draft does.
     """
 
     layer: int
@@ -115,6 +117,15 @@ class ExitConfig:
     trained: bool = False
     calibration: CalibrationPrior | None = None
     draft_vocab: int = 0
+    deep: tuple[int, ...] = ()
+
+
+def deep_fault(num_layers: int, exit_config: ExitConfig) -> str | None:
+    """Why a model with so many layers cannot have a head with these deep layers; None: it can."""
+    deep = exit_config.deep
+    if list(deep) != sorted(set(deep)) or not all(exit_config.layer < layer <= num_layers for layer in deep):
+        return f"deep layers must ascend, from {exit_config.layer + 1} to at most {num_layers}"
+    return "only a head of one block has deep layers" if deep and exit_config.blocks > 1 else None
 
 
 def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.weights import Quantizations, StoredWeight, graph_shapes, stored_weight
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DRAFT_VOCAB_FILE = "draft_vocab.bin"

@@ -10,7 +10,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
-from eesd.common.geometry import ARCHITECTURES, draft_caches, draft_columns, exit_caches
+from eesd.common.geometry import ARCHITECTURES, deep_fault, draft_caches, draft_columns, exit_caches
 from eesd.common.json_input import read_json
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
@@ -58,10 +58,9 @@ def load_manifest(directory: Path) -> Manifest:
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version is None:
         raise EESDError(f"{path} is not an EESD manifest; give the output directory of eesd-export.")
-    if version == 5:
-        raw, version = _without_draft_vocab(raw), 6
-    if version == 6:
-        raw, version = _without_minimums(raw), FORMAT_VERSION
+    while type(version) is int and version in _OLDER:
+        raw = _OLDER[version](raw)
+        version = raw["format_version"]
     if version != FORMAT_VERSION:
         raise EESDError(
             f"{path} has format version {shown(version)}, this EESD reads version {FORMAT_VERSION}; export the model again."
@@ -95,6 +94,16 @@ def _without_minimums(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {"format_version": 7, "quantization": found}
 
 
+def _without_deep_layers(raw: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of version 7 as one of version 8, whose exit head can have deep layers."""
+    head = raw.get("exit_head")
+    return raw | {"format_version": 8, "exit_head": {**head, "deep": []} if isinstance(head, dict) else head}
+
+
+_OLDER = {5: _without_draft_vocab, 6: _without_minimums, 7: _without_deep_layers}
+"""What makes a manifest of an older version one of the next."""
+
+
 def _parse(raw: Mapping[str, Any]) -> Manifest:
     """Build a manifest from JSON. Raises ValueError if a value is missing or invalid."""
     manifest: Manifest = _from_json(Manifest, raw)
@@ -108,6 +117,10 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("the element type or the architecture is unknown")
     if not (1 <= exit_head.layer < num_layers and 1 <= exit_head.blocks <= num_layers):  # before anything is sized by them
         raise ValueError("the exit head does not fit the model")
+    if fault := deep_fault(num_layers, exit_head):
+        raise ValueError(fault)
+    if exit_head.deep and len(manifest.verify) > 1:
+        raise ValueError("deep layers in several stages")
     if not _draft_vocab_fits(manifest):
         raise ValueError("the draft vocabulary")
     _check_quantization(manifest.quantization)

@@ -1,0 +1,163 @@
+"""A head with deep layers: rounds compute with every backend what training computes in one pass; the model is unchanged."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from support.command import assert_refused, run, succeed
+from support.on_cache import OnCache
+from support.tiny_checkpoints import randomise
+
+from eesd.common.geometry import ExitConfig
+from eesd.common.manifest_reader import load_manifest
+from eesd.distill.ages import AGES, aged_lm_head_input, fixed_roots, random_roots
+from eesd.distill.teacher import Teacher, full_sequence_inputs
+from eesd.export.cli import main as export_main
+from eesd.model import exit_head, exit_head_file
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.exit_head import ExitHead
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines import operators
+from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.cpu_engine import CpuEngine
+from eesd.runtime.llm import Speculation, load
+
+FamilyDir = Callable[[str], Path]
+BACKENDS = ["ort", "torch", "ort-standard"]
+TEXT = np.random.default_rng(5).integers(3, 90, 24).tolist()
+ROUNDS = [(6, 3), (9, 1), (10, 4), (14, 2), (16, 6)]
+"""Position of the root, and tokens that the round commits."""
+SLOTS = 64
+
+
+def deep_head(checkpoint: Checkpoint, directory: Path) -> ExitHead:
+    """A random head after layer 1 that reads the states after all further layers; also written into a directory."""
+    deep = tuple(range(2, checkpoint.geometry.num_layers + 1))
+    config = ExitConfig(1, base=checkpoint.fingerprint(), trained=True, deep=deep)
+    head = exit_head.initialise(checkpoint.decoder(), config).requires_grad_(False)
+    randomise(head, seed=4)
+    exit_head_file.save(head, directory, torch.float32)
+    return checkpoint.exit_head(directory)
+
+
+def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> NDArray[np.float32]:
+    """The head's logits [T, V] behind each token of the text, each drafted behind its root."""
+    decoder, layers = checkpoint.decoder(), (head.exit_config.layer, *head.exit_config.deep)
+    ids = torch.tensor([TEXT])
+    states, _ = Teacher(decoder, layers, 1, "float32")(ids)
+    inputs, _ = full_sequence_inputs(checkpoint.geometry, 1, len(TEXT), 1, torch.float32, ids.device)
+    x, *deep = [states[layer] for layer in layers]
+    features = aged_lm_head_input(head, x, deep, roots, inputs)
+    logits: NDArray[np.float32] = (features @ checkpoint.lm_head().float().T)[0].detach().numpy()
+    return logits
+
+
+def drafted_logits(directory: Path, backend: str) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
+    """Root, age and logits of every draft step of rounds that commit the text."""
+    engines = open_engines(directory, load_manifest(directory), backend.removesuffix("-standard"), 1, draft=True)
+    assert engines.draft is not None
+    assert isinstance(engines.draft, CpuEngine) == (backend == "ort" and not operators.missing())
+    cache = engines.verify.new_kv_caches()[0]
+    cache.reserve(SLOTS)
+    verify, draft = OnCache(engines.verify, cache), OnCache(engines.draft, cache)
+    verify.prefill(TEXT[: ROUNDS[0][0]], 0)
+    for root, committed in ROUNDS:
+        for age in range(min(committed + 2, len(TEXT) - root)):  # and two that are rejected
+            at = root + age
+            yield root, age, draft.forward([TEXT[at]], [at], at, at).logits[0].copy()
+        verify.forward(TEXT[root : root + committed], range(root, root + committed), root, root)
+
+
+@pytest.fixture(scope="module", params=["llama-bias", "qwen3", "qwen2.5-tied"])
+def exported(request: pytest.FixtureRequest, family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, model = tmp_path_factory.mktemp("deep"), family_dir(request.param)
+    deep_head(Checkpoint(model), path / "head")
+    command = ("--model", model, "--dtype", "float32", "--quantize", "none", "--quantize-draft", "none", "--max-seq-len", SLOTS)
+    succeed(export_main, *command, "--exit-head", path / "head", "--output", path / "plans")
+    succeed(export_main, *command, "--exit-layer", 1, "--output", path / "untrained")
+    (path / "model").symlink_to(model)
+    return path
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rounds_draft_what_training_computes(exported: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "ort-standard":
+        monkeypatch.setattr(operators, "missing", lambda: "left out")
+    checkpoint = Checkpoint((exported / "model").resolve())
+    head = checkpoint.exit_head(exported / "head")
+    by_age = [aged_logits(checkpoint, head, fixed_roots(len(TEXT), age)) for age in range(AGES)]
+    seen = list(drafted_logits(exported / "plans", backend))
+    for root, age, logits in seen:
+        np.testing.assert_allclose(logits, by_age[age][root + age], atol=2e-4)
+    # Another age would be noticed: all but the first ones see deep states of other tokens.
+    assert all(np.abs(logits - by_age[age + 1][root + age]).max() > 2e-3 for root, age, logits in seen if age + 1 < AGES)
+
+
+def test_random_roots_are_rounds_of_at_most_so_many_ages() -> None:
+    roots = random_roots(3, 200, seed=1, number=7)
+    ages = torch.arange(200) - roots
+    assert torch.equal(roots, random_roots(3, 200, seed=1, number=7))
+    assert not torch.equal(roots, random_roots(3, 200, seed=1, number=8))
+    assert int(ages.min()) == 0 and int(ages.max()) == AGES - 1
+    assert 0.25 < float((ages == 0).float().mean()) < 0.45
+
+
+def test_mixed_ages_in_one_pass_are_those_of_passes_of_one_age(family_dir: FamilyDir, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(family_dir("llama-bias"))
+    head = deep_head(checkpoint, tmp_path)
+    [roots] = random_roots(1, len(TEXT), seed=2, number=0)
+    mixed = aged_logits(checkpoint, head, roots)
+    for at, root in enumerate(roots.tolist()):
+        expected = aged_logits(checkpoint, head, fixed_roots(len(TEXT), at - root))[at]
+        np.testing.assert_allclose(mixed[at], expected, atol=1e-5)
+
+
+def test_an_untrained_deep_head_is_the_plain_one(family_dir: FamilyDir) -> None:
+    checkpoint = Checkpoint(family_dir("qwen3-bias"))
+    decoder, ids = checkpoint.decoder(), torch.tensor([TEXT])
+    states, _ = Teacher(decoder, (1, 2, 3), 1, "float32")(ids)
+    inputs, caches = full_sequence_inputs(checkpoint.geometry, 1, len(TEXT), 1, torch.float32, ids.device)
+    plain = exit_head.initialise(decoder, ExitConfig(1))
+    deep = exit_head.initialise(decoder, ExitConfig(1, deep=(2, 3)))
+    expected, _ = plain.lm_head_input(states[1], inputs, caches)
+    found = aged_lm_head_input(deep, states[1], [states[2], states[3]], fixed_roots(len(TEXT), 2), inputs)
+    torch.testing.assert_close(found, expected)
+
+
+def test_verify_has_the_bits_that_it_has_without_deep_layers(exported: Path) -> None:
+    logits = []
+    for name in ("plans", "untrained"):
+        engines = open_engines(exported / name, load_manifest(exported / name), "ort", 1, draft=False)
+        cache = engines.verify.new_kv_caches()[0]
+        cache.reserve(SLOTS)
+        logits.append(OnCache(engines.verify, cache).forward(TEXT, range(len(TEXT)), 0).logits.copy())
+    assert logits[0].tobytes() == logits[1].tobytes()
+
+
+@pytest.mark.parametrize("backend", ["ort", "torch"])
+@pytest.mark.parametrize(
+    "speculation", [Speculation(controller="fixed:k=4"), Speculation(tree_width=2, tree_budget=True), Speculation()]
+)
+def test_drafting_changes_no_token(exported: Path, backend: str, speculation: Speculation) -> None:
+    llm = load(exported / "plans", backend=backend, threads=1)
+    for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
+        plain = llm.with_speculation(None).generate(TEXT[:6], max_new_tokens=40, sampling=sampling)
+        found = llm.with_speculation(speculation).generate(TEXT[:6], max_new_tokens=40, sampling=sampling)
+        assert found.tokens == plain.tokens
+
+
+def test_what_does_not_fit_is_refused(exported: Path, tmp_path: Path) -> None:
+    model = (exported / "model").resolve()
+    command = ("--model", model, "--exit-head", exported / "head", "--output", tmp_path / "plans")
+    assert_refused(run(export_main, *command, "--stages", 2), "deep layers")
+    for deep in ((1,), (2, 2), (3, 2), (99,)):
+        config = exit_head_file.read_exit_config(exported / "head", Checkpoint(model).fingerprint())
+        exit_head_file.save_config(dataclasses.replace(config, deep=deep), exported / "head")
+        try:
+            assert_refused(run(export_main, *command), "deep layers must ascend")
+        finally:
+            exit_head_file.save_config(config, exported / "head")
