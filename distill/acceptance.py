@@ -21,10 +21,9 @@ from torch.nn.functional import linear
 from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
 from eesd.distill.ages import AGES, aged_lm_head_input, fixed_roots
-from eesd.distill.continuing import TorchWriter, continue_prompts, padded
+from eesd.distill.continuing import Writer, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saving
-from eesd.distill.teacher import LOGITS_PER_CHUNK, Teacher, full_sequence_inputs
-from eesd.model.decoder import Decoder
+from eesd.distill.teacher import LOGITS_PER_CHUNK, TeacherCall, full_sequence_inputs
 from eesd.model.exit_head import ExitHead
 
 DRAFTS_PER_ROUND = 8
@@ -154,40 +153,29 @@ class ValidationSet:
 
     @classmethod
     def make(
-        cls,
-        decoder: Decoder,
-        prompts: Sequence[Sequence[int]],
-        new_tokens: int,
-        layers: Sequence[int],
-        eos_token_ids: Sequence[int],
-        batch: int = 16,
+        cls, writer: Writer, prompts: Sequence[Sequence[int]], new_tokens: int, eos_token_ids: Sequence[int]
     ) -> "ValidationSet":
-        """Continue the prompts and compute the hidden states, in the decoder's own precision.
+        """Continue the prompts.
 
         Args:
-            decoder: The model.
+            writer: The model.
             prompts: Token ids of each prompt.
             new_tokens: Maximum number of tokens to append to each prompt.
-            layers: Exit layers.
             eos_token_ids: Tokens that end a continuation.
-            batch: Rows in a pass for the hidden states.
 
         Returns:
-            The validation set.
+            The validation set, without hidden states.
         """
-        greedy, writer = [0.0] * len(prompts), TorchWriter(decoder)
+        greedy = [0.0] * len(prompts)
         limits = [len(prompt) + new_tokens for prompt in prompts]
         texts = continue_prompts(writer, prompts, limits, greedy, np.random.default_rng, eos_token_ids, VALIDATION_ROWS)
         tokens, ends = padded(texts, max(map(len, texts)))
-        return cls(tokens, torch.tensor([len(prompt) for prompt in prompts]), ends, {}).with_states(decoder, layers, batch)
+        return cls(tokens, torch.tensor([len(prompt) for prompt in prompts]), ends, {})
 
-    def with_states(self, decoder: Decoder, layers: Sequence[int], batch: int = 16) -> "ValidationSet":
-        """The same texts with the hidden states after these layers, too."""
-        weight = decoder.lm_head.weight
-        precision = "bf16" if weight.dtype == torch.bfloat16 else "float32"
-        teacher = Teacher(decoder, layers, 1, precision)
-        passes = [teacher(part.to(weight.device))[0] for part in torch.split(self.tokens, batch)]
-        hidden = {layer: torch.cat([states[layer] for states in passes]).cpu() for layer in layers}
+    def with_states(self, teacher: TeacherCall, device: torch.device, batch: int = 16) -> "ValidationSet":
+        """The same texts with the hidden states of a teacher on this device, which gets ``batch`` rows at a time."""
+        passes = [teacher(part.to(device))[0] for part in torch.split(self.tokens, batch)]
+        hidden = {layer: torch.cat([states[layer] for states in passes]).cpu() for layer in passes[0]}
         return replace(self, hidden=self.hidden | hidden)
 
     def save(self, path: Path) -> None:

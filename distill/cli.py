@@ -129,7 +129,9 @@ def main(**options: Any) -> None:
             raise EESDError("Give --exit-layer N, or --search-exit-layer 2,3,4 to find one.")
         options["exit_layer"] = layers[0]
     try:
-        _run(make_run(options, progress_bar), layers, blocks)
+        run = make_run(options, progress_bar)
+        _run(run, layers, blocks)
+        run.clean()
     except RuntimeError as error:
         if "allocate" not in str(error) and type(error).__name__ != "OutOfMemoryError":  # what torch raises on CPUs and GPUs
             raise

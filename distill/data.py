@@ -6,7 +6,7 @@ random state.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def digest(self) -> str:
-        """SHA-256 of all tokens and lengths."""
-        return hashlib.sha256(self.tokens.tobytes() + self.lengths.tobytes()).hexdigest()
+    def digest(self, count: int | None = None) -> str:
+        """SHA-256 of the tokens and lengths of the first ``count`` rows; None: of all."""
+        return hashlib.sha256(self.tokens[:count].tobytes() + self.lengths[:count].tobytes()).hexdigest()
 
 
 def add_mixed_rows(primary: Rows, mixed: Rows) -> Rows:
@@ -98,7 +98,7 @@ def _joined(documents: Iterable[Document], length: int) -> Iterator[NDArray[Any]
 
 
 def read_rows(paths: Sequence[Path], codec: TextCodec | None, vocab_size: int, length: int) -> Rows:
-    """Read the rows of all files.
+    """Read the rows of all files. No row has text of two files, so more files only add rows.
 
     Args:
         paths: ``.txt``, ``.jsonl``, ``.npy`` or ``.safetensors`` files.
@@ -112,7 +112,9 @@ def read_rows(paths: Sequence[Path], codec: TextCodec | None, vocab_size: int, l
     Raises:
         EESDError: A file cannot be read, no text is long enough, or a token is not in the vocabulary.
     """
-    rows = split_documents((document for path in paths for document in read_documents(path, codec)), length)
+    parts = [split_documents(read_documents(path, codec), length) for path in paths]
+    rows = Rows(np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts]), 0)
+    rows = replace(rows, num_primary=len(rows))
     names = ", ".join(map(str, paths))
     if not len(rows):
         raise EESDError(f"There is nothing to train on in {names}; give texts of at least {MIN_TOKENS} tokens.")

@@ -35,6 +35,7 @@ from eesd.distill.data import (
     read_rows,
     split_documents,
 )
+from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions, digest
@@ -143,21 +144,27 @@ class Run:
             eos_token_ids = self.checkpoint.config.eos_token_ids
             self_generate(writer, prompts, options, data.own_text, eos_token_ids, advance, process, processes)
         self.accelerator.wait_for_everyone()
-        shutil.rmtree(self._engine_directory, ignore_errors=True)
         return sorted(data.own_text.glob("shard-*.safetensors"))
 
     @property
     def _engine_directory(self) -> Path:
-        """The engine that writes in this process. It stays until all text is written."""
-        return self.data.own_text / f"engine-{self.accelerator.process_index}"
+        """The engine that writes and reads in this process. It stays until the command ends."""
+        return self.output / f"engine-{self.accelerator.process_index}"
+
+    def clean(self) -> None:
+        """Delete what only this command needed."""
+        shutil.rmtree(self._engine_directory, ignore_errors=True)
+
+    @property
+    def _has_operators(self) -> bool:
+        """Whether this project's operators run the frozen model."""
+        return self.accelerator.device.type == "cpu" and not operators.missing()
 
     def _writer(self) -> Writer:
         """What writes the model's own text: on a CPU this project's operators, which read the weights as they are stored."""
-        if self.accelerator.device.type != "cpu":
-            return TorchWriter(self.decoder)
-        if not operators.missing():
+        if self._has_operators:
             return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
-        if self.is_main:
+        if self.accelerator.device.type == "cpu" and self.is_main:
             notice(SLOWLY)
         return TorchWriter(self.decoder)
 
@@ -214,14 +221,22 @@ class Run:
         key = [self.checkpoint.fingerprint(), prompts, data.validation_tokens, str(self.dtype)]
         directory = self.offline or self.output
         path = directory / f"validation-{digest(key)[:16]}.safetensors"
-        if self.is_main and not path.exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            new_tokens, eos_token_ids = min(free, data.validation_tokens), self.checkpoint.config.eos_token_ids
-            ValidationSet.make(self.decoder, prompts, new_tokens, layers, eos_token_ids).save(path)
+        if self.is_main:
+            self._complete_validation(path, prompts, min(free, data.validation_tokens), layers)
         self.accelerator.wait_for_everyone()
-        validation = ValidationSet.load(path)
+        return ValidationSet.load(path), rows
+
+    def _complete_validation(self, path: Path, prompts: list[list[int]], new_tokens: int, layers: Sequence[int]) -> None:
+        """Make the file of the validation set, or add the states after these layers that it lacks."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            validation = ValidationSet.load(path)
+        else:
+            validation = ValidationSet.make(self._writer(), prompts, new_tokens, self.checkpoint.config.eos_token_ids)
         missing = [layer for layer in layers if layer not in validation.hidden]
-        return (validation.with_states(self.decoder, missing) if missing else validation), rows
+        if missing:
+            teacher = self._teacher(missing, False, validation.tokens.shape[1])
+            validation.with_states(teacher, self.accelerator.device).save(path)
 
     def targets(self, rows: Rows, layers: Sequence[int]) -> TargetSource:
         """Make the source of training batches. With ``offline``, the missing part of the cache is computed first.
@@ -239,19 +254,25 @@ class Run:
         training, geometry = self.training, self.checkpoint.geometry
         keep_final = training.losses.hidden > 0
         if self.offline is None:
-            return OnlineTargets(rows, self._teacher(layers, keep_final), self.accelerator.device)
+            return OnlineTargets(rows, self._teacher(layers, keep_final, training.length), self.accelerator.device)
         base, top_k = self.checkpoint.fingerprint(), min(training.top_k, geometry.vocab_size)
         cache = TargetCache(self.offline, rows, base, layers, top_k, training.precision, keep_final)
         missing = len(cache.missing_shards())
         if missing:
             process, processes = self.accelerator.process_index, self.accelerator.num_processes
             with self.progress("teacher's targets", missing // processes) as advance:
-                teacher, device = self._teacher(cache.layers, keep_final), self.accelerator.device
+                teacher, device = self._teacher(cache.layers, keep_final, training.length), self.accelerator.device
                 cache.fill(teacher, device, geometry.hidden_size, training.batch, advance, process, processes)
         self.accelerator.wait_for_everyone()
         return cache
 
-    def _teacher(self, layers: Sequence[int], keep_final: bool) -> TeacherCall:
+    def _teacher(self, layers: Sequence[int], keep_final: bool, slots: int) -> TeacherCall:
+        """On a CPU this project's operators read, unless the final states are wanted, or torch's compiler."""
+        if self._has_operators and not keep_final and not self.compiled:
+            training, threads = self.training, torch.get_num_threads()
+            return EngineTeacher(
+                self.checkpoint, self._engine_directory, layers, training.top_k, training.precision, slots, threads
+            )
         teacher = Teacher(self.decoder, layers, self.training.top_k, self.training.precision, keep_final)
         if self.compiled:
             teacher.compile(dynamic=False)

@@ -21,6 +21,7 @@ from eesd.common.geometry import Geometry
 from eesd.common.json_input import read_json_object
 from eesd.distill.data import Rows, shard_name
 from eesd.distill.options import first_difference
+from eesd.distill.packed_states import SCALES, pack_states, unpack_states
 from eesd.distill.stored import damaged, saving
 from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.inputs import causal_inputs, empty_caches
@@ -157,9 +158,13 @@ class Teacher(nn.Module):
 
     def _top_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities [n, K] from LM head inputs [n, hidden]."""
-        logits = self.decoder.lm_head(x.to(self.decoder.lm_head.weight.dtype)).float()
-        values, ids = logits.topk(self.top_k)
-        return ids.int(), (values - logits.logsumexp(-1, keepdim=True)).half()
+        return top_tokens(self.decoder.lm_head(x.to(self.decoder.lm_head.weight.dtype)).float(), self.top_k)
+
+
+def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids, int32, and log-probabilities, float16, of the most likely tokens [n, count] for logits [n, V], best first."""
+    values, ids = logits.topk(count)
+    return ids.int(), (values - logits.logsumexp(-1, keepdim=True)).half()
 
 
 class TargetSource(Protocol):
@@ -183,8 +188,9 @@ class OnlineTargets:
 class TargetCache:
     """A directory with the hidden states and targets of all rows, in safetensors shards of 256 rows.
 
-    A complete cache replaces the teacher. Shards contain ``hidden.<layer>``, ``top_ids``, ``top_logprobs``, and ``final`` (the
-    final hidden states) if the hidden state loss needs it.
+    A complete cache replaces the teacher. If rows are added behind the others, only theirs are computed. Shards contain
+    ``hidden.<layer>``, ``top_ids``, ``top_logprobs``, and ``final`` (the final hidden states) if the hidden state loss needs
+    it. With the precision ``bf16`` states have 8 bits.
     """
 
     def __init__(
@@ -220,17 +226,25 @@ class TargetCache:
         path = directory / "cache.json"
         if path.exists():
             stored = read_json_object(path, f"delete {directory}, or give another --offline directory")
-            kept = stored.get("layers")
-            if isinstance(kept, list) and all(layer in kept for layer in layers):
-                self.meta["layers"] = kept
-            changed = first_difference(stored, self.meta)
-            if changed:
-                raise EESDError(
-                    f"The cache {directory} was made with other data or options ({changed}); give another --offline directory."
-                )
-        else:
-            with saving(path), written_whole(path) as temporary:
-                temporary.write_text(json.dumps(self.meta, indent=2) + "\n")
+            self._check(stored)
+            if stored["rows"] == len(rows):
+                return
+        with saving(path), written_whole(path) as temporary:
+            temporary.write_text(json.dumps(self.meta, indent=2) + "\n")
+
+    def _check(self, stored: dict[str, Any]) -> None:
+        """Check that a cache holds the targets of the first of these rows, or of all, and keep its layers."""
+        kept, count = stored.get("layers"), stored.get("rows")
+        if isinstance(kept, list) and all(layer in kept for layer in self.meta["layers"]):
+            self.meta["layers"] = kept
+        expected = dict(self.meta)
+        if type(count) is int and count < len(self.rows):
+            expected |= {"rows": count, "data": self.rows.digest(count)}
+        changed = first_difference(stored, expected)
+        if changed:
+            raise EESDError(
+                f"The cache {self.directory} was made with other data or options ({changed}); give another --offline directory."
+            )
 
     @property
     def layers(self) -> list[int]:
@@ -238,15 +252,28 @@ class TargetCache:
         return list(self.meta["layers"])
 
     def missing_shards(self) -> list[int]:
-        """Numbers of the shards that do not exist yet."""
-        count = -(-len(self.rows) // SHARD_ROWS)
-        return [number for number in range(count) if not (self.directory / shard_name(number)).exists()]
+        """Numbers of the shards that do not exist yet, or have fewer rows than there are now."""
+        missing = []
+        for number in range(-(-len(self.rows) // SHARD_ROWS)):
+            path = self.directory / shard_name(number)
+            if not path.exists() or _stored_rows(path) < self._rows_in(number):
+                missing.append(number)
+        return missing
+
+    def _rows_in(self, number: int) -> int:
+        """Rows of a shard."""
+        return min(SHARD_ROWS, len(self.rows) - number * SHARD_ROWS)
 
     def _row_bytes(self, hidden_size: int) -> int:
         """Bytes of one row on disk."""
         states = len(self.meta["layers"]) + bool(self.meta["final"])
-        state_bytes = storage_dtype(self.meta["precision"]).itemsize * hidden_size * states
-        return int(self.meta["length"]) * (state_bytes + 6 * int(self.meta["top_k"]))
+        state_bytes = hidden_size * states * (1.0625 if self._packed else 4)
+        return int(self.meta["length"] * (state_bytes + 6 * self.meta["top_k"]))
+
+    @property
+    def _packed(self) -> bool:
+        """Whether states have 8 bits."""
+        return bool(self.meta["precision"] == "bf16")
 
     def fill(
         self,
@@ -282,7 +309,8 @@ class TargetCache:
         for number in missing[process::processes]:
             tokens = torch.from_numpy(self.rows.tokens[number * SHARD_ROWS : (number + 1) * SHARD_ROWS, :-1].astype(np.int64))
             parts = [
-                _cached_tensors(*teacher(_pad_rows(ids, batch).to(device)), len(ids)) for ids in torch.split(tokens, batch)
+                _cached_tensors(*teacher(_pad_rows(ids, batch).to(device)), len(ids), self._packed)
+                for ids in torch.split(tokens, batch)
             ]
             shard = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
             path = self.directory / shard_name(number)
@@ -291,19 +319,21 @@ class TargetCache:
             advance(1)
 
     def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch:
-        final_hidden = self._read("final", indices) if self.meta["final"] else None
+        final_hidden = self._states("final", indices) if self.meta["final"] else None
         targets = Targets(self._read("top_ids", indices), self._read("top_logprobs", indices), final_hidden)
-        hidden = [self._read(f"hidden.{layer}", indices) for layer in layers]
+        hidden = [self._states(f"hidden.{layer}", indices) for layer in layers]
         return Batch(hidden, targets, *_next_tokens(self.rows, indices))
+
+    def _states(self, name: str, indices: NDArray[np.int64]) -> Tensor:
+        names = (name, name + SCALES) if self._packed else (name,)
+        stored = {each: self._read(each, indices) for each in names}
+        return unpack_states(name, stored) if self._packed else stored[name]
 
     def _tensor_names(self) -> list[str]:
         """Names of the tensors that every shard has."""
-        return [
-            *(f"hidden.{layer}" for layer in self.meta["layers"]),
-            "top_ids",
-            "top_logprobs",
-            *["final"] * self.meta["final"],
-        ]
+        states = [*(f"hidden.{layer}" for layer in self.meta["layers"]), *["final"] * self.meta["final"]]
+        scales = [name + SCALES for name in states if self._packed]
+        return [*states, *scales, "top_ids", "top_logprobs"]
 
     def _read(self, name: str, indices: NDArray[np.int64]) -> Tensor:
         return torch.cat([self._shard(int(i) // SHARD_ROWS).get_slice(name)[int(i) % SHARD_ROWS][None] for i in indices])
@@ -316,11 +346,19 @@ class TargetCache:
                 shapes = {name: tuple(shard.get_slice(name).get_shape()[:2]) for name in self._tensor_names()}
             except (SafetensorError, OSError):
                 raise damaged(path) from None
-            rows = min(SHARD_ROWS, len(self.rows) - number * SHARD_ROWS)
-            if set(shapes.values()) != {(rows, self.meta["length"])}:
+            if set(shapes.values()) != {(self._rows_in(number), self.meta["length"])}:
                 raise damaged(path)
             self._open_shards[number] = shard
         return self._open_shards[number]
+
+
+def _stored_rows(path: Path) -> int:
+    """Rows of a shard that an earlier run wrote."""
+    try:
+        with safe_open(path, framework="pt") as shard:
+            return int(shard.get_slice("top_ids").get_shape()[0])
+    except (SafetensorError, OSError, IndexError):
+        raise damaged(path) from None
 
 
 def _next_tokens(rows: Rows, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
@@ -335,10 +373,12 @@ def _pad_rows(ids: Tensor, batch: int) -> Tensor:
     return torch.nn.functional.pad(ids, (0, 0, 0, batch - len(ids)))
 
 
-def _cached_tensors(hidden: dict[int, Tensor], targets: Targets, count: int) -> dict[str, Tensor]:
-    """The first ``count`` rows of a pass, by their names in a shard."""
-    tensors = {f"hidden.{layer}": states for layer, states in hidden.items()}
-    tensors |= {"top_ids": targets.top_ids, "top_logprobs": targets.top_logprobs}
+def _cached_tensors(hidden: dict[int, Tensor], targets: Targets, count: int, packed: bool) -> dict[str, Tensor]:
+    """The first ``count`` rows of a pass, by their names in a shard; states in 8 bits if they are to be ``packed``."""
+    states = {f"hidden.{layer}": states for layer, states in hidden.items()}
     if targets.final_hidden is not None:
-        tensors["final"] = targets.final_hidden
+        states["final"] = targets.final_hidden
+    if packed:
+        states = {name: part for whole, states in states.items() for name, part in pack_states(whole, states).items()}
+    tensors = states | {"top_ids": targets.top_ids, "top_logprobs": targets.top_logprobs}
     return {name: tensor[:count].cpu() for name, tensor in tensors.items()}

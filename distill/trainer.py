@@ -105,7 +105,6 @@ class Trainer:
         self.targets, self.validation, self.output, self.head = targets, validation, output, head
         self.lm_head = lm_head.to(accelerator.device)
         head = head.to(accelerator.device)
-        self._lm_head_rows = head.rows_of(self.lm_head) if head.lm_head is None else self.lm_head
         self.identity = json.loads(json.dumps(asdict(options) | identity))
         student = Student(head, options.losses, options.precision)
         if compiled:
@@ -134,6 +133,7 @@ class Trainer:
                 options.
         """
         self._resume()
+        self._lm_head_rows = self.head.rows_of(self.lm_head) if self.head.lm_head is None else self.lm_head
         advance(self.step)
         acceptance = self._validate(report) if self.step == 0 else None
         started = time.monotonic()
@@ -265,7 +265,7 @@ class Trainer:
         step, stored_options = run.get("step"), run.get("options")
         if not isinstance(stored_options, dict) or type(step) is not int or newest.name != f"checkpoint-{step}":
             raise damaged(newest / "run.json", remedy)
-        changed = first_difference(stored_options, self.identity)
+        changed = first_difference(*map(self._fixed, (stored_options, self.identity)))
         if changed:
             raise EESDError(
                 f"{self.output} has a run with other options ({changed}); give the same options to continue it, "
@@ -278,6 +278,10 @@ class Trainer:
             self._save_head(state)  # the run may have been killed between the checkpoint and the head
         self.step = step
         self.metrics.start(self.step)
+
+    def _fixed(self, options: dict[str, Any]) -> dict[str, Any]:
+        """What a run must keep of its options. At a constant rate it may go on with more steps and more data."""
+        return options | {"steps": 0, "data": ""} if self.options.cooldown == 0 else options
 
     def _load_head(self, path: Path, remedy: str) -> None:
         state: dict[str, Any] = {f"head.{name}": value for name, value in load_tensors(path, remedy).items()}

@@ -21,10 +21,12 @@ from support.engine_dirs import edit_manifest
 from support.gguf_files import Spec
 
 import eesd
+from eesd.distill import teacher
 from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main
 from eesd.distill.continuing import TorchWriter, Writer, continue_prompts
 from eesd.distill.data import Rows, batch_indices, split_documents
+from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.run import SLOWLY
 from eesd.distill.teacher import Teacher
@@ -115,6 +117,30 @@ def test_training_from_a_cache_gives_the_same_losses_without_the_teacher(
     assert read_losses(tmp_path / "online") == read_losses(tmp_path / "filling") == read_losses(tmp_path / "cached")
 
 
+def test_a_run_at_a_constant_rate_goes_on_with_more_text(
+    learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first targets stay, and so does the draft vocabulary. What is fixed in other runs is still refused."""
+    monkeypatch.setattr(teacher, "SHARD_ROWS", 64)
+    rows, (first, second) = np.load(own_rows), (tmp_path / "first.npy", tmp_path / "second.npy")
+    np.save(first, rows[:160])
+    np.save(second, rows[160:])
+    options: tuple[object, ...] = ("--cooldown", 0, "--draft-vocab", 40, "--offline", tmp_path / "cache", "--deep", 3)
+    options += ("--validation", own_rows, "--save-every", 10)
+    distill(learner, first, tmp_path / "head", *options, "--steps", 10)
+    shards = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*")}
+    vocabulary = load_file(tmp_path / "head/exit_head.safetensors")["draft_vocab"]
+    distill(learner, first, tmp_path / "head", "--data", second, *options, "--steps", 30)
+    assert sorted(read_losses(tmp_path / "head")) == [*range(1, 31)]
+    assert torch.equal(load_file(tmp_path / "head/exit_head.safetensors")["draft_vocab"], vocabulary)
+    kept = {path.name for path in (tmp_path / "cache").glob("shard-*") if shards.get(path.name) == path.stat().st_mtime_ns}
+    assert len(shards) == 3 and kept == {"shard-00000.safetensors", "shard-00001.safetensors"}  # the third was not full
+    again = ("--model", learner, "--exit-layer", 1, "-o", tmp_path / "head", *SMALL, *options, "--steps", 40)
+    assert_refused(run(main, *again, "--data", second), "cache", "other data")
+    assert_refused(run(main, *again, "--data", first, "--data", second, "--lr", 1), "other options (lr")
+    assert_refused(run(main, *again, "--data", first, "--data", second, "--cooldown", 0.5), "other options (cooldown")
+
+
 def test_the_cache_of_a_search_serves_the_chosen_layer(
     learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +171,7 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("batch", [4, 40])
 def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(learner: Path, tmp_path: Path, batch: int) -> None:
-    """Sampled ones, too. The engine that wrote them is gone at the end."""
+    """Sampled ones, too. The engine that wrote and read them is gone at the end."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc def"}\n{"text": "x = 1"}\n')
     arguments = ("--model", learner, "--exit-layer", 1, "--self-generate", prompts, *SMALL, "--own-rows", 40, "--steps", 1)
@@ -155,7 +181,7 @@ def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(learn
         succeed(main, *arguments, "--own-batch", size, "-o", output)
         shards = [load_file(path) for path in sorted((output / "own-text").glob("shard-*"))]
         found.append(torch.cat([shard["tokens"] for shard in shards]))
-        assert not list((output / "own-text").glob("engine-*"))
+        assert not list(output.rglob("engine-*"))
     assert torch.equal(*found)
 
 
@@ -260,6 +286,30 @@ def test_operators_write_what_an_engine_directory_generates(kind: str, learner: 
     assert bool(llm.manifest.quantization.tensors) == kind.startswith("Q")
     for prompt, text in zip(prompts, texts[0], strict=True):
         assert llm.generate(prompt, max_new_tokens=40 - len(prompt), ignore_eos=True).tokens == text[len(prompt) :]
+
+
+def test_operators_read_what_they_wrote(tmp_path: Path) -> None:
+    """Behind each token of a greedy text, the best token of the targets is the next one."""
+    needs_operators()
+    checkpoint = Checkpoint(gguf_files.write(tmp_path / "model.gguf", Spec("llama", matrices="Q4_1")))
+    length = EngineTeacher.CHUNK + 9
+    writer = EngineWriter(checkpoint, tmp_path / "engine", 1)
+    texts = continue_prompts(writer, [[5, 6, 7], [40]], [length] * 2, [0, 0], partial(numbers, 0), ())
+    teacher = EngineTeacher(checkpoint, tmp_path / "engine", [1, 2], 3, "bf16", length, 2)
+    _, targets = teacher(torch.tensor(texts))
+    assert [ids[2:-1, 0].tolist() for ids in targets.top_ids] == [text[3:] for text in texts]
+
+
+def test_operators_read_what_torch_reads(learner: Path, tmp_path: Path) -> None:
+    needs_operators()
+    checkpoint, ids = Checkpoint(learner), torch.randint(3, 97, (2, EngineTeacher.CHUNK + 5))
+    expected, wanted = Teacher(checkpoint.decoder(), [1, 3], 5, "float32")(ids)
+    hidden, targets = EngineTeacher(checkpoint, tmp_path / "engine", [1, 3], 5, "float32", ids.shape[1], 1)(ids)
+    assert hidden.keys() == expected.keys()
+    for layer, states in hidden.items():
+        torch.testing.assert_close(states, expected[layer], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(targets.top_logprobs, wanted.top_logprobs, atol=2e-3, rtol=1e-3)
+    assert (targets.top_ids == wanted.top_ids).float().mean() > 0.99
 
 
 def test_an_engine_is_made_once_and_again_if_it_is_damaged_small_or_of_another_model(learner: Path, tmp_path: Path) -> None:

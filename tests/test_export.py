@@ -1,5 +1,6 @@
 """``eesd-export`` writes complete directories of standard graphs that generate the same tokens as transformers."""
 
+import dataclasses
 import json
 import shutil
 from collections import Counter
@@ -19,6 +20,7 @@ from support.engine_dirs import graph_of, tensor_locations, trained_head
 from transformers import AutoModelForCausalLM
 
 import eesd
+from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of, verify_files
 from eesd.common.manifest import FEW_NODES, MANIFEST_FILE, WEIGHTS_FILE, Manifest
 from eesd.common.manifest_reader import load_manifest
@@ -275,4 +277,4 @@ def test_manifest_is_json_of_format_version_8(engine: Path) -> None:
     raw = json.loads((engine / MANIFEST_FILE).read_text())
     assert raw["format_version"] == 8 and raw["verify"][0]["inputs"][5]["shape"] == ["B", 2, "S", 8]
     assert raw["geometry"]["rope_theta"] == 10000.0 and raw["geometry"]["rope_scaling"] is None
-    assert raw["exit_head"].keys() == {"layer", "blocks", "own_lm_head", "base", "trained", "calibration", "draft_vocab", "deep"}
+    assert raw["exit_head"].keys() == {field.name for field in dataclasses.fields(ExitConfig)}
