@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
-from eesd.distill.ages import AGES, aged_lm_head_input, fixed_roots
+from eesd.distill.ages import AGES, fixed_roots, states_before
 from eesd.distill.continuing import Writer, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.distill.teacher import LOGITS_PER_CHUNK, TeacherCall, full_sequence_inputs
@@ -144,12 +144,14 @@ class ValidationSet:
         starts: Index of the first token of each continuation [P].
         ends: Index after the last token of each continuation [P].
         hidden: For each exit layer, the hidden states after it [P, T, hidden].
+        kinds: Kind of each prompt [P]; empty: they are all of one kind.
     """
 
     tokens: Tensor
     starts: Tensor
     ends: Tensor
     hidden: dict[int, Tensor]
+    kinds: tuple[str, ...] = ()
 
     @classmethod
     def make(
@@ -230,10 +232,8 @@ class ValidationSet:
             tokens = hidden.shape[1]
             inputs, caches = full_sequence_inputs(geometry, len(hidden), tokens, len(head.blocks), torch.float32, device)
             x, *deep = (part.to(device).float() for part in (hidden, *deep))
-            if config.deep:
-                features = aged_lm_head_input(head, x, deep, fixed_roots(tokens, age).to(device), inputs)
-            else:
-                features, _ = head.lm_head_input(x, inputs, caches)
+            state = states_before(head, deep, fixed_roots(tokens, age).to(device)) if deep else None
+            features, _ = head.lm_head_input(x, inputs, caches, state)
             chunks = torch.split(features.flatten(0, 1), max(1, LOGITS_PER_CHUNK // len(weight)))
             parts = [_greedy_columns(linear(chunk, weight)) for chunk in chunks]
             passes.append([torch.cat(part).view(hidden.shape[:2]).cpu() for part in zip(*parts, strict=True)])
@@ -243,6 +243,14 @@ class ValidationSet:
     def correct_drafts(self, head: ExitHead, geometry: Geometry, lm_head: Tensor) -> list[NDArray[np.bool_]]:
         """For each continuation, whether the head's draft of token i is token i [A, T]. Arguments as for :meth:`drafts`."""
         return [drafts.correct for drafts in self.drafts(head, geometry, lm_head)]
+
+
+def acceptance_by_kind(texts: Sequence[NDArray[np.bool_]], kinds: Sequence[str]) -> dict[str, Acceptance]:
+    """The counts of :func:`replay_acceptance` for the texts of each kind, in the order of names."""
+    found: dict[str, list[NDArray[np.bool_]]] = {}
+    for kind, text in zip(kinds, texts, strict=False):
+        found.setdefault(kind, []).append(text)
+    return {kind: replay_acceptance(found[kind]) for kind in sorted(found)}
 
 
 def _greedy_columns(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""A head with deep layers in one parallel pass, although each round makes its committed tokens deep.
+"""The age of a drafted token, and what a head with deep layers knows at it.
 
-A token drafted behind the root r attends to the tokens before r with the keys and values that verify wrote of their deep
-states, and from r on with those of the draft. So what it computes depends on its *age*, the number of drafted tokens before it.
-A pass gives each position a root of its own, and so one age: it costs one attention over both kinds of keys.
+All draft steps of a round read the deep state of the token before the root. So what a position computes depends on its *age*,
+the number of drafted tokens before it in the round. Training gives each position of a row a root, with rounds of random
+lengths; validation makes a pass for each age.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eesd.model.decoder import Block, Inputs, attend, rotate
+from eesd.model.deep_states import deep_states
 from eesd.model.exit_head import ExitHead
 
 AGES = 8
@@ -22,8 +22,8 @@ MEAN_ROUND = 3.0
 
 
 def fixed_roots(tokens: int, age: int) -> Tensor:
-    """The root of each position [T] at one age; the first positions are younger."""
-    return (torch.arange(tokens) - age).clamp_min(0)
+    """The root of each position [1, T] at one age; the first positions are younger."""
+    return (torch.arange(tokens) - age).clamp_min(0)[None]
 
 
 def random_roots(batch: int, tokens: int, seed: int, number: int) -> Tensor:
@@ -43,32 +43,14 @@ def random_roots(batch: int, tokens: int, seed: int, number: int) -> Tensor:
     return torch.from_numpy(np.maximum(roots, positions - AGES + 1))
 
 
-def aged_lm_head_input(head: ExitHead, x: Tensor, deep: Sequence[Tensor], roots: Tensor, inputs: Inputs) -> Tensor:
-    """The input of the LM head [B, T, hidden] at every position.
+def states_before(head: ExitHead, hidden: Sequence[Tensor], roots: Tensor) -> Tensor:
+    """The deep state [B, T, 2 KV D] that each position reads: that of the token before its root, zero if there is none.
 
     Args:
         head: A head with deep layers.
-        x: States after layer N [B, T, hidden].
-        deep: States after each deep layer, the same shape.
-        roots: Root of each position [B, T] or [T].
-        inputs: Of a causal pass over T slots.
+        hidden: Hidden states after each deep layer, [B, T, hidden].
+        roots: Root of each position [B, T], or [1, T].
     """
-    [block] = head.blocks
-    assert isinstance(block, Block)
-    attention = block.self_attn
-    q, k, v = attention.project(block.input_layernorm(x))
-    deep_k, deep_v = attention.heads(head.committed_kv((x, *deep)), (1, 1))
-    keys = torch.cat([rotate(attention.k_norm(part), inputs) for part in (k, deep_k)], 2)
-    y = attend(rotate(attention.q_norm(q), inputs), keys, torch.cat([v, deep_v], 2), _aged(inputs, roots, x.shape[1]))
-    x = x + attention.o_proj(y.transpose(1, 2).flatten(2))
-    normed: Tensor = head.norm(x + block.mlp(block.post_attention_layernorm(x)))
-    return normed
-
-
-def _aged(inputs: Inputs, roots: Tensor, tokens: int) -> Inputs:
-    """Inputs whose mask [B, 1, T, 2 T] shows the draft's keys from the root on, and those of verify before it."""
-    slots = torch.arange(tokens, device=roots.device)
-    before = slots < roots[..., None]
-    drafted = ~before & (slots <= slots[:, None])
-    mask = torch.where(torch.cat([drafted, before], -1), 0.0, -30000.0).to(inputs.attn_mask.dtype)
-    return Inputs(inputs.cos, inputs.sin, inputs.position_ids, inputs.write_indices, mask.view(-1, 1, tokens, 2 * tokens))
+    states = deep_states(head.deep, hidden)
+    roots = roots.expand(states.shape[:2])[..., None]
+    return torch.gather(states, 1, (roots - 1).clamp_min(0).expand_as(states)) * (roots > 0)

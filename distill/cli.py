@@ -13,7 +13,7 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import LARGEST_SIZE
 from eesd.common.terminal import progress_bar
 from eesd.common.weights import DTYPES
-from eesd.distill.options import OPTIMIZERS, PRECISIONS
+from eesd.distill.options import OPTIMIZERS, PRECISIONS, STARTS
 
 if TYPE_CHECKING:  # torch loads after the options are parsed, so that --help is fast
     from eesd.distill.run import Run
@@ -25,29 +25,44 @@ INTERVAL = click.IntRange(1, 10**9)
 
 @cli.command()
 @click.option("--model", type=cli.NAME, required=True, help="Model directory, GGUF file, Hugging Face id, or short name.")
-@click.option("--exit-layer", type=click.IntRange(1, 10_000), help="Number of model layers before the exit head (N).")
+@click.option(
+    "--exit-layer",
+    type=click.IntRange(1, 10_000),
+    help="Number of model layers before the exit head (N).  [default: 4, or fewer]",
+)
 @click.option("-o", "--output", type=cli.PATH, required=True, help="Directory for the head, checkpoints and metrics.")
-@click.option("--blocks", type=click.IntRange(1, 1000), default=1, help="Number of decoder blocks in the head (E).")
-@click.option("--own-lm-head/--shared-lm-head", default=False, help="Train an LM head for the exit head, or use the model's.")
+@click.option("--blocks", type=click.IntRange(1, 1000), help="Number of decoder blocks in the head (E).  [default: 1]")
+@click.option(
+    "--own-lm-head/--shared-lm-head", default=None, help="Train an LM head for the exit head, or use the model's (the default)."
+)
 @click.option(
     "--draft-vocab",
     type=click.IntRange(0, LARGEST_SIZE),
-    default=0,
-    help="Let the head predict only this many tokens, the most used ones of the text; 0: the whole vocabulary.",
+    help="Let the head predict only this many tokens, the most used ones of the text; 0: the whole vocabulary.  [default: a "
+    "quarter of a large vocabulary]",
 )
 @click.option(
-    "--deep", default="", help="Layers above N whose states verify also reads for the head's keys and values, e.g. 10,20,30."
+    "--deep",
+    help="Layers above N whose states verify also reads for the head's keys and values, e.g. 10,20,30; '' for none.  [default: "
+    "the thirds of the model, for a head of one block]",
 )
-@click.option("--init-head", type=cli.PATH, help="Start from this head instead of the model's last layers.")
+@click.option(
+    "--init-head", type=cli.PATH, help="Start from this head, and with its structure, instead of the model's last layers."
+)
 @click.option("--search-exit-layer", help="Compare these exit layers in short runs, e.g. 2,3,4,6, and recommend one.")
 @click.option("--search-blocks", default="1", help="Numbers of blocks that the search tries.")
 @click.option("--data", type=cli.PATH, multiple=True, help="Rows to train on: .txt, .jsonl, .npy, .safetensors; repeatable.")
 @click.option(
     "--self-generate", type=cli.PATH, multiple=True, help="Prompts; the model's continuations are trained on; repeatable."
 )
-@click.option("--self-prompt", type=click.IntRange(0, 10**9), default=0, help="Prompts that the model writes itself.")
 @click.option(
-    "--self-prompt-start", default=("",), multiple=True, help="Words that its prompts begin with, in turn; repeatable."
+    "--self-prompt",
+    type=click.IntRange(0, 10**9),
+    default=0,
+    help="Prompts that the model writes itself.  [default: half as many as --own-rows if there is no other data]",
+)
+@click.option(
+    "--self-prompt-start", default=STARTS, multiple=True, help="Words that its prompts begin with, in turn; repeatable."
 )
 @click.option("--own-text", type=cli.PATH, help="Directory of the generated text.  [default: OUTPUT/own-text]")
 @click.option("--own-rows", type=click.IntRange(1, 10**9), default=4096, help="Number of rows to generate.")
@@ -112,7 +127,7 @@ INTERVAL = click.IntRange(1, 10**9)
 def main(**options: Any) -> None:
     """Train an exit head for a frozen model on text that the model generates.
 
-    The same command continues a run that was stopped.
+    Without data the model writes its own prompts. The same command continues a run that was stopped.
     """
     try:
         import accelerate  # noqa: F401
@@ -122,11 +137,10 @@ def main(**options: Any) -> None:
         raise EESDError(f"Distillation needs {error.name}; install it with: pip install 'eesd[distill]'.") from None
     layers = _parse_counts("--search-exit-layer", options.pop("search_exit_layer"), 10_000)
     blocks = _parse_counts("--search-blocks", options.pop("search_blocks"), 1000)
-    options["deep"] = _parse_counts("--deep", options["deep"] or None, 10_000)
+    if options["deep"] is not None:
+        options["deep"] = _parse_counts("--deep", options["deep"] or None, 10_000)
     options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float, 0, 100)
-    if options["exit_layer"] is None:
-        if not layers:
-            raise EESDError("Give --exit-layer N, or --search-exit-layer 2,3,4 to find one.")
+    if layers and options["exit_layer"] is None:
         options["exit_layer"] = layers[0]
     try:
         run = make_run(options, progress_bar)
@@ -208,6 +222,10 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     if "acceptance" in metrics:
         depths = " ".join(f"{value:.3f}" for value in metrics["acceptance"])
         values = f"acceptance by depth {depths}  tokens per round {metrics['tokens_per_round']:.3f}"
+        kinds = metrics.get("kinds", {}).items()
+        values += "".join(
+            f"\n{'':12}{kind:16} first {first:.3f}  tokens per round {tokens:.3f}" for kind, (first, tokens) in kinds
+        )
     else:
         values = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("loss", "ce", "kl", "agreement"))
         values += f"  {metrics['seconds']:.0f} s"

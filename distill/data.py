@@ -28,6 +28,14 @@ Document = Sequence[int] | NDArray[Any]
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """Token ids of a prompt, and its kind: the line's ``kind``, ``category`` or ``task``, or else the file's name."""
+
+    tokens: list[int]
+    kind: str
+
+
+@dataclass(frozen=True)
 class Rows:
     """Rows to train on.
 
@@ -130,7 +138,7 @@ def read_prompts(
     prompt_tokens: int,
     max_tokens: int,
     seed: int,
-) -> list[list[int]]:
+) -> list[Prompt]:
     """Read at most ``count`` prompts: the lines of ``.jsonl`` files, and random passages of other files.
 
     Args:
@@ -143,27 +151,28 @@ def read_prompts(
         seed: Seed of the selection.
 
     Returns:
-        Token ids of each prompt.
+        The prompts.
 
     Raises:
         EESDError: A file cannot be read, it has no prompts, or a token is not in the vocabulary.
     """
-    prompts: list[list[int]] = []
+    prompts: list[Prompt] = []
     rng = np.random.default_rng(seed)
     for path in paths:
-        documents = [np.asarray(document) for document in read_documents(path, codec)]
         if path.suffix == ".jsonl":
-            prompts += [document[-max_tokens:].tolist() for document in documents]
+            prompts += [Prompt(ids[-max_tokens:], kind) for ids, kind in _read_lines(path, codec)]
             continue
+        documents = [np.asarray(document) for document in read_documents(path, codec)]
         documents = [document for document in documents if len(document) >= prompt_tokens]
         sizes = np.asarray([len(document) for document in documents], np.float64)
         for index in rng.choice(len(documents), count, p=sizes / sizes.sum()) if documents else ():
             start = int(rng.integers(0, len(documents[index]) - prompt_tokens + 1))
-            prompts.append(documents[index][start : start + prompt_tokens].tolist())
-    prompts = [prompt for prompt in prompts if prompt]
+            prompts.append(Prompt(documents[index][start : start + prompt_tokens].tolist(), path.stem))
+    prompts = [prompt for prompt in prompts if prompt.tokens]
     if not prompts:
         raise EESDError(f"There are no prompts in {', '.join(map(str, paths))}; give JSON lines or longer texts.")
-    _check_vocabulary(np.concatenate(prompts).astype(np.int32), vocab_size, ", ".join(map(str, paths)))
+    every = np.concatenate([prompt.tokens for prompt in prompts]).astype(np.int32)
+    _check_vocabulary(every, vocab_size, ", ".join(map(str, paths)))
     chosen = rng.permutation(len(prompts))[:count] if len(prompts) > count else range(len(prompts))
     return [prompts[int(index)] for index in chosen]
 
@@ -206,13 +215,24 @@ def read_documents(path: Path, codec: TextCodec | None) -> Iterator[Document]:
         yield from np.atleast_2d(_load_npy(path))
     elif path.suffix == ".safetensors":
         yield from _load_safetensors(path)
-    elif codec is None:
-        raise EESDError(f"{path} is text and the model directory has no tokenizer.json; give token arrays.")
     elif path.suffix == ".jsonl":
-        for line in _read_json_lines(path):
-            yield _encode_line(path, line, codec)
+        yield from (ids for ids, _ in _read_lines(path, codec))
     else:
-        yield codec.encode(decode(path.read_bytes(), str(path), "give text, .jsonl, .npy or .safetensors"))
+        yield _needed(codec, path).encode(decode(path.read_bytes(), str(path), "give text, .jsonl, .npy or .safetensors"))
+
+
+def _needed(codec: TextCodec | None, path: Path) -> TextCodec:
+    if codec is None:
+        raise EESDError(f"{path} is text and the model directory has no tokenizer.json; give token arrays.")
+    return codec
+
+
+def _read_lines(path: Path, codec: TextCodec | None) -> Iterator[tuple[list[int], str]]:
+    """Token ids and kind of each line of a ``.jsonl`` file."""
+    codec = _needed(codec, path)
+    for line in _read_json_lines(path):
+        kind = next((line[key] for key in ("kind", "category", "task") if isinstance(line.get(key), str)), path.stem)
+        yield _encode_line(path, line, codec), kind
 
 
 def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, log_softmax, smooth_l1_loss
 from torch.utils.checkpoint import checkpoint
 
-from eesd.distill.ages import aged_lm_head_input
+from eesd.distill.ages import states_before
 from eesd.distill.options import LossOptions
 from eesd.distill.teacher import LOGITS_PER_CHUNK, Batch, autocast
 from eesd.model.decoder import KV, Inputs
@@ -152,10 +152,8 @@ class Student(nn.Module):
         own_lm_head, targets, mask = self.head.lm_head, batch.targets, batch.mask
         with autocast(self.precision, mask.device):
             hidden, *deep = [states.float() for states in batch.hidden]
-            if roots is None:
-                features, _ = self.head.lm_head_input(hidden, inputs, list(caches))
-            else:
-                features = aged_lm_head_input(self.head, hidden, deep, roots, inputs)
+            state = None if roots is None else states_before(self.head, deep, roots)
+            features, _ = self.head.lm_head_input(hidden, inputs, list(caches), state)
             losses, agrees = token_losses(
                 features.flatten(0, 1),
                 lm_head if own_lm_head is None else own_lm_head.weight,

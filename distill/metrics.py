@@ -48,7 +48,7 @@ class MetricsLog:
         with saving(self.path), self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         if self._writer is not None:
-            for name, value in metrics.items():
+            for name, value in (metrics | {"kinds": []} | metrics.get("kinds", {})).items():
                 by_depth = enumerate(value, 1) if isinstance(value, list) else [(0, value)]
                 for depth, number in by_depth:
                     if name != "step":

@@ -9,6 +9,13 @@ from typing import Any
 from eesd.common.errors import EESDError
 
 OPTIMIZERS = ("muon", "adamw")
+STARTS = (
+    *("", "", "", "", "Explain ", "What is ", "Who ", "How do I ", "Write a short story about ", "Write an email "),
+    *("Write a Python function ", "Summarize the following text: ", "Rewrite this text: ", "Translate German to English: "),
+    *("Answer the question using this passage.\n\nPassage: ", "Solve this problem step by step: ", "Imagine you are "),
+    *("Compare ", "List ", "Make a table of ", "Extract the names from this text: "),
+)
+"""What the prompts that a model writes begin with, in turn: kinds of tasks that people have."""
 PRECISIONS = ("bf16", "float32")
 
 

@@ -15,7 +15,7 @@ def pack_states(name: str, states: Tensor) -> dict[str, Tensor]:
 
     A hidden size that is no multiple of 32 has one scale. Numbers are off by at most 1/254 of the largest one in their block.
     """
-    blocks = states.float().unflatten(-1, (-1, _block(states.shape[-1])))
+    blocks = states.float().view(*states.shape[:-1], -1, _block(states.shape[-1]))
     scales = (blocks.abs().amax(-1) / 127).clamp_max(torch.finfo(torch.float16).max).half()
     levels = (blocks / scales.float().clamp_min(1e-8)[..., None]).round().clamp(-127, 127)
     return {name: levels.to(torch.int8).flatten(-2), name + SCALES: scales}
@@ -24,7 +24,8 @@ def pack_states(name: str, states: Tensor) -> dict[str, Tensor]:
 def unpack_states(name: str, stored: Mapping[str, Tensor]) -> Tensor:
     """States [..., hidden], bfloat16, from what :func:`pack_states` made."""
     levels, scales = stored[name], stored[name + SCALES]
-    return (levels.unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]).bfloat16().flatten(-2)
+    blocks = levels.view(*scales.shape, -1) * scales.float()[..., None]
+    return blocks.bfloat16().flatten(-2)
 
 
 def _block(hidden: int) -> int:

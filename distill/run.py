@@ -23,10 +23,12 @@ from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers, written_whole
 from eesd.common.geometry import ExitConfig
 from eesd.common.terminal import notice
-from eesd.distill.acceptance import Acceptance, ValidationSet, replay_acceptance
+from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, replay_acceptance
 from eesd.distill.calibrate import CalibrationResult, calibrate
+from eesd.distill.card import write_card
 from eesd.distill.continuing import TorchWriter, Writer
 from eesd.distill.data import (
+    Prompt,
     Rows,
     add_mixed_rows,
     count_next_tokens,
@@ -41,12 +43,13 @@ from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions, digest
 from eesd.distill.self_prompt import SelfPromptOptions, self_prompts
 from eesd.distill.stored import saving
+from eesd.distill.structure import structure
 from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall
 from eesd.distill.trainer import Report, Trainer
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead, check_exit
-from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, save_config
+from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, read_exit_config, save_config
 from eesd.model.hub import find_model
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.engines import operators
@@ -65,6 +68,7 @@ class Run:
     """The options of a run and everything built from them, each part on first use.
 
     Attributes:
+        model: The base model, as the command names it.
         checkpoint: The base model.
         accelerator: Distributes the run over processes.
         training: Options of the training.
@@ -78,6 +82,7 @@ class Run:
         progress: Opens progress bars.
     """
 
+    model: str
     checkpoint: Checkpoint
     accelerator: Accelerator
     training: TrainingOptions
@@ -129,7 +134,8 @@ class Run:
     def _generate_rows(self) -> list[Path]:
         """Generate the missing shards of own text; returns all shards."""
         data, writer = self.data, self._writer()
-        prompts = self._prompts([*data.prompts, *self._write_prompts(writer)], data.own_rows)
+        read = self._prompts([*data.prompts, *self._write_prompts(writer)], data.own_rows)
+        prompts = [prompt.tokens for prompt in read]
         options = GenerationOptions(
             rows=data.own_rows,
             batch=data.own_batch,
@@ -187,7 +193,7 @@ class Run:
         with self.accelerator.main_process_first(), self.progress("own prompts", data.self_prompt) as advance:
             return write(writer, eos_token_ids=eos_token_ids, advance=advance)
 
-    def _prompts(self, paths: Sequence[Path], count: int) -> list[list[int]]:
+    def _prompts(self, paths: Sequence[Path], count: int) -> list[Prompt]:
         return read_prompts(
             paths,
             self.codec,
@@ -211,8 +217,10 @@ class Run:
             EESDError: There are too few rows, or a prompt is too long for the model.
         """
         data, rows = self.data, self.rows
+        kinds: tuple[str, ...] = ()
         if data.validation:
-            prompts = self._prompts(data.validation, data.validation_prompts)
+            read = self._prompts(data.validation, data.validation_prompts)
+            prompts, kinds = [prompt.tokens for prompt in read], tuple(prompt.kind for prompt in read)
         else:
             prompts, rows = hold_out_prompts(rows, data.validation_prompts, data.prompt_tokens)
         free = self.checkpoint.config.max_positions - max(map(len, prompts))
@@ -224,7 +232,7 @@ class Run:
         if self.is_main:
             self._complete_validation(path, prompts, min(free, data.validation_tokens), layers)
         self.accelerator.wait_for_everyone()
-        return ValidationSet.load(path), rows
+        return replace(ValidationSet.load(path), kinds=kinds), rows
 
     def _complete_validation(self, path: Path, prompts: list[list[int]], new_tokens: int, layers: Sequence[int]) -> None:
         """Make the file of the validation set, or add the states after these layers that it lacks."""
@@ -399,15 +407,19 @@ class Run:
         Raises:
             EESDError: The head computes values that are not finite.
         """
-        validation, _ = self.validation_and_training_rows([self.training.exit_layer, *self.training.deep])
+        validation, rows = self.validation_and_training_rows([self.training.exit_layer, *self.training.deep])
         head = self.checkpoint.exit_head(self.output).to(self.accelerator.device)
         drafts = validation.drafts(head, self.checkpoint.geometry, self.lm_head)
         if not all(np.isfinite(text.margin).all() for text in drafts):
             raise EESDError(f"The head in {self.output} computes logits that are not finite; train it again.")
-        result = calibrate(drafts)
+        result, texts = calibrate(drafts), [text.correct for text in drafts]
+        acceptance = replay_acceptance(texts)
         if self.is_main:
             save_config(replace(head.exit_config, calibration=result.prior), self.output)
-        return replay_acceptance([text.correct for text in drafts]), result
+            if self.training.steps:
+                kinds, processes = acceptance_by_kind(texts, validation.kinds), self.accelerator.num_processes
+                write_card(self.output, self.model, head, rows, self.training, processes, acceptance, kinds)
+        return acceptance, result
 
 
 def make_accelerator() -> Accelerator:
@@ -444,6 +456,9 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         unroll=options["unroll"],
         unroll_decay=options["unroll_decay"],
     )
+    checkpoint = Checkpoint(find_model(options["model"]))
+    given = None if options["init_head"] is None else read_exit_config(options["init_head"], checkpoint.fingerprint())
+    options = options | structure(options, checkpoint.geometry, given)
     same_names = {field.name for field in fields(TrainingOptions)} - {"losses"}
     training = TrainingOptions(**{name: options[name] for name in same_names}, losses=losses)
     output: Path = options["output"]
@@ -454,18 +469,20 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         "own_text": options["own_text"] or output / "own-text",
     }
     same_names = {field.name for field in fields(DataOptions)} - renamed.keys()
+    if not (options["data"] or options["self_generate"] or options["self_prompt"]) and (
+        training.steps or not options["validation"]
+    ):
+        options["self_prompt"] = max(1, options["own_rows"] // 2)
     data = DataOptions(**renamed, **{name: options[name] for name in same_names})
     if not training.steps and options["init_head"] is None:
         raise EESDError("--steps 0 trains nothing; give the head to calibrate with --init-head DIR.")
-    sources = bool(data.files) + bool(data.prompts or data.self_prompt)
-    if sources > 1 or (not sources and (training.steps or not data.validation)):
+    if data.files and (data.prompts or data.self_prompt):
         raise EESDError(
             "Give either --data FILE (rows to train on), or prompts for the model: --self-generate FILE or --self-prompt N."
         )
     for path in (*data.files, *data.prompts, *data.mixed, *data.validation):
         if not path.is_file():
             raise EESDError(f"{path} is not a file; give files of text, JSON lines or token arrays.")
-    checkpoint = Checkpoint(find_model(options["model"]))
     if training.draft_vocab >= checkpoint.geometry.vocab_size:
         training = replace(training, draft_vocab=0)
     if training.length > checkpoint.config.max_positions:
@@ -478,6 +495,7 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
     on_cpu = accelerator.device.type == "cpu"
     dtype = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
     run = Run(
+        model=options["model"],
         checkpoint=checkpoint,
         accelerator=accelerator,
         training=training,

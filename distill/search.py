@@ -13,6 +13,7 @@ from math import prod
 from eesd.common.geometry import Geometry
 from eesd.common.weights import block_shapes
 from eesd.distill.acceptance import DRAFTS_PER_ROUND, Acceptance, replay_acceptance
+from eesd.distill.options import TrainingOptions
 from eesd.distill.run import Run
 from eesd.distill.trainer import Report
 from eesd.model.exit_head import check_exit
@@ -89,14 +90,14 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report:
     geometry = run.checkpoint.geometry
     pairs = [(layer, blocks) for layer in layers for blocks in block_counts]
     for layer, blocks in pairs:
-        check_exit(geometry, run.head_config(replace(run.training, exit_layer=layer, blocks=blocks)))
+        check_exit(geometry, run.head_config(_training(run.training, layer, blocks)))
     run.output.mkdir(parents=True, exist_ok=True)
     read = [*layers, *run.training.deep]
     validation, rows = run.validation_and_training_rows(read)
     targets = run.targets(rows, read)
     costs, candidates = LayerCosts.from_geometry(geometry, run.training.draft_vocab), []
     for layer, blocks in pairs:
-        training = replace(run.training, exit_layer=layer, blocks=blocks)
+        training = _training(run.training, layer, blocks)
         output = run.output / f"exit-{layer}-blocks-{blocks}"
         output.mkdir(exist_ok=True)
         trainer = run.trainer(run.initial_head(training, rows), training, rows, targets, validation, output)
@@ -111,6 +112,12 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report:
         draft_cost = costs.draft_step(layer, blocks) / costs.plain_step
         candidates.append(Candidate(layer, blocks, acceptance, draft_cost, best, speed_ups[best]))
     return sorted(candidates, key=lambda candidate: -candidate.speed_up)
+
+
+def _training(training: TrainingOptions, layer: int, blocks: int) -> TrainingOptions:
+    """The options of a candidate: with deep layers only where it can have them."""
+    deep = tuple(one for one in training.deep if one > layer) if blocks == 1 else ()
+    return replace(training, exit_layer=layer, blocks=blocks, deep=deep)
 
 
 def _labelled(report: Report, label: str) -> Report:

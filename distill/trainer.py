@@ -27,7 +27,7 @@ from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, remove_leftovers
 from eesd.common.geometry import Geometry
 from eesd.common.json_input import read_json_object
-from eesd.distill.acceptance import Acceptance, ValidationSet, replay_acceptance
+from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, replay_acceptance
 from eesd.distill.ages import random_roots
 from eesd.distill.data import Rows, batch_indices
 from eesd.distill.losses import LOSS_NAMES, Student
@@ -189,8 +189,11 @@ class Trainer:
         return random_roots(options.batch, options.length, options.seed, number).to(self.accelerator.device)
 
     def _validate(self, report: Report) -> Acceptance:
-        acceptance = replay_acceptance(self.validation.correct_drafts(self.full_head(), self.geometry, self.lm_head))
-        metrics = {"acceptance": acceptance.by_depth, "tokens_per_round": acceptance.tokens_per_round}
+        texts = self.validation.correct_drafts(self.full_head(), self.geometry, self.lm_head)
+        acceptance, kinds = replay_acceptance(texts), acceptance_by_kind(texts, self.validation.kinds)
+        metrics: dict[str, Any] = {"acceptance": acceptance.by_depth, "tokens_per_round": acceptance.tokens_per_round}
+        if len(kinds) > 1:
+            metrics["kinds"] = {kind: [one.by_depth[0], one.tokens_per_round] for kind, one in kinds.items()}
         report(self._log({"step": self.step, **metrics}))
         return acceptance
 

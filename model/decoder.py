@@ -157,29 +157,20 @@ class Attention(nn.Module):
 
     def write_kv(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
         """Project x [B, n, hidden] to keys and values, and write them into the caches."""
-        return self.write_projected(joint_linear(x, (self.k_proj, self.v_proj)), inputs, cache)
-
-    def write_projected(self, kv: Tensor, inputs: Inputs, cache: KV) -> KV:
-        """Write keys and values that are projected already, side by side [B, n, 2 KV D], into the caches."""
-        k, v = self.heads(kv, (1, 1))
+        k, v = self._heads(x, (self.k_proj, self.v_proj))
         return self._write(k, v, inputs, cache)
 
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         """Return the attention output [B, n, hidden] and the written caches."""
-        q, k, v = self.project(x)
+        q, k, v = self._heads(x, (self.q_proj, self.k_proj, self.v_proj))
         keys, values = self._write(k, v, inputs, cache)
         y = attend(rotate(self.q_norm(q), inputs), keys, values, inputs)
         return self.o_proj(y.transpose(1, 2).flatten(2)), (keys, values)
 
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries [B, H, n, D], keys and values [B, KV, n, D] for x [B, n, hidden], not normalized and not rotated."""
-        group = self.q_proj.out_features // self.k_proj.out_features
-        return self.heads(joint_linear(x, (self.q_proj, self.k_proj, self.v_proj)), (group, 1, 1))
-
-    def heads(self, y: Tensor, shares: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Split y [B, n, C] into tensors [B, heads, n, D], of which each has the KV heads times its share."""
-        kv_heads = self.k_proj.out_features // self.head_dim
-        return torch.split(y.view(*y.shape[:2], -1, self.head_dim).transpose(1, 2), [share * kv_heads for share in shares], 1)
+    def _heads(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
+        """The outputs [B, heads, n, D] of linear layers for x [B, n, hidden]."""
+        y = joint_linear(x, layers).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+        return torch.split(y, [layer.out_features // self.head_dim for layer in layers], 1)
 
     def _write(self, k: Tensor, v: Tensor, inputs: Inputs, cache: KV) -> KV:
         return (
@@ -213,9 +204,10 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
         self.mlp = MLP(geometry)
 
-    def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
+    def forward(self, x: Tensor, inputs: Inputs, cache: KV, more: Tensor | None = None) -> tuple[Tensor, KV]:
+        """``more`` [B, n, hidden], or one for all n tokens, is added behind the attention."""
         attended, cache = self.self_attn(self.input_layernorm(x), inputs, cache)
-        x = x + attended
+        x = x + attended if more is None else x + attended + more
         return x + self.mlp(self.post_attention_layernorm(x)), cache
 
     def write_kv(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:

@@ -3,9 +3,7 @@
 It consists of E decoder blocks, a norm, and the base model's LM head or its own. With a draft vocabulary it predicts only Vd of
 the V tokens. It is stored in a checkpoint of its own: ``exit_head_file.py``.
 
-A head with deep layers has two projections to keys and values. The draft knows of its tokens only the state after layer N, and
-uses the block's own. Verify has run all layers, and writes the keys and values of its tokens from that state *and* those after
-the deep layers. So the head attends to committed tokens with what the whole model knows of them, and to drafted ones as before.
+A head with deep layers also reads the deep state of the token before the root: ``deep_states.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,20 +16,7 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, deep_fault, draft_columns
 from eesd.common.weights import DRAFT_VOCAB, FINAL_NORM, LM_HEAD, block_shapes, lm_head_name
 from eesd.model.decoder import KV, Block, Decoder, Inputs, RMSNorm
-
-
-class StateToKV(nn.Module):
-    """What one hidden state of a committed token adds to its keys and values."""
-
-    def __init__(self, geometry: Geometry, bias: bool) -> None:
-        super().__init__()
-        self.norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
-        self.kv_proj = nn.Linear(geometry.hidden_size, 2 * geometry.num_kv_heads * geometry.head_dim, bias=bias)
-
-    def forward(self, state: Tensor) -> Tensor:
-        """For a state [B, n, hidden], keys and values side by side [B, n, 2 KV D]."""
-        kv: Tensor = self.kv_proj(self.norm(state))
-        return kv
+from eesd.model.deep_states import DeepState, carry_deep_states, deep_states, write_deep_states
 
 
 class ExitHead(nn.Module):
@@ -53,19 +38,24 @@ class ExitHead(nn.Module):
         self.lm_head = nn.Linear(geometry.hidden_size, columns, bias=False) if exit_config.own_lm_head else None
         ids = torch.zeros(exit_config.draft_vocab, dtype=torch.int64) if exit_config.draft_vocab else None
         self.register_buffer(DRAFT_VOCAB, ids)
-        read = (exit_config.layer, *exit_config.deep) if exit_config.deep else ()
-        self.deep = nn.ModuleList(StateToKV(geometry, bias=geometry.qkv_bias and not index) for index in range(len(read)))
+        self.deep = nn.ModuleList(DeepState(geometry) for _ in exit_config.deep)
+        width = 2 * geometry.num_kv_heads * geometry.head_dim
+        self.deep_in_proj = nn.Linear(width, geometry.hidden_size, bias=False) if exit_config.deep else None
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear) -> tuple[Tensor, list[KV]]:
-        """Predict from the hidden state x [B, n, hidden] after layer N, with a pair of caches for each block.
+        """Predict from the hidden state x [B, n, hidden] after layer N, with the caches of the head.
 
         ``lm_head`` is the base model's; a head with its own does not use it. Returns logits [B, n, V], with a draft vocabulary
         [B, n, Vd], and the written caches.
         """
-        x, written = self.lm_head_input(x, inputs, caches)
+        state, carried = None, []
+        if self.exit_config.deep:
+            state, cache = carry_deep_states(inputs, caches[-1])
+            carried.append(cache)
+        x, written = self.lm_head_input(x, inputs, caches[: len(self.blocks)], state)
         if self.lm_head is not None:
-            return self.lm_head(x), written
-        return linear(x, self.rows_of(lm_head.weight)), written
+            return self.lm_head(x), written + carried
+        return linear(x, self.rows_of(lm_head.weight)), written + carried
 
     def rows_of(self, lm_head: Tensor) -> Tensor:
         """The rows of an LM head's weight [V, hidden] that the head's logits are made from: those of the draft vocabulary."""
@@ -84,19 +74,27 @@ class ExitHead(nn.Module):
         columns = torch.searchsorted(self.draft_vocab, tokens.long().contiguous()).clamp_max(len(self.draft_vocab) - 1)
         return torch.where(self.draft_vocab[columns] == tokens, columns, -1)
 
-    def lm_head_input(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
-        """Run blocks and norm. Returns the input of the LM head [B, n, hidden] and the written caches."""
+    def lm_head_input(
+        self, x: Tensor, inputs: Inputs, caches: list[KV], state: Tensor | None = None
+    ) -> tuple[Tensor, list[KV]]:
+        """Run blocks and norm. Returns the input of the LM head [B, n, hidden] and the written caches.
+
+        With deep layers, ``state`` [B, n, 2 KV D], or [B, 1, 2 KV D], is the deep state before each token's root. It is added
+        behind the last attention, so no key or value depends on it: verify, which does not know it, writes the same ones.
+        """
         written = []
-        for block, cache in zip(self.blocks, caches, strict=True):
+        for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
             x, cache = block(x, inputs, cache)
             written.append(cache)
-        return self.norm(x), written
+        more = None if self.deep_in_proj is None or state is None else self.deep_in_proj(state)
+        x, cache = self.blocks[-1](x, inputs, caches[-1], more)
+        return self.norm(x), [*written, cache]
 
-    def write_kv(self, x: Tensor, inputs: Inputs, caches: list[KV], deep: Sequence[Tensor] = ()) -> list[KV]:
+    def write_kv(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> list[KV]:
         """Write the caches of all blocks for x [B, n, hidden], without predicting.
 
         The first E - 1 blocks run; the last one only computes its keys and values. The verify pass calls this with its hidden
-        state after layer N and those after the deep layers, each [B, n, hidden], so that the draft finds filled caches.
+        state after layer N, so that the draft finds filled caches.
         """
         written = []
         for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
@@ -104,17 +102,11 @@ class ExitHead(nn.Module):
             written.append(cache)
         last = self.blocks[-1]
         assert isinstance(last, Block)
-        if not self.deep:
-            return [*written, last.write_kv(x, inputs, caches[-1])]
-        return [last.self_attn.write_projected(self.committed_kv((x, *deep)), inputs, caches[-1])]
+        return [*written, last.write_kv(x, inputs, caches[-1])]
 
-    def committed_kv(self, states: Sequence[Tensor]) -> Tensor:
-        """Keys and values of committed tokens, side by side [B, n, 2 KV D], of the states after layer N and the deep layers."""
-        kv: Tensor
-        kv, *others = [project(state) for project, state in zip(self.deep, states, strict=True)]
-        for other in others:
-            kv = kv + other
-        return kv
+    def write_deep(self, hidden: Sequence[Tensor], inputs: Inputs, cache: KV) -> KV:
+        """Write the deep cache from the hidden states after the deep layers, each [B, n, hidden]. Verify calls this."""
+        return write_deep_states(deep_states(self.deep, hidden), inputs, cache)
 
 
 def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:
@@ -160,20 +152,18 @@ def initial_head(
         state[DRAFT_VOCAB] = draft_vocab
         state |= {LM_HEAD: state[LM_HEAD][draft_vocab]} if exit_config.own_lm_head else {}
     if exit_config.deep:
-        state |= _initial_deep(state, geometry, len(exit_config.deep))
+        state |= _initial_deep(geometry, len(exit_config.deep))
     head.load_state_dict(state)
     return head
 
 
-def _initial_deep(state: Mapping[str, Tensor], geometry: Geometry, count: int) -> dict[str, Tensor]:
-    """Projections of committed tokens that at first do what the block's own do; ``count`` deep layers add nothing yet."""
-    own = "blocks.0.self_attn"
-    kinds = ("weight", "bias") if geometry.qkv_bias else ("weight",)
-    found = {f"deep.0.kv_proj.{kind}": torch.cat([state[f"{own}.{part}_proj.{kind}"] for part in ("k", "v")]) for kind in kinds}
-    found["deep.0.norm.weight"] = state["blocks.0.input_layernorm.weight"]
-    for index in range(1, count + 1):
-        found[f"deep.{index}.norm.weight"] = torch.ones(geometry.hidden_size)
-        found[f"deep.{index}.kv_proj.weight"] = torch.zeros_like(found["deep.0.kv_proj.weight"])
+def _initial_deep(geometry: Geometry, count: int) -> dict[str, Tensor]:
+    """Random projections to the deep state, and one from it that adds nothing yet."""
+    hidden, width = geometry.hidden_size, 2 * geometry.num_kv_heads * geometry.head_dim
+    generator, found = torch.Generator().manual_seed(0), {"deep_in_proj.weight": torch.zeros(hidden, width)}
+    for index in range(count):
+        found[f"deep.{index}.norm.weight"] = torch.ones(hidden)
+        found[f"deep.{index}.state_proj.weight"] = torch.randn(width, hidden, generator=generator) / (hidden * count) ** 0.5
     return found
 
 

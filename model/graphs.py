@@ -1,8 +1,8 @@
 """The torch modules that are exported as graphs: **draft** (the first N layers and the exit head) and **verify** (the model).
 
-Both take the same inputs and share one set of L + E caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks.
-The draft uses 0 .. N-1 and L .. L+E-1. Verify writes all caches, those of the exit blocks included. After a verify pass the
-draft can therefore go on at once: it has no caches to fill.
+Both take the same inputs and share one set of L + E caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks;
+with deep layers there is one more, L+E. The draft uses 0 .. N-1 and those from L on. Verify writes all caches. After a verify
+pass the draft can therefore go on at once: it has no caches to fill.
 
 Verify folds grouped heads, so that its logits do not depend on how many tokens a pass has. The draft needs no such promise:
 nothing that it computes reaches the output. For one token, engines have a faster attention with the heads apart. TensorRT-RTX
@@ -12,7 +12,7 @@ Verify computes logits only for the tokens that its caller names: nobody reads t
 part of a small model.
 
 Verify can be split by layers into stages that run on different devices. The first stage has every cache that the draft uses. A
-head with deep layers needs a single stage: its caches are written behind the last deep layer.
+head with deep layers needs a single stage: the deep cache is the draft's, and written behind the last deep layer.
 """
 
 import torch
@@ -48,7 +48,7 @@ class Draft(nn.Module):
         Args:
             input_ids: Token ids [B, n].
             inputs: Shared inputs of the layers.
-            caches: The caches 0 .. N-1 and L .. L+E-1.
+            caches: The caches 0 .. N-1, and those of the exit head.
 
         Returns:
             Logits [B, n, V] in float32, or [B, n, Vd] with a draft vocabulary; ids [B, n, K] in the whole vocabulary and
@@ -93,27 +93,28 @@ class Verify(nn.Module):
         Args:
             x: Token ids [B, n] for the first stage, the previous stage's hidden state [B, n, hidden] for the others.
             inputs: Shared inputs of the layers.
-            caches: The caches of the stage's layers; for the first stage also those of the exit blocks.
+            caches: The caches of the stage's layers; for the first stage also those of the exit head.
 
         Returns:
             Logits [B, R, V] in float32 from the last stage, for the tokens ``inputs.logit_rows``; hidden state [B, n, hidden]
             from the others; the written caches.
         """
         head, count = self.exit_head.exit_config, len(self.layers)
-        read = (head.layer, *head.deep)
         inputs = fold_mask(inputs, self.group, self.kv_heads)
         if self.layers.start == 0:
             x = self.model.embed_tokens(x)
         written = []
         exit_caches: list[KV] = []
-        states: list[Tensor] = []
+        deep: list[Tensor] = []
         for index, cache in zip(self.layers, caches[:count], strict=True):
             x, cache = self.model.layers[index](x, inputs, cache)
             written.append(cache)
-            if index + 1 in read:
-                states.append(x)
-            if index + 1 == read[-1]:
-                exit_caches = self.exit_head.write_kv(states[0], inputs, caches[count:], states[1:])
+            if index == head.layer - 1:
+                exit_caches = self.exit_head.write_kv(x, inputs, caches[count : count + head.blocks])
+            if index + 1 in head.deep:
+                deep.append(x)
+        if deep:
+            exit_caches.append(self.exit_head.write_deep(deep, inputs, caches[-1]))
         if self.layers.stop == len(self.model.layers):
             if inputs.logit_rows is not None:
                 x = x.index_select(1, inputs.logit_rows)

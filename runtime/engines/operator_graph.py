@@ -14,9 +14,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.geometry import ExitConfig, Geometry, exit_caches
 from eesd.common.manifest import GraphInfo, Manifest
-from eesd.common.weights import DRAFT, DRAFT_VOCAB, EMBEDDINGS, EXIT_HEAD, FINAL_NORM, LM_HEAD
+from eesd.common.weights import DEEP_IN, DRAFT, DRAFT_VOCAB, EMBEDDINGS, EXIT_HEAD, FINAL_NORM, LM_HEAD
 from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN
 
@@ -99,13 +99,15 @@ class _Builder:
         first = _input(x, [None] if layers.start == 0 else [None, self._geometry.hidden_size], layers.start == 0)
         if layers.start == 0:
             x = self._embed(x)
-        read, states = (self._exit.layer, *self._exit.deep), list[str]()
+        deep = []
         for layer in layers:
             x = self._block(f"model.layers.{layer}.", x, layer)
-            if layer + 1 in read:
-                states.append(x)
-            if layer + 1 == read[-1] and not self._draft:
-                self._write_exit_caches(states)
+            if layer == self._exit.layer - 1 and not self._draft:
+                self._write_exit_caches(x)
+            if layer + 1 in self._exit.deep:
+                deep.append(x)
+        if deep:
+            self._write_deep_states(deep)
         inputs, outputs = [first, _input("tokens", [None, 5]), _input("paths", [None, None], kind=TensorProto.INT32)], []
         if self._draft:
             outputs = self._predict_draft(x)
@@ -123,8 +125,9 @@ class _Builder:
         table = self._columns(EMBEDDINGS)
         return self._node("Embed", [ids, self._packed(table)], "embedded", matrices=self._numbers([table]))
 
-    def _block(self, prefix: str, x: str, cache: int) -> str:
+    def _block(self, prefix: str, x: str, cache: int, more: str = "") -> str:
         attended = self._attention(prefix, x, cache)
+        x = self._node("Add", [x, more], f"{prefix}sum", domain="") if more else x
         x = self._product(
             attended, [self._columns(f"{prefix}self_attn.o_proj.weight")], f"{prefix}attended", bias=["self_attn.o_proj.bias"],
             prefix=prefix, residual=x,
@@ -144,10 +147,6 @@ class _Builder:
 
     def _attention(self, prefix: str, x: str, cache: int, attends: bool = True) -> str:
         """Keys and values of x into a cache, and what queries attend to."""
-        return self._attend(prefix, self._project(prefix, x, attends), cache, attends)
-
-    def _project(self, prefix: str, x: str, attends: bool) -> str:
-        """Queries, keys and values of x side by side; only keys and values if nothing ``attends``."""
         wanted = ("q", "k", "v") if attends else ("k", "v")
         packed = f"self_attn.{'qkv' if attends else 'kv'}_proj"
         if self._find(f"{prefix}{packed}.weight") is not None:
@@ -155,12 +154,10 @@ class _Builder:
         else:
             modules = [f"self_attn.{name}_proj" for name in wanted]
         parts = [self._columns(f"{prefix}{module}.weight") for module in modules]
-        return self._product(
+        qkv = self._product(
             x, parts, f"{prefix}qkv", norm=f"{prefix}input_layernorm.weight", bias=[f"{module}.bias" for module in modules],
             prefix=prefix,
         )  # fmt: skip
-
-    def _attend(self, prefix: str, qkv: str, cache: int, attends: bool) -> str:
         geometry = self._geometry
         norms = [self._small(f"{prefix}self_attn.{name}_norm.weight") for name in ("q", "k")]
         return self._node(
@@ -176,26 +173,38 @@ class _Builder:
             epsilon=geometry.rms_norm_eps,
         )
 
-    def _write_exit_caches(self, states: Sequence[str]) -> None:
+    def _write_exit_caches(self, x: str) -> None:
         """What verify computes of the exit head: the keys and values of its blocks."""
-        layers, x, kv = self._geometry.num_layers, states[0], ""
-        if self._exit.deep:
-            for index, state in enumerate(states):
-                prefix = f"{EXIT_HEAD}deep.{index}."
-                part = self._columns(f"{prefix}kv_proj.weight")
-                kv = self._product(
-                    state, [part], f"{prefix}kv", norm=f"{prefix}norm.weight", bias=["kv_proj.bias"], prefix=prefix, residual=kv
-                )
-            self._attend(f"{EXIT_HEAD}blocks.0.", kv, layers, attends=False)
-            return
+        layers = self._geometry.num_layers
         for block in range(self._exit.blocks - 1):
             x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, layers + block)
         last = self._exit.blocks - 1
         self._attention(f"{EXIT_HEAD}blocks.{last}.", x, layers + last, attends=False)
 
+    def _write_deep_states(self, hidden: Sequence[str]) -> None:
+        state = ""
+        for index, x in enumerate(hidden):
+            prefix = f"{EXIT_HEAD}deep.{index}."
+            parts = [self._columns(f"{prefix}state_proj.weight")]
+            state = self._product(x, parts, f"{prefix}state", norm=f"{prefix}norm.weight", residual=state)
+        self._deep_cache("WriteState", [state, "tokens"], "deep_state")
+
+    def _deep_cache(self, kind: str, inputs: Sequence[str], output: str) -> str:
+        """A node that writes or reads the deep cache."""
+        geometry, cache = self._geometry, exit_caches(self._geometry, self._exit)[-1]
+        return self._node(
+            kind, inputs, output, kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim, slots=slots_of(self.manifest),
+            layer=cache,
+        )  # fmt: skip
+
     def _predict_draft(self, x: str) -> list[Any]:
+        more = ""
+        if self._exit.deep:
+            state = self._deep_cache("CarryState", ["tokens"], "deep_state")
+            more = self._product(state, [self._columns(f"{EXIT_HEAD}{DEEP_IN}.weight")], "more")
         for block in range(self._exit.blocks):
-            x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, self._geometry.num_layers + block)
+            last = block == self._exit.blocks - 1
+            x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, self._geometry.num_layers + block, more if last else "")
         head = f"{EXIT_HEAD}{LM_HEAD}" if self._exit.own_lm_head else LM_HEAD
         self._product(x, [self._columns(head)], "logits", norm=f"{EXIT_HEAD}norm.weight")
         ids = self._small(EXIT_HEAD + DRAFT_VOCAB) if self._exit.draft_vocab else self._small()

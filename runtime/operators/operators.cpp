@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include <algorithm>
+
 namespace eesd {
 namespace {
 
@@ -258,6 +260,106 @@ class Attend {
   Attention job_ = {};
 };
 
+// Where deep states lie: a layer of the caches [layers, 2, kv_heads, slots, width], whose keys lie in tiles [slots / 16, width, 16].
+// A state has the keys of all heads, then the values.
+class DeepCache {
+ public:
+  explicit DeepCache(const Node &node)
+      : kv_heads_(positive(node, "kv_heads")), head_dim_(positive(node, "head_dim")), slots_(positive(node, "slots")),
+        layer_(node.integer("layer")) {
+    check(kv_heads_ < LIMIT && head_dim_ <= MAX_WIDTH && slots_ < LIMIT && slots_ % 16 == 0, "slots are a multiple of 16");
+    check(layer_ >= 0 && layer_ < LIMIT, "the layer is out of range");
+  }
+
+  int64_t size() const { return 2 * kv_heads_ * head_dim_; }
+
+  // work(the first cell of the token's cache, its slot) for each token in order. Every number is checked: it becomes an address.
+  template <typename Work> void each(const Tensor &tokens, const Work &work) const {
+    check(tokens.type == ort::INT64 && tokens.shape.size() == 2 && tokens.shape[1] == 5, "tokens are [T, 5] int64");
+    const int64_t *row = static_cast<const int64_t *>(tokens.data);
+    for (int64_t t = 0; t < tokens.shape[0]; t++, row += 5) {
+      check(row[0] && row[0] % 64 == 0, "a cache is not aligned to 64 bytes");
+      check(row[2] >= 0 && row[2] < slots_, "a slot is not in the cache");
+      work(t, reinterpret_cast<void *>(row[0]), row[2]);
+    }
+  }
+
+  // work(cell, i) for the numbers i of a slot's state.
+  template <typename Cell, typename Work> void cells(void *cache, int64_t slot, const Work &work) const {
+    const int64_t width = (head_dim_ + 15) / 16 * 16, part = kv_heads_ * slots_ * width;
+    Cell *keys = static_cast<Cell *>(cache) + 2 * layer_ * part + slot / 16 * width * 16 + slot % 16;
+    Cell *values = static_cast<Cell *>(cache) + (2 * layer_ + 1) * part + slot * width;
+    for (int64_t h = 0, i = 0; h < kv_heads_; h++)
+      for (int64_t d = 0; d < head_dim_; d++, i++) work(keys[h * slots_ * width + d * 16], i);
+    for (int64_t h = 0, i = size() / 2; h < kv_heads_; h++)
+      for (int64_t d = 0; d < head_dim_; d++, i++) work(values[h * slots_ * width + d], i);
+  }
+
+ private:
+  int64_t kv_heads_, head_dim_, slots_, layer_;
+};
+
+static void put(float x, float *cell) { *cell = x; }
+static void put(float x, uint16_t *cell) { *cell = half_of(x); }
+static float number(float cell) { return cell; }
+static float number(uint16_t cell) { return float_of(cell); }
+
+// states [T, 2 KV D], tokens [T, 5] int64 -> [T, 0]. Writes each state into the slot of its token.
+class WriteState {
+ public:
+  static constexpr const char *name = "WriteState";
+  static constexpr ort::Type outputs[] = {ort::FLOAT};
+  explicit WriteState(const Node &node) : cache_(node) {}
+
+  void run(const Call &call) const {
+    settings_.float16_caches ? write<uint16_t>(call) : write<float>(call);
+  }
+
+ private:
+  template <typename Cell> void write(const Call &call) const {
+    const Tensor states = call.input(0), tokens = call.input(1);
+    check(states.type == ort::FLOAT && !tokens.shape.empty() && states.size() == tokens.shape[0] * cache_.size(),
+          "states have another size");
+    call.output<float>(0, {tokens.shape[0], 0});
+    cache_.each(tokens, [&](int64_t t, void *cache, int64_t slot) {
+      const float *state = states.floats() + t * cache_.size();
+      cache_.cells<Cell>(cache, slot, [&](Cell &cell, int64_t i) { put(state[i], &cell); });
+    });
+  }
+
+  const Settings settings_ = settings;
+  DeepCache cache_;
+};
+
+// tokens [T, 5] int64 -> states [T, 2 KV D]: what the slot before each token has, zeros before the first slot. Each is copied into
+// the token's own slot, so tokens in consecutive slots, of this call or the next, get the state before the first of them.
+class CarryState {
+ public:
+  static constexpr const char *name = "CarryState";
+  static constexpr ort::Type outputs[] = {ort::FLOAT};
+  explicit CarryState(const Node &node) : cache_(node) {}
+
+  void run(const Call &call) const {
+    settings_.float16_caches ? carry<uint16_t>(call) : carry<float>(call);
+  }
+
+ private:
+  template <typename Cell> void carry(const Call &call) const {
+    const Tensor tokens = call.input(0);
+    check(!tokens.shape.empty(), "tokens are [T, 5] int64");
+    float *states = call.output<float>(0, {tokens.shape[0], cache_.size()});
+    cache_.each(tokens, [&](int64_t t, void *cache, int64_t slot) {
+      float *state = states + t * cache_.size();
+      if (slot > 0) cache_.cells<Cell>(cache, slot - 1, [&](Cell &cell, int64_t i) { state[i] = number(cell); });
+      else std::fill(state, state + cache_.size(), 0.0f);
+      cache_.cells<Cell>(cache, slot, [&](Cell &cell, int64_t i) { put(state[i], &cell); });
+    });
+  }
+
+  const Settings settings_ = settings;
+  DeepCache cache_;
+};
+
 // logits [T, V], ids [V] int64 or [0] -> ids [T, k] int64, log-probabilities [T, k]. Without ids they are the columns.
 class Choose {
  public:
@@ -366,7 +468,7 @@ __attribute__((visibility("default"))) ort::Status *RegisterCustomOps(ort::Optio
     bool wrong = eesd::failed(ort::call<ort::CREATE_DOMAIN>(eesd::table, "eesd", &made));
     for (const ort::CustomOp *op :
          {eesd::custom_op<eesd::Embed>(), eesd::custom_op<eesd::Multiply>(), eesd::custom_op<eesd::Attend>(),
-          eesd::custom_op<eesd::Choose>()})
+          eesd::custom_op<eesd::Choose>(), eesd::custom_op<eesd::WriteState>(), eesd::custom_op<eesd::CarryState>()})
       wrong = wrong || eesd::failed(ort::call<ort::ADD_TO_DOMAIN>(eesd::table, made, op));
     return wrong ? nullptr : made;
   }();

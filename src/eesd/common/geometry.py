@@ -106,8 +106,8 @@ class ExitConfig:
         trained: False for an initialised head that was never trained.
         calibration: Calibration prior of this head. None: controllers use the default prior.
         draft_vocab: Vd, the number of tokens that the head can predict. 0: the whole vocabulary.
-        deep: Layers above N, ascending, after which verify also reads the hidden state for the head's keys and values of
-            committed tokens. Empty: it reads only the state after layer N, as the draft does.
+        deep: Layers above N, ascending, whose hidden states verify puts into the deep cache, where the draft reads them. Empty:
+            there is none.
     """
 
     layer: int
@@ -125,7 +125,7 @@ def deep_fault(num_layers: int, exit_config: ExitConfig) -> str | None:
     deep = exit_config.deep
     if list(deep) != sorted(set(deep)) or not all(exit_config.layer < layer <= num_layers for layer in deep):
         return f"deep layers must ascend, from {exit_config.layer + 1} to at most {num_layers}"
-    return "only a head of one block has deep layers" if deep and exit_config.blocks > 1 else None
+    return None
 
 
 def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
@@ -134,10 +134,11 @@ def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
 
 
 def exit_caches(geometry: Geometry, exit_config: ExitConfig) -> range:
-    """Indices of the exit blocks' caches, L .. L+E-1. The base layers have the caches 0 .. L-1."""
-    return range(geometry.num_layers, geometry.num_layers + exit_config.blocks)
+    """Indices of the exit head's caches: those of its blocks, L .. L+E-1, and with deep layers the deep cache L+E. The base
+    layers have the caches 0 .. L-1."""
+    return range(geometry.num_layers, geometry.num_layers + exit_config.blocks + bool(exit_config.deep))
 
 
 def draft_caches(geometry: Geometry, exit_config: ExitConfig) -> list[int]:
-    """Indices of the caches that the draft uses: 0 .. N-1 and those of the exit blocks."""
+    """Indices of the caches that the draft uses: 0 .. N-1 and those of the exit head."""
     return [*range(exit_config.layer), *exit_caches(geometry, exit_config)]

@@ -6,7 +6,7 @@ docs/engine-directory.md specifies the format. The module needs no torch.
 import json
 from dataclasses import asdict, dataclass
 
-from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.geometry import ExitConfig, Geometry, exit_caches
 from eesd.common.weights import Quantizations, StoredWeight, graph_shapes, stored_weight
 
 FORMAT_VERSION = 8
@@ -242,8 +242,8 @@ class Manifest:
 
     @property
     def num_caches(self) -> int:
-        """L + E: one cache for each base layer and each exit block."""
-        return self.geometry.num_layers + self.exit_head.blocks
+        """One cache for each base layer and each exit block, and the deep cache if there is one."""
+        return self.geometry.num_layers + len(exit_caches(self.geometry, self.exit_head))
 
     @property
     def stage_layers(self) -> tuple[range, ...]:

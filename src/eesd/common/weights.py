@@ -52,7 +52,9 @@ PACKED = {
 _KV_MODULES = ("input_layernorm", "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
 """The modules of a block that compute its keys and values."""
 _DEEP = f"{EXIT_HEAD}deep."
-"""Prefix of the modules that project states of committed tokens, which the draft does not have."""
+"""Prefix of the modules that make deep states, which the draft does not have."""
+DEEP_IN = "deep_in_proj"
+"""Name in the exit head of the product that takes a deep state into the draft."""
 
 Shape = tuple[int, ...]
 
@@ -346,9 +348,10 @@ def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, S
         shapes[DRAFT_VOCAB] = (exit_config.draft_vocab,)
     if exit_config.deep:
         width = 2 * geometry.num_kv_heads * geometry.head_dim
-        for index in range(1 + len(exit_config.deep)):
+        shapes[f"{DEEP_IN}.weight"] = (geometry.hidden_size, width)
+        for index in range(len(exit_config.deep)):
             shapes[f"deep.{index}.norm.weight"] = (geometry.hidden_size,)
-            shapes |= _linear(f"deep.{index}.kv_proj", geometry.hidden_size, width, geometry.qkv_bias and not index)
+            shapes[f"deep.{index}.state_proj.weight"] = (width, geometry.hidden_size)
     return shapes | ({LM_HEAD: (draft_columns(geometry, exit_config), geometry.hidden_size)} if exit_config.own_lm_head else {})
 
 
@@ -384,7 +387,7 @@ def graph_shapes(
         ends = [EMBEDDINGS] if exit_config.own_lm_head else [EMBEDDINGS, LM_HEAD]
     else:
         if layers[0] == 0:
-            shapes |= _written_by_verify(head, exit_config)
+            shapes |= _written_by_verify(head, exit_config.blocks)
             ends += [EMBEDDINGS]
         if layers[-1] == geometry.num_layers - 1:
             ends += [FINAL_NORM, LM_HEAD]
@@ -417,10 +420,9 @@ def checkpoint_names(name: str, geometry: Geometry) -> tuple[str, ...]:
     return (lm_head_name(geometry),) if name == LM_HEAD else parts_of(name)
 
 
-def _written_by_verify(head: dict[str, Shape], exit_config: ExitConfig) -> dict[str, Shape]:
-    """The weights with which verify writes the exit caches: all blocks, but of the last only its keys and values."""
-    last = f"{EXIT_HEAD}blocks.{exit_config.blocks - 1}."
-    modules = _KV_MODULES[-1:] if exit_config.deep else _KV_MODULES
+def _written_by_verify(head: dict[str, Shape], blocks: int) -> dict[str, Shape]:
+    """The weights with which verify writes the head's caches: all blocks, but of the last only keys and values; deep states."""
+    last = f"{EXIT_HEAD}blocks.{blocks - 1}."
     names = [name for name in head if name.startswith((f"{EXIT_HEAD}blocks.", _DEEP))]
-    used = [name for name in names if not name.startswith(last) or name.removeprefix(last).startswith(modules)]
+    used = [name for name in names if not name.startswith(last) or name.removeprefix(last).startswith(_KV_MODULES)]
     return {name: head[name] for name in used}

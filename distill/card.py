@@ -1,0 +1,84 @@
+"""The model card of a head: ``README.md`` beside its weights."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from eesd.common.files import written_whole
+from eesd.common.geometry import ExitConfig
+from eesd.distill.acceptance import Acceptance
+from eesd.distill.data import Rows
+from eesd.distill.options import TrainingOptions
+from eesd.distill.stored import saving
+from eesd.model.exit_head import ExitHead
+
+CARD_FILE = "README.md"
+
+
+def write_card(
+    directory: Path,
+    model: str,
+    head: ExitHead,
+    rows: Rows,
+    training: TrainingOptions,
+    processes: int,
+    acceptance: Acceptance,
+    kinds: Mapping[str, Acceptance],
+) -> None:
+    """Write the card.
+
+    Args:
+        directory: Directory of the head.
+        model: The model, as the command names it.
+        head: The trained head.
+        rows: What it was trained on.
+        training: Options of the training.
+        processes: Processes that trained.
+        acceptance: On the validation texts.
+        kinds: The same by kind of prompt; empty if there is one kind.
+    """
+    with saving(directory / CARD_FILE), written_whole(directory / CARD_FILE) as temporary:
+        table = _table(_facts(head, rows, training, processes, acceptance))
+        parts = [f"# Exit head of {model}", table, *([_kinds(kinds)] if len(kinds) > 1 else []), _use(model)]
+        temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _facts(head: ExitHead, rows: Rows, training: TrainingOptions, processes: int, acceptance: Acceptance) -> dict[str, str]:
+    tokens, count = int(rows.lengths.sum()), training.batch * training.accumulate * processes
+    seen = tokens / len(rows) * count * training.steps
+    depths = " ".join(f"{value:.3f}" for value in acceptance.by_depth)
+    return {
+        "exit head": _described(head.exit_config, sum(value.numel() for value in head.parameters())),
+        "text": f"{tokens:,} tokens in {len(rows):,} rows",
+        "training": f"{training.steps:,} steps of {count} rows, about {seen / 1e6:.1f} M tokens seen; {training.optimizer}, "
+        f"rate {training.lr:g}, seed {training.seed}",
+        "acceptance": f"greedy, by depth, in rounds of {len(acceptance.by_depth)} drafts: {depths}; "
+        f"{acceptance.tokens_per_round:.2f} tokens per round, over {acceptance.tokens:,} tokens of held-out text",
+    }
+
+
+def _described(config: ExitConfig, weights: int) -> str:
+    blocks = "one block" if config.blocks == 1 else f"{config.blocks} blocks"
+    deep = f", deep layers {', '.join(map(str, config.deep))}" if config.deep else ""
+    lm_head = "its own LM head" if config.own_lm_head else "the model's LM head"
+    tokens = f"{config.draft_vocab:,} tokens" if config.draft_vocab else "all tokens"
+    return f"{blocks} after layer {config.layer}{deep}; {lm_head}, for {tokens}; {weights / 1e6:.1f} M weights"
+
+
+def _kinds(kinds: Mapping[str, Acceptance]) -> str:
+    lines = ["| held-out text | first token right | tokens per round |", "|---|---|---|"]
+    return "\n".join(
+        lines + [f"| {kind} | {one.by_depth[0]:.3f} | {one.tokens_per_round:.2f} |" for kind, one in kinds.items()]
+    )
+
+
+def _use(model: str) -> str:
+    return (
+        f"    eesd-export --model {model} --exit-head . -o plans/\n"
+        "    eesd-run --engine-dir plans/ --prompt '...' --compare\n\n"
+        "The head changes speed, not text. `eesd-distill` wrote this card; `metrics.jsonl` and `curves.png` show all steps."
+    )
+
+
+def _table(facts: Mapping[str, str]) -> str:
+    rows: Sequence[str] = [f"| {name} | {value} |" for name, value in facts.items()]
+    return "\n".join(["| | |", "|---|---|", *rows])
