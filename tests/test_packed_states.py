@@ -17,7 +17,7 @@ def test_each_number_is_off_by_half_a_level_at_most(hidden: int, blocks: int) ->
     states[1, 2, 7] = 30000.0
     stored = pack_states("x", states)
     assert stored["x"].dtype == torch.int8 and stored["x.scales"].shape == (3, 5, blocks)
-    largest = states.unflatten(-1, (blocks, -1)).abs().amax(-1, keepdim=True).expand(-1, -1, -1, hidden // blocks).flatten(-2)
+    largest = states.view(3, 5, blocks, -1).abs().amax(-1, keepdim=True).expand(-1, -1, -1, hidden // blocks).flatten(-2)
     error = (unpack_states("x", stored).float() - states).abs()
     # Half a level, the scale's rounding to float16, and the result's to bfloat16; small scales are float16's small ones.
     assert (error <= largest * (1 / 254 + 1 / 2048 + 1 / 256) + 127 * 2.0**-25).all()

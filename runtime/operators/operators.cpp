@@ -273,15 +273,21 @@ class DeepCache {
 
   int64_t size() const { return 2 * kv_heads_ * head_dim_; }
 
-  // work(the first cell of the token's cache, its slot) for each token in order. Every number is checked: it becomes an address.
-  template <typename Work> void each(const Tensor &tokens, const Work &work) const {
+  // The number of tokens. Every number of theirs is checked, because it becomes an address.
+  int64_t checked(const Tensor &tokens) const {
     check(tokens.type == ort::INT64 && tokens.shape.size() == 2 && tokens.shape[1] == 5, "tokens are [T, 5] int64");
     const int64_t *row = static_cast<const int64_t *>(tokens.data);
     for (int64_t t = 0; t < tokens.shape[0]; t++, row += 5) {
       check(row[0] && row[0] % 64 == 0, "a cache is not aligned to 64 bytes");
       check(row[2] >= 0 && row[2] < slots_, "a slot is not in the cache");
-      work(t, reinterpret_cast<void *>(row[0]), row[2]);
     }
+    return tokens.shape[0];
+  }
+
+  // work(number of the token, its cache, its slot) for each token in order.
+  template <typename Work> void each(const Tensor &tokens, const Work &work) const {
+    const int64_t *row = static_cast<const int64_t *>(tokens.data);
+    for (int64_t t = 0; t < tokens.shape[0]; t++, row += 5) work(t, reinterpret_cast<void *>(row[0]), row[2]);
   }
 
   // work(cell, i) for the numbers i of a slot's state.
@@ -318,9 +324,9 @@ class WriteState {
  private:
   template <typename Cell> void write(const Call &call) const {
     const Tensor states = call.input(0), tokens = call.input(1);
-    check(states.type == ort::FLOAT && !tokens.shape.empty() && states.size() == tokens.shape[0] * cache_.size(),
-          "states have another size");
-    call.output<float>(0, {tokens.shape[0], 0});
+    const int64_t count = cache_.checked(tokens);
+    check(states.type == ort::FLOAT && states.size() == count * cache_.size(), "states have another size");
+    call.output<float>(0, {count, 0});
     cache_.each(tokens, [&](int64_t t, void *cache, int64_t slot) {
       const float *state = states.floats() + t * cache_.size();
       cache_.cells<Cell>(cache, slot, [&](Cell &cell, int64_t i) { put(state[i], &cell); });
@@ -346,8 +352,7 @@ class CarryState {
  private:
   template <typename Cell> void carry(const Call &call) const {
     const Tensor tokens = call.input(0);
-    check(!tokens.shape.empty(), "tokens are [T, 5] int64");
-    float *states = call.output<float>(0, {tokens.shape[0], cache_.size()});
+    float *states = call.output<float>(0, {cache_.checked(tokens), cache_.size()});
     cache_.each(tokens, [&](int64_t t, void *cache, int64_t slot) {
       float *state = states + t * cache_.size();
       if (slot > 0) cache_.cells<Cell>(cache, slot - 1, [&](Cell &cell, int64_t i) { state[i] = number(cell); });

@@ -16,7 +16,7 @@ DEVICES = (
     *(f"runtime.decoding.{name}" for name in ("device_sampler", "device_rejection")),
 )
 """Where the code for devices begins."""
-BUDGETS = {"without devices": (10505, 59), "with devices": (13940, 75)}
+BUDGETS = {"without devices": (10517, 59), "with devices": (13997, 76)}
 """Most lines and files."""
 
 

@@ -1,0 +1,90 @@
+"""The operators of deep states: what they write and carry, in caches of all shapes; what they refuse without writing."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto
+from support.operators import UNWRITTEN, Cache, one_node
+
+from eesd.common.errors import EESDError
+from eesd.runtime.engines import operators
+from eesd.runtime.engines.operators import make_session
+
+pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
+SLOTS, LAYERS, LAYER = 48, 3, 1
+SHAPES = [(1, 16), (3, 20), (2, 64), (3, 2)]
+
+
+def session(path: Path, kind: str, kv_heads: int, head_dim: int, float16: bool = False, **changes: int) -> Any:
+    inputs = [("states", TensorProto.FLOAT)] if kind == "WriteState" else []
+    attributes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "slots": SLOTS, "layer": LAYER} | changes
+    one_node(path, kind, [*inputs, ("tokens", TensorProto.INT64)], **attributes)
+    return make_session(path, 1, True, "", float16)
+
+
+def tokens(*places: tuple[Cache, int]) -> NDArray[np.int64]:
+    return np.array([(cache.address, slot, slot, slot + 1, 0) for cache, slot in places], np.int64)
+
+
+def state_at(cache: Cache, slot: int, head_dim: int) -> NDArray[np.float32]:
+    keys = cache.keys[LAYER, :, slot // 16, :head_dim, slot % 16]
+    found: NDArray[np.float32] = np.concatenate([keys.ravel(), cache.values[LAYER, :, slot, :head_dim].ravel()]).astype(
+        np.float32
+    )
+    return found
+
+
+@pytest.mark.parametrize("float16", [False, True])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), SHAPES)
+def test_states_are_written_and_carried(tmp_path: Path, kv_heads: int, head_dim: int, float16: bool) -> None:
+    """Of two sequences in one call: a state behind a prompt is that of every drafted token, and nothing else is touched."""
+    write, carry = (session(tmp_path / kind, kind, kv_heads, head_dim, float16) for kind in ("WriteState", "CarryState"))
+    one, other = (Cache(LAYERS, kv_heads, SLOTS, head_dim, float16) for _ in range(2))
+    states = np.random.default_rng(head_dim).standard_normal((4, 2 * kv_heads * head_dim)).astype(np.float32)
+    written = tokens((one, 15), (one, 16), (other, 30), (one, 17))
+    assert write.run(None, {"states": states, "tokens": written})[0].shape == (4, 0)
+    expected = states.astype(np.float16).astype(np.float32) if float16 else states
+    for (cache, slot), state in zip(((one, 15), (one, 16), (other, 30), (one, 17)), expected, strict=True):
+        np.testing.assert_array_equal(state_at(cache, slot, head_dim), state)
+    assert (state_at(one, 14, head_dim) == np.float32(UNWRITTEN)).all() and (
+        state_at(one, 18, head_dim) == np.float32(UNWRITTEN)
+    ).all()
+    other_layers = [layer for layer in range(LAYERS) if layer != LAYER]
+    untouched = np.concatenate([one.keys[other_layers].ravel(), one.values[other_layers].ravel()])
+    assert ((untouched == 0) | (untouched == one.array.dtype.type(UNWRITTEN))).all()
+
+    drafted = ((one, 17), (one, 18), (one, 19), (other, 31), (other, 0))  # the root is in slot 17: the state is that of slot 16
+    [found] = carry.run(None, {"tokens": tokens(*drafted)})
+    np.testing.assert_array_equal(found, [expected[1]] * 3 + [expected[2], np.zeros(len(states[0]))])
+    for (cache, slot), state in zip(drafted, found, strict=True):
+        np.testing.assert_array_equal(state_at(cache, slot, head_dim), state)
+    [found] = carry.run(None, {"tokens": tokens((one, 20))})  # the next step of the draft
+    np.testing.assert_array_equal(found, expected[1:2])
+
+
+def test_bad_calls_are_refused_and_write_nothing(tmp_path: Path) -> None:
+    write, carry = (session(tmp_path / kind, kind, 2, 16) for kind in ("WriteState", "CarryState"))
+    cache = Cache(LAYERS, 2, SLOTS, 16)
+    good, states = tokens((cache, 3), (cache, 4)), np.ones((2, 64), np.float32)
+    for column, value in ((0, 0), (0, cache.address + 4), (2, -1), (2, SLOTS)):
+        bad = good.copy()
+        bad[1, column] = value
+        for node, given in ((write, {"states": states}), (carry, {})):
+            with pytest.raises(Exception, match=r"slot|aligned"):
+                node.run(None, {"tokens": bad, **given})
+    with pytest.raises(Exception, match="states have another size"):
+        write.run(None, {"states": states[:, 1:].copy(), "tokens": good})
+    with pytest.raises(Exception, match="tokens are"):
+        carry.run(None, {"tokens": good[:, :4].copy()})
+    assert (cache.array == np.float32(UNWRITTEN)).all()
+
+
+@pytest.mark.parametrize("changes", [{"slots": 40}, {"layer": -1}, {"kv_heads": 0}, {"head_dim": 300}], ids=str)
+def test_bad_attributes_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
+    sizes = {"kv_heads": 2, "head_dim": 16} | changes
+    kv_heads, head_dim = sizes.pop("kv_heads"), sizes.pop("head_dim")
+    with pytest.raises(EESDError, match="cannot load"):
+        session(tmp_path / "model", "CarryState", kv_heads, head_dim, False, **sizes)
