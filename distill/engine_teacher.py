@@ -1,4 +1,4 @@
-"""The frozen model as the teacher, read by the CPU engine: the states are those that drafting will see."""
+"""The frozen model as the teacher, read by the CPU engine: drafting will see the same states."""
 
 from collections.abc import Sequence
 from pathlib import Path
