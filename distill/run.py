@@ -469,14 +469,13 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         "own_text": options["own_text"] or output / "own-text",
     }
     same_names = {field.name for field in fields(DataOptions)} - renamed.keys()
-    if not (options["data"] or options["self_generate"] or options["self_prompt"]) and (
-        training.steps or not options["validation"]
-    ):
+    given_data = bool(options["data"]), bool(options["self_generate"] or options["self_prompt"])
+    if training.steps and not any(given_data):
         options["self_prompt"] = max(1, options["own_rows"] // 2)
     data = DataOptions(**renamed, **{name: options[name] for name in same_names})
     if not training.steps and options["init_head"] is None:
         raise EESDError("--steps 0 trains nothing; give the head to calibrate with --init-head DIR.")
-    if data.files and (data.prompts or data.self_prompt):
+    if all(given_data) or not (training.steps or data.validation or any(given_data)):
         raise EESDError(
             "Give either --data FILE (rows to train on), or prompts for the model: --self-generate FILE or --self-prompt N."
         )

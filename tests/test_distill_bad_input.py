@@ -112,7 +112,7 @@ def test_a_cache_larger_than_the_disk_is_refused(
     start: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000) if path == tmp_path / "cache" else usage)
     assert_refused(run(main, *start, "--offline", tmp_path / "cache"), "GB more", "--top-k")
     assert not list((tmp_path / "cache").glob("shard-*"))
 

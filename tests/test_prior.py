@@ -47,7 +47,7 @@ def texts(count: int, tokens: int, offset: float, seed: int, truth: CalibrationP
         w = truth.accept
         z = w[0] + w[1] * np.log1p(margin) + w[2] * np.log(probability / (1 - probability)) + w[3] / 3
         correct = random.random(tokens) < [sigmoid(value) for value in z + b]
-        drafts.append(GreedyDrafts(correct, probability.astype(np.float32), margin.astype(np.float32)))
+        drafts.append(GreedyDrafts(correct[None], probability[None].astype(np.float32), margin[None].astype(np.float32)))
     return drafts
 
 
@@ -73,7 +73,7 @@ def test_fitted_weights_recover_the_truth_and_keep_the_prior_without_data() -> N
 def test_labels_end_with_the_first_rejection() -> None:
     """Two rounds: four drafts with two accepted ones; one draft (the last token is not drafted)."""
     correct = np.array([True, True, False, True, False])
-    drafts = GreedyDrafts(correct, np.full(5, 0.5, np.float32), np.arange(5, dtype=np.float32))
+    drafts = GreedyDrafts(correct[None], np.full((1, 5), 0.5, np.float32), np.arange(5, dtype=np.float32)[None])
     text = label_drafts(drafts, draft_length=4)
     labels: dict[str, Any] = {score: [[(x[1], x[3] * 6, y) for x, y in labelled] for labelled in text[score]] for score in text}
     log = [pytest.approx(np.log1p(margin)) for margin in range(5)]
