@@ -132,7 +132,8 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int) -> int:
         slots: Slots of the KV cache that attention reads.
     """
     weights = sum(weight.nbytes for weight in _weights_read(manifest, graph))
-    return weights + slots * slot_bytes(manifest, len(graph.caches))
+    read = len(graph.caches) - bool(manifest.exit_head.deep)  # of the deep cache a single slot
+    return weights + slots * slot_bytes(manifest, read)
 
 
 def operations_of_node(manifest: Manifest, graph: GraphInfo) -> int:

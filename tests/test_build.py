@@ -10,6 +10,7 @@ from typing import Any
 import onnx
 import pytest
 from support.command import assert_one_line, assert_refused, export_engine, listing, run, slow_but, succeed
+from support.deep_heads import deep_head
 from support.killing import kill_command
 from support.synthetic import LLAMA_70B, write_checkpoint
 from support.tiny_checkpoints import FAMILIES
@@ -22,6 +23,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.export import build as build_cli
 from eesd.export import inspect, plans
 from eesd.export.build import main
+from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.packed import is_packed
 
 TYPES = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
@@ -53,6 +55,20 @@ def test_attentions_and_cache_updates_of_every_family_are_single_kernels(
     manifest = load_manifest(directory)
     draft, verify = (manifest.plans[graph.file] for graph in manifest.graphs)
     assert (draft.fused_attentions, draft.fused_cache_updates) == (2, 4)
+    assert (verify.fused_attentions, verify.fused_cache_updates) == (manifest.geometry.num_layers, 2 * manifest.num_caches)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_attentions_and_cache_updates_are_single_kernels_beside_a_deep_cache(
+    family_dir: Callable[[str], Path], tmp_path: Path, dtype: str
+) -> None:
+    deep_head(Checkpoint(family_dir("qwen3-bias")), tmp_path / "head")
+    options = ("--dtype", dtype, "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check", "--exit-head", tmp_path / "head")
+    directory = export_engine(family_dir("qwen3-bias"), tmp_path / "plans", *options)
+    assert "single kernels" not in succeed(main, directory).stderr
+    manifest = load_manifest(directory)
+    draft, verify = (manifest.plans[graph.file] for graph in manifest.graphs)
+    assert (draft.fused_attentions, draft.fused_cache_updates) == (2, 6)
     assert (verify.fused_attentions, verify.fused_cache_updates) == (manifest.geometry.num_layers, 2 * manifest.num_caches)
 
 

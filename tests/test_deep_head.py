@@ -9,8 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support.command import assert_refused, run, succeed
+from support.deep_heads import deep_head
 from support.on_cache import OnCache
-from support.tiny_checkpoints import randomise
 
 from eesd.common.geometry import ExitConfig
 from eesd.common.manifest_reader import load_manifest
@@ -32,16 +32,6 @@ TEXT = np.random.default_rng(5).integers(3, 90, 24).tolist()
 ROUNDS = [(6, 3), (9, 1), (10, 4), (14, 2), (16, 6)]
 """Position of the root, and tokens that the round commits."""
 SLOTS = 64
-
-
-def deep_head(checkpoint: Checkpoint, directory: Path, blocks: int = 1) -> ExitHead:
-    """A random head after layer 1 that reads the states after all further layers; also written into a directory."""
-    deep = tuple(range(2, checkpoint.geometry.num_layers + 1))
-    config = ExitConfig(1, blocks, base=checkpoint.fingerprint(), trained=True, deep=deep)
-    head = exit_head.initialise(checkpoint.decoder(), config).requires_grad_(False)
-    randomise(head, seed=4)
-    exit_head_file.save(head, directory, torch.float32)
-    return checkpoint.exit_head(directory)
 
 
 def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> NDArray[np.float32]:
