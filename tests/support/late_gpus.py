@@ -10,10 +10,14 @@ import pytest
 
 import eesd
 from eesd.common import manifest
+from eesd.export.engine_dir import export, stored_head
+from eesd.export.onnx_graph import ExportOptions
+from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import trt_engine  # noqa: F401  # before torch.cuda is replaced, which its annotations name
 from eesd.runtime.llm import LLM, Speculation
 from support import fake_tensorrt, tiny_models
+from support.deep_heads import deep_head
 from support.fake_cuda import Machine, install
 
 PROMPTS = ([5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12], [token % 97 for token in range(3, 50)])
@@ -24,7 +28,7 @@ TOKENS = 12
 @dataclass(frozen=True)
 class Setting:
     """How an LLM runs: verify in ``stages`` on ``devices`` GPUs, drafting as ``speculation`` says; with ``few_slots`` attention
-    may read the first slots only."""
+    may read the first slots only; with ``deep`` the exit head reads deep states."""
 
     stages: int
     devices: int
@@ -32,6 +36,7 @@ class Setting:
     flavour: str = "tensorrt"
     cuda_graphs: bool = True
     few_slots: bool = False
+    deep: bool = False
 
 
 CHAIN = Speculation("fixed:k=4", guard=False)
@@ -44,6 +49,8 @@ SETTINGS = {
     "tree in 3 stages on 3 GPUs without CUDA graphs": Setting(3, 3, TREE, cuda_graphs=False),
     "chain over few slots": Setting(1, 1, CHAIN, few_slots=True),
     "tree in 3 stages on 3 GPUs over few slots": Setting(3, 3, TREE, few_slots=True),
+    "chain of a head with deep layers": Setting(1, 1, CHAIN, deep=True),
+    "tree of a head with deep layers": Setting(1, 1, TREE, "tensorrt-rtx", deep=True),
 }
 
 
@@ -55,7 +62,7 @@ Planned = Callable[[Setting], Path]
 
 def directory(shared: Shared, setting: Setting) -> Path:
     """The engine directory of a setting."""
-    name = f"late-{setting.stages}-{setting.flavour}-{setting.few_slots}"
+    name = f"late-{setting.stages}-{setting.flavour}-{setting.few_slots}-{setting.deep}"
     return shared(name, partial(build, setting=setting)) / "plans"
 
 
@@ -68,7 +75,12 @@ def allow_few_slots(patch: pytest.MonkeyPatch) -> None:
 def build(path: Path, setting: Setting) -> None:
     """Write an engine directory ``plans`` with plans of a four-layer model."""
     model = tiny_models.build(path / "model", 97, layers=4, damping=0.3, seed=0)
-    tiny_models.export_tiny(model, path / "plans", slots=96, stages=setting.stages)
+    if setting.deep:
+        deep_head(Checkpoint(model), path / "head")
+        head = stored_head(Checkpoint(model), path / "head")
+        export(Checkpoint(model), head, ExportOptions("float32", 96, 12, 4), path / "plans")
+    else:
+        tiny_models.export_tiny(model, path / "plans", slots=96, stages=setting.stages)
     with pytest.MonkeyPatch.context() as patch:
         if setting.few_slots:
             allow_few_slots(patch)
