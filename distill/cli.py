@@ -43,8 +43,7 @@ INTERVAL = click.IntRange(1, 10**9)
 )
 @click.option(
     "--deep",
-    help="Layers above N whose states verify also reads for the head's keys and values, e.g. 10,20,30; '' for none.  [default: "
-    "the thirds of the model, for a head of one block]",
+    help="Layers above N whose states verify gives the draft, e.g. 10,20,30, or none.  [default: the thirds of the model]",
 )
 @click.option(
     "--init-head", type=cli.PATH, help="Start from this head, and with its structure, instead of the model's last layers."
@@ -138,7 +137,7 @@ def main(**options: Any) -> None:
     layers = _parse_counts("--search-exit-layer", options.pop("search_exit_layer"), 10_000)
     blocks = _parse_counts("--search-blocks", options.pop("search_blocks"), 1000)
     if options["deep"] is not None:
-        options["deep"] = _parse_counts("--deep", options["deep"] or None, 10_000)
+        options["deep"] = () if options["deep"] == "none" else _parse_counts("--deep", options["deep"], 10_000)
     options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float, 0, 100)
     if layers and options["exit_layer"] is None:
         options["exit_layer"] = layers[0]

@@ -299,7 +299,7 @@ class Run:
         if replace(stored, trained=True, calibration=None) != wanted:
             lm_head = "own" if stored.own_lm_head else "shared"
             draft_vocab = f" --draft-vocab {stored.draft_vocab}" if stored.draft_vocab or wanted.draft_vocab else ""
-            deep = f" --deep {','.join(map(str, stored.deep))}" if stored.deep else ""
+            deep = f" --deep {','.join(map(str, stored.deep)) or 'none'}" if stored.deep != wanted.deep else ""
             raise EESDError(
                 f"The head in {self.init_head} was made with --exit-layer {stored.layer} --blocks {stored.blocks} "
                 f"--{lm_head}-lm-head{draft_vocab}{deep}; give these options to start from it."

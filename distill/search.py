@@ -115,8 +115,8 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report:
 
 
 def _training(training: TrainingOptions, layer: int, blocks: int) -> TrainingOptions:
-    """The options of a candidate: with deep layers only where it can have them."""
-    deep = tuple(one for one in training.deep if one > layer) if blocks == 1 else ()
+    """The options of a candidate, whose deep layers must be above its exit."""
+    deep = tuple(one for one in training.deep if one > layer)
     return replace(training, exit_layer=layer, blocks=blocks, deep=deep)
 
 

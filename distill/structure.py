@@ -30,7 +30,7 @@ def structure(options: Mapping[str, Any], geometry: Geometry, given: ExitConfig 
     usual = {"exit_layer": min(EXIT_LAYER, max(1, geometry.num_layers // 4)), "blocks": 1, "own_lm_head": False} | said
     large = geometry.vocab_size > LARGE_VOCABULARY
     usual.setdefault("draft_vocab", max(LEAST_DRAFTED, geometry.vocab_size // 4) if large else 0)
-    usual.setdefault("deep", deep_layers(geometry.num_layers, usual["exit_layer"]) if usual["blocks"] == 1 else ())
+    usual.setdefault("deep", deep_layers(geometry.num_layers, usual["exit_layer"]))
     return usual
 
 

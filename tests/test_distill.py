@@ -63,7 +63,7 @@ def test_validation_counts_equal_the_runtime_statistics(
     checkpoint = Checkpoint(learner)
     if not deep:
         trained = tmp_path / "head"
-        distill(learner, own_rows, trained, "--steps", 60, "--lr", 1e-2, "--batch", 16, "--save-every", 60, "--deep", "")
+        distill(learner, own_rows, trained, "--steps", 60, "--lr", 1e-2, "--batch", 16, "--save-every", 60, "--deep", "none")
     (stored,) = trained.glob("validation-*.safetensors")
     validation, lm_head = ValidationSet.load(stored), checkpoint.lm_head()
     head = checkpoint.exit_head(trained)

@@ -78,7 +78,7 @@ def test_losses_leave_out_what_the_draft_cannot_predict() -> None:
 def reduced_head(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head over 60 tokens after 12 steps, without deep layers, so that verify may have stages."""
     output = tmp_path_factory.mktemp("reduced-head") / "head"
-    distill(learner, own_rows, output, "--draft-vocab", SIZE, "--steps", 12, "--lr", 1e-2, "--batch", 16, "--deep", "")
+    distill(learner, own_rows, output, "--draft-vocab", SIZE, "--steps", 12, "--lr", 1e-2, "--batch", 16, "--deep", "none")
     return output
 
 
@@ -119,7 +119,7 @@ def test_another_draft_vocabulary_is_another_run_and_another_head(
     learner: Path, own_rows: Path, reduced_head: Path, tmp_path: Path
 ) -> None:
     options = ("--model", learner, "--exit-layer", 1, "--data", own_rows, *SMALL, "--batch", 16, "--lr", 1e-2, "--steps", 12)
-    options += ("--deep", "")
+    options += ("--deep", "none")
     found = run(distill_main, *options, "-o", reduced_head, "--draft-vocab", 50)
     assert_refused(found, "other options (draft_vocab: 60, now 50)")
     for size in (0, 50):

@@ -21,7 +21,7 @@ for start in "${starts[@]}"; do self+=(--self-prompt-start "$start"); done
 export MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000
 
 # The targets of the frozen model are computed once, and read in every pass over the text.
-exec eesd-distill --model "$model" --exit-layer 4 --draft-vocab 8192 \
+exec eesd-distill --model "$model" --exit-layer 4 --deep none --draft-vocab 8192 \
     --self-generate "$prompts" --self-prompt 1500 "${self[@]}" \
     --own-text "$work/own-text" --own-rows 3072 --own-batch 128 --length 512 --temperatures 0,0.7 \
     --offline "$work/targets" --batch 4 --steps 6000 --dtype bfloat16 --seed 1 \
