@@ -156,7 +156,7 @@ class LoadRule(Stateful):
         return most_valuable(values, lambda count: rate * (self._verifying(rows, count, slots) - plain))[0]
 
     def price(self, rows: int, slots: float) -> Callable[[int], float]:
-        """Tokens that the seconds of so many nodes of one row are worth, if all rows verify as many."""
+        """A function that gives the price of n nodes of one row, in tokens, if each of ``rows`` verifies n."""
         rate, plain = self.rate(rows, slots) / rows, self.verify.seconds(rows, 1, slots)
         return lambda nodes: rate * (self.verify.seconds(rows, 1 + nodes, slots) - plain)
 

@@ -98,6 +98,11 @@ class TrainingOptions:
     mix_share: float = 0.25
     seed: int = 0
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose states the head reads: the exit layer, then the deep ones."""
+        return (self.exit_layer, *self.deep)
+
     def __post_init__(self) -> None:
         for name, minimum in (("steps", 0), ("batch", 1), ("accumulate", 1), ("top_k", 1)):
             if getattr(self, name) < minimum:

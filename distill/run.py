@@ -377,7 +377,7 @@ class Run:
         """Train one head. ``report`` is called with each line of metrics."""
         self.output.mkdir(parents=True, exist_ok=True)
         given = self.given_head(self.training)  # first, because it refuses a wrong --init-head before the long work
-        layers = [self.training.exit_layer, *self.training.deep]
+        layers = self.training.layers
         validation, rows = self.validation_and_training_rows(layers)
         head = self._new_head(self.training, rows) if given is None else given
         trainer = self.trainer(head, self.training, rows, self.targets(rows, layers), validation, self.output)
@@ -407,7 +407,7 @@ class Run:
         Raises:
             EESDError: The head computes values that are not finite.
         """
-        validation, rows = self.validation_and_training_rows([self.training.exit_layer, *self.training.deep])
+        validation, rows = self.validation_and_training_rows(self.training.layers)
         head = self.checkpoint.exit_head(self.output).to(self.accelerator.device)
         drafts = validation.drafts(head, self.checkpoint.geometry, self.lm_head)
         if not all(np.isfinite(text.margin).all() for text in drafts):

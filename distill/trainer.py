@@ -162,7 +162,7 @@ class Trainer:
         for micro_step in range(options.accumulate):
             number = (self.step * options.accumulate + micro_step) * processes + self.accelerator.process_index
             indices = batch_indices(self.rows, options.batch, options.mix_share, number, options.seed)
-            batch = self.targets.batch(indices, (options.exit_layer, *options.deep)).to(self.accelerator.device)
+            batch = self.targets.batch(indices, options.layers).to(self.accelerator.device)
             roots = self._roots(number)
             last = micro_step == options.accumulate - 1
             with nullcontext() if last else self.accelerator.no_sync(self.student):

@@ -290,6 +290,17 @@ class DeepCache {
     for (int64_t t = 0; t < tokens.shape[0]; t++, row += 5) work(t, reinterpret_cast<void *>(row[0]), row[2]);
   }
 
+  void put(const float *state, void *cache, int64_t slot) const {
+    if (float16_) cells<uint16_t>(cache, slot, [&](uint16_t &cell, int64_t i) { cell = half_of(state[i]); });
+    else cells<float>(cache, slot, [&](float &cell, int64_t i) { cell = state[i]; });
+  }
+
+  void get(void *cache, int64_t slot, float *state) const {
+    if (float16_) cells<uint16_t>(cache, slot, [&](uint16_t &cell, int64_t i) { state[i] = float_of(cell); });
+    else cells<float>(cache, slot, [&](float &cell, int64_t i) { state[i] = cell; });
+  }
+
+ private:
   // work(cell, i) for the numbers i of a slot's state.
   template <typename Cell, typename Work> void cells(void *cache, int64_t slot, const Work &work) const {
     const int64_t width = (head_dim_ + 15) / 16 * 16, part = kv_heads_ * slots_ * width;
@@ -301,14 +312,9 @@ class DeepCache {
       for (int64_t d = 0; d < head_dim_; d++, i++) work(values[h * slots_ * width + d], i);
   }
 
- private:
   int64_t kv_heads_, head_dim_, slots_, layer_;
+  const bool float16_ = settings.float16_caches;
 };
-
-static void put(float x, float *cell) { *cell = x; }
-static void put(float x, uint16_t *cell) { *cell = half_of(x); }
-static float number(float cell) { return cell; }
-static float number(uint16_t cell) { return float_of(cell); }
 
 // states [T, 2 KV D], tokens [T, 5] int64 -> [T, 0]. Writes each state into the slot of its token.
 class WriteState {
@@ -318,22 +324,14 @@ class WriteState {
   explicit WriteState(const Node &node) : cache_(node) {}
 
   void run(const Call &call) const {
-    settings_.float16_caches ? write<uint16_t>(call) : write<float>(call);
+    const Tensor states = call.input(0), tokens = call.input(1);
+    const int64_t count = cache_.checked(tokens), size = cache_.size();
+    check(states.type == ort::FLOAT && states.size() == count * size, "states have another size");
+    call.output<float>(0, {count, 0});
+    cache_.each(tokens, [&](int64_t t, void *cache, int64_t slot) { cache_.put(states.floats() + t * size, cache, slot); });
   }
 
  private:
-  template <typename Cell> void write(const Call &call) const {
-    const Tensor states = call.input(0), tokens = call.input(1);
-    const int64_t count = cache_.checked(tokens);
-    check(states.type == ort::FLOAT && states.size() == count * cache_.size(), "states have another size");
-    call.output<float>(0, {count, 0});
-    cache_.each(tokens, [&](int64_t t, void *cache, int64_t slot) {
-      const float *state = states.floats() + t * cache_.size();
-      cache_.cells<Cell>(cache, slot, [&](Cell &cell, int64_t i) { put(state[i], &cell); });
-    });
-  }
-
-  const Settings settings_ = settings;
   DeepCache cache_;
 };
 
@@ -346,22 +344,18 @@ class CarryState {
   explicit CarryState(const Node &node) : cache_(node) {}
 
   void run(const Call &call) const {
-    settings_.float16_caches ? carry<uint16_t>(call) : carry<float>(call);
-  }
-
- private:
-  template <typename Cell> void carry(const Call &call) const {
     const Tensor tokens = call.input(0);
-    float *states = call.output<float>(0, {cache_.checked(tokens), cache_.size()});
+    const int64_t size = cache_.size();
+    float *states = call.output<float>(0, {cache_.checked(tokens), size});
     cache_.each(tokens, [&](int64_t t, void *cache, int64_t slot) {
-      float *state = states + t * cache_.size();
-      if (slot > 0) cache_.cells<Cell>(cache, slot - 1, [&](Cell &cell, int64_t i) { state[i] = number(cell); });
-      else std::fill(state, state + cache_.size(), 0.0f);
-      cache_.cells<Cell>(cache, slot, [&](Cell &cell, int64_t i) { put(state[i], &cell); });
+      float *state = states + t * size;
+      if (slot > 0) cache_.get(cache, slot - 1, state);
+      else std::fill(state, state + size, 0.0f);
+      cache_.put(state, cache, slot);
     });
   }
 
-  const Settings settings_ = settings;
+ private:
   DeepCache cache_;
 };
 
