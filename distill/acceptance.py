@@ -16,14 +16,15 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
-from eesd.distill.ages import AGES, fixed_roots, states_before
+from eesd.distill.ages import AGES
 from eesd.distill.continuing import Writer, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.distill.teacher import LOGITS_PER_CHUNK, TeacherCall, full_sequence_inputs
+from eesd.model.deep_states import deep_states
 from eesd.model.exit_head import ExitHead
 
 DRAFTS_PER_ROUND = 8
@@ -122,7 +123,8 @@ def replay_acceptance(texts: Sequence[NDArray[np.bool_]], draft_length: int = DR
 class GreedyDrafts:
     """The head's greedy draft for each token of one text, behind 0, 1, ... A - 1 drafted tokens.
 
-    Without deep layers A is 1, because it makes no difference.
+    Without deep layers A is 1, because it makes no difference. Drafts that no round can reach are not computed, and false or 0:
+    those behind a drafted token that is wrong.
 
     Attributes:
         correct: Whether the draft is the text's token [A, T].
@@ -213,32 +215,42 @@ class ValidationSet:
         Returns:
             The drafts of each continuation.
         """
-        ages = [self._drafts_of_age(head, geometry, lm_head, age, batch) for age in range(AGES if head.exit_config.deep else 1)]
-        columns, probability, margin = (torch.stack(part)[:, :, :-1] for part in zip(*ages, strict=True))
-        correct = columns == head.columns(self.tokens[:, 1:].to(lm_head.device)).cpu()
-        arrays = (correct.numpy(), probability.numpy(), margin.numpy())
+        parts = [
+            self._drafts_of_rows(head, geometry, lm_head, rows) for rows in torch.split(torch.arange(len(self.tokens)), batch)
+        ]
+        arrays = [torch.cat(part, 1).numpy() for part in zip(*parts, strict=True)]
         spans = [slice(start - 1, end - 1) for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True)]
         return [GreedyDrafts(*(array[:, row, span] for array in arrays)) for row, span in enumerate(spans)]
 
-    def _drafts_of_age(
-        self, head: ExitHead, geometry: Geometry, lm_head: Tensor, age: int, batch: int
+    def _drafts_of_rows(
+        self, head: ExitHead, geometry: Geometry, lm_head: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The most likely column at each position, its probability, and its margin; each [P, T]."""
+        """What :class:`GreedyDrafts` holds, of some texts [A, B, T].
+
+        A draft behind a drafted tokens is reached if they are accepted: if the position before is right at age a - 1.
+        """
         device, config = lm_head.device, head.exit_config
-        weight = (head.rows_of(lm_head) if head.lm_head is None else head.lm_head.weight).float()
-        states = [torch.split(self.hidden[layer], batch) for layer in (config.layer, *config.deep)]
-        passes = []
-        for hidden, *deep in zip(*states, strict=True):
-            tokens = hidden.shape[1]
-            inputs, caches = full_sequence_inputs(geometry, len(hidden), tokens, len(head.blocks), torch.float32, device)
-            x, *deep = (part.to(device).float() for part in (hidden, *deep))
-            state = states_before(head, deep, fixed_roots(tokens, age).to(device)) if deep else None
-            features, _ = head.lm_head_input(x, inputs, caches, state)
-            chunks = torch.split(features.flatten(0, 1), max(1, LOGITS_PER_CHUNK // len(weight)))
-            parts = [_greedy_columns(linear(chunk, weight)) for chunk in chunks]
-            passes.append([torch.cat(part).view(hidden.shape[:2]).cpu() for part in zip(*parts, strict=True)])
-        columns, probability, margin = (torch.cat(part) for part in zip(*passes, strict=True))
-        return columns, probability, margin
+        x, *deep = (self.hidden[layer][rows].to(device).float() for layer in (config.layer, *config.deep))
+        inputs, caches = full_sequence_inputs(geometry, len(rows), x.shape[1], len(head.blocks), torch.float32, device)
+        attended, _ = head.attend(x, inputs, caches)
+        states = deep_states(head.deep, deep) if deep else None
+        wanted = head.columns(self.tokens[rows, 1:].to(device)).cpu()
+        at, ages = torch.arange(wanted.shape[1]), AGES if deep else 1
+        reached = (at >= self.starts[rows, None] - 1) & (at < self.ends[rows, None] - 1)
+        done, correct = torch.zeros(2, ages, *reached.shape, dtype=torch.bool)
+        probability, margin = torch.zeros(2, ages, *reached.shape)
+        for step in range(len(at)):
+            age = min(step, ages - 1)
+            row, position = cell = torch.nonzero(reached & ~done[age], as_tuple=True)
+            if not len(row):
+                break
+            root = position - age
+            state = None if states is None else states[row, (root - 1).clamp_min(0)] * (root > 0).to(device)[:, None]
+            columns, *scores = _greedy_columns(head, lm_head, head.think(attended[cell], state))
+            done[age][cell], correct[age][cell] = True, columns == wanted[cell]
+            probability[age][cell], margin[age][cell] = scores
+            reached = pad((reached & correct[age])[:, :-1], (1, 0))
+        return correct, probability, margin
 
     def correct_drafts(self, head: ExitHead, geometry: Geometry, lm_head: Tensor) -> list[NDArray[np.bool_]]:
         """For each continuation, whether the head's draft of token i is token i [A, T]. Arguments as for :meth:`drafts`."""
@@ -253,7 +265,13 @@ def acceptance_by_kind(texts: Sequence[NDArray[np.bool_]], kinds: Sequence[str])
     return {kind: replay_acceptance(found[kind]) for kind in sorted(found)}
 
 
-def _greedy_columns(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From logits [n, C]: the most likely column, its probability, and its margin over the second; each [n]."""
-    (first, second), ids = (part.T for part in logits.topk(2))
-    return ids[0], (first - logits.logsumexp(-1)).exp(), first - second
+def _greedy_columns(head: ExitHead, lm_head: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From inputs of the LM head [n, hidden]: the most likely column, its probability, and its margin; each [n], on the CPU."""
+    weight = (head.rows_of(lm_head) if head.lm_head is None else head.lm_head.weight).float()
+    found = []
+    for chunk in torch.split(features, max(1, LOGITS_PER_CHUNK // len(weight))):
+        logits = linear(chunk, weight)
+        (first, second), ids = (part.T for part in logits.topk(2))
+        found.append((ids[0].cpu(), (first - logits.logsumexp(-1)).exp().cpu(), (first - second).cpu()))
+    columns, probability, margin = (torch.cat(part) for part in zip(*found, strict=True))
+    return columns, probability, margin

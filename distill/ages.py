@@ -2,7 +2,7 @@
 
 All draft steps of a round read the deep state of the token before the root. So what a position computes depends on its *age*,
 the number of drafted tokens before it in the round. Training gives each position of a row a root, with rounds of random
-lengths; validation makes a pass for each age.
+lengths; validation computes each age where rounds reach it.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,6 @@ AGES = 8
 """Ages that are told apart: in training most drafts are shorter, and validation replays rounds of so many drafts."""
 MEAN_ROUND = 3.0
 """Tokens of a training round on average: about what rounds commit, so most roots are where they matter."""
-
-
-def fixed_roots(tokens: int, age: int) -> Tensor:
-    """The root of each position [1, T] at one age; the first positions are younger."""
-    return (torch.arange(tokens) - age).clamp_min(0)[None]
 
 
 def random_roots(batch: int, tokens: int, seed: int, number: int) -> Tensor:

@@ -160,7 +160,7 @@ def read_prompts(
     rng = np.random.default_rng(seed)
     for path in paths:
         if path.suffix == ".jsonl":
-            prompts += [Prompt(ids[-max_tokens:], kind) for ids, kind in _read_lines(path, codec)]
+            prompts += [Prompt(ids[-max_tokens:], kind) for ids, kind in _read_lines(path, codec, answer=True)]
             continue
         documents = [np.asarray(document) for document in read_documents(path, codec)]
         documents = [document for document in documents if len(document) >= prompt_tokens]
@@ -216,7 +216,7 @@ def read_documents(path: Path, codec: TextCodec | None) -> Iterator[Document]:
     elif path.suffix == ".safetensors":
         yield from _load_safetensors(path)
     elif path.suffix == ".jsonl":
-        yield from (ids for ids, _ in _read_lines(path, codec))
+        yield from (ids for ids, _ in _read_lines(path, codec, answer=False))
     else:
         yield _needed(codec, path).encode(decode(path.read_bytes(), str(path), "give text, .jsonl, .npy or .safetensors"))
 
@@ -227,12 +227,12 @@ def _needed(codec: TextCodec | None, path: Path) -> TextCodec:
     return codec
 
 
-def _read_lines(path: Path, codec: TextCodec | None) -> Iterator[tuple[list[int], str]]:
-    """Token ids and kind of each line of a ``.jsonl`` file."""
+def _read_lines(path: Path, codec: TextCodec | None, answer: bool) -> Iterator[tuple[list[int], str]]:
+    """Token ids and kind of each line of a ``.jsonl`` file; with ``answer``, chats up to where the model answers."""
     codec = _needed(codec, path)
     for line in _read_json_lines(path):
         kind = next((line[key] for key in ("kind", "category", "task") if isinstance(line.get(key), str)), path.stem)
-        yield _encode_line(path, line, codec), kind
+        yield _encode_line(path, line, codec, answer), kind
 
 
 def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -243,11 +243,13 @@ def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield value
 
 
-def _encode_line(path: Path, line: dict[str, Any], codec: TextCodec) -> list[int]:
+def _encode_line(path: Path, line: dict[str, Any], codec: TextCodec, answer: bool) -> list[int]:
     """Token ids of a line's ``prompt``, ``text`` or ``messages`` (through the chat template)."""
-    for key, kind in (("prompt", str), ("text", str), ("messages", list)):
-        if isinstance(line.get(key), kind):
+    for key in ("prompt", "text"):
+        if isinstance(line.get(key), str):
             return codec.encode(line[key])
+    if isinstance(line.get("messages"), list):
+        return codec.ids(codec.render(line["messages"], answer=answer), special=False)
     raise EESDError(f"A line of {path} has no prompt, text or messages; give one of them in each line.")
 
 

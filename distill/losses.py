@@ -13,7 +13,7 @@ from eesd.distill.teacher import LOGITS_PER_CHUNK, Batch, autocast
 from eesd.model.decoder import KV, Inputs
 from eesd.model.exit_head import ExitHead
 
-LOSS_NAMES = ("ce", "kl", "text")
+LOSS_NAMES = ("ce", "kl", "text", "overlap")
 """The losses that :func:`token_losses` computes."""
 
 
@@ -37,7 +37,7 @@ def token_losses(
         temperature: Temperature of the KL divergence.
 
     Returns:
-        The losses ``LOSS_NAMES`` [3, n] in nats, and whether the head's most likely token is the teacher's [n].
+        The losses ``LOSS_NAMES`` [4, n] in nats, and whether the head's most likely token is the teacher's [n].
     """
     rows = max(1, LOGITS_PER_CHUNK // len(lm_head))
     if len(features) <= rows:
@@ -60,11 +60,22 @@ def _chunk_losses(
     logprobs = log_softmax(logits, -1).gather(1, ids)
     student = logprobs[:, :-1] if temperature == 1 else log_softmax(logits / temperature, -1).gather(1, ids[:, :-1])
     teacher = log_softmax(top_logprobs.float() / temperature, -1)
-    weight = teacher.exp().masked_fill(outside[:, :-1], 0)
+    weight, agrees = teacher.exp().masked_fill(outside[:, :-1], 0), logits.argmax(-1) == top_ids[:, 0]
     inside = weight.sum(-1, keepdim=True).clamp_min(1e-9).log()
     kl = temperature**2 * (weight * (teacher - inside - student)).sum(-1)
     cross_entropies = -logprobs.masked_fill(outside, 0)
-    return torch.stack([cross_entropies[:, 0], kl, cross_entropies[:, -1]]), logits.argmax(-1) == top_ids[:, 0]
+    return torch.stack([cross_entropies[:, 0], kl, cross_entropies[:, -1], _overlap_loss(student, weight)]), agrees
+
+
+def _overlap_loss(student: Tensor, weight: Tensor) -> Tensor:
+    """How unlikely it is that a sampled draft is accepted: -log of the overlap of both distributions (arXiv 2602.23881).
+
+    Args:
+        student: Log-probabilities of the teacher's tokens [n, K].
+        weight: The teacher's probabilities of those that can be drafted, else 0 [n, K].
+    """
+    overlap, most = torch.minimum(student.exp(), weight).sum(-1), weight.sum(-1)
+    return (most.clamp_min(1e-9).log() - overlap.clamp_min(1e-9).log()).clamp_min(0) * most
 
 
 def reach_weights(agrees: Tensor, unroll: int, decay: float) -> Tensor:
@@ -95,15 +106,15 @@ def total_loss(losses: Tensor, weight: Tensor, options: LossOptions) -> tuple[Te
     """Combine the losses of all positions.
 
     Args:
-        losses: The losses ``LOSS_NAMES`` [3, B, T].
+        losses: The losses ``LOSS_NAMES`` [4, B, T].
         weight: Weight of each position [B, T].
         options: Weight of each loss.
 
     Returns:
-        The total loss, and the weighted mean of each loss [3], detached.
+        The total loss, and the weighted mean of each loss [4], detached.
     """
     means = (losses * weight).sum((1, 2)) / weight.sum().clamp_min(1)
-    scale = torch.tensor([options.ce, options.kl, options.text], device=means.device)
+    scale = torch.tensor([options.ce, options.kl, options.text, options.overlap], device=means.device)
     return (means * scale).sum(), means.detach()
 
 
@@ -147,7 +158,7 @@ class Student(nn.Module):
             caches: Empty KV caches, one per block.
 
         Returns:
-            The loss, and [4] metrics: the means of ``LOSS_NAMES`` and the fraction of positions that agree with the teacher.
+            The loss, and [5] metrics: the means of ``LOSS_NAMES`` and the fraction of positions that agree with the teacher.
         """
         own_lm_head, targets, mask = self.head.lm_head, batch.targets, batch.mask
         with autocast(self.precision, mask.device):

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -39,9 +40,10 @@ from eesd.distill.data import (
 )
 from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
+from eesd.distill.forecast import Forecast, forecast, product_rate
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions, digest
-from eesd.distill.self_prompt import SelfPromptOptions, self_prompts
+from eesd.distill.self_prompt import SelfPromptOptions, around_turns, self_prompts
 from eesd.distill.stored import saving
 from eesd.distill.structure import structure
 from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall
@@ -59,6 +61,8 @@ SLOWLY = (
     "torch writes the model's own text, several times slower than this project's operators: they are not built (install a C++ "
     "compiler, and then eesd again), or this processor has neither AVX2 nor AVX-512."
 )
+OWN_ROW = 0.5
+"""Part of a row that the model's own text fills: many texts end early."""
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Opens a progress bar with a label and a total; gives a function that advances it."""
 
@@ -179,8 +183,7 @@ class Run:
         data = self.data
         if not data.self_prompt:
             return []
-        if self.codec is None:
-            raise EESDError("--self-prompt needs a tokenizer; give prompts as token arrays with --self-generate.")
+        assert self.codec is not None  # make_run() has looked
         options = SelfPromptOptions(
             prompts=data.self_prompt,
             starts=data.self_prompt_start,
@@ -340,6 +343,14 @@ class Run:
             deep=training.deep,
         )
 
+    def forecast(self) -> Forecast:
+        """What :meth:`train` takes if nothing of it is done yet."""
+        data, training, accelerator = self.data, self.training, self.accelerator
+        written = 0 if data.files else int(data.own_rows * training.length * OWN_ROW)
+        tokens = written or int(self.rows.lengths.sum())
+        rate = product_rate(accelerator.device, training.precision) * accelerator.num_processes
+        return forecast(self.checkpoint.geometry, training, written, tokens, self.offline is not None, rate)
+
     def trainer(
         self,
         head: ExitHead,
@@ -377,6 +388,8 @@ class Run:
         """Train one head. ``report`` is called with each line of metrics."""
         self.output.mkdir(parents=True, exist_ok=True)
         given = self.given_head(self.training)  # first, because it refuses a wrong --init-head before the long work
+        if self.is_main and not any(self.output.glob("checkpoint-*")):
+            click.echo(self.forecast())
         layers = self.training.layers
         validation, rows = self.validation_and_training_rows(layers)
         head = self._new_head(self.training, rows) if given is None else given
@@ -451,6 +464,7 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         ce=options["ce"],
         kl=options["kl"],
         text=options["text_ce"],
+        overlap=options["overlap"],
         hidden=options["hidden"],
         temperature=options["kl_temperature"],
         unroll=options["unroll"],
@@ -508,4 +522,6 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         progress=progress,
     )
     check_exit(checkpoint.geometry, run.head_config(training))
+    if data.self_prompt:
+        around_turns(run.codec)
     return run

@@ -1,20 +1,25 @@
 """Short runs that compare exit layers: acceptance, the cost of a draft step, and the predicted speed-up.
 
 Costs are counted in decoder layers. A draft step runs N layers, E exit blocks and the LM head; a verify pass runs all L layers
-and the LM head at a cost that does not depend on its number of nodes, as on a GPU at batch 1, where memory bandwidth is the
-limit. With the LM head as h layers, a round of n drafts costs n (N + E + h) + L + E + h (verify runs the E exit blocks, too),
-and a step of plain decoding costs L + h. With a draft vocabulary, a draft step's LM head costs less.
+and the LM head. On a GPU at batch 1 memory bandwidth is the limit, and its cost does not depend on its number of nodes; on a
+CPU each further node costs c of a plain step. With the LM head as h layers, a round of n drafts costs n (N + E + h) +
+(L + E + h) (1 + c n) (verify runs the E exit blocks, too), and a step of plain decoding costs L + h. With a draft vocabulary, a
+draft step's LM head costs less.
+
+The same rounds are also priced for a model of 8B and one of 70B on a GPU, with the same N and E.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
 
 from eesd.common.geometry import Geometry
-from eesd.common.weights import block_shapes
 from eesd.distill.acceptance import DRAFTS_PER_ROUND, Acceptance, replay_acceptance
 from eesd.distill.options import TrainingOptions
 from eesd.distill.run import Run
+from eesd.distill.structure import block_weights
 from eesd.distill.trainer import Report
 from eesd.model.exit_head import check_exit
 
@@ -27,18 +32,19 @@ class LayerCosts:
         layers: L, the number of layers of the model.
         lm_head: h, the cost of the LM head.
         draft_lm_head: The cost of its rows for the draft vocabulary.
+        node: c, what each further node adds to verify, as a part of it.
     """
 
     layers: int
     lm_head: float
     draft_lm_head: float
+    node: float = 0.0
 
     @classmethod
-    def from_geometry(cls, geometry: Geometry, draft_vocab: int) -> "LayerCosts":
+    def from_geometry(cls, geometry: Geometry, draft_vocab: int, node: float = 0.0) -> "LayerCosts":
         """Take costs to be proportional to the number of weights."""
-        layer = sum(prod(shape) for shape in block_shapes(geometry).values() if len(shape) == 2)
-        row = geometry.hidden_size / layer
-        return cls(geometry.num_layers, geometry.vocab_size * row, (draft_vocab or geometry.vocab_size) * row)
+        row = geometry.hidden_size / block_weights(geometry)
+        return cls(geometry.num_layers, geometry.vocab_size * row, (draft_vocab or geometry.vocab_size) * row, node)
 
     @property
     def plain_step(self) -> float:
@@ -48,7 +54,22 @@ class LayerCosts:
         return exit_layer + blocks + self.draft_lm_head
 
     def round(self, exit_layer: int, blocks: int, drafts: int) -> float:
-        return drafts * self.draft_step(exit_layer, blocks) + self.plain_step + blocks
+        return drafts * self.draft_step(exit_layer, blocks) + (self.plain_step + blocks) * (1 + self.node * drafts)
+
+    def best(self, exit_layer: int, blocks: int, correct: Sequence[NDArray[np.bool_]]) -> tuple[int, float]:
+        """The draft length with the highest speed-up, and that speed-up, over the replayed texts."""
+        speed_ups = {
+            drafts: replay_acceptance(correct, drafts).tokens_per_round
+            * self.plain_step
+            / self.round(exit_layer, blocks, drafts)
+            for drafts in range(1, DRAFTS_PER_ROUND + 1)
+        }
+        drafts = max(speed_ups, key=speed_ups.__getitem__)
+        return drafts, speed_ups[drafts]
+
+
+LARGE = {"8B": LayerCosts(32, 2.41, 0.60), "70B": LayerCosts(80, 1.23, 0.31)}
+"""Llama 3: an LM head of 128,256 tokens, a quarter of them drafted."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,7 @@ class Candidate:
         draft_cost: Cost of a draft step relative to a step of plain decoding.
         drafts: Draft length, up to ``DRAFTS_PER_ROUND``, with the highest predicted speed-up.
         speed_up: The predicted speed-up with this draft length.
+        large: The best draft length and its speed-up at the costs of ``LARGE``.
     """
 
     exit_layer: int
@@ -70,15 +92,17 @@ class Candidate:
     draft_cost: float
     drafts: int
     speed_up: float
+    large: dict[str, tuple[int, float]]
 
 
-def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report: Report) -> list[Candidate]:
+def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], node: float, report: Report) -> list[Candidate]:
     """Train a head for each exit layer and block count, all on the same rows in the same order.
 
     Args:
         run: Options and parts of the run.
         layers: Exit layers to try.
         block_counts: Block counts to try for each exit layer.
+        node: What each further node adds to verify, as a part of it.
         report: Called with each line of metrics.
 
     Returns:
@@ -95,7 +119,7 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report:
     read = [*layers, *run.training.deep]
     validation, rows = run.validation_and_training_rows(read)
     targets = run.targets(rows, read)
-    costs, candidates = LayerCosts.from_geometry(geometry, run.training.draft_vocab), []
+    costs, candidates = LayerCosts.from_geometry(geometry, run.training.draft_vocab, node), []
     for layer, blocks in pairs:
         training = _training(run.training, layer, blocks)
         output = run.output / f"exit-{layer}-blocks-{blocks}"
@@ -104,13 +128,10 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], report:
         with run.progress(f"exit {layer}, {blocks} blocks", training.steps) as advance:
             acceptance = trainer.run(run.intervals, _labelled(report, f"exit {layer}, blocks {blocks}"), advance)
         correct = validation.correct_drafts(trainer.full_head(), geometry, trainer.lm_head)
-        speed_ups = {
-            drafts: replay_acceptance(correct, drafts).tokens_per_round * costs.plain_step / costs.round(layer, blocks, drafts)
-            for drafts in range(1, DRAFTS_PER_ROUND + 1)
-        }
-        best = max(speed_ups, key=speed_ups.__getitem__)
+        drafts, speed_up = costs.best(layer, blocks, correct)
+        large = {name: others.best(layer, blocks, correct) for name, others in LARGE.items()}
         draft_cost = costs.draft_step(layer, blocks) / costs.plain_step
-        candidates.append(Candidate(layer, blocks, acceptance, draft_cost, best, speed_ups[best]))
+        candidates.append(Candidate(layer, blocks, acceptance, draft_cost, drafts, speed_up, large))
     return sorted(candidates, key=lambda candidate: -candidate.speed_up)
 
 
@@ -127,12 +148,13 @@ def _labelled(report: Report, label: str) -> Report:
 def table(candidates: Sequence[Candidate]) -> str:
     """A Markdown table of the candidates, and the recommendation."""
     depths = len(candidates[0].acceptance.verified)
-    names = ["exit layer", "blocks", *(f"depth {d}" for d in range(1, depths + 1)), "draft cost", "drafts", "speed-up"]
+    names = ["exit layer", "blocks", *(f"depth {d}" for d in range(1, depths + 1)), "draft cost", "drafts", "speed-up", *LARGE]
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for candidate in candidates:
         cells = [str(candidate.exit_layer), str(candidate.blocks)]
         cells += [f"{value:.3f}" for value in candidate.acceptance.by_depth]
         cells += [f"{candidate.draft_cost:.3f}", str(candidate.drafts), f"{candidate.speed_up:.2f}x"]
+        cells += [f"{speed_up:.2f}x with {drafts}" for drafts, speed_up in candidate.large.values()]
         lines.append(f"| {' | '.join(cells)} |")
     best = candidates[0]
     advice = f"Recommended: --exit-layer {best.exit_layer} --blocks {best.blocks} (predicted {best.speed_up:.2f}x)."

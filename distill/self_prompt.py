@@ -97,11 +97,19 @@ def self_prompts(
     raise AssertionError
 
 
+def around_turns(codec: TextCodec | None) -> tuple[str, str]:
+    """What the chat template puts before and behind a user's turn. Raises :class:`EESDError` if there is none."""
+    if codec is None:
+        raise EESDError("--self-prompt needs a tokenizer; give prompts as token arrays with --self-generate.")
+    opening, _, closing = codec.render([{"role": "user", "content": MARK}]).partition(MARK)
+    return opening, closing
+
+
 def _user_turns(
     writer: Writer, codec: TextCodec, options: SelfPromptOptions, number: int, eos_token_ids: Sequence[int], rows: int
 ) -> list[str]:
     """The different user turns of one file that the model has ended."""
-    opening, _, closing = codec.render([{"role": "user", "content": MARK}]).partition(MARK)
+    opening, closing = around_turns(codec)
     encode = codec.tokenizer.encode
     ends = {*eos_token_ids, *encode(closing, add_special_tokens=False).ids[:1]}
     starts = [options.starts[i % len(options.starts)] for i in range(SHARD_TRIES)]

@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from math import prod
 from typing import Any
 
 from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.weights import block_shapes
+from eesd.distill.options import TrainingOptions
 
 EXIT_LAYER = 4
 """Layers before the head; of a model with few layers a quarter of them."""
@@ -38,3 +41,15 @@ def deep_layers(num_layers: int, exit_layer: int) -> tuple[int, ...]:
     """A low, a middle and the last layer: the thirds of a model, of those behind the exit."""
     thirds = (-(-num_layers * part // 3) for part in (1, 2, 3))
     return tuple(layer for layer in thirds if layer > exit_layer)
+
+
+def block_weights(geometry: Geometry) -> int:
+    """Weights in the matrices of one block."""
+    return sum(prod(shape) for shape in block_shapes(geometry).values() if len(shape) == 2)
+
+
+def head_weights(geometry: Geometry, training: TrainingOptions) -> int:
+    """Weights in the matrices that a head's training multiplies, the LM head's rows included."""
+    state = 2 * geometry.num_kv_heads * geometry.head_dim if training.deep else 0
+    rows = training.draft_vocab or geometry.vocab_size
+    return training.blocks * block_weights(geometry) + geometry.hidden_size * (state * (len(training.deep) + 1) + rows)

@@ -204,11 +204,19 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
         self.mlp = MLP(geometry)
 
-    def forward(self, x: Tensor, inputs: Inputs, cache: KV, more: Tensor | None = None) -> tuple[Tensor, KV]:
-        """``more`` [B, n, hidden], or one for all n tokens, is added behind the attention."""
+    def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
+        x, cache = self.attend(x, inputs, cache)
+        return self.think(x), cache
+
+    def attend(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
+        """The first half: x with what the tokens before each add, and the written cache."""
         attended, cache = self.self_attn(self.input_layernorm(x), inputs, cache)
-        x = x + attended if more is None else x + attended + more
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        return x + attended, cache
+
+    def think(self, x: Tensor) -> Tensor:
+        """The second half: the MLP, for each token alone."""
+        added: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + added
 
     def write_kv(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
         """Write the block's keys and values for x [B, n, hidden] without computing its output."""

@@ -82,13 +82,30 @@ class ExitHead(nn.Module):
         With deep layers, ``state`` [B, n, 2 KV D], or [B, 1, 2 KV D], is the deep state before each token's root. It is added
         behind the last attention, so no key or value depends on it: verify, which does not know it, writes the same ones.
         """
+        x, written = self.attend(x, inputs, caches)
+        return self.think(x, state), written
+
+    def attend(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
+        """Run all that needs the other tokens: up to behind the last attention, for x [B, n, hidden]."""
         written = []
         for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
             x, cache = block(x, inputs, cache)
             written.append(cache)
-        more = None if self.deep_in_proj is None or state is None else self.deep_in_proj(state)
-        x, cache = self.blocks[-1](x, inputs, caches[-1], more)
-        return self.norm(x), [*written, cache]
+        x, cache = self._last.attend(x, inputs, caches[-1])
+        return x, [*written, cache]
+
+    def think(self, x: Tensor, state: Tensor | None) -> Tensor:
+        """Run the rest, for each token alone: x and the deep state before its root, both with the same leading dimensions."""
+        if self.deep_in_proj is not None and state is not None:
+            x = x + self.deep_in_proj(state)
+        features: Tensor = self.norm(self._last.think(x))
+        return features
+
+    @property
+    def _last(self) -> Block:
+        last = self.blocks[-1]
+        assert isinstance(last, Block)
+        return last
 
     def write_kv(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> list[KV]:
         """Write the caches of all blocks for x [B, n, hidden], without predicting.
@@ -100,9 +117,7 @@ class ExitHead(nn.Module):
         for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
             x, cache = block(x, inputs, cache)
             written.append(cache)
-        last = self.blocks[-1]
-        assert isinstance(last, Block)
-        return [*written, last.write_kv(x, inputs, caches[-1])]
+        return [*written, self._last.write_kv(x, inputs, caches[-1])]
 
     def write_deep(self, hidden: Sequence[Tensor], inputs: Inputs, cache: KV) -> KV:
         """Write the deep cache from the hidden states after the deep layers, each [B, n, hidden]. Verify calls this."""

@@ -42,14 +42,15 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str:
-        """Render messages and the beginning of the answer.
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, answer: bool = True) -> str:
+        """Render messages, and the beginning of the answer.
 
         Args:
             messages: At least one message. ``content`` is a text or a list of text parts; if the template does not read parts,
                 it gets their texts, one a line.
             tools: Functions that the model may call, as in OpenAI's API. A template that does not read them shows nothing of
                 them; see :attr:`reads_tools`.
+            answer: Whether an answer begins behind them.
 
         Raises:
             EESDError: A message is not plain data with a role, the template refuses the messages or is no template, or it takes
@@ -62,7 +63,7 @@ class ChatTemplate:
         try:
             code, reads_parts, _ = self._compiled
             seen = conversation if reads_parts else [_without_parts(message) for message in conversation]
-            return self._run(code, seen, plain_tools)
+            return self._run(code, seen, plain_tools, answer)
         except EESDError:
             raise
         except Exception as error:  # a template is a program: it may fail in any way
@@ -77,10 +78,10 @@ class ChatTemplate:
         except TemplateError as error:
             raise EESDError(f"The chat template cannot be used: {str(error)[:200].rstrip('.')}.") from None
 
-    def _run(self, code: CodeType, conversation: list[dict[str, Any]], tools: list[Any] | None) -> str:
+    def _run(self, code: CodeType, conversation: list[dict[str, Any]], tools: list[Any] | None, answer: bool) -> str:
         environment = _environment()
         template = Template.from_code(environment, code, environment.make_globals(None))
-        values = {"messages": conversation, "tools": tools, "documents": None, "add_generation_prompt": True}
+        values = {"messages": conversation, "tools": tools, "documents": None, "add_generation_prompt": answer}
         return environment.concat(template.generate(**(values | self._special_tokens)))
 
     @cached_property

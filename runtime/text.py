@@ -64,12 +64,12 @@ class TextCodec:
         except Exception as error:  # and plain Exceptions for text that its vocabulary cannot express
             raise EESDError(f"The tokenizer cannot encode the prompt ({error}); give token ids.") from None
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str:
-        """Chat messages as text, by the model's chat template."""
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, answer: bool = True) -> str:
+        """Chat messages as text, by the model's chat template; with ``answer`` up to where the model answers."""
         template = self.chat_template if tools is None else self.tool_template
         if template is None:
             raise EESDError("This model has no chat template; give a plain prompt.")
-        return template.render(messages, tools)
+        return template.render(messages, tools, answer)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

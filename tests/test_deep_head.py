@@ -14,7 +14,7 @@ from support.on_cache import OnCache
 
 from eesd.common.geometry import ExitConfig
 from eesd.common.manifest_reader import load_manifest
-from eesd.distill.ages import AGES, fixed_roots, random_roots, states_before
+from eesd.distill.ages import AGES, random_roots, states_before
 from eesd.distill.teacher import Teacher, full_sequence_inputs
 from eesd.export.cli import main as export_main
 from eesd.model import exit_head, exit_head_file
@@ -32,6 +32,11 @@ TEXT = np.random.default_rng(5).integers(3, 90, 24).tolist()
 ROUNDS = [(6, 3), (9, 1), (10, 4), (14, 2), (16, 6)]
 """Position of the root, and tokens that the round commits."""
 SLOTS = 64
+
+
+def fixed_roots(age: int) -> torch.Tensor:
+    """The root of each position of the text [1, T] at one age; the first positions are younger."""
+    return (torch.arange(len(TEXT)) - age).clamp_min(0)[None]
 
 
 def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> NDArray[np.float32]:
@@ -80,7 +85,7 @@ def test_rounds_draft_what_training_computes(exported: Path, backend: str, monke
         monkeypatch.setattr(operators, "missing", lambda: "left out")
     checkpoint = Checkpoint((exported / "model").resolve())
     head = checkpoint.exit_head(exported / "head")
-    by_age = [aged_logits(checkpoint, head, fixed_roots(len(TEXT), age)) for age in range(AGES)]
+    by_age = [aged_logits(checkpoint, head, fixed_roots(age)) for age in range(AGES)]
     seen = list(drafted_logits(exported / "plans", backend))
     for root, age, logits in seen:
         np.testing.assert_allclose(logits, by_age[age][root + age], atol=2e-4)
@@ -103,7 +108,7 @@ def test_mixed_ages_in_one_pass_are_those_of_passes_of_one_age(family_dir: Famil
     [roots] = random_roots(1, len(TEXT), seed=2, number=0)
     mixed = aged_logits(checkpoint, head, roots)
     for at, root in enumerate(roots.tolist()):
-        expected = aged_logits(checkpoint, head, fixed_roots(len(TEXT), at - root))[at]
+        expected = aged_logits(checkpoint, head, fixed_roots(at - root))[at]
         np.testing.assert_allclose(mixed[at], expected, atol=1e-5)
 
 
@@ -115,7 +120,7 @@ def test_an_untrained_deep_head_is_the_plain_one(family_dir: FamilyDir) -> None:
     plain = exit_head.initialise(decoder, ExitConfig(1))
     deep = exit_head.initialise(decoder, ExitConfig(1, deep=(2, 3)))
     expected, _ = plain.lm_head_input(states[1], inputs, caches)
-    state = states_before(deep, [states[2], states[3]], fixed_roots(len(TEXT), 2))
+    state = states_before(deep, [states[2], states[3]], fixed_roots(2))
     found, _ = deep.lm_head_input(states[1], inputs, caches, state)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 

@@ -25,7 +25,7 @@ from eesd.distill import teacher
 from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main
 from eesd.distill.continuing import TorchWriter, Writer, continue_prompts
-from eesd.distill.data import Rows, batch_indices, split_documents
+from eesd.distill.data import Rows, batch_indices, read_prompts, read_rows, split_documents
 from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.run import SLOWLY
@@ -33,6 +33,7 @@ from eesd.distill.teacher import Teacher
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines import operators
 from eesd.runtime.llm import Speculation
+from eesd.runtime.text import TextCodec
 
 SHARDED = str(Path(__file__).parent / "support/sharded.py")
 
@@ -345,6 +346,18 @@ def test_short_documents_share_a_row() -> None:
     assert rows.lengths.tolist() == [20, 33, 40, 21], "of the document of 45 tokens, too few are left for a row"
 
 
+def test_chats_are_read_to_their_answers_and_asked_for_new_ones(learner: Path, tmp_path: Path) -> None:
+    """As rows, nothing follows the last answer; as prompts, the model's own answer does."""
+    codec, path = TextCodec(learner), tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "abc def ghi"}, {"role": "assistant", "content": "an answer"}]
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    (row,) = read_rows([path], codec, 256, 127).tokens
+    (prompt,) = read_prompts([path], codec, 256, 1, 32, 128, 0)
+    assert codec.render(messages) == codec.render(messages, answer=False) + "<assistant>"
+    assert row[row > 0].tolist() == codec.ids(codec.render(messages, answer=False), special=False)
+    assert prompt.tokens == codec.encode(messages)
+
+
 def test_each_epoch_uses_every_row_once_and_mixes_in_a_fixed_share() -> None:
     windows = split_documents([np.arange(20)] * 30, 19)
     rows = Rows(windows.tokens, windows.lengths, num_primary=24)
@@ -361,9 +374,13 @@ def test_search_sorts_candidates_and_recommends_the_best(
     result = succeed(main, "--model", learner, "--data", own_rows, "-o", tmp_path, *SMALL, "--steps", 3, *search)
     lines = result.stdout.splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 4 and "speed-up" in table[0]
-    speeds = [float(line.split("|")[-2].strip(" x")) for line in table[2:]]
+    assert len(table) == 4 and table[0].endswith("| speed-up | 8B | 70B |")
+    speeds = [float(line.split("|")[-4].strip(" x")) for line in table[2:]]
     assert speeds == sorted(speeds, reverse=True)
+    dear = succeed(
+        main, "--model", learner, "--data", own_rows, "-o", tmp_path, *SMALL, "--steps", 3, *search, "--search-node-cost", 1
+    )
+    assert float(dear.stdout.splitlines()[-3].split("|")[-4].strip(" x")) < min(speeds)
     layer, blocks = table[2].split("|")[1:3]
     assert lines[-1].startswith(f"Recommended: --exit-layer {layer.strip()} --blocks {blocks.strip()}")
 

@@ -35,8 +35,10 @@ def losses_of(case: dict[str, torch.Tensor], k: int = VOCABULARY) -> tuple[torch
 
 
 def test_losses_equal_those_of_torch_on_whole_distributions(case: dict[str, torch.Tensor]) -> None:
-    (ce, kl, text), agrees = losses_of(case)
+    (ce, kl, text, overlap), agrees = losses_of(case)
     logits = case["features"] @ case["lm_head"].T
+    accepted = torch.minimum(logits.softmax(-1), case["teacher"].exp()).sum(-1)  # of a draft that is sampled
+    torch.testing.assert_close(overlap, -accepted.log(), atol=5e-3, rtol=1e-2)
     torch.testing.assert_close(ce, cross_entropy(logits, case["teacher"].argmax(-1), reduction="none"))
     torch.testing.assert_close(text, cross_entropy(logits, case["text"], reduction="none"))
     exact = kl_div(log_softmax(logits, -1), case["teacher"], log_target=True, reduction="none").sum(-1)
@@ -49,13 +51,13 @@ def test_kl_and_its_gradient_are_zero_for_a_head_equal_to_the_teacher(case: dict
     for temperature in (1.0, 2.0):
         losses, agrees = token_losses(features, torch.eye(VOCABULARY), case["ids"], case["top"], case["text"], temperature)
         (gradient,) = torch.autograd.grad(losses[1].sum(), features)
-        assert losses[1].abs().max() < 1e-4 and gradient.abs().max() < 5e-3
+        assert losses[1].abs().max() < 1e-4 and losses[3].abs().max() < 5e-3 and gradient.abs().max() < 5e-3
         assert agrees.all()
 
 
 def test_a_truncated_teacher_distribution_is_renormalised(case: dict[str, torch.Tensor]) -> None:
     """With one token kept, the KL divergence is the cross-entropy on this token."""
-    (ce, kl, _), _ = losses_of(case, k=1)
+    (ce, kl, *_), _ = losses_of(case, k=1)
     torch.testing.assert_close(kl, ce)
 
 
@@ -72,8 +74,8 @@ def test_chunking_changes_neither_losses_nor_gradients(case: dict[str, torch.Ten
 
 @pytest.mark.parametrize("name", LOSS_NAMES)
 def test_only_losses_with_a_weight_have_a_gradient(case: dict[str, torch.Tensor], name: str) -> None:
-    weights = {"ce": 0.0, "kl": 0.0, "text": 0.0} | {name: 2.0}
-    options = LossOptions(weights["ce"], weights["kl"], weights["text"])
+    weights = dict.fromkeys(LOSS_NAMES, 0.0) | {name: 2.0}
+    options = LossOptions(weights["ce"], weights["kl"], weights["text"], weights["overlap"])
     losses, _ = losses_of(case)
     loss, _ = total_loss(losses[:, None], torch.ones(1, TOKENS), options)
     (gradient,) = torch.autograd.grad(loss, case["features"], retain_graph=True)

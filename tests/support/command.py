@@ -15,7 +15,10 @@ from eesd.export.cli import main as export_main
 from eesd.runtime.engines import operators
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
-TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}<assistant>"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def run(command: Command, *arguments: object, stdin: str | bytes = "") -> Result:
