@@ -33,7 +33,9 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option("-o", "--output", type=cli.PATH, required=True, help="Directory for the head, checkpoints and metrics.")
 @click.option("--blocks", type=click.IntRange(1, 1000), help="Number of decoder blocks in the head (E).  [default: 1]")
 @click.option(
-    "--own-lm-head/--shared-lm-head", default=None, help="Train an LM head for the exit head, or use the model's (the default)."
+    "--own-lm-head/--shared-lm-head",
+    default=None,
+    help="Train an LM head for the exit head, or use the model's.  [default: its own with a draft vocabulary]",
 )
 @click.option(
     "--draft-vocab",

@@ -78,7 +78,8 @@ def test_losses_leave_out_what_the_draft_cannot_predict() -> None:
 def reduced_head(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head over 60 tokens after 12 steps, without deep layers, so that verify may have stages."""
     output = tmp_path_factory.mktemp("reduced-head") / "head"
-    distill(learner, own_rows, output, "--draft-vocab", SIZE, "--steps", 12, "--lr", 1e-2, "--batch", 16, "--deep", "none")
+    options = ("--draft-vocab", SIZE, "--shared-lm-head", "--deep", "none")
+    distill(learner, own_rows, output, *options, "--steps", 12, "--lr", 1e-2, "--batch", 16)
     return output
 
 
@@ -109,7 +110,7 @@ def test_validation_counts_equal_the_runtime_statistics(learner: Path, reduced_h
 
 
 def test_an_own_lm_head_begins_with_the_rows_of_the_draft_vocabulary(learner: Path, own_rows: Path, tmp_path: Path) -> None:
-    distill(learner, own_rows, tmp_path, "--draft-vocab", SIZE, "--own-lm-head", "--steps", 1, "--lr", 1e-9)
+    distill(learner, own_rows, tmp_path, "--draft-vocab", SIZE, "--steps", 1, "--lr", 1e-9)
     tensors = load_file(tmp_path / "exit_head.safetensors")
     rows = Checkpoint(learner).lm_head()[tensors["draft_vocab"].long()]
     torch.testing.assert_close(tensors["lm_head.weight"].float(), rows.float(), atol=0.02, rtol=0)  # stored in bfloat16
@@ -119,7 +120,7 @@ def test_another_draft_vocabulary_is_another_run_and_another_head(
     learner: Path, own_rows: Path, reduced_head: Path, tmp_path: Path
 ) -> None:
     options = ("--model", learner, "--exit-layer", 1, "--data", own_rows, *SMALL, "--batch", 16, "--lr", 1e-2, "--steps", 12)
-    options += ("--deep", "none")
+    options += ("--deep", "none", "--shared-lm-head")
     found = run(distill_main, *options, "-o", reduced_head, "--draft-vocab", 50)
     assert_refused(found, "other options (draft_vocab: 60, now 50)")
     for size in (0, 50):
