@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -49,6 +48,15 @@ _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 """Alignment of the data, unless the metadata have another."""
+
+
+def _library() -> Any:
+    """The ``gguf`` library, which nothing but these files needs."""
+    try:
+        import gguf
+    except ImportError:
+        raise EESDError("Reading a GGUF file needs gguf; install it with: pip install gguf.") from None
+    return gguf
 
 
 @dataclass(frozen=True)
@@ -142,15 +150,15 @@ class _Header:
         shape = self._numbers("Q", self.number("I"))[::-1]
         number, offset = self.number("I"), self.number("Q")
         try:
-            return name, shape, gguf.GGMLQuantizationType(number).name, offset
+            return name, shape, _library().GGMLQuantizationType(number).name, offset
         except ValueError:
             return name, shape, f"type {number}", offset
 
     def tensor(self, start: int, name: str, shape: tuple[int, ...], stored: str, offset: int) -> CheckpointTensor:
         """A tensor of a file whose data begin at ``start``."""
         nbytes = 0  # reading a tensor of an unknown type is refused
-        if stored in gguf.GGMLQuantizationType.__members__:
-            values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[stored]]
+        if stored in _library().GGMLQuantizationType.__members__:
+            values, size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[stored]]
             if not shape or prod(shape) == 0 or shape[-1] % values:
                 raise self.damaged(f"the tensor {name[:80]} has a shape that its type {stored} cannot have")
             nbytes = prod(shape) // values * size
@@ -246,7 +254,7 @@ class GgufTensor:
     def _stored_levels(self, kind: str, transposed: bool) -> Quantized:
         """What the file stores, with levels of this element type."""
         rows = self._rows(self.shape[0])
-        size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self._stored.stored]][1]
+        size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[self._stored.stored]][1]
         with np.errstate(all="ignore"):  # damaged scales are reported below
             found = _unpack_blocks(self._stored.stored, rows.reshape(-1, size))
         levels, *shared = (None if part is None else torch.from_numpy(part).reshape(self.shape[0], -1) for part in found)
@@ -284,7 +292,9 @@ class GgufTensor:
         if self.dtype != torch.float32 or self._stored.stored in DTYPES:
             return torch.from_numpy(rows).view(self.dtype).view(shape)
         with np.errstate(all="ignore"):  # damaged scales are reported as values that are not finite
-            return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[self._stored.stored])).view(shape)
+            return torch.from_numpy(_library().dequantize(rows, _library().GGMLQuantizationType[self._stored.stored])).view(
+                shape
+            )
 
 
 def _unpack_blocks(

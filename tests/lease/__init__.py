@@ -1,0 +1,36 @@
+"""The steps of ``gpu_lease.py``: what a GPU is asked first."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Where a step runs.
+
+    Attributes:
+        device: Torch device; on the CPU all shapes are small.
+        output: Directory for files.
+    """
+
+    device: str
+    output: Path
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement.
+
+    Attributes:
+        run: Returns JSON values. What it prints is shown if it fails.
+        seconds: Its time limit.
+    """
+
+    run: Callable[[Lease], Mapping[str, Any]]
+    seconds: float

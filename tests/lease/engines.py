@@ -1,0 +1,116 @@
+"""Torch engines of any shape with random weights, made on the device: nothing is written, and nothing is read."""
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import nn
+
+from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
+from eesd.common.manifest import FORMAT_VERSION, GraphInfo, Manifest
+from eesd.common.weights import Quantizations
+from eesd.model.decoder import Decoder
+from eesd.model.exit_head import ExitHead
+from eesd.model.graphs import Draft, Verify
+from eesd.model.rotary import rotary_tables
+from eesd.runtime.engines.device import DeviceStream, device_streams
+from eesd.runtime.engines.device_cache import DeviceMemory
+from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
+from eesd.runtime.engines.torch_engine import ROWS, TorchStageRunner
+
+TOP_K = 8
+
+
+def llama(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: int) -> Geometry:
+    """A Llama 3 of these sizes."""
+    return Geometry(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        rms_norm_eps=1e-5,
+        tied_embeddings=False,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        rope_theta=500000.0,
+        rope_scaling=None,
+    )
+
+
+def made_up(geometry: Geometry, exit_head: ExitConfig, dtype: str, slots: int, nodes: int) -> Manifest:
+    """The manifest of a directory that does not exist."""
+    own = tuple(range(geometry.num_layers)) + tuple(exit_caches(geometry, exit_head))
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        model="random weights",
+        geometry=geometry,
+        exit_head=exit_head,
+        dtype=dtype,
+        quantization=Quantizations(),
+        max_seq_len=slots,
+        max_tree_nodes=nodes,
+        draft_top_k=TOP_K,
+        bos_token_id=None,
+        eos_token_ids=(),
+        draft=GraphInfo("draft.onnx", tuple(draft_caches(geometry, exit_head)), (), ()),
+        verify=(GraphInfo("verify.onnx", own, (), ()),),
+        files={},
+        linked={},
+        tools={},
+        plans={},
+    )
+
+
+def random_engines(manifest: Manifest, device: str, exact: bool | None = None) -> tuple[DeviceEngine, DeviceEngine]:
+    """Verify and draft of a manifest, with random weights.
+
+    Args:
+        manifest: What :func:`made_up` makes.
+        device: Torch device.
+        exact: As in ``open_engines``: whether all rounds have one node count.
+    """
+    dtype: torch.dtype = getattr(torch, manifest.dtype)
+    (stream,) = device_streams(1, device)
+    with torch.device("meta"):
+        decoder, head = Decoder(manifest.geometry).to(dtype), ExitHead(manifest.geometry, manifest.exit_head).to(dtype)
+    for module in (decoder, head):
+        module.to_empty(device=stream.device).requires_grad_(False)
+    if head.draft_vocab is not None:
+        head.draft_vocab.copy_(torch.arange(len(head.draft_vocab)))
+    _fill([*decoder.named_parameters(), *head.named_parameters()])
+    on_gpu, positions = stream.on_gpu, manifest.gpu_slots
+    tables = tuple(table.to(stream.device, dtype) for table in rotary_tables(manifest.geometry, positions))
+    runner = partial(_runner, tables=(tables[0], tables[1]), stream=stream)
+    memory = partial(DeviceMemory, manifest, [stream], grow=not on_gpu, spare=manifest.max_tree_nodes + ROWS)
+    verify, draft = make_engines(
+        manifest,
+        [runner(Verify(decoder, head), manifest.verify[0])],
+        runner(Draft(decoder, head, TOP_K), manifest.draft),
+        memory,
+        pad=on_gpu,
+        multiple=ROWS,
+        exact=exact,
+    )
+    assert draft is not None
+    return verify, draft
+
+
+def _runner(
+    module: Draft | Verify, graph: GraphInfo, tables: tuple[torch.Tensor, torch.Tensor], stream: DeviceStream
+) -> TorchStageRunner:
+    return TorchStageRunner(module.eval(), graph, tables, stream)
+
+
+def _fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Norms of 1, and matrices whose products keep the size of what they multiply."""
+    for name, value in parameters:
+        if value.ndim == 1:
+            value.fill_(0 if name.endswith("bias") else 1)
+        else:
+            value.normal_(0, value.shape[1] ** -0.5)

@@ -1,0 +1,117 @@
+"""Whether a GPU computes what the CPU computes, and whether drafting changes a token there."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import eesd
+from eesd.common.geometry import ExitConfig
+from eesd.common.manifest_reader import load_manifest
+from eesd.export.engine_dir import export, stored_head
+from eesd.export.onnx_graph import ExportOptions
+from eesd.model.checkpoint import Checkpoint
+from eesd.runtime.compare import first_divergence
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines.base import Call
+from eesd.runtime.engines.device_engine import DeviceEngine
+from eesd.runtime.engines.exactness import Exactness
+from eesd.runtime.engines.torch_engine import open_torch
+from eesd.runtime.llm import Speculation
+from lease import Lease
+from lease.engines import llama, made_up, random_engines
+
+MODEL = Path(__file__).resolve().parents[2] / "examples/pycode/model"
+PROMPTS = ("def main(", "import ", "class Tree:\n    def insert(self, ")
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "chain": {"drafter": "exit"},
+    "tree": {"tree_width": 2},
+    "tree budget": {"tree_budget": True},
+    "text and head": {},
+    "sampled": {"sampling": Sampling(temperature=0.7, top_p=0.9, seed=3)},
+}
+"""How drafts are made, and their options."""
+
+
+def one_pass(lease: Lease) -> dict[str, Any]:
+    """Logits of a small random model on the device and on the CPU, and with CUDA graphs and without."""
+    geometry = llama(3, 128, 256, 4, 2, 512)
+    manifest = made_up(geometry, ExitConfig(1), "float32", 256, 8)
+    torch.manual_seed(0)
+    engines = random_engines(manifest, "cpu"), random_engines(manifest, lease.device)
+    for there, here in zip(_modules(engines[1]), _modules(engines[0]), strict=True):
+        there.load_state_dict(here.state_dict())
+    found = [_logits(verify) for verify, _ in engines]
+    engines[1][0].cuda_graphs = False
+    eager = _logits(engines[1][0])
+    difference = float(np.abs(found[0] - found[1]).max())
+    return {
+        "largest difference from the CPU": difference,
+        "same most likely tokens": bool((found[0].argmax(-1) == found[1].argmax(-1)).all()),
+        "graphs have the bits of eager calls": found[1].tobytes() == eager.tobytes(),
+    }
+
+
+def _modules(engines: tuple[DeviceEngine, DeviceEngine]) -> list[torch.nn.Module]:
+    return [engine.stages[0].module for engine in engines]  # type: ignore[attr-defined]
+
+
+def _logits(engine: DeviceEngine) -> Any:
+    """Of a prompt and three more calls."""
+    [kv_cache] = engine.new_kv_caches()
+    kv_cache.reserve(64)
+    engine.forward([Call(kv_cache, list(range(40)), range(40), 0, logits=False)])
+    calls = (([5, 6, 7], 40), ([8], 43), ([9, 1, 4, 4], 44))
+    parts = [engine.forward([Call(kv_cache, t, range(at, at + len(t)), at)])[0].logits.copy() for t, at in calls]
+    return np.concatenate(parts)
+
+
+def tokens_in(dtype: str) -> Callable[[Lease], dict[str, Any]]:
+    """The step that checks bits and tokens in one element type."""
+    return partial(_tokens_in, dtype)
+
+
+def _tokens_in(dtype: str, lease: Lease) -> dict[str, Any]:
+    """Of the bundled model: the bits of all kinds of calls, and the tokens of all ways to draft, a long text among them."""
+    directory = lease.output / f"pycode-{dtype}"
+    if not (directory / "manifest.json").exists():
+        checkpoint = Checkpoint(MODEL)
+        export(checkpoint, stored_head(checkpoint, MODEL), ExportOptions(dtype, 1024, 32, 8), directory)
+    manifest = load_manifest(directory)
+    checked = Exactness(manifest)
+    verify, _ = open_torch(directory, manifest, 2, False, lease.device)
+    checked.check(verify)
+    found: dict[str, Any] = {"chains": str(checked.chains), "trees": str(checked.trees)}
+    many = 700 if lease.on_gpu else 24
+    for name, options in WAYS.items():
+        found[name] = _compared(directory, dict(options), 120 if lease.on_gpu else 16)
+    found["long text"] = _compared(directory, {}, many)
+    found["rejection sampling"] = _rejection(directory)
+    return found
+
+
+def _compared(directory: Path, options: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Drafting against plain decoding."""
+    sampling = options.pop("sampling", Sampling())
+    llm = eesd.load(directory, "torch", speculation=Speculation("fixed:k=4", guard=False, **options))
+    differ, rounds, gap = 0, 0, 0.0
+    for prompt in PROMPTS:
+        plain = llm.generate(prompt, sampling, max_new_tokens=tokens, draft=False, ignore_eos=True)
+        drafted = llm.generate(prompt, sampling, max_new_tokens=tokens, ignore_eos=True)
+        rounds += drafted.stats.rounds
+        if plain.tokens != drafted.tokens:
+            differ += 1
+            divergence = (
+                None if sampling.temperature else first_divergence(llm, llm.encode(prompt), plain.tokens, drafted.tokens)
+            )
+            gap = max(gap, abs(divergence.logit_gap) if divergence else 0.0)
+    return {"texts": len(PROMPTS), "differ": differ, "largest gap": gap, "tokens a round": len(PROMPTS) * tokens / rounds}
+
+
+def _rejection(directory: Path) -> dict[str, Any]:
+    llm = eesd.load(directory, "torch", speculation=Speculation("fixed:k=4", guard=False))
+    made = llm.generate(PROMPTS[0], Sampling(temperature=0.7, seed=1, method="rejection"), max_new_tokens=32, ignore_eos=True)
+    return {"tokens": len(made.tokens), "acceptance": made.stats.acceptance}

@@ -1,0 +1,85 @@
+"""Tests of the project that need a GPU, a profile of one round, sampling on the device, and NVIDIA's checker of memory."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from lease import Lease
+
+TESTS = Path(__file__).resolve().parents[1]
+FILES = ("test_gpu.py", "test_device_sampler.py", "test_device_rejection.py")
+
+
+def tests(lease: Lease) -> dict[str, Any]:
+    """Tests for GPUs with torch, and those of sampling and rejection on the device. They fail the step if one fails."""
+    report, choice = lease.output / "tests.xml", ["-k", "not ort and not tensorrt"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *choice]
+    done = subprocess.run([*command, *(str(TESTS / name) for name in FILES)], capture_output=True, text=True)
+    if done.returncode:
+        print(done.stdout[-3000:], done.stderr[-1000:])
+    suite = ElementTree.parse(report).getroot()[0]
+    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    return counts | {
+        "failed": [case.attrib["name"] for case in suite if any(part.tag in ("failure", "error") for part in case)]
+    }
+
+
+def profile(lease: Lease) -> dict[str, Any]:
+    """The kernels of a round of four drafts that take the most time, of the bundled model; and the time line as a file."""
+    import eesd
+    from eesd.runtime.llm import Speculation
+
+    llm = eesd.load(_bundled(lease), "torch", speculation=Speculation("fixed:k=4", guard=False))
+    llm.generate("def main(", max_new_tokens=32, ignore_eos=True)
+    on_gpu = lease.on_gpu
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])]) as found:
+        llm.generate("def main(", max_new_tokens=16, ignore_eos=True)
+    found.export_chrome_trace(str(lease.output / "round-trace.json"))
+    most = sorted(found.key_averages(), key=lambda e: -(e.self_device_time_total if on_gpu else e.self_cpu_time_total))[:12]
+    return {"most time": [[e.key[:80], e.count, e.self_device_time_total, e.self_cpu_time_total] for e in most]}
+
+
+def sampling(lease: Lease) -> dict[str, Any]:
+    """Choosing on the device against choosing on the host; the tokens must be the same."""
+    options = [] if lease.on_gpu else ["--vocab", "1000", "--passes", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "eesd.bench.tools.device_sampling",
+        "--device",
+        "cuda" if lease.on_gpu else "cpu",
+        *options,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {"lines": done.stdout.splitlines()}
+
+
+def memory_checker(lease: Lease) -> dict[str, Any]:
+    """compute-sanitizer's memcheck of a short text of the bundled model."""
+    found = shutil.which("compute-sanitizer")
+    if found is None or not lease.on_gpu:
+        return {"skipped": "there is no compute-sanitizer" if found is None else "it needs a GPU"}
+    run = [sys.executable, "-m", "eesd.runtime.cli", "--engine-dir", str(_bundled(lease)), "--backend", "torch"]
+    done = subprocess.run([found, "--tool", "memcheck", *run, "-p", "def", "-n", "4"], capture_output=True, text=True)
+    return {"exit code": done.returncode, "errors": re.findall(r"ERROR SUMMARY: .*", done.stdout), "end": done.stdout[-800:]}
+
+
+def _bundled(lease: Lease) -> Path:
+    """The bundled model in float16, which an earlier step has exported, or else this one."""
+    from eesd.export.engine_dir import export, stored_head
+    from eesd.export.onnx_graph import ExportOptions
+    from eesd.model.checkpoint import Checkpoint
+    from lease.equality import MODEL
+
+    directory = lease.output / "pycode-float16"
+    if not (directory / "manifest.json").exists():
+        checkpoint = Checkpoint(MODEL)
+        export(checkpoint, stored_head(checkpoint, MODEL), ExportOptions("float16", 1024, 32, 8), directory)
+    return directory
