@@ -151,7 +151,12 @@ def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     first_stage = graph == manifest.verify[0]  # it writes the cache of the last exit block without an attention
     without = first_stage + bool(manifest.exit_head.deep)  # nothing attends to the deep cache
     attentions, updates = len(graph.caches) - without, 2 * len(graph.caches)
-    if plan.fused_attentions < attentions or plan.fused_cache_updates < updates:
+    if not plan.fused_attentions and plan.fused_cache_updates == updates:
+        notice(
+            f"{graph.file}: {plan.flavour} has no attention of this shape as one kernel, so it is built from parts, which "
+            "write all scores to memory: slower, and more so the longer the cache. eesd-inspect --layers shows them."
+        )
+    elif plan.fused_attentions < attentions or plan.fused_cache_updates < updates:
         notice(
             f"{graph.file}: only {plan.fused_attentions} of {attentions} attentions and {plan.fused_cache_updates} of "
             f"{updates} cache updates are single kernels in this build; it will be slow."

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from eesd.common.files import temporary_beside, written_whole
 from eesd.common.machine import compute_capability
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
+    EXACT_NODES,
     FLAVOURS,
     MANIFEST_FILE,
     WEIGHTS_FILE,
@@ -36,6 +37,8 @@ from eesd.runtime.engines.trt_plans import make_logger
 
 _TIMING_CACHE = "timing.cache"
 _PRECISIONS = ("float16", "bfloat16")
+USUAL_NODES = 8
+"""Nodes of a round that a plan is tuned for where rounds have several node counts."""
 
 
 @dataclass(frozen=True)
@@ -150,24 +153,51 @@ def build(
         EESDError: The graph cannot be built. The message has the builder's first error.
     """
     trt = importlib.import_module(FLAVOURS[options.flavour])
-    path = directory / Path(graph.file).with_suffix(".plan").name
-    errors: list[str] = []
-    logger, built = make_logger(trt, errors), None
-    with _fixed_graph(directory, manifest, graph, options) as fixed, written_whole(path) as temporary:
+    path, errors = directory / Path(graph.file).with_suffix(".plan").name, list[str]()
+    with written_whole(path) as temporary:
+        for whole in (True, False):
+            found = _build_once(trt, directory, manifest, graph, options, monitor, whole, temporary, errors)
+            if isinstance(found, Built):
+                return _plan_info(path.name, found, manifest, graph, options)
+            if not found:
+                break
+        reason = errors[0].splitlines()[0][:300] if errors else "the builder gave no reason"
+        raise EESDError(f"{options.flavour} cannot build {directory / graph.file} ({reason}).")
+
+
+class Built(NamedTuple):
+    """A plan's file, and how many of its attentions and cache updates are one kernel each."""
+
+    file: FileInfo
+    attentions: int
+    updates: int
+
+
+def _build_once(
+    trt: Any, directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Callable[[Any], Any],
+    whole: bool, path: Path, errors: list[str],
+) -> Built | bool:  # fmt: skip
+    """Build a plan into a file. With ``whole`` each attention is one kernel, or the build fails.
+
+    Returns:
+        The plan, or else whether the builder read the graph: then it may build the attention from parts.
+    """
+    logger = make_logger(trt, errors)
+    with _fixed_graph(directory, manifest, graph, options, whole) as fixed:
         builder = trt.Builder(logger)
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, logger)  # the weights are in its memory until the plan is built
-        if parser.parse_from_file(str(fixed)):
-            fused = count_fused(trt, network)
-            config = _config(trt, builder, manifest, graph, options, monitor)
-            _load_timing_cache(options, config, directory / _TIMING_CACHE)
-            built = _serialize(trt, builder, network, config, temporary)
+        if not parser.parse_from_file(str(fixed)):
+            return False
+        attentions, updates = count_fused(trt, network)
+        config = _config(trt, builder, manifest, graph, options, monitor)
+        _load_timing_cache(options, config, directory / _TIMING_CACHE)
+        built = _serialize(trt, builder, network, config, path)
         if built is None:
-            reason = errors[0].splitlines()[0][:300] if errors else "the builder gave no reason"
-            raise EESDError(f"{options.flavour} cannot build {directory / graph.file} ({reason}).")
+            return True
         if options.flavour == "tensorrt":
             _save_timing_cache(config, directory / _TIMING_CACHE)
-    return _plan_info(path.name, built, manifest, graph, options, fused)
+        return Built(built, attentions if whole else 0, updates)
 
 
 def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) -> FileInfo | None:
@@ -211,10 +241,11 @@ def _save_timing_cache(config: Any, path: Path) -> None:
 
 
 @contextmanager
-def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> Iterator[Path]:
+def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, whole: bool) -> Iterator[Path]:
     """A temporary copy of the graph as plans need it. It lies beside the weights that it refers to.
 
-    Fixed dimensions are filled in, and attention reads the first slots only. TensorRT-RTX multiplies by int8 weights as they
+    The parser makes each attention one kernel, or the build fails; without ``whole`` it may also be built from parts. Fixed
+    dimensions are filled in, and attention reads the first slots only. TensorRT-RTX multiplies by int8 weights as they
     are only if each output has one scale, so scales that are equal in all blocks are given as one.
     """
     import onnx
@@ -229,6 +260,10 @@ def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options:
                 dim.dim_value = fixed[dim.dim_param]
     _join_scales(model, directory)
     _fold_heads(model.graph)
+    if not whole:
+        for node in model.graph.node:
+            if node.op_type == "Attention":
+                node.attribute.append(onnx.helper.make_attribute("TRT_decomposable", 1))
     del model.graph.value_info[:]  # the shapes of intermediate values are still symbolic
     with temporary_beside(directory / graph.file) as path:
         path.write_bytes(model.SerializeToString())
@@ -311,11 +346,13 @@ def profile_nodes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -
     """The (min, opt, max) nodes of a call, for decoding and, unless the graph is the draft's, for prefill.
 
     The draft has one profile: with one for exactly one node and one for a range, the plan would hold its weights twice.
+    Verify is tuned for the nodes that its calls have: all of a round's where those are few.
     """
     if graph.file == manifest.draft.file:
         return ((1, 1, 1 if one_node_is_faster(manifest.max_seq_len, manifest.quantization) else 2),)
     largest = manifest.max_tree_nodes + 1
-    return (1, min(8, largest), largest), (1, options.prefill_chunk, options.prefill_chunk)
+    usual = largest if largest <= EXACT_NODES else USUAL_NODES
+    return (1, usual, largest), (1, options.prefill_chunk, options.prefill_chunk)
 
 
 def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> list[dict[str, list[tuple[int, ...]]]]:
@@ -360,24 +397,22 @@ def _config(trt: Any, builder: Any, manifest: Manifest, graph: GraphInfo, option
     return config
 
 
-def _plan_info(
-    name: str, built: FileInfo, manifest: Manifest, graph: GraphInfo, options: BuildOptions, fused: tuple[int, int]
-) -> PlanInfo:
+def _plan_info(name: str, built: Built, manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> PlanInfo:
     capabilities = options.compute_capabilities
     if options.flavour == "tensorrt":
         capabilities = (compute_capability() or "unknown",)
     return PlanInfo(
         file=name,
-        size=built.size,
-        sha256=built.sha256,
+        size=built.file.size,
+        sha256=built.file.sha256,
         flavour=options.flavour,
         version=library_version(options.flavour),
         compute_capabilities=capabilities,
         source=source_hash(manifest, graph, options),
         max_batch=options.max_batch,
         profiles=profile_nodes(manifest, graph, options),
-        fused_attentions=fused[0],
-        fused_cache_updates=fused[1],
+        fused_attentions=built.attentions,
+        fused_cache_updates=built.updates,
     )
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import MASKED, PREFILL_CHUNK, GraphInfo, Manifest
+from eesd.common.manifest import EXACT_NODES, MASKED, PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.model.decoder import KV
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, Choose, KVCache, StepOutputs, Work
 from eesd.runtime.engines.device import ALIGNMENT, DeviceStream, StageRunner, StepInputs
@@ -35,8 +35,6 @@ STRIDE = ALIGNMENT // 8
 """Inputs in one int64 buffer begin at multiples of this many elements."""
 MOST_STEPS = 256
 """Calls over a memory that stay prepared. On the CPU, where rows come and go, each has a mask, B x n x S, of its own."""
-EXACT_NODES = 64
-"""Up to this many nodes, reading weights takes a GPU longer than computing, so a call of all of them costs little more."""
 
 
 def buckets_for(manifest: Manifest, prefill_chunk: int, exact: bool | None = None) -> tuple[int, ...]:

@@ -32,6 +32,8 @@ MASKED = -30000.0
 """Additive mask of a slot that must not be seen. It fits float16, and its softmax weight is exactly zero."""
 SLOTS_PROPERTY = "max_seq_len"
 """Metadata property of a graph: the rows of its rotary tables."""
+EXACT_NODES = 64
+"""Up to this many nodes, reading weights takes a GPU longer than computing, so a call of all of them costs little more."""
 FEW_NODES = 3
 """Query heads are folded in calls of B sequences with at most this many times B nodes each; see docs/decisions/0077."""
 FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
