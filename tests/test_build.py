@@ -195,21 +195,21 @@ def test_profiles_of_a_batch_hold_its_rows(built: Path) -> None:
     decoding, prefill = plans.profile_shapes(manifest, manifest.verify[0], options)
     (draft,) = plans.profile_shapes(manifest, manifest.draft, options)
     cache = (geometry.num_kv_heads, slots, geometry.head_dim)
-    assert decoding["input_ids"] == [(1, 1), (4, 8), (4, nodes)] and draft["input_ids"] == [(1, 1), (4, 1), (4, 1)]
+    assert decoding["input_ids"] == [(1, 1), (4, nodes), (4, nodes)] and draft["input_ids"] == [(1, 1), (4, 1), (4, 1)]
     assert decoding["attn_mask"][2] == (4, 1, nodes, slots) and draft["attn_mask"][2] == (4, 1, 1, slots)
     assert decoding["write_indices"] == draft["write_indices"] == [(1,), (4,), (4,)]
     assert decoding["key_0"] == draft["key_0"] == [(1, *cache), (4, *cache), (4, *cache)]
     assert prefill["input_ids"] == [(1, 1), (1, 128), (1, 128)] and prefill["key_0"] == [(1, *cache)] * 3
-    assert decoding["logit_rows"] == [(1,), (8,), (nodes,)]
+    assert decoding["logit_rows"] == [(1,), (nodes,), (nodes,)]
 
 
 def test_profiles_cover_decoding_and_prefill(built: Path) -> None:
     manifest = load_manifest(built)
     decoding, prefill = plans.profile_shapes(manifest, manifest.verify[0], plans.BuildOptions("tensorrt-rtx", 1, 128))
     slots, nodes = manifest.gpu_slots, manifest.max_tree_nodes + 1
-    assert decoding["attn_mask"] == [(1, 1, 1, slots), (1, 1, 8, slots), (1, 1, nodes, slots)]
+    assert decoding["attn_mask"] == [(1, 1, 1, slots), (1, 1, nodes, slots), (1, 1, nodes, slots)]
     assert prefill["input_ids"] == [(1, 1), (1, 128), (1, 128)] and "key_0" not in decoding
-    assert decoding["logit_rows"] == [(1,), (8,), (nodes,)] and prefill["logit_rows"] == [(1,), (1,), (2,)]
+    assert decoding["logit_rows"] == [(1,), (nodes,), (nodes,)] and prefill["logit_rows"] == [(1,), (1,), (2,)]
     (draft,) = plans.profile_shapes(manifest, manifest.draft, plans.BuildOptions("tensorrt-rtx", 1, 128))
     assert "logit_rows" not in draft and draft["input_ids"] == [(1, 1)] * 3
 

@@ -28,7 +28,7 @@ TOKENS = 12
 @dataclass(frozen=True)
 class Setting:
     """How an LLM runs: verify in ``stages`` on ``devices`` GPUs, drafting as ``speculation`` says; with ``few_slots`` attention
-    may read the first slots only; with ``deep`` the exit head reads deep states."""
+    may read the first slots only; with ``deep`` the exit head reads deep states. ``flavour``: of the plans, or ``torch``."""
 
     stages: int
     devices: int
@@ -51,6 +51,9 @@ SETTINGS = {
     "tree in 3 stages on 3 GPUs over few slots": Setting(3, 3, TREE, few_slots=True),
     "chain of a head with deep layers": Setting(1, 1, CHAIN, deep=True),
     "tree of a head with deep layers": Setting(1, 1, TREE, "tensorrt-rtx", deep=True),
+    "chain by torch": Setting(1, 1, CHAIN, "torch"),
+    "tree in 3 stages on 2 GPUs by torch": Setting(3, 2, TREE, "torch"),
+    "tree of a head with deep layers by torch, without CUDA graphs": Setting(1, 1, TREE, "torch", cuda_graphs=False, deep=True),
 }
 
 
@@ -81,6 +84,8 @@ def build(path: Path, setting: Setting) -> None:
         export(Checkpoint(model), head, ExportOptions("float32", 96, 12, 4), path / "plans")
     else:
         tiny_models.export_tiny(model, path / "plans", slots=96, stages=setting.stages)
+    if setting.flavour == "torch":
+        return
     with pytest.MonkeyPatch.context() as patch:
         if setting.few_slots:
             allow_few_slots(patch)
@@ -94,7 +99,8 @@ def late_llm(directory: Path, setting: Setting, seed: int) -> Iterator[tuple[Mac
         fake_tensorrt.install(patch)
         if setting.few_slots:
             allow_few_slots(patch)
-        llm = eesd.load(directory, "tensorrt", speculation=setting.speculation)
+        backend = "torch" if setting.flavour == "torch" else "tensorrt"
+        llm = eesd.load(directory, backend, speculation=setting.speculation)
         if not setting.cuda_graphs:
             llm.engines.verify.cuda_graphs = llm.engines.draft.cuda_graphs = False  # type: ignore[attr-defined, union-attr]
         yield machine, llm
