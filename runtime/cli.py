@@ -383,6 +383,7 @@ def _comparison_object(comparison: Comparison) -> dict[str, Any]:
         "logits": asdict(comparison.logits),
         "plain": comparison.plain.to_dict(),
         "drafting": comparison.drafting.to_dict(),
+        **({"one_node": comparison.one_node.to_dict()} if comparison.one_node else {}),
     }
 
 
@@ -396,6 +397,14 @@ def _show_comparisons(found: Sequence[Comparison]) -> None:
         table.add_section()
         table.add_row("all", *_speeds(found))
     Console(stderr=True).print(table)
+    alone = [comparison.one_node for comparison in found if comparison.one_node]
+    if alone:
+        rate = _rate(alone)
+        click.echo(
+            f"plain decoding with one node a pass, which may round otherwise: {rate:.1f} tokens/s; drafting is "
+            f"{_rate([one.drafting for one in found]) / rate:.2f}x of it",
+            err=True,
+        )
     for number, comparison in enumerate(found, start=1):
         divergence = comparison.divergence
         if divergence is not None:
@@ -410,10 +419,15 @@ def _show_comparisons(found: Sequence[Comparison]) -> None:
     click.echo(str(sum((comparison.logits for comparison in found), LogitComparison())), err=True)
 
 
+def _rate(runs: Sequence[Stats]) -> float:
+    """Tokens a second of several runs together."""
+    return sum(one.new_tokens for one in runs) / sum(one.decode_seconds for one in runs)
+
+
 def _speeds(found: Sequence[Comparison]) -> list[str]:
     """The cells of a row: all tokens over all seconds, rounds and judged drafts."""
     plain, drafting = [one.plain for one in found], [one.drafting for one in found]
-    rates = [sum(one.new_tokens for one in runs) / sum(one.decode_seconds for one in runs) for runs in (plain, drafting)]
+    rates = [_rate(plain), _rate(drafting)]
     judged = sum(sum(one.verified_at_depth) for one in drafting)
     accepted = sum(sum(one.accepted_at_depth) for one in drafting)
     a_round = sum(one.new_tokens for one in drafting) / sum(one.rounds for one in drafting)

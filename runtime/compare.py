@@ -112,13 +112,22 @@ def _hash(row: Logits) -> bytes:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both runs of one prompt. ``divergence`` is None where the tokens are the same."""
+    """Both runs of one prompt.
+
+    Attributes:
+        text: What plain decoding generated.
+        plain, drafting: Statistics without and with drafting.
+        divergence: None where the tokens are the same.
+        logits: Comparison of the logits.
+        one_node: Where plain decoding is padded to a round's nodes, so that drafting changes no bit: what it is without that.
+    """
 
     text: str
     plain: Stats
     drafting: Stats
     divergence: Divergence | None
     logits: LogitComparison
+    one_node: Stats | None = None
 
     @property
     def speedup(self) -> float:
@@ -133,8 +142,8 @@ def compare(
     """Run the prompt once each way, after a short warm-up of both. The arguments are those of :meth:`LLM.generate`."""
     tokens = llm.encode(prompt)
 
-    def run(limit: int, draft: bool, record: LogitRecord | None = None) -> Completion:
-        observed = copy(llm)
+    def run(limit: int, draft: bool, record: LogitRecord | None = None, model: LLM = llm) -> Completion:
+        observed = copy(model)
         observed.observer = record
         if observed.text:  # or it would copy what an earlier run of the same prompt said
             observed.text = replace(observed.text, past=None)
@@ -153,7 +162,22 @@ def compare(
         logits = replace(logits, largest=recorded(whole=True)[2].largest)
     divergence = first_divergence(llm, tokens, plain.tokens, drafting.tokens)
     text = plain.text if not isinstance(prompt, str) else prompt + plain.text
-    return Comparison(text, plain.stats, drafting.stats, divergence, logits)
+    alone = _of_one_node(llm)
+    one_node = None
+    if alone is not None:
+        run(min(8, max_new_tokens), False, model=alone)
+        one_node = run(max_new_tokens, False, model=alone).stats
+    return Comparison(text, plain.stats, drafting.stats, divergence, logits, one_node)
+
+
+def _of_one_node(llm: LLM) -> LLM | None:
+    """The same model whose plain decoding is not padded to a round's nodes; None: it never is."""
+    verify = getattr(llm.engines.verify, "of_one_node", lambda: None)()
+    if verify is None:
+        return None
+    alone = copy(llm)
+    alone.engines = llm.engines._replace(verify=verify)
+    return alone
 
 
 def first_divergence(llm: LLM, prompt: list[int], plain: list[int], drafting: list[int]) -> Divergence | None:

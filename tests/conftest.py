@@ -72,7 +72,7 @@ def planned(shared: Shared) -> late_gpus.Planned:
 
 
 LONG = (
-    *("leftovers", "first_hour", "bench_peers", "mutations", "quantize", "exactness", "torch_engine", "build", "stages"),
+    *("leftovers", "bench_peers", "mutations", "quantize", "exactness", "torch_engine", "build", "stages"),
     *("gguf", "distill", "linked", "distill_damage", "streams", "trt_engine", "device_sampler", "rejection", "memory"),
     *("lossless", "text_drafts", "parity"),
 )

@@ -13,6 +13,7 @@ from support.fake_cuda import Machine
 from support.late_gpus import PROMPTS, SETTINGS, Planned, Setting, late_llm, wrong
 
 import eesd
+from eesd.runtime.compare import compare
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import device_engine
 from eesd.runtime.engines.device import DeviceStream
@@ -52,6 +53,26 @@ def test_rejection_sampling_does_not_depend_on_it_either(planned: Planned, name:
             machine.reseed(seed)
             made = llm.generate(PROMPTS[seed], sampling, max_new_tokens=12, ignore_eos=True)
             assert made.tokens == expected[seed]
+
+
+@pytest.mark.parametrize("name", ["chain", "chain by torch"])
+def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, name: str) -> None:
+    """So that drafting is not compared only with what is padded for its sake."""
+    setting = SETTINGS[name]
+    with late_llm(planned(setting), setting, seed=0) as (_, llm):
+        assert isinstance(llm.engines.verify, device_engine.DeviceEngine)
+        counts, step = [], llm.engines.verify._step
+
+        def noted(memory: Any, first: int, rows: int, count: int, *others: Any) -> Any:
+            counts.append(count)
+            return step(memory, first, rows, count, *others)
+
+        llm.engines.verify._step = noted  # type: ignore[method-assign]
+        found = compare(llm, PROMPTS[0], Sampling(), 12, ignore_eos=True)
+        most = llm.manifest.max_tree_nodes + 1
+        assert found.divergence is None and found.one_node is not None and found.one_node.new_tokens == 12
+        assert counts.count(most) > 12 and counts.count(1) >= 12, "padded, and then one node a pass"
+        assert llm.engines.verify.buckets[0] == most, "what serves requests is as before"
 
 
 @pytest.mark.parametrize("name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs", "chain over few slots"])

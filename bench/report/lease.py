@@ -60,6 +60,9 @@ def _equal(found: Found) -> list[str]:
     for dtype in ("float16", "bfloat16"):
         for way, value in found.get(f"tokens in {dtype}", {}).items():
             lines.append(f"* {dtype}, {way}: {_said(value)}")
+    for flavour, plan in found.get("plans", {}).items():
+        parts = plan.items() if isinstance(plan, dict) else [("", plan)]
+        lines += [f"* plans, {flavour}, {name}: {_said(value)}" for name, value in parts if name not in ("built", "layers")]
     if tests := found.get("tests"):
         lines.append(f"* tests for GPUs: {_said(tests)}")
     return ["## What is equal", "\n".join(lines)] if lines else []

@@ -10,6 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -142,6 +143,15 @@ class DeviceEngine:
         most = self.manifest.max_tree_nodes + 1
         one_count = not self.is_draft and self.buckets and self.buckets[0] >= most
         return tuple(slots - self.buckets[0] for slots in self.slots[:-1]) if one_count else ()
+
+    def of_one_node(self) -> "DeviceEngine | None":
+        """This engine as plain decoding would have it without a draft: its calls of one node are not padded to a round's. None:
+        they never are. Its logits may round otherwise."""
+        if not self.buckets or self.buckets[0] == 1:
+            return None
+        alone = copy(self)
+        alone.buckets = (1, *self.buckets)
+        return alone
 
     def seen(self, stop: int) -> int:
         """How many of the first slots attention reads in a call whose padded nodes end before the slot ``stop``; 0: all."""

@@ -76,27 +76,31 @@ def tokens_in(dtype: str) -> Callable[[Lease], dict[str, Any]]:
 
 def _tokens_in(dtype: str, lease: Lease) -> dict[str, Any]:
     """Of the bundled model: the bits of all kinds of calls, and the tokens of all ways to draft, a long text among them."""
-    directory = lease.output / f"pycode-{dtype}"
-    if not (directory / "manifest.json").exists():
-        checkpoint = Checkpoint(MODEL)
-        export(checkpoint, stored_head(checkpoint, MODEL), ExportOptions(dtype, 1024, 32, 8), directory)
+    directory = exported(lease, dtype)
     manifest = load_manifest(directory)
     checked = Exactness(manifest)
     verify, _ = open_torch(directory, manifest, 2, False, lease.device)
     checked.check(verify)
     found: dict[str, Any] = {"chains": str(checked.chains), "trees": str(checked.trees)}
-    many = 700 if lease.on_gpu else 24
-    for name, options in WAYS.items():
-        found[name] = _compared(directory, dict(options), 120 if lease.on_gpu else 16)
-    found["long text"] = _compared(directory, {}, many)
+    found |= {way: compared(directory, "torch", dict(options), 120 if lease.on_gpu else 16) for way, options in WAYS.items()}
+    found["long text"] = compared(directory, "torch", {}, 700 if lease.on_gpu else 24)
     found["rejection sampling"] = _rejection(directory)
     return found
 
 
-def _compared(directory: Path, options: dict[str, Any], tokens: int) -> dict[str, Any]:
+def exported(lease: Lease, dtype: str, stages: int = 1) -> Path:
+    """The bundled model, which an earlier step has exported, or else this one."""
+    directory = lease.output / f"pycode-{dtype}-{stages}"
+    if not (directory / "manifest.json").exists():
+        checkpoint = Checkpoint(MODEL)
+        export(checkpoint, stored_head(checkpoint, MODEL), ExportOptions(dtype, 1024, 32, 8, stages), directory)
+    return directory
+
+
+def compared(directory: Path, backend: str, options: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Drafting against plain decoding."""
     sampling = options.pop("sampling", Sampling())
-    llm = eesd.load(directory, "torch", speculation=Speculation("fixed:k=4", guard=False, **options))
+    llm = eesd.load(directory, backend, speculation=Speculation("fixed:k=4", guard=False, **options))
     differ, rounds, gap = 0, 0, 0.0
     for prompt in PROMPTS:
         plain = llm.generate(prompt, sampling, max_new_tokens=tokens, draft=False, ignore_eos=True)

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import torch
 
 from lease import Lease
+from lease.equality import exported
 
 TESTS = Path(__file__).resolve().parents[1]
 FILES = ("test_gpu.py", "test_device_sampler.py", "test_device_rejection.py")
@@ -35,7 +36,7 @@ def profile(lease: Lease) -> dict[str, Any]:
     import eesd
     from eesd.runtime.llm import Speculation
 
-    llm = eesd.load(_bundled(lease), "torch", speculation=Speculation("fixed:k=4", guard=False))
+    llm = eesd.load(exported(lease, "float16"), "torch", speculation=Speculation("fixed:k=4", guard=False))
     llm.generate("def main(", max_new_tokens=32, ignore_eos=True)
     on_gpu = lease.on_gpu
     kinds = torch.profiler.ProfilerActivity
@@ -66,20 +67,6 @@ def memory_checker(lease: Lease) -> dict[str, Any]:
     found = shutil.which("compute-sanitizer")
     if found is None or not lease.on_gpu:
         return {"skipped": "there is no compute-sanitizer" if found is None else "it needs a GPU"}
-    run = [sys.executable, "-m", "eesd.runtime.cli", "--engine-dir", str(_bundled(lease)), "--backend", "torch"]
+    run = [sys.executable, "-m", "eesd.runtime.cli", "--engine-dir", str(exported(lease, "float16")), "--backend", "torch"]
     done = subprocess.run([found, "--tool", "memcheck", *run, "-p", "def", "-n", "4"], capture_output=True, text=True)
     return {"exit code": done.returncode, "errors": re.findall(r"ERROR SUMMARY: .*", done.stdout), "end": done.stdout[-800:]}
-
-
-def _bundled(lease: Lease) -> Path:
-    """The bundled model in float16, which an earlier step has exported, or else this one."""
-    from eesd.export.engine_dir import export, stored_head
-    from eesd.export.onnx_graph import ExportOptions
-    from eesd.model.checkpoint import Checkpoint
-    from lease.equality import MODEL
-
-    directory = lease.output / "pycode-float16"
-    if not (directory / "manifest.json").exists():
-        checkpoint = Checkpoint(MODEL)
-        export(checkpoint, stored_head(checkpoint, MODEL), ExportOptions("float16", 1024, 32, 8), directory)
-    return directory

@@ -1,6 +1,6 @@
 """The steps, the most telling first, and what each takes at most."""
 
-from lease import Step, equality, machine, passes, probes
+from lease import Step, equality, machine, passes, plans, probes
 
 STEPS = {
     "machine": Step(machine.describe, 60),
@@ -10,6 +10,7 @@ STEPS = {
     "passes of 4096 slots": Step(passes.with_slots(4096), 120),
     "rows": Step(passes.rows, 120),
     "tests": Step(probes.tests, 180),
+    "plans": Step(plans.plans, 300),
     "passes of 32768 slots": Step(passes.with_slots(32768), 120),
     "constants": Step(passes.constants, 90),
     "a round": Step(probes.profile, 60),

@@ -1,0 +1,53 @@
+"""Plans of TensorRT, where it is installed: built, their layers, their bits, and the tokens of all ways to draft."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from eesd.common.manifest import FLAVOURS
+from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.exactness import Exactness
+from lease import Lease
+from lease.equality import WAYS, compared, exported
+
+
+def plans(lease: Lease) -> dict[str, Any]:
+    """For each flavour that is installed and each number of stages. Without a GPU, plans are only built."""
+    found: dict[str, Any] = {}
+    for flavour, module in FLAVOURS.items():
+        if importlib.util.find_spec(module) is None or (flavour == "tensorrt" and not lease.on_gpu):
+            found[flavour] = "it is not installed" if importlib.util.find_spec(module) is None else "it builds on a GPU only"
+            continue
+        for stages in (1, 2):
+            found[f"{flavour}, {stages} stages"] = _flavour(lease, flavour, stages)
+    return found
+
+
+def _flavour(lease: Lease, flavour: str, stages: int) -> dict[str, Any]:
+    directory = lease.output / f"{flavour}-{stages}"
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(exported(lease, "float16", stages), directory)
+    built = command("eesd.export.build", directory, "--target", flavour, *(["--check"] if lease.on_gpu else []))
+    manifest = load_manifest(directory)
+    fused = {name: [plan.fused_attentions, plan.fused_cache_updates] for name, plan in manifest.plans.items()}
+    found: dict[str, Any] = {"built": built, "fused attentions and updates": fused}
+    if not lease.on_gpu:
+        return found
+    found["layers"] = command("eesd.export.inspect", directory, "--layers")[-600:]
+    checked = Exactness(manifest)
+    checked.check(open_engines(directory, manifest, "tensorrt", None, False).verify)
+    found |= {"chains": str(checked.chains), "trees": str(checked.trees)}
+    found |= {way: compared(directory, "tensorrt", dict(options), 120) for way, options in WAYS.items()}
+    return found | {"long text": compared(directory, "tensorrt", {}, 700)}
+
+
+def command(module: str, *arguments: str | Path) -> str:
+    """What a command of the project prints. It fails with what it says."""
+    done = subprocess.run([sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{module}: {done.stderr[-800:]}")
+    return done.stdout + done.stderr
