@@ -72,7 +72,7 @@ def _overlap_loss(student: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         student: Log-probabilities of the teacher's tokens [n, K].
-        weight: The teacher's probabilities of those that can be drafted, else 0 [n, K].
+        weight: The teacher's probabilities of tokens that can be drafted, else 0 [n, K].
     """
     overlap, most = torch.minimum(student.exp(), weight).sum(-1), weight.sum(-1)
     return (most.clamp_min(1e-9).log() - overlap.clamp_min(1e-9).log()).clamp_min(0) * most

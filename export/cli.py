@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,8 @@ from eesd.common.weights import (
 
 QUANTIZED_OR_NONE = (*QUANTIZED, "none")
 KEEP = "keep"
+LARGE_MODEL = 1_000_000_000
+"""Weights of a model whose draft has 4 bits unless the options say otherwise."""
 
 if TYPE_CHECKING:  # --help must not load torch
     from eesd.common.manifest import Manifest
@@ -69,7 +72,7 @@ if TYPE_CHECKING:  # --help must not load torch
     "--quantize-draft",
     type=click.Choice(QUANTIZED_OR_NONE),
     help="The same for what only the draft computes with; it never changes the output.  "
-    "[default: int4 for float32 engines, else as --quantize]",
+    "[default: int4 for float32 engines and above 1 B weights, else as --quantize]",
 )
 @click.option(
     "--symmetric/--asymmetric",
@@ -211,7 +214,7 @@ def _choose_quantization(
         raise EESDError("--link-weights uses the weights as they are, and --quantize changes them; give one of the two.")
     head = head or layers
     if draft is None:
-        draft = "int4" if dtype == "float32" and not link_weights else layers
+        draft = "int4" if (dtype == "float32" or _is_large(checkpoint)) and not link_weights else layers
     if symmetric is not None and "int4" not in (layers, head, draft):
         raise EESDError("--symmetric and --asymmetric are for int4; leave the option out.")
     if symmetric is None:
@@ -223,6 +226,11 @@ def _choose_quantization(
         return SEARCHED_INT4 if kind == "int4" and not symmetric else Quantization(str(kind), BLOCK)
 
     return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft), tensors=tensors)
+
+
+def _is_large(checkpoint: Checkpoint) -> bool:
+    """Whether reading the draft's weights takes so long that 4 bits are worth a copy of them."""
+    return sum(map(prod, model_shapes(checkpoint.geometry).values())) > LARGE_MODEL
 
 
 def _check_keep(checkpoint: Checkpoint, dtype: str, head: str | None, link_weights: bool) -> None:

@@ -24,6 +24,7 @@ from support.without_operators import without_operators
 import eesd
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import BITS, BLOCK, LEVELS, MINIMUMS, SCALES, ZEROS, parts_of
+from eesd.export import cli as export_cli
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.model.quantize import Quantized, dequantize, join_quantized, quantize
@@ -278,6 +279,22 @@ def test_the_draft_has_copies_of_what_verify_has_in_more_bits(
         plain = eesd.load(directory, backend, speculation=None, threads=1)
         tokens, wanted = (llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens for llm in (drafting, plain))
         assert tokens == wanted
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_draft_of_a_large_model_has_4_bits(
+    family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Symmetric, as TensorRT needs it. Verify keeps its 16 bits."""
+    monkeypatch.setattr(export_cli, "LARGE_MODEL", 1000)
+    plans = export_engine(family_dir("llama-tied"), tmp_path / "plans", "--dtype", dtype)
+    found = load_manifest(plans).quantization
+    assert (found.layers, found.head) == (None, None) and found.draft is not None
+    assert found.draft.weights == "int4" and not found.draft.minimums and not found.draft.zero_points
+    none = export_engine(family_dir("llama-tied"), tmp_path / "none", "--dtype", dtype, "--quantize-draft", "none")
+    assert load_manifest(none).quantization.draft is None
+    linked = export_engine(family_dir("llama-tied"), tmp_path / "linked", "--link-weights")
+    assert load_manifest(linked).quantization.draft is None
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def answered(checkouts: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def taken(sources: list[list[dict[str, Any]]], characters: int, tests: set[tuple[str, ...]], counts: Counter[str]) -> list[Any]:
-    """Equal parts of the sources, or all of those that are smaller: ``characters`` in all."""
+    """Equal parts of the sources, or the whole of smaller ones: ``characters`` in all."""
     lines = []
     for number, source in enumerate(sources := sorted(sources, key=len)):
         share = characters // (len(sources) - number)
