@@ -246,7 +246,7 @@ class ValidationSet:
                 break
             root = position - age
             state = None if states is None else states[row, (root - 1).clamp_min(0)] * (root > 0).to(device)[:, None]
-            columns, *scores = _greedy_columns(head, lm_head, head.think(attended[cell], state))
+            columns, *scores = _greedy_columns(head, lm_head, head.finish(attended[cell], state))
             done[age][cell], correct[age][cell] = True, columns == wanted[cell]
             probability[age][cell], margin[age][cell] = scores
             reached = pad((reached & correct[age])[:, :-1], (1, 0))

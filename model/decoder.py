@@ -206,14 +206,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         x, cache = self.attend(x, inputs, cache)
-        return self.think(x), cache
+        return self.feed_forward(x), cache
 
     def attend(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         """The first half: x with what the tokens before each add, and the written cache."""
         attended, cache = self.self_attn(self.input_layernorm(x), inputs, cache)
         return x + attended, cache
 
-    def think(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor) -> Tensor:
         """The second half: the MLP, for each token alone."""
         added: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + added

@@ -83,7 +83,7 @@ class ExitHead(nn.Module):
         behind the last attention, so no key or value depends on it: verify, which does not know it, writes the same ones.
         """
         x, written = self.attend(x, inputs, caches)
-        return self.think(x, state), written
+        return self.finish(x, state), written
 
     def attend(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
         """Run all that needs the other tokens: up to behind the last attention, for x [B, n, hidden]."""
@@ -94,11 +94,11 @@ class ExitHead(nn.Module):
         x, cache = self._last.attend(x, inputs, caches[-1])
         return x, [*written, cache]
 
-    def think(self, x: Tensor, state: Tensor | None) -> Tensor:
+    def finish(self, x: Tensor, state: Tensor | None) -> Tensor:
         """Run the rest, for each token alone: x and the deep state before its root, both with the same leading dimensions."""
         if self.deep_in_proj is not None and state is not None:
             x = x + self.deep_in_proj(state)
-        features: Tensor = self.norm(self._last.think(x))
+        features: Tensor = self.norm(self._last.feed_forward(x))
         return features
 
     @property

@@ -88,6 +88,19 @@ def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: s
     assert len(prompt) + len(expected) == 96
 
 
+@pytest.mark.parametrize("name", ["chain", "chain by torch", "chain in 3 stages on 3 GPUs"])
+@pytest.mark.parametrize("pieces", [0, 5, 40])
+def test_a_capture_that_fails_inside_costs_speed_and_no_token(
+    planned: Planned, name: str, pieces: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The call runs without a graph, and so do those after it whose pool is lost."""
+    setting = SETTINGS[name]
+    with late_llm(planned(setting), setting, seed=0) as (machine, llm):
+        machine.breaking = pieces
+        assert wrong(planned(setting), machine, llm, range(3)) == []
+    assert machine.breaking is None and "runs without a CUDA graph" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["chain", "tree in 3 stages on 3 GPUs without CUDA graphs"])
 def test_sessions_side_by_side_do_not_disturb_each_other(planned: Planned, name: str) -> None:
     """They share streams and scratch memory."""

@@ -168,6 +168,7 @@ class Machine:
         log: All calls, in their order.
         eagerness: Chance that a call of the host finds a queue a step further; 0: work is done when the host waits for it.
         loyalty: Chance that a stream which the host waits for goes on before others, if it can.
+        breaking: Pieces of work in captures after which one fails; None: none does.
     """
 
     def __init__(self, devices: int = 1, seed: int = 0, size: int = 128 << 20) -> None:
@@ -180,6 +181,8 @@ class Machine:
         self.memory, self.pinned = Arena(size), Arena(size // 4)
         self.joins = True
         self.loyalty = 0.0
+        self.breaking: int | None = None
+        self._stuck: set[int] = set()
         self.reseed(seed)
 
     def reseed(self, seed: int) -> None:
@@ -219,6 +222,10 @@ class Machine:
         if stream.graph is not None:
             if ready is not None:
                 raise RuntimeError("a capture cannot wait for work outside of it")
+            if self.breaking is not None:
+                self.breaking -= 1
+                if self.breaking < 0:
+                    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
             stream.graph.body.append((work, host))
             return
         spoil(host)
@@ -253,8 +260,10 @@ class Machine:
 
     @contextmanager
     def capture(self, graph: Graph, pool: Any, stream: Stream, capture_error_mode: str = "global") -> Iterator[None]:
-        """As ``torch.cuda.graph``."""
+        """As ``torch.cuda.graph``: work that fails ends the capture, and its pool is lost for others."""
         assert capture_error_mode == "thread_local" and self.capturing is None
+        if id(pool) in self._stuck:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         for other in self.streams.values():
             self.finish(other)
         with self.activate(stream):
@@ -262,6 +271,10 @@ class Machine:
             self.write("capture", stream.cuda_stream, graph.number)
             try:
                 yield
+            except RuntimeError as error:
+                self.breaking = None
+                self._stuck.add(id(pool))
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from error
             finally:
                 self.capturing, stream.graph = None, None
 
