@@ -40,7 +40,9 @@ class ExitHead(nn.Module):
         self.register_buffer(DRAFT_VOCAB, ids)
         self.deep = nn.ModuleList(DeepState(geometry) for _ in exit_config.deep)
         width = 2 * geometry.num_kv_heads * geometry.head_dim
-        self.deep_in_proj = nn.Linear(width, geometry.hidden_size, bias=False) if exit_config.deep else None
+        self.deep_in_proj: nn.Module | None = None
+        if exit_config.deep:
+            self.deep_in_proj = nn.Linear(width, geometry.hidden_size, bias=False)
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear) -> tuple[Tensor, list[KV]]:
         """Predict from the hidden state x [B, n, hidden] after layer N, with the caches of the head.

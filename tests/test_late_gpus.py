@@ -67,7 +67,7 @@ def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, na
             counts.append(count)
             return step(memory, first, rows, count, *others)
 
-        llm.engines.verify._step = noted  # type: ignore[method-assign]
+        llm.engines.verify._step = noted  # type: ignore[method-assign, assignment]
         found = compare(llm, PROMPTS[0], Sampling(), 12, ignore_eos=True)
         most = llm.manifest.max_tree_nodes + 1
         assert found.divergence is None and found.one_node is not None and found.one_node.new_tokens == 12

@@ -1,28 +1,30 @@
 #!/usr/bin/env bash
-# Train the exit head of SmolLM2-135M-Instruct on the model's own text. The same command continues a stopped run.
+# Train the exit head of SmolLM2-135M-Instruct on the model's own text and on text that it reads.
 #
-#   ./recipe.sh PROMPTS.jsonl WORK_DIR [OPTION OF eesd-distill ...]
+#   ./recipe.sh PROMPTS.jsonl TEXTS WORK_DIR [STEPS]
 #
-# PROMPTS.jsonl has one conversation a line, {"messages": [{"role": "user", "content": "..."}]}; README.md says which were used.
-# The model writes 1,525 more itself, which begin like the tasks below.
+# PROMPTS.jsonl is what prompts.py writes, TEXTS what texts.py writes. The same command continues a stopped run, and with more STEPS,
+# or more files in TEXTS, a finished one.
 set -euo pipefail
 
-prompts=$1 work=$2
-shift 2
+prompts=$1 texts=$2 work=$3 steps=${4:-6500}
 model=$work/SmolLM2-135M-Instruct.Q4_1.gguf
 python "$(dirname "$0")/fetch.py" "$model"
-
-starts=("" "" "" "" "Translate German to English: " "Summarize the following text: "
-    $'Answer the question using this passage.\n\nPassage: ' "Write a Python function " "Write a short story about "
-    "Explain " "What is " "Who " "Solve this problem step by step: " "Rewrite this text: " "Imagine you are " "Compare ")
-for start in "${starts[@]}"; do self+=(--self-prompt-start "$start"); done
 
 # glibc would give large blocks back to the system, and the next step would clear their pages again.
 export MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000
 
-# The targets of the frozen model are computed once, and read in every pass over the text.
-exec eesd-distill --model "$model" --exit-layer 4 --deep none --draft-vocab 8192 \
-    --self-generate "$prompts" --self-prompt 1500 "${self[@]}" \
-    --own-text "$work/own-text" --own-rows 3072 --own-batch 128 --length 512 --temperatures 0,0.7 \
-    --offline "$work/targets" --batch 4 --steps 6000 --dtype bfloat16 --seed 1 \
-    --output "$work/head" "$@"
+# The model writes 4,096 texts: half an hour on two cores.
+eesd-distill --model "$model" --self-generate "$prompts" --self-prompt 3000 --own-text "$work/own-text" --own-rows 4096 \
+    --own-batch 128 --length 768 --temperatures 0,0,0.7 --seed 1 --steps 1 --output "$work/writing"
+
+# A run at a constant rate, which more steps and more text can go on with. The frozen model's targets are computed once.
+data=()
+for file in "$work"/own-text/shard-*.safetensors "$texts"/*.jsonl; do data+=(--data "$file"); done
+options=(--model "$model" "${data[@]}" --offline "$work/targets" --batch 4 --length 768 --top-k 32)
+eesd-distill "${options[@]}" --exit-layer 2 --draft-vocab 8192 --steps "$steps" --warmup 0.002 --cooldown 0 --seed 1 \
+    --output "$work/stream"
+
+# And a copy of it that cools down, which is the head.
+eesd-distill "${options[@]}" --init-head "$work/stream" --steps $((steps / 8)) --warmup 0 --cooldown 1 --seed 2 \
+    --output "$work/head-$steps"

@@ -1,6 +1,7 @@
 """The backends by name: open the engines of a directory with one of them, or with the best one for this machine."""
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -224,9 +225,11 @@ def _open_standard(directory: Path, manifest: Manifest, threads: int, draft: boo
 def _open_torch(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
     _refuse_choices(opening, "torch")
     try:
-        from eesd.runtime.engines.torch_engine import open_torch
+        from eesd.runtime.engines.torch_engine import open_team, open_torch
     except ImportError as error:
         raise EESDError(f"The torch backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # as torchrun starts processes
+        return Engines(*open_team(directory, manifest, opening.threads, opening.draft, opening.exact))
     return Engines(*open_torch(directory, manifest, opening.threads, opening.draft, exact=opening.exact))
 
 

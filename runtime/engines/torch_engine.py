@@ -1,16 +1,22 @@
 """The torch engine: runs the modules of ``model/`` on the CPU or on GPUs, in the engine directory's own element type."""
 
+import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, set_num_threads
 
+from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.model.decoder import Inputs
 from eesd.model.graphs import Draft, Verify
+from eesd.model.parallel import Split
 from eesd.runtime.engines.device import DeviceStream, PreparedCall, StepInputs, device_streams
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
+from eesd.runtime.engines.team import Team, TeamEngine, follow, lead
 from eesd.runtime.engines.torch_weights import load_modules
 
 ROWS = 4
@@ -49,7 +55,13 @@ class TorchStageRunner:
 
 
 def open_torch(
-    directory: Path, manifest: Manifest, threads: int, draft: bool, device: str | None = None, exact: bool | None = None
+    directory: Path,
+    manifest: Manifest,
+    threads: int,
+    draft: bool,
+    device: str | None = None,
+    exact: bool | None = None,
+    split: Split | None = None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
     """Load the engines of a directory over one set of weights.
 
@@ -60,15 +72,22 @@ def open_torch(
         draft: Whether to load the draft engine.
         device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
         exact: On a GPU, see :func:`~eesd.runtime.engines.device_engine.buckets_for`.
+        split: This process's part of the weights. None: all of them.
 
     Returns:
         The verify engine and the draft engine.
+
+    Raises:
+        EESDError: Graphs, weights and manifest do not fit each other, the GPU has too little memory, or ranks cannot have equal
+            parts.
     """
+    if split is not None and len(manifest.verify) > 1:
+        raise EESDError("The directory has verify in stages; export it without --stages to split its layers over ranks.")
     streams = device_streams(len(manifest.verify), device)
     on_gpu = streams[0].on_gpu
     if not on_gpu:
         set_num_threads(threads)
-    stages = load_modules(directory, manifest, [stream.device for stream in streams], draft)
+    stages = load_modules(directory, manifest, [stream.device for stream in streams], draft, split)
     verify = [
         TorchStageRunner(stage.verify, graph, stage.rotary_tables, stream)
         for stage, graph, stream in zip(stages, manifest.verify, streams, strict=True)
@@ -76,5 +95,22 @@ def open_torch(
     first = stages[0]
     drafter = TorchStageRunner(first.draft, manifest.draft, first.rotary_tables, streams[0]) if first.draft else None
     spare = manifest.max_tree_nodes + ROWS
-    make_memory = partial(DeviceMemory, manifest, streams, grow=not on_gpu, spare=spare)
+    kept = manifest if split is None else replace(manifest, geometry=split.in_process(manifest.geometry))
+    make_memory = partial(DeviceMemory, kept, streams, grow=not on_gpu, spare=spare)
     return make_engines(manifest, verify, drafter, make_memory, pad=on_gpu, multiple=ROWS, exact=exact)
+
+
+def open_team(
+    directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None = None
+) -> tuple[TeamEngine, TeamEngine | None]:
+    """Load this rank's part of the weights, of processes that were started together. Only rank 0 returns.
+
+    Each rank takes the GPU of its number on its machine, if there are any. Arguments as for :func:`open_torch`.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu"
+    team = Team(torch.device(device))
+    verify, drafter = open_torch(directory, manifest, threads, draft, device, exact, team.split)
+    if team.rank:
+        follow(team, verify, drafter)
+    return lead(team, verify, drafter)

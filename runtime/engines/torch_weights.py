@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from onnx import TensorProto
 from onnx.external_data_helper import ExternalDataInfo
-from torch import Tensor
+from torch import Tensor, nn
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, GraphInfo, Manifest
@@ -33,6 +33,7 @@ from eesd.common.weights import (
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
+from eesd.model.parallel import Split, split_blocks
 from eesd.model.quantize import Quantized, dequantize
 from eesd.runtime.engines.device import explain_out_of_memory
 from eesd.runtime.engines.graph_file import read_graph
@@ -53,7 +54,9 @@ class StageModules:
     rotary_tables: tuple[Tensor, Tensor]
 
 
-def load_modules(directory: Path, manifest: Manifest, devices: Sequence[torch.device], draft: bool) -> list[StageModules]:
+def load_modules(
+    directory: Path, manifest: Manifest, devices: Sequence[torch.device], draft: bool, split: Split | None = None
+) -> list[StageModules]:
     """Load the stages of verify. On the CPU, the weights are the mapped pages of the files, not copies.
 
     Args:
@@ -61,6 +64,7 @@ def load_modules(directory: Path, manifest: Manifest, devices: Sequence[torch.de
         manifest: Its manifest.
         devices: The device of each stage.
         draft: Whether to load the draft. Without it, weights that only the draft uses are not loaded.
+        split: This process's part of the blocks. None: all of them.
 
     Raises:
         EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the GPU.
@@ -73,15 +77,41 @@ def load_modules(directory: Path, manifest: Manifest, devices: Sequence[torch.de
         with _explain_mismatch(directory):
             graphs = [graph, manifest.draft] if with_draft else [graph]
             weights = _load_weights(directory, manifest, graphs, files)
-        with explain_out_of_memory("The weights"):
-            weights = {name: tensor.to(device) for name, tensor in weights.items()}
+        if split is None:
+            weights = _moved(weights, device)
         with _explain_mismatch(directory):
             verifier, *drafter = (_make_modules(manifest, weights, of) for of in graphs)
+        if split is not None:
+            for modules in (verifier, *drafter):
+                split_blocks(*modules, split)
+                _move(modules, device)
         verify = Verify(*verifier, manifest.stage_layers[number]).eval()
         drafting = [Draft(*modules, manifest.draft_top_k).eval() for modules in drafter]
-        cos, sin = (weights[name].to(getattr(torch, manifest.dtype)) for name in ROTARY_TABLES)
+        cos, sin = (weights[name].to(device, getattr(torch, manifest.dtype)) for name in ROTARY_TABLES)
         stages.append(StageModules(verify, drafting[0] if drafting else None, (cos, sin)))
     return stages
+
+
+def _moved(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    with explain_out_of_memory("The weights"):
+        return {name: tensor.to(device) for name, tensor in weights.items()}
+
+
+def _move(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Move parameters and buffers that are there: a draft has only some layers. What modules share, they share there, too."""
+    moved: dict[int, Tensor] = {}
+
+    def there(value: Tensor) -> Tensor:
+        if id(value) not in moved:
+            found = value.to(device)
+            moved[id(value)] = nn.Parameter(found, requires_grad=False) if isinstance(value, nn.Parameter) else found
+        return moved[id(value)]
+
+    with explain_out_of_memory("The weights"):
+        for part in (part for module in modules for part in module.modules()):
+            for name, value in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+                if not value.is_meta:
+                    setattr(part, name, there(value))
 
 
 @contextmanager

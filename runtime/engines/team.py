@@ -1,0 +1,254 @@
+"""Engines whose weights are split over processes: rank 0 decodes, and the others do what it says.
+
+The processes are started together (``torchrun --nproc-per-node K``). Rank 0 sends each call of an engine and each change of a
+KV cache as JSON, and then all ranks run it on their parts. What they add in between is in ``model/parallel.py``. Samplers,
+controllers and texts are rank 0's alone, so ranks need no clock in common.
+"""
+
+import atexit
+import json
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eesd.common.errors import EESDError
+from eesd.model.parallel import Split, add_in_order
+from eesd.runtime.engines.base import Call, DraftChain, KVCache, StepOutputs, Values, Work
+from eesd.runtime.engines.device_cache import DeviceKVCache
+from eesd.runtime.engines.device_engine import DeviceEngine
+
+PATIENCE = timedelta(days=365)
+"""How long a rank waits for the next call."""
+
+
+class Team:
+    """The ranks, as one of them sees them."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Meet the others. ``device`` is where this rank computes.
+
+        Raises:
+            EESDError: A model is split over these processes already.
+        """
+        if dist.is_initialized():
+            raise EESDError("These processes share a model already; start others for another one.")
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._forgotten: list[int] = []
+
+    @property
+    def split(self) -> Split:
+        return Split(self.ranks, (self.rank,), self._add)
+
+    def _add(self, parts: Sequence[Tensor]) -> Tensor:
+        """Add the parts of all ranks in their order: each rank gets all of them."""
+        [own] = parts
+        bits = own.contiguous().view(torch.int16) if own.itemsize == 2 else own.contiguous()  # gloo knows no bfloat16
+        found = [torch.empty_like(bits) for _ in range(self.ranks)]
+        dist.all_gather(found, bits)
+        return add_in_order([one.view(own.dtype) for one in found])
+
+    def send(self, what: str, **values: Any) -> None:
+        """Tell the other ranks what comes. Raises :class:`EESDError` if one has ended."""
+        forgotten, self._forgotten = self._forgotten, []
+        text = json.dumps({"what": what, "forget": forgotten} | values).encode()
+        try:
+            dist.broadcast(torch.tensor([len(text)]), 0)
+            dist.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
+        except RuntimeError as error:
+            raise EESDError(f"Another rank has ended ({str(error)[:120]}); see what it printed, and start all again.") from None
+
+    def receive(self) -> dict[str, Any]:
+        """What rank 0 sent."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, 0)
+        text = torch.zeros(int(size), dtype=torch.uint8)
+        dist.broadcast(text, 0)
+        found: dict[str, Any] = json.loads(text.numpy().tobytes())
+        return found
+
+    def gathered(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """An array of each rank, all of one shape."""
+        own = torch.from_numpy(np.ascontiguousarray(values))
+        found = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(found, own)
+        return [one.numpy() for one in found]
+
+    def shared(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Rank 0's array, given one of its shape."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        dist.broadcast(tensor, 0)
+        return tensor.numpy()
+
+    def forget(self, number: int) -> None:
+        """Let the other ranks free a cache with the next call. Python may call this at any time."""
+        self._forgotten.append(number)
+
+    def part(self, values: Values) -> Values:
+        """This rank's KV heads of keys and values."""
+        return np.ascontiguousarray(np.split(values, self.ranks, 2)[self.rank])
+
+
+class TeamCache:
+    """The KV cache of one sequence, whose heads are spread over the ranks: rank 0's handle of it."""
+
+    def __init__(self, team: Team, own: DeviceKVCache, number: int) -> None:
+        self.team, self.own, self.number = team, own, number
+        weakref.finalize(self, team.forget, number)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.own.slot_bytes * self.team.ranks
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.own.fixed_bytes * self.team.ranks
+
+    def reserve(self, slots: int) -> None:
+        self._all("reserve", slots)
+
+    def reset(self) -> None:
+        self._all("reset")
+
+    def compact(self, start: int, sources: list[int]) -> None:
+        self._all("compact", start, [int(source) for source in sources])
+
+    def _all(self, method: str, *values: Any) -> None:
+        self.team.send("cache", cache=self.number, method=method, values=values)
+        getattr(self.own, method)(*values)
+
+    def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        self.team.send("read", cache=self.number, index=index)
+        keys, values = (np.concatenate(self.team.gathered(part), 1) for part in self.own.read(index))
+        return keys, values
+
+    def values(self, start: int, stop: int) -> Values:
+        self.team.send("values", cache=self.number, start=start, stop=stop)
+        return np.concatenate(self.team.gathered(self.own.values(start, stop)), 2)
+
+    def fill(self, start: int, values: Values) -> None:
+        self.team.send("fill", cache=self.number, start=start, shape=values.shape, type=str(values.dtype))
+        self.own.fill(start, self.team.part(self.team.shared(values)))
+
+
+class TeamEngine:
+    """An engine that runs on all ranks: rank 0's handle of it."""
+
+    def __init__(self, team: Team, own: DeviceEngine, numbers: "list[int]") -> None:
+        """``numbers`` has the number of the last cache, which both engines count on."""
+        self.team, self.own, self._numbers = team, own, numbers
+        self.manifest, self.prefill_chunk = own.manifest, own.prefill_chunk
+        self.last_positions = own.last_positions
+
+    @property
+    def chooses(self) -> bool:
+        return self.own.chooses
+
+    @property
+    def draft_chain(self) -> DraftChain | None:
+        return self._chain
+
+    def new_kv_caches(self, count: int = 1) -> Sequence[KVCache]:
+        first = self._numbers[0]
+        self._numbers[0] += count
+        self.team.send("caches", engine=self.own.is_draft, count=count, first=first)
+        return [TeamCache(self.team, own, first + at) for at, own in enumerate(self.own.new_kv_caches(count))]
+
+    def prepare(self, kv_caches: Sequence[KVCache]) -> None:
+        caches = [_of_team(kv_cache) for kv_cache in kv_caches]
+        self.team.send("prepare", engine=self.own.is_draft, caches=[cache.number for cache in caches])
+        self.own.prepare([cache.own for cache in caches])
+
+    def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
+        self.team.send("forward", engine=self.own.is_draft, calls=[_to_json(call) for call in calls])
+        return self.own.forward([call._replace(kv_cache=_of_team(call.kv_cache).own) for call in calls])
+
+    def work(self, calls: Sequence[Call]) -> Work:
+        return self.own.work([call._replace(kv_cache=_of_team(call.kv_cache).own) for call in calls])
+
+    def _chain(self, kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
+        cache = _of_team(kv_cache)
+        self.team.send("chain", cache=cache.number, token=int(token), slot=int(slot), count=int(count))
+        return self.own.draft_chain(cache.own, token, slot, count)
+
+
+def lead(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> tuple[TeamEngine, TeamEngine | None]:
+    """Rank 0's engines. When its process ends, so do the others."""
+    atexit.register(_end, team)
+    numbers = [0]
+    return TeamEngine(team, verify, numbers), None if draft is None else TeamEngine(team, draft, numbers)
+
+
+def _end(team: Team) -> None:
+    with suppress(EESDError):  # it has ended already
+        team.send("end")
+
+
+def follow(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> NoReturn:
+    """Do what rank 0 says, until it ends. Then this process ends, too."""
+    caches: dict[int, DeviceKVCache] = {}
+    while True:
+        order = team.receive()
+        for number in order["forget"]:
+            caches.pop(number, None)
+        engine = draft if order.get("engine") else verify
+        assert engine is not None
+        what = order["what"]
+        if what == "end":
+            raise SystemExit(0)
+        if what == "caches":
+            caches |= dict(enumerate(engine.new_kv_caches(order["count"]), order["first"]))
+        elif what == "prepare":
+            engine.prepare([caches[number] for number in order["caches"]])
+        elif what == "forward":
+            engine.forward([_from_json(call, caches) for call in order["calls"]])
+        elif what == "chain":
+            assert draft is not None
+            draft.draft_chain(caches[order["cache"]], order["token"], order["slot"], order["count"])
+        else:
+            _change(team, caches[order["cache"]], order)
+
+
+def _change(team: Team, cache: DeviceKVCache, order: dict[str, Any]) -> None:
+    """Change a cache, or give rank 0 what it holds."""
+    what = order["what"]
+    if what == "cache":
+        getattr(cache, order["method"])(*order["values"])
+    elif what == "read":
+        for part in cache.read(order["index"]):
+            team.gathered(part)
+    elif what == "values":
+        team.gathered(cache.values(order["start"], order["stop"]))
+    elif what == "fill":
+        cache.fill(order["start"], team.part(team.shared(np.zeros(order["shape"], order["type"]))))
+
+
+def _of_team(kv_cache: KVCache) -> TeamCache:
+    assert isinstance(kv_cache, TeamCache)
+    return kv_cache
+
+
+def _to_json(call: Call) -> dict[str, Any]:
+    return {
+        "cache": _of_team(call.kv_cache).number,
+        "tokens": [int(token) for token in call.tokens],
+        "positions": [int(position) for position in call.positions],
+        "slot": int(call.slot),
+        "context_len": int(call.context_len),
+        "tree_mask": None if call.tree_mask is None else call.tree_mask.astype(int).tolist(),
+        "logits": call.logits,
+    }
+
+
+def _from_json(call: dict[str, Any], caches: dict[int, DeviceKVCache]) -> Call:
+    mask = None if call["tree_mask"] is None else np.asarray(call["tree_mask"], np.bool_)
+    rest = {name: call[name] for name in ("tokens", "positions", "slot", "context_len", "logits")}
+    return Call(caches[call["cache"]], tree_mask=mask, **rest)

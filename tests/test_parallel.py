@@ -1,0 +1,118 @@
+"""A model whose weights are split over ranks: in processes of their own, and all in one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import team_member, tiny_models
+from support.command import export_engine
+from support.deep_heads import deep_head
+
+from eesd.common.errors import EESDError
+from eesd.common.manifest_reader import load_manifest
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.parallel import Split
+from eesd.runtime.engines import backends
+from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.torch_engine import open_torch
+from eesd.runtime.llm import LLM
+
+MEMBER = Path(team_member.__file__)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four KV heads, so that four ranks have one each; with deep layers."""
+    root = tmp_path_factory.mktemp("parallel")
+    model = tiny_models.build(root / "model", 97, layers=3, damping=0.3, seed=0, kv_heads=4)
+    deep_head(Checkpoint(model), root / "head")
+    return export_engine(model, root / "plans", "--exit-head", root / "head", "--quantize-draft", "none", "--max-seq-len", 128)
+
+
+def in_one_process(directory: Path, output: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What ranks get that are all in this process; 1: a model that is not split."""
+    split = Split(ranks, tuple(range(ranks))) if ranks > 1 else None
+
+    def open_split(directory: Path, manifest: Any, opening: backends.Opening) -> Engines:
+        return Engines(*open_torch(directory, manifest, 1, opening.draft, "cpu", split=split))
+
+    monkeypatch.setitem(backends.BACKENDS, "torch", open_split)
+    team_member.main(directory, output)
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+def in_processes(directory: Path, output: Path, ranks: int) -> dict[str, Any]:
+    command = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        ranks,
+        MEMBER,
+        directory,
+        output,
+    )
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_in_processes_have_the_bits_and_tokens_of_ranks_in_one(
+    directory: Path, tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains, trees, sampling, kept prompts; the logits bit for bit. A model that is not split has the same tokens."""
+    found = in_processes(directory, tmp_path / "several.json", ranks)
+    assert found == in_one_process(directory, tmp_path / "one.json", ranks, monkeypatch)
+    assert found["drafting differs"] == 0 and found["chain, tokens a round"] > 1
+    whole = in_one_process(directory, tmp_path / "whole.json", 1, monkeypatch)
+    assert {name: found[name] for name in team_member.WAYS} == {name: whole[name] for name in team_member.WAYS}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-bias", "llama-bias"])
+def test_parts_add_up_to_the_whole(family_dir: Any, tmp_path: Path, family: str) -> None:
+    """Biases count once, and norms of heads are on every rank."""
+    plans = export_engine(family_dir(family), tmp_path / "plans", "--dtype", "float32", "--quantize-draft", "none")
+    manifest, logits = load_manifest(plans), []
+    for split in (None, Split(manifest.geometry.num_kv_heads, tuple(range(manifest.geometry.num_kv_heads)))):
+        engines = Engines(*open_torch(plans, manifest, 1, True, "cpu", split=split))
+        llm = LLM(plans, manifest, engines, None)
+        with llm.session([5, 9, 3, 17], max_new_tokens=1) as session:
+            logits.append(session.peek().copy())
+    np.testing.assert_allclose(logits[1], logits[0], atol=1e-4)
+    assert logits[0].std() > 0.01
+
+
+def test_ranks_that_do_not_divide_the_model_are_refused(directory: Path) -> None:
+    manifest = load_manifest(directory)
+    with pytest.raises(EESDError, match="3 ranks do not divide the model's 4 key-value heads"):
+        open_torch(directory, manifest, 1, True, "cpu", split=Split(3, (0,)))
+
+
+def test_a_rank_that_ends_is_one_sentence(directory: Path, tmp_path: Path) -> None:
+    """Rank 1 ends after it has loaded; rank 0 says so and does not wait."""
+    code = f"""
+import os, sys
+import eesd
+from eesd.runtime.engines import torch_engine
+if os.environ["RANK"] == "1":
+    torch_engine.follow = lambda *_: os._exit(0)
+try:
+    eesd.load({str(directory)!r}, "torch").generate([5, 9, 3], max_new_tokens=8)
+except eesd.EESDError as error:
+    print(error, file=sys.stderr)
+    os._exit(2)
+"""
+    (tmp_path / "run.py").write_text(code)
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, tmp_path / "run.py")
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert (
+        done.returncode != 0 and "Another rank has ended" in done.stderr and "Traceback" not in done.stderr.split("torch/")[0]
+    )
