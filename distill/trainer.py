@@ -5,8 +5,8 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ from eesd.model.exit_head import ExitHead
 Report = Callable[[dict[str, Any]], None]
 """Called with each line of metrics."""
 
+LATE = 3
+"""How much more later weights count in the mean of a run at a constant rate: step t as t to this power, so that the mean is a
+fifth of the run old."""
 FULL_ON_FIRST_PROCESS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FULL_ON_ALL_PROCESSES = StateDictOptions(full_state_dict=True)
 
@@ -116,6 +119,7 @@ class Trainer:
         )
         self.metrics = MetricsLog(output)
         self.step = 0
+        self._means = [] if options.cooldown else [value.detach().clone() for value in self.student.parameters()]
 
     def run(self, intervals: Intervals, report: Report, advance: Callable[[int], None] = lambda _: None) -> Acceptance:
         """Train to the last step, from the last checkpoint if there is one.
@@ -140,6 +144,7 @@ class Trainer:
         while self.step < self.options.steps:
             metrics = self._train_step()
             self.step += 1
+            self._average()
             last = self.step == self.options.steps
             if self.step % intervals.log == 0 or last or self.step == 1:
                 seconds = time.monotonic() - started
@@ -181,6 +186,29 @@ class Trainer:
             optimizer.zero_grad()
         return dict(zip(("loss", *LOSS_NAMES, "agreement"), mean, strict=True)) | {"lr": rate}
 
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Let the mean follow the weights (Shamir and Zhang 2013). It does what a cooldown does, and needs no end."""
+        share = (LATE + 1) / (self.step + LATE)
+        for mean, value in zip(self._means, self.student.parameters(), strict=False):
+            mean.lerp_(value, share)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Within it the head has the mean of its weights, if it is averaged."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for mean, value in zip(self._means, self.student.parameters(), strict=False):
+            kept = value.clone()
+            value.copy_(mean)
+            mean.copy_(kept)
+
     def _roots(self, number: int) -> Tensor | None:
         """Where the rounds of a batch begin, for a head with deep layers."""
         options = self.options
@@ -218,29 +246,34 @@ class Trainer:
         return tensors
 
     def full_head(self) -> ExitHead:
-        """The head. With several processes, a copy on the first one with weights gathered from all processes."""
-        if self.accelerator.num_processes == 1:
-            return self.head
-        state = self._head_state()
+        """A copy of the head, with the mean of its weights if it is averaged; with several processes, on the first one."""
+        state = self._averaged_state()
         head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
         if state:
             head.load_state_dict(state)
         return head.to(self.accelerator.device)
 
+    def _averaged_state(self) -> dict[str, Tensor]:
+        """A copy of the head's weights, or of their mean if it is averaged; empty on other processes than the first."""
+        with self._averaged():
+            return {name: value.clone() for name, value in self._head_state().items()}
+
     def _save(self) -> None:
         """Write checkpoint and head. The checkpoint's directory gets its name when it is complete."""
-        head_state = self._head_state()
-        optimizer_state = self._optimizer_state()
+        head_state, optimizer_state = self._head_state(), self._optimizer_state()
+        averaged = self._averaged_state()
         if self.accelerator.is_main_process:
             final = self.output / f"checkpoint-{self.step}"
             with saving(final), directory_written_whole(final) as temporary:
                 save_file(head_state, temporary / "head.safetensors")
+                if self._means:
+                    save_file(averaged, temporary / "average.safetensors")
                 save_file(optimizer_state, temporary / "optimizer.safetensors")
                 (temporary / "run.json").write_text(json.dumps({"step": self.step, "options": self.identity}, indent=2) + "\n")
             for other in self._checkpoints():
                 if other != final:
                     shutil.rmtree(other)
-            self._save_head(head_state)
+            self._save_head(averaged)
             self.metrics.plot()
         self.accelerator.wait_for_everyone()
 
@@ -275,8 +308,11 @@ class Trainer:
                 "or another --output."
             )
         self._load_head(newest / "head.safetensors", remedy)
+        if self._means:
+            with self._averaged():
+                self._load_head(newest / "average.safetensors", remedy)
         self._load_optimizers(newest / "optimizer.safetensors", remedy)
-        state = self._head_state()
+        state = self._averaged_state()
         if self.accelerator.is_main_process:
             self._save_head(state)  # the run may have been killed between the checkpoint and the head
         self.step = step

@@ -30,6 +30,7 @@ from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.run import SLOWLY
 from eesd.distill.teacher import Teacher
+from eesd.distill.trainer import LATE
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines import operators
 from eesd.runtime.llm import Speculation
@@ -141,6 +142,24 @@ def test_a_run_at_a_constant_rate_goes_on_with_more_text(
     assert_refused(run(main, *again, "--data", second), "cache", "other data")
     assert_refused(run(main, *again, "--data", first, "--data", second, "--lr", 1), "other options (lr")
     assert_refused(run(main, *again, "--data", first, "--data", second, "--cooldown", 0.5), "other options (cooldown")
+
+
+def test_a_run_at_a_constant_rate_gives_the_mean_of_its_weights(learner: Path, own_rows: Path, tmp_path: Path) -> None:
+    """Also of one that goes on; later weights count more."""
+    mean: dict[str, torch.Tensor] = {}
+    for step in (1, 2, 3):
+        distill(learner, own_rows, tmp_path / "mean", "--cooldown", 0, "--steps", step, "--lr", 1e-2)
+        checkpoint = tmp_path / "mean" / f"checkpoint-{step}"
+        weights = load_file(checkpoint / "head.safetensors")
+        mean = {name: torch.lerp(mean.get(name, value), value, (LATE + 1) / (step + LATE)) for name, value in weights.items()}
+        for name, value in load_file(checkpoint / "average.safetensors").items():
+            torch.testing.assert_close(value, mean[name])
+    head = Checkpoint(learner).exit_head(tmp_path / "mean").state_dict()
+    for name, value in mean.items():
+        torch.testing.assert_close(head[name].float(), value, atol=1e-2, rtol=1e-2)  # it is stored with 16 bits
+    assert any((mean[name] - value).abs().max() > 1e-3 for name, value in weights.items())
+    distill(learner, own_rows, tmp_path / "cooled", "--steps", 1)
+    assert not (tmp_path / "cooled/checkpoint-1/average.safetensors").exists()
 
 
 def test_the_cache_of_a_search_serves_the_chosen_layer(

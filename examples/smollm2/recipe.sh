@@ -18,13 +18,8 @@ export MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000
 eesd-distill --model "$model" --self-generate "$prompts" --self-prompt 3000 --own-text "$work/own-text" --own-rows 4096 \
     --own-batch 128 --length 768 --temperatures 0,0,0.7 --seed 1 --steps 1 --output "$work/writing"
 
-# A run at a constant rate, which more steps and more text can go on with. The frozen model's targets are computed once.
+# A run at a constant rate, whose head is the mean of its weights. The frozen model's targets are computed once.
 data=()
 for file in "$work"/own-text/shard-*.safetensors "$texts"/*.jsonl; do data+=(--data "$file"); done
-options=(--model "$model" "${data[@]}" --offline "$work/targets" --batch 4 --length 768 --top-k 32)
-eesd-distill "${options[@]}" --exit-layer 2 --draft-vocab 8192 --steps "$steps" --warmup 0.002 --cooldown 0 --seed 1 \
-    --output "$work/stream"
-
-# And a copy of it that cools down, which is the head.
-eesd-distill "${options[@]}" --init-head "$work/stream" --steps $((steps / 8)) --warmup 0 --cooldown 1 --seed 2 \
-    --output "$work/head-$steps"
+exec eesd-distill --model "$model" "${data[@]}" --offline "$work/targets" --exit-layer 2 --draft-vocab 8192 --batch 4 --length 768 \
+    --top-k 32 --steps "$steps" --warmup 0.002 --cooldown 0 --seed 1 --output "$work/head"
