@@ -48,6 +48,7 @@ TORCH_FILES = {
     "ort_gpu.py",
     "torch_engine.py",
     "torch_weights.py",
+    "team.py",
     "trt_engine.py",
     "embed.py",
 }
@@ -55,7 +56,7 @@ TORCH_FILES = {
 
 ONNX_FILES = {"operator_graph.py", "torch_weights.py"}
 """Of these rooms, the files that load onnx when they are loaded themselves, which is only where a graph is made or read."""
-MODEL_FILES = {"device.py", "device_engine.py", "torch_engine.py", "torch_weights.py"}
+MODEL_FILES = {"device.py", "device_engine.py", "torch_engine.py", "torch_weights.py", "team.py"}
 """The files of the runtime that use the model's torch modules: the torch engine, and what it shares with others on devices."""
 
 

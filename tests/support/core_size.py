@@ -16,7 +16,7 @@ DEVICES = (
     *(f"runtime.decoding.{name}" for name in ("device_sampler", "device_rejection")),
 )
 """Where the code for devices begins."""
-BUDGETS = {"without devices": (10517, 59), "with devices": (13997, 76)}
+BUDGETS = {"without devices": (10525, 59), "with devices": (14533, 78)}
 """Most lines and files."""
 
 
