@@ -192,6 +192,7 @@ def lead(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> tuple[
 def _end(team: Team) -> None:
     with suppress(EESDError):  # it has ended already
         team.send("end")
+    dist.destroy_process_group()  # while the others are there
 
 
 def follow(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> NoReturn:
@@ -206,7 +207,9 @@ def follow(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> NoRe
         what = order["what"]
         if what == "end":
             sys.stdout.flush()
-            os._exit(0)  # at once: gloo's threads sometimes abort a process that ends while they run
+            with suppress(RuntimeError):
+                team.receive()  # until rank 0 has gone: gloo sometimes aborts a process whose peers go first,
+            os._exit(0)  # and one that ends while its threads run
         if what == "caches":
             caches |= dict(enumerate(engine.new_kv_caches(order["count"]), order["first"]))
         elif what == "prepare":
