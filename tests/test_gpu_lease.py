@@ -17,6 +17,12 @@ from eesd.bench.cli import main as bench_main
 
 SCRIPT = Path(__file__).parent / "gpu_lease.py"
 MISSING = re.sub(r"blocked = \{.*?\}", 'blocked = {"gguf", "tensorrt", "tensorrt_rtx", "eesd_tensorrt"}', BLOCK)
+MISSING += """
+import importlib.util
+
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *of: None if name.partition(".")[0] in Blocker.blocked else found(name, *of)
+"""
 BAD = """
 import os
 import time
