@@ -82,7 +82,8 @@ def test_steps_that_hang_crash_or_run_out_of_memory_do_not_end_it(tmp_path: Path
 def test_all_steps_run_on_a_bare_machine(tmp_path: Path) -> None:
     """Without gguf and TensorRT, and with no installed package of this project in the way; then the page."""
     (tmp_path / "sitecustomize.py").write_text(MISSING)
-    lines = lease(tmp_path / "out", PYTHONPATH=str(tmp_path))
+    # torch's products for AMX add in another order in longer calls, so that tokens could differ, rightly.
+    lines = lease(tmp_path / "out", PYTHONPATH=str(tmp_path), ONEDNN_MAX_CPU_ISA="AVX512_CORE")
     wrong = {line["step"]: line.get("error") for line in lines if line["status"] != "ok"}
     assert not wrong and [line["step"] for line in lines] == list(STEPS)
     found = {line["step"]: line["found"] for line in lines}
