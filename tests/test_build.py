@@ -144,7 +144,7 @@ def test_manifest_records_the_plans(built: Path) -> None:
     draft, verify = (manifest.plans[graph.file] for graph in manifest.graphs)
     assert draft.profiles == ((1, 1, 1),)
     most = manifest.max_tree_nodes + 1
-    assert verify.profiles == ((1, most, most), (1, 256, 256)), "all calls of a round have so many nodes"
+    assert verify.profiles == ((1, most, most), (1, 256, 256)), "every call of a round has M + 1 nodes"
     for plan in manifest.plans.values():
         assert plan.size == (built / plan.file).stat().st_size > 10_000
         assert plan.sha256 == sha256_of(built / plan.file)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lease.engines import llama
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -36,24 +37,7 @@ from eesd.model.rotary import rotary_tables
 pytestmark = pytest.mark.fast
 
 SLOTS = 16
-LLAMA = Geometry(
-    architecture="LlamaForCausalLM",
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    tied_embeddings=False,
-    qkv_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    rope_theta=10000.0,
-    rope_scaling=None,
-)
+LLAMA = replace(llama(4, 64, 96, 4, 2, 97), rope_theta=10000.0)
 FAMILIES = {
     "llama2": replace(LLAMA, num_kv_heads=4),
     "llama3": replace(LLAMA, rope_scaling=RopeScaling("llama3", 8.0)),

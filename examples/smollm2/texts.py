@@ -52,7 +52,7 @@ SOURCES = {
 }
 """Packages (main of Debian 12) and the files of each that are read, by kind."""
 PASSAGE, LEAST = 2400, 400
-"""Characters of a passage."""
+"""Characters of a passage, at most and more than."""
 ASKED = ("Continue this text.\n\n{}", "What comes next?\n\n{}", "{}\n\nGo on.", "Write a text that begins like this:\n{}")
 BLOCKS = {"p", "div", "li", "tr", "h1", "h2", "h3", "h4", "dt", "dd", "pre", "br", "title", "section", "item"}
 SKIPPED = {"script", "style", "nav", "head", "footer", "info"}
@@ -111,7 +111,7 @@ def of_packages(packages: Path, kind: str) -> Iterator[list[dict[str, Any]]]:
         yield [
             line(piece, rng) if kind != "code" and i % 2 else {"text": piece}
             for i, piece in enumerate(found)
-            if len(piece) > 400
+            if len(piece) > LEAST
         ]
 
 
