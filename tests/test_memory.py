@@ -17,7 +17,7 @@ from support.synthetic import LLAMA_70B, write_checkpoint
 
 from eesd.common.manifest import WEIGHTS_FILE, FileInfo, Manifest
 from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import BLOCK, UNQUANTIZED, Quantization, Quantizations
+from eesd.common.weights import BLOCK, Quantization, Quantizations
 from eesd.export import engine_dir
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
@@ -133,9 +133,10 @@ def rendered(manifest: Manifest) -> str:
 def test_page_on_70b_shows_the_estimates(checkpoint_70b: Path, staged: Path) -> None:
     """The estimates for two devices and, in int4, for one."""
     geometry, small = Checkpoint(checkpoint_70b).geometry, load_manifest(staged)
-    int4 = shaped_manifest(geometry, small, Quantizations(*[Quantization("int4", BLOCK)] * 3), stages=1)
+    levels = Quantization("int4", BLOCK)
+    int4 = shaped_manifest(geometry, small, Quantizations(*[levels] * 3), stages=1)
     assert rendered(int4) == page("eesd-inspect plans-int4/ --memory")
-    manifest = shaped_manifest(geometry, small, UNQUANTIZED, stages=2)
+    manifest = shaped_manifest(geometry, small, Quantizations(draft=levels), stages=2)
     assert rendered(manifest) == page("eesd-inspect plans/ --memory")
     for figure in (
         f"{slot_bytes(manifest, 81):,} bytes",
