@@ -20,6 +20,7 @@ from eesd.common.terminal import Progress, notice, progress
 from eesd.export import plans
 from eesd.export.memory import build_memory
 from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.trt_flavours import capabilities_for
 
 
 @command()
@@ -53,8 +54,8 @@ def main(
         raise EESDError(
             f"{directory} was exported as {manifest.dtype}; for {precision} plans export with --dtype {precision} first."
         )
-    chunk = prefill_chunk or manifest.gpu_prefill_chunk
-    options = plans.BuildOptions(plans.find_flavour(target), batch, chunk, capabilities)
+    chunk, flavour = prefill_chunk or manifest.gpu_prefill_chunk, plans.find_flavour(target)
+    options = plans.BuildOptions(flavour, batch, chunk, capabilities or capabilities_for(flavour, manifest))
     plans.check_options(manifest, options)
     outdated = [g for g in manifest.graphs if force or not plans.up_to_date(directory, manifest, g, options)]
     if outdated or _files_changed(directory, manifest):

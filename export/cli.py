@@ -26,6 +26,8 @@ from eesd.common.terminal import notice, progress
 from eesd.common.weights import (
     BLOCK,
     DTYPES,
+    FP8_WEIGHTS,
+    NVFP4,
     QUANTIZED,
     SEARCHED_INT4,
     Quantization,
@@ -62,8 +64,8 @@ if TYPE_CHECKING:  # --help must not load torch
 @click.option(
     "--quantize",
     type=click.Choice((*QUANTIZED_OR_NONE, KEEP)),
-    help="Quantize the linear weights of the layers to 8 or 4 bits, or keep the file's own levels.  "
-    "[default: keep for float32 engines of a quantized GGUF file, else none]",
+    help="Quantize the linear weights of the layers to 8 or 4 bits, or keep the file's own levels. fp8 is for GPUs of compute "
+    "capability 8.9 or newer, nvfp4 for 10.0.  [default: keep for float32 engines of a quantized GGUF file, else none]",
 )
 @click.option(
     "--quantize-head", type=click.Choice(QUANTIZED_OR_NONE), help="The same for the LM head.  [default: as --quantize]"
@@ -215,6 +217,10 @@ def _choose_quantization(
     head = head or layers
     if draft is None:
         draft = "int4" if (dtype == "float32" or _is_large(checkpoint)) and not link_weights else layers
+    if dtype == "float32" and {layers, head, draft} & {"fp8", "nvfp4"}:
+        raise EESDError(
+            "fp8 and nvfp4 weights are for engines of 16 bits; give --dtype float16 or bfloat16, or take int8 or int4."
+        )
     if symmetric is not None and "int4" not in (layers, head, draft):
         raise EESDError("--symmetric and --asymmetric are for int4; leave the option out.")
     if symmetric is None:
@@ -223,7 +229,9 @@ def _choose_quantization(
     def scheme(kind: str | None) -> Quantization | None:
         if kind in (None, "none"):
             return None
-        return SEARCHED_INT4 if kind == "int4" and not symmetric else Quantization(str(kind), BLOCK)
+        if kind == "int4" and not symmetric:
+            return SEARCHED_INT4
+        return {"fp8": FP8_WEIGHTS, "nvfp4": NVFP4}.get(str(kind), Quantization(str(kind), BLOCK))
 
     return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft), tensors=tensors)
 
@@ -253,7 +261,7 @@ def _check_keep(checkpoint: Checkpoint, dtype: str, head: str | None, link_weigh
 
 def _types(options: ExportOptions, own: bool) -> str:
     """The element type, and what is quantized, in words."""
-    texts = [f"{one.weights} {place}" for place, one in options.quantization.places.items() if one is not None]
+    texts = [f"{one.name} {place}" for place, one in options.quantization.places.items() if one is not None]
     if own:
         texts[0] = f"the checkpoint's own {texts[0]}"
     kept = sorted({one.weights for one in options.quantization.tensors.values()})

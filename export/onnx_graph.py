@@ -29,6 +29,7 @@ from eesd.common.manifest import (
     one_node_is_faster,
 )
 from eesd.common.weights import (
+    FACTOR,
     MINIMUMS,
     SCALES,
     UNQUANTIZED,
@@ -421,15 +422,19 @@ def _dequantize(graph: ir.Graph, value: ir.Value, weight: StoredWeight) -> None:
     assert weight.quantization is not None and value.dtype is not None
     uses, dtype = [(use.node, use.idx) for use in value.uses()], value.dtype
     value.dtype = ir.DataType[weight.quantization.weights.upper()]
-    scales = dtype if weight.quantization.scales is None else ir.DataType[_ONNX_TYPES[weight.quantization.scales]]
+    kind = weight.quantization.scales
+    scales = dtype if kind is None else ir.DataType[_ONNX_TYPES.get(kind, kind.upper())]
     suffixes = {SCALES: scales}
     if weight.quantization.minimums:
         suffixes[MINIMUMS] = scales
     if weight.quantization.zero_points:
         suffixes[ZEROS] = value.dtype
     parts = {"": value}
-    for suffix, kind in suffixes.items():
-        parts[suffix] = ir.val(weight.name + suffix, dtype=kind, shape=weight.scales_shape)
+    if weight.quantization.factor:
+        suffixes[FACTOR] = dtype
+    for suffix, of in suffixes.items():
+        shape = () if suffix == FACTOR else weight.scales_shape
+        parts[suffix] = ir.val(weight.name + suffix, dtype=of, shape=shape)
         graph.initializers[weight.name + suffix] = parts[suffix]
     gathers = [node for node, _ in uses if node.op_type == "Gather"]
     for gather in gathers:
@@ -460,7 +465,7 @@ def _dequantized(
     """Dequantize the parts of a weight, by suffix, in nodes before another one.
 
     Scales of another type than the directory's are made float32 first: DequantizeLinear returns the type of the scales, and
-    nothing may be rounded to 16 bits before the minimum is added.
+    nothing may be rounded to 16 bits before the minimum is added. Those with a factor are dequantized by it.
 
     Args:
         graph: The graph.
@@ -481,11 +486,13 @@ def _dequantized(
     def reshaped(value: ir.Value, sizes: tuple[int, ...]) -> ir.Value:
         return add("Reshape", [value, constant(graph, "reshape", list(sizes))])
 
-    widened = {}
+    widened, cast = {}, weight.quantization.scales is not None and not weight.quantization.factor
     for suffix in (SCALES, MINIMUMS):
         if suffix in parts:
-            narrow = weight.quantization.scales not in (None, "float32")
+            narrow = cast and weight.quantization.scales != "float32"
             widened[suffix] = add("Cast", [parts[suffix]], to=ir.DataType.FLOAT) if narrow else parts[suffix]
+    if FACTOR in parts:
+        widened[SCALES] = add("DequantizeLinear", [parts[SCALES], parts[FACTOR]])
     zeros = [parts[ZEROS]] if ZEROS in parts else []
     found = add("DequantizeLinear", [parts[""], widened[SCALES], *zeros], axis=axis, block_size=block)
     if MINIMUMS in parts:
@@ -493,7 +500,7 @@ def _dequantized(
         found = reshaped(found, (*blocks, block, *shape[axis + 1 :]))
         found = add("Add", [found, reshaped(widened[MINIMUMS], (*blocks, 1, *shape[axis + 1 :]))])
         found = reshaped(found, shape)
-    if weight.quantization.scales is not None and dtype != ir.DataType.FLOAT:
+    if cast and dtype != ir.DataType.FLOAT:
         found = add("Cast", [found], to=dtype)
     graph.insert_before(before, nodes)
     return found

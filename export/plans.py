@@ -306,15 +306,16 @@ def _fold_heads(graph: Any) -> None:
 
 
 def _join_scales(model: Any, directory: Path) -> None:
-    """Dequantize int8 weights whose scales [blocks, out] are equal in all blocks with one scale for an output, [out]."""
+    """Dequantize weights of 8 bits whose scales [blocks, out] are equal in all blocks with one scale for an output, [out]."""
     import onnx
     from onnx.external_data_helper import ExternalDataInfo
 
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    eight_bits = (onnx.TensorProto.INT8, onnx.TensorProto.FLOAT8E4M3FN)
     for node in model.graph.node:
-        if node.op_type != "DequantizeLinear" or tensors[node.input[0]].data_type != onnx.TensorProto.INT8:
+        scales = tensors.get(node.input[1]) if node.op_type == "DequantizeLinear" else None
+        if scales is None or len(scales.dims) != 2 or tensors[node.input[0]].data_type not in eight_bits:
             continue
-        scales = tensors[node.input[1]]
         place, shape = ExternalDataInfo(scales), tuple(scales.dims)
         values = np.memmap(directory / place.location, np.uint16, mode="r", offset=place.offset or 0, shape=shape)
         if (values != values[0]).any():

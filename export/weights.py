@@ -24,7 +24,7 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, FileInfo, LinkInfo
-from eesd.common.weights import DRAFT_VOCAB, EXIT_HEAD, MINIMUMS, SCALES, ZEROS, StoredWeight
+from eesd.common.weights import DRAFT_VOCAB, EXIT_HEAD, FACTOR, MINIMUMS, SCALES, ZEROS, StoredWeight
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.packed import PackedTensor
 from eesd.model.quantize import LARGEST, Quantized, join_quantized, quantize
@@ -149,15 +149,20 @@ def joined(parts: Sequence[TensorSource]) -> TensorSource:
 
 
 def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
-    """The levels of a weight that is stored quantized: those of the checkpoint where they fit."""
-    parts = source.parts if isinstance(source, JointTensor) else [source]
+    """The levels of a weight that is stored quantized: those of the checkpoint where they fit.
+
+    The parts of a packed weight are quantized one by one, but together if they share a factor. The values are the same.
+    """
+    assert weight.quantization is not None
+    apart = isinstance(source, JointTensor) and not weight.quantization.factor
+    parts = source.parts if isinstance(source, JointTensor) and apart else [source]
     return join_quantized([_levels(part, weight) for part in parts], weight.shape[1])
 
 
 def _levels(part: TensorSource, weight: StoredWeight) -> Quantized:
-    quantization, dtype = weight.quantization, getattr(torch, weight.scales_dtype)
+    quantization = weight.quantization
     assert quantization is not None
-    own = None
+    dtype, own = getattr(torch, weight.dtype if quantization.factor else weight.scales_dtype), None
     if isinstance(part, PackedTensor):
         own = part.levels(quantization, dtype)
     elif isinstance(part, GgufTensor):
@@ -184,7 +189,7 @@ def _read(source: TensorSource, weight: StoredWeight) -> Tensor:
 def _encode(source: TensorSource, weight: StoredWeight) -> dict[str, memoryview]:
     """The bytes of each tensor that is stored for a weight, by name."""
     if weight.quantization is not None:
-        parts = zip(("", SCALES, ZEROS, MINIMUMS), quantized(source, weight), strict=True)
+        parts = zip(("", SCALES, ZEROS, MINIMUMS, FACTOR), quantized(source, weight), strict=True)
         return {weight.name + suffix: _bytes_of(part) for suffix, part in parts if part is not None}
     dtype: torch.dtype = getattr(torch, weight.dtype)
     tensor = _read(source, weight)

@@ -244,7 +244,7 @@ class GgufTensor:
             return self._with_minimums()
         if quantization.scales or quantization.minimums or stored not in _ONE_SCALE or quantization.block != BLOCK:
             return None
-        if quantization.weights == "uint4":
+        if quantization.weights not in ("int8", "int4"):
             return None
         rows = self._rows(self.shape[0])
         blocks = rows.reshape(self.shape[0], self.shape[1] // BLOCK, -1)

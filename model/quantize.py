@@ -8,6 +8,11 @@ occur only in checkpoints that were quantized before.
   of an output have the scale of its largest weight: only then TensorRT-RTX multiplies by int8 weights as they are.
 * ``uint4``: levels 0 .. 15, with float16 scales and minimums. Both are searched by the block's squared error.
 * ``int4``: levels -8 .. 7 without minimums, for TensorRT, which has none. The scale is searched.
+* ``float8e4m3fn``: levels are floating-point numbers from -448 to 448. All blocks of an output have the scale of its largest
+  weight.
+* ``float4e2m1``: levels are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in blocks of 16 (NVFP4). A block's scale is a
+  number of 8 bits times a factor of the whole weight. It maps the block's largest weight to 6 or to 4, whichever has the
+  smaller squared error.
 
 Four bits are so few that losing the largest weights of a block can be better than coarse levels for all, hence the search: each
 candidate is rounded, and gets the scale and the minimum that fit its levels best in closed form.
@@ -21,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eesd.common.weights import BITS, BLOCK
+from eesd.common.weights import BITS, BLOCK, FP4, FP8, NVFP4
 
 _CLIPS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
 """Factors of a block's range in the search for uint4."""
@@ -33,6 +38,13 @@ _STEPS = (0.82, 0.9, 0.98, 1.06, 1.14, 1.22)
 """Factors of the scale in the search for int4. At 1, the largest absolute weight is mapped to 8 steps."""
 _NEARBY = (0.96, 1.04)
 """Factors of the best scale that are tried at the end."""
+_FP8_LARGEST = 448.0
+_LEAST_FACTOR = 2.0**-20
+_FP4_ENDS = (6.0, 4.0)
+"""Levels that a block's largest weight may get: the numbers between 4 and 6 are missing, which hurts some blocks."""
+_FP4_LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_FP4_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+"""Between which of these a magnitude is says which level is the nearest."""
 _TINY = 1e-30
 """Smallest divisor, for blocks of zeros."""
 _PIECE = 1 << 17
@@ -47,6 +59,7 @@ class Quantized(NamedTuple):
         scales: Scales [in / block, out].
         zeros: The bytes of the zero points [in / block, out], packed like the levels; None where all are zero.
         minimums: Minimums [in / block, out] in the type of the scales; None where all are zero.
+        factor: What all scales are multiplied by, []: a power of two, so that nothing is rounded. None: 1.
 
     An embedding table is the transpose of all this: levels [out, in], scales and minimums [out, in / block].
     """
@@ -55,16 +68,24 @@ class Quantized(NamedTuple):
     scales: Tensor
     zeros: Tensor | None = None
     minimums: Tensor | None = None
+    factor: Tensor | None = None
+
+    @property
+    def whole_scales(self) -> Tensor:
+        """Scales times factor in float32."""
+        return self.scales.float() if self.factor is None else self.scales.float() * self.factor.float()
 
 
 def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
     """Quantize a weight, piece by piece, so that only the arguments and the results take much memory.
 
     Args:
-        weight: Weight [out, in]; ``in`` must be a multiple of 32. For uint4, no value may be beyond :data:`LARGEST`.
-        kind: ``int8``, ``int4`` or ``uint4``.
-        dtype: Element type of the scales; those of uint4 are float16.
+        weight: Weight [out, in]; ``in`` must be a multiple of a block. For uint4, no value may be beyond :data:`LARGEST`.
+        kind: One of :data:`~eesd.common.weights.LEVELS`.
+        dtype: Element type of the scales, or of their factor; the scales of uint4 are float16.
     """
+    if kind == FP4:
+        return _quantize_nvfp4(weight, dtype)
     if kind == "uint4":
         dtype = torch.float16
     outputs, inputs = weight.shape
@@ -131,23 +152,62 @@ def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
 
 def shares_scales(kind: str, dtype: torch.dtype) -> bool:
     """Whether all blocks of an output get one scale."""
-    return kind == "int8" and dtype != torch.float32
+    return kind == FP8 or (kind == "int8" and dtype != torch.float32)
 
 
 def _quantize_blocks(blocks: Tensor, largest: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Levels and scales of blocks [count, 32, out] as int8 or int4; ``largest`` [out] is each output's, for shared scales."""
-    if kind == "int8":
-        scale = (largest.repeat(len(blocks), 1) if shares_scales(kind, dtype) else blocks.abs().amax(1)) / 127
-        least, most = -127, 127
-    else:
+    """Levels and scales of blocks [count, 32, out], not as uint4; ``largest`` [out] is each output's, for shared scales."""
+    if kind == "int4":
         scale = _ScaleSearch(blocks).run()
-        least, most = -8, 7
+    else:
+        most = 127 if kind == "int8" else _FP8_LARGEST
+        scale = (largest.repeat(len(blocks), 1) if shares_scales(kind, dtype) else blocks.abs().amax(1)) / most
     # Half the smallest subnormal number: for subnormal scales it turns rounding to nearest into rounding up.
     half = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
     scale = (scale + half).to(dtype)
     scale[scale == 0] = 1
-    levels = (blocks / scale.float()[:, None]).round_().clamp_(least, most)
-    return levels.to(torch.int8), scale
+    levels = blocks / scale.float()[:, None]
+    if kind == FP8:
+        return levels.clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn).view(torch.int8), scale
+    least, most = (-127, 127) if kind == "int8" else (-8, 7)
+    return levels.round_().clamp_(least, most).to(torch.int8), scale
+
+
+def _quantize_nvfp4(weight: Tensor, dtype: torch.dtype) -> Quantized:
+    """Quantize a weight [out, in] as NVFP4, some outputs at a time."""
+    block, (outputs, inputs) = NVFP4.block, weight.shape
+    largest = torch.maximum(weight.amax(), -weight.amin()).float()
+    exponent = (largest / (_FP4_ENDS[-1] * _FP8_LARGEST)).clamp_min(_LEAST_FACTOR).log2().ceil()  # no scale is too large
+    factor = exponent.exp2().to(dtype)
+    codes = torch.empty(inputs, outputs, dtype=torch.uint8)
+    scales = torch.empty(inputs // block, outputs, dtype=torch.float8_e4m3fn)
+    step = max(1, _PIECE // inputs)
+
+    def quantize_outputs(first: int) -> None:
+        part = slice(first, first + step)
+        blocks = weight[part].float().reshape(-1, inputs // block, block)
+        best = _best_of_ends(blocks, factor)
+        codes[:, part], scales[:, part] = best[0].view(-1, inputs).t(), best[1].t()
+
+    with _one_thread_each() as pool:
+        list(pool.map(quantize_outputs, range(0, outputs, step)))
+    return Quantized(pack(codes, 4), scales, factor=factor)
+
+
+def _best_of_ends(blocks: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of blocks [out, count, 16] as NVFP4, with the end for the largest weight that fits a block best."""
+    found = []
+    for end in _FP4_ENDS:
+        wanted = blocks.abs().amax(2) / (end * factor.float())
+        scales = wanted.to(torch.float8_e4m3fn)
+        whole = Quantized(blocks, scales, factor=factor).whole_scales[:, :, None]
+        magnitude = torch.bucketize(blocks.abs() / whole.clamp_min(_TINY), _FP4_BOUNDS)
+        error = (_FP4_LEVELS[magnitude] * whole - blocks.abs()).square().sum(2)
+        found.append((magnitude.to(torch.uint8) | (blocks < 0).to(torch.uint8) << 3, scales, error))
+    (codes, scales, error), (others, other_scales, other_error) = found
+    better = other_error < error
+    bits = torch.where(better, other_scales.view(torch.uint8), scales.view(torch.uint8))
+    return torch.where(better[:, :, None], others, codes), bits.view(torch.float8_e4m3fn)
 
 
 class _ScaleSearch:
@@ -273,7 +333,12 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(stored: Tensor, kind: str, count: int) -> Tensor:
-    """Undo :func:`pack` for ``count`` values of a type such as ``int4`` or ``uint8``; they become int16."""
+    """Undo :func:`pack` for ``count`` values of a type such as ``int4`` or ``uint8``; they become int16, or float32."""
+    if kind == FP8:
+        return stored.view(torch.float8_e4m3fn)[:count].float()
+    if kind == FP4:
+        codes = unpack(stored, "uint4", count)
+        return _FP4_LEVELS[(codes & 7).long()].copysign_(7.5 - codes)
     signed = not kind.startswith("u")
     values = stored.view(torch.int8 if signed else torch.uint8)
     if BITS[kind] == 4:
@@ -292,7 +357,7 @@ def dequantize(quantized: Quantized, kind: str, axis: int = 0) -> Tensor:
     Returns:
         The weight [in, out], or the table [out, in], in float32.
     """
-    scales = quantized.scales.float()
+    scales = quantized.whole_scales
     rows, columns = scales.shape
 
     def shared(values: Tensor) -> Tensor:

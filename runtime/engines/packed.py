@@ -22,8 +22,10 @@ from eesd.common.files import directory_written_whole
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
 from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
+from eesd.common.weights import FACTOR, FP4, FP8, MINIMUMS, SCALES, ZEROS
 from eesd.runtime.engines.graph_file import read_graph
 from eesd.runtime.engines.panels import BFLOAT16, FLOAT16, FLOAT32, Levels, Packed, pack_floats, pack_levels
+from eesd.runtime.engines.stored_values import read_tensor, to_float32
 
 if TYPE_CHECKING:
     from eesd.runtime.engines.operator_graph import Columns
@@ -33,8 +35,8 @@ LAYOUT = 2
 _NAME = re.compile("cpu-[0-9a-f]{16}")
 WEIGHTS, SIZES = "weights.bin", "sizes.json"
 ALIGNMENT = 4096
-_KINDS = {1: "float32", 2: "uint8", 3: "int8", 7: "int64", 10: "float16", 16: "bfloat16", 21: "uint4", 22: "int4"}
-"""Element types by their number in ``TensorProto.DataType``."""
+_TWICE_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
+"""Twice the magnitudes of the smallest floating-point numbers, which are integers."""
 
 
 class _MadeElsewhere(Exception):
@@ -176,7 +178,7 @@ class _Reader:
         values, kind = self._read(name)
         if values.shape != self._weights[name].shape:
             raise ValueError(name)
-        return _to_float32(values, kind)
+        return to_float32(values, kind)
 
     def pack(self, part: "Columns") -> Packed:
         """Some columns of a weight, or all of them."""
@@ -194,15 +196,20 @@ class _Reader:
             form = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}[kind]
             return pack_floats(oriented(values), form)
         parts: dict[str, NDArray[Any]] = {}
-        for name in weight.tensors:
-            if name != part.weight:
-                raw, of = self._read(name)
-                parts[name.removeprefix(part.weight)] = oriented(_to_float32(raw, of) if raw.dtype != np.int8 else raw)
-        zeros, minimums = parts.get(".zeros"), parts.get(".minimums")
+        for suffix in (suffix for suffix in (SCALES, ZEROS, MINIMUMS) if part.weight + suffix in weight.tensors):
+            parts[suffix] = oriented(to_float32(*self._read(part.weight + suffix)))
+        if weight.quantization.factor:
+            parts[SCALES] = parts[SCALES] * to_float32(*self._read(part.weight + FACTOR))
         if not all(np.isfinite(array).all() for array in parts.values()):
             raise ValueError(part.weight)
-        levels = oriented(values).astype(np.int16)
-        return pack_levels(Levels(levels, parts[".scales"], None if zeros is None else zeros.astype(np.int16), minimums))
+        if kind == FP8:
+            block = weight.quantization.block
+            return pack_floats(oriented(to_float32(values, kind)) * np.repeat(parts[SCALES], block, 0), FLOAT32)
+        if kind == FP4:  # the operators know integers
+            values, parts[SCALES] = np.where(values & 8, -1, 1) * _TWICE_FP4[values & 7], parts[SCALES] / 2
+        zeros, levels = parts.get(ZEROS), oriented(values).astype(np.int16)
+        zeros = None if zeros is None else zeros.astype(np.int16)
+        return pack_levels(Levels(levels, parts[SCALES], zeros, parts.get(MINIMUMS)))
 
     def _tensor_file(self, name: str) -> str:
         from onnx.external_data_helper import ExternalDataInfo
@@ -210,32 +217,4 @@ class _Reader:
         return str(ExternalDataInfo(self._tensors[name]).location)
 
     def _read(self, name: str) -> tuple[NDArray[Any], str]:
-        """A tensor as it is stored, and its element type. 16-bit values are uint16; levels of 4 bits are widened."""
-        from onnx.external_data_helper import ExternalDataInfo
-
-        tensor = self._tensors[name]
-        info, kind, shape = ExternalDataInfo(tensor), _KINDS[tensor.data_type], tuple(tensor.dims)
-        if Path(info.location).name != info.location:
-            raise ValueError(name)
-        half = kind in ("uint4", "int4")
-        dtype = {"float16": "uint16", "bfloat16": "uint16"}.get(kind, "uint8" if half else kind)
-        count = int(np.prod(shape))
-        size = (count + 1) // 2 if half else count
-        if info.length != size * np.dtype(dtype).itemsize:
-            raise ValueError(name)
-        raw = np.memmap(self._directory / info.location, dtype, mode="r", offset=info.offset or 0, shape=(size,))
-        if not half:
-            return raw.reshape(shape), kind
-        both = np.stack((raw & 15, raw >> 4), -1).reshape(-1)[:count].view(np.int8)
-        if kind == "int4":
-            both = (both ^ 8) - 8
-        return both.reshape(shape), kind
-
-
-def _to_float32(values: NDArray[Any], kind: str) -> NDArray[Any]:
-    """16-bit values, which are given as uint16, in float32; others as they are."""
-    if kind == "float16":
-        return values.view(np.float16).astype(np.float32)
-    if kind == "bfloat16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values
+        return read_tensor(self._directory, self._tensors[name])

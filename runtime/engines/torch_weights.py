@@ -20,6 +20,7 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, GraphInfo, Manifest
 from eesd.common.weights import (
     DRAFT,
+    FACTOR,
     LEVELS,
     LM_HEAD,
     MINIMUMS,
@@ -192,7 +193,10 @@ def _load_weight(weight: StoredWeight, stored: dict[str, TensorProto], files: di
         types |= {ZEROS: kind} if quantization.zero_points else {}
         types |= {MINIMUMS: weight.scales_dtype} if quantization.minimums else {}
         parts = {suffix: _stored_tensor(stored[weight.name + suffix], dtype, shape, files) for suffix, dtype in types.items()}
-        whole = Quantized(levels, parts[SCALES], parts.get(ZEROS), parts.get(MINIMUMS))
+        if quantization.factor:
+            parts[SCALES] = parts[SCALES].view(torch.float8_e4m3fn).view(*shape)
+            parts[FACTOR] = _stored_tensor(stored[weight.name + FACTOR], weight.dtype, (), files)
+        whole = Quantized(levels, parts[SCALES], parts.get(ZEROS), parts.get(MINIMUMS), parts.get(FACTOR))
         tensor = dequantize(whole, kind, 0 if weight.transposed else 1).to(getattr(torch, weight.dtype))
     return tensor.t() if weight.transposed else tensor
 
@@ -214,7 +218,7 @@ def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files:
     if tensor.data_type != kind or tuple(tensor.dims) != tuple(shape) or info.offset is None or info.length is None:
         raise ValueError(tensor.name)
     data = files[info.location][info.offset : info.offset + info.length]
-    return data if dtype in LEVELS else data.view(getattr(torch, dtype)).view(*shape)
+    return data if dtype in LEVELS else data.view(getattr(torch, dtype)).view(tuple(shape))
 
 
 def _external_tensors(path: Path) -> dict[str, TensorProto]:

@@ -5,9 +5,13 @@ from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import FLAVOURS, Manifest
+from eesd.common.weights import FP4, FP8
 
 TURING = "7.5"
 """The oldest compute capability with kernels. It has none for bfloat16 and int4: builds end in an error of a compiler."""
+
+_LEAST = {FP8: "8.9", FP4: "10.0"}
+"""The oldest compute capability with kernels for levels that only some GPUs know."""
 
 
 def library_version(flavour: str) -> str:
@@ -29,6 +33,21 @@ def supported_capabilities(flavour: str) -> tuple[str, ...]:
     return tuple(f"{name[2:-1]}.{name[-1]}" for name in known if name.startswith("SM"))
 
 
+def capabilities_for(flavour: str, manifest: Manifest) -> tuple[str, ...]:
+    """The compute capabilities that TensorRT-RTX builds a directory's plans for unless it is told otherwise.
+
+    Empty: its own choice, which is all but the oldest.
+    """
+    least = [_LEAST[one.weights] for one in manifest.quantization.used if one.weights in _LEAST]
+    if not least:
+        return ()
+    return tuple(one for one in supported_capabilities(flavour) if _number(one) >= max(map(_number, least)))
+
+
+def _number(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split(".")))
+
+
 def check_gpu_supported(flavour: str, capability: str, manifest: Manifest) -> None:
     """Raise :class:`EESDError` if ``flavour`` has no kernels for a directory's plans on GPUs of this compute capability."""
     known = supported_capabilities(flavour)
@@ -38,6 +57,13 @@ def check_gpu_supported(flavour: str, capability: str, manifest: Manifest) -> No
             f"supported are {', '.join(known)}. Data-centre GPUs (H100: 9.0, B200: 10.0) need tensorrt: on a machine with one, "
             "pip install 'eesd[tensorrt]', and build with: eesd-build --target tensorrt. Other GPUs: --backend torch."
         )
+    for one in manifest.quantization.used:
+        least = _LEAST.get(one.weights, capability)
+        if _number(capability) < _number(least):
+            raise EESDError(
+                f"TensorRT has no kernels for {one.name} weights on GPUs of compute capability {capability}, only from {least} "
+                "on; export with --quantize int8 or int4."
+            )
     int4 = any(one.weights == "int4" for one in manifest.quantization.used)
     if capability == TURING and (int4 or manifest.dtype == "bfloat16"):
         raise EESDError(

@@ -6,17 +6,17 @@ rounded. Quantized levels and rotary tables (which are float32 in every director
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest, TensorInfo
+from eesd.common.weights import FP4, UNQUANTIZED
 from eesd.runtime.engines.graph_file import read_graph
+from eesd.runtime.engines.stored_values import read_tensor, to_float32
 
 NARROW = ("float16", "bfloat16")
 """Element types that are widened."""
@@ -38,7 +38,8 @@ def widened_info(graph: GraphInfo) -> GraphInfo:
 def widening_memory(manifest: Manifest) -> int:
     """Bytes of memory that loading a widened directory takes at most: its weights, and those that ONNX Runtime packs for each
     graph, in float32."""
-    wide = replace(manifest, dtype="float32")
+    decoded = any(one.weights == FP4 for one in manifest.quantization.used)
+    wide = replace(manifest, dtype="float32", quantization=UNQUANTIZED if decoded else manifest.quantization)
     weights = {name: weight.nbytes for graph in wide.graphs for name, weight in wide.weights_of(graph).items()}
     return sum(weights.values()) + sum(wide.weight_bytes(graph) for graph in wide.graphs)
 
@@ -59,50 +60,72 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
         EESDError: onnx cannot read the graph, or the weights are not where the graph says.
     """
     from onnx import TensorProto
-    from onnx.external_data_helper import ExternalDataInfo
 
     model = read_graph(path)
     kinds = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-    narrow = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type in kinds}
-
-    def read(name: str) -> Any:
-        tensor = narrow[name]
-        values = _mapped(path.parent, ExternalDataInfo(tensor), tuple(tensor.dims))
-        return ort.OrtValue.ortvalue_from_numpy(_to_float32(values, tensor.data_type == TensorProto.BFLOAT16))
-
-    missing = [name for name in narrow if name not in widened]
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            widened |= zip(missing, pool.map(read, missing), strict=True)
-    except (ValueError, TypeError, OverflowError, OSError):
+        given = _decode_fp4(model.graph, path.parent, widened)
+        given += _widen_weights(
+            [one for one in model.graph.initializer if one.data_type in kinds], path.parent, widened, threads
+        )
+    except (KeyError, ValueError, TypeError, OverflowError, OSError):
         raise EESDError(f"{path} and its weights do not fit each other; export the model again.") from None
-    for tensor in narrow.values():
-        tensor.data_type = TensorProto.FLOAT
     for value in (*model.graph.input, *model.graph.output):
         if value.type.tensor_type.elem_type in kinds:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     for attribute in (a for node in model.graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"):
         attribute.i = TensorProto.FLOAT if attribute.i in kinds else attribute.i
     del model.graph.value_info[:]
-    options.add_external_initializers(list(narrow), [widened[name] for name in narrow])
+    options.add_external_initializers(given, [widened[name] for name in given])
     return model
 
 
-def _mapped(directory: Path, location: Any, shape: tuple[int, ...]) -> NDArray[np.uint16]:
-    """The 16-bit values of a tensor: mapped pages of its file. (onnx's own reader refuses files that have several hard links.)
+def _widen_weights(tensors: list[Any], directory: Path, widened: Widened, threads: int) -> list[str]:
+    """Make 16-bit weights float32. Arguments, results and errors are those of :func:`_decode_fp4`."""
+    from onnx import TensorProto
+
+    missing = [tensor for tensor in tensors if tensor.name not in widened]
+    with ThreadPoolExecutor(threads) as pool:
+        found = pool.map(lambda one: to_float32(*read_tensor(directory, one)), missing)
+        widened |= {one.name: ort.OrtValue.ortvalue_from_numpy(values) for one, values in zip(missing, found, strict=True)}
+    for tensor in tensors:
+        tensor.data_type = TensorProto.FLOAT
+    return [tensor.name for tensor in tensors]
+
+
+def _decode_fp4(graph: Any, directory: Path, widened: Widened) -> list[str]:
+    """Make weights of 4-bit floating-point numbers, which ONNX Runtime cannot dequantize, float32.
+
+    Args:
+        graph: The graph. It loses the nodes that dequantize them.
+        directory: Directory of the graph and its weights.
+        widened: Gets their values.
+
+    Returns:
+        Their names.
 
     Raises:
-        ValueError, TypeError, OverflowError, OSError: There are no such values in the directory.
+        KeyError, ValueError, TypeError, OverflowError, OSError: The weights are not where the graph says.
     """
-    if Path(location.location).name != location.location or location.length != 2 * prod(shape):
-        raise ValueError(location.location)
-    return np.memmap(directory / location.location, np.uint16, mode="r", offset=location.offset, shape=shape)
+    from onnx import TensorProto
 
-
-def _to_float32(values: NDArray[np.uint16], bfloat16: bool) -> NDArray[np.float32]:
-    """Widen 16-bit values, which NumPy sees as integers because it has no bfloat16."""
-    if not bfloat16:
-        return values.view(np.float16).astype(np.float32)
-    bits = np.empty(values.shape, np.uint32)  # a bfloat16 is the upper half of a float32
-    np.left_shift(values, 16, out=bits, dtype=np.uint32)
-    return bits.view(np.float32)
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    fp4 = {name for name, tensor in tensors.items() if tensor.data_type == TensorProto.FLOAT4E2M1}
+    dequantizing = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
+    names = {output: node.input[0] for output, node in dequantizing.items() if node.input[0] in fp4}
+    for output, name in names.items():
+        if name not in widened:
+            parts = (tensors[name], *(tensors[part] for part in dequantizing[dequantizing[output].input[1]].input))
+            levels, scales, factor = (to_float32(*read_tensor(directory, part)) for part in parts)
+            values = levels * np.repeat(scales * factor, len(levels) // len(scales), 0)
+            widened[name] = ort.OrtValue.ortvalue_from_numpy(values)
+        tensors[name].data_type = TensorProto.FLOAT
+    unused = {*names, *(dequantizing[output].input[1] for output in names)}
+    kept = [node for node in graph.node if node.output[0] not in unused]
+    for node in kept:
+        node.input[:] = [names.get(one, one) for one in node.input]
+    used = {name for node in kept for name in node.input}
+    for values, left in ((graph.node, kept), (graph.initializer, [one for one in graph.initializer if one.name in used])):
+        del values[:]
+        values.extend(left)
+    return list(names.values())

@@ -28,7 +28,11 @@ from eesd.common.weights import (
     BLOCKS,
     DTYPES,
     EMBEDDINGS,
+    FP4,
+    FP8,
+    FP8_WEIGHTS,
     LEVELS,
+    NVFP4,
     OWN_BLOCKS,
     SCALE_TYPES,
     Quantizations,
@@ -150,9 +154,10 @@ def _draft_vocab_fits(manifest: Manifest) -> bool:
 def _check_quantization(quantization: Quantizations) -> None:
     """Check that every kind of quantization is known."""
     for one in quantization.used:
-        if one.weights not in LEVELS or one.block not in OWN_BLOCKS or one.scales not in (None, *SCALE_TYPES):
+        known = one.weights in LEVELS and one.block in OWN_BLOCKS and one.scales in (None, *SCALE_TYPES)
+        if one not in (FP8_WEIGHTS, NVFP4) and (not known or one.weights in (FP8, FP4)):
             raise ValueError("an unknown quantization")
-    if not all(one is None or one.block in BLOCKS for one in quantization.places.values()):
+    if not all(one in (None, NVFP4) or one.block in BLOCKS for one in quantization.places.values()):
         raise ValueError("an unknown quantization")
 
 

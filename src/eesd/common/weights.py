@@ -11,11 +11,13 @@ from eesd.common.geometry import ExitConfig, Geometry, draft_columns
 
 DTYPES = ("float32", "float16", "bfloat16")
 """Element types of engines."""
-QUANTIZED = ("int8", "int4")
+QUANTIZED = ("int8", "int4", "fp8", "nvfp4")
 """What linear weights can be quantized to."""
-LEVELS = ("int8", "int4", "uint4")
+FP8, FP4 = "float8e4m3fn", "float4e2m1"
+"""Small floating-point numbers, by their names in ONNX: of 8 bits, from -448 to 448, and of 4, from -6 to 6."""
+LEVELS = ("int8", "int4", "uint4", FP8, FP4)
 """Element types of quantized weights. Unsigned ones have zero points or minimums."""
-BITS = {"int64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4, "uint4": 4}
+BITS = {"int64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, FP8: 8, "int4": 4, "uint4": 4, FP4: 4}
 BLOCK = 32
 """Number of consecutive inputs of one output that share a scale. ONNX Runtime and TensorRT have kernels for 32."""
 BLOCKS = (32, 64, 128)
@@ -41,6 +43,8 @@ ZEROS = ".zeros"
 """Suffix that turns the name of a quantized weight into the name of its zero points."""
 MINIMUMS = ".minimums"
 """Suffix that turns the name of a quantized weight into the name of its minimums."""
+FACTOR = ".factor"
+"""Suffix that turns the name of a quantized weight into the name of the factor of its scales."""
 
 PACKED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -66,10 +70,11 @@ class Quantization:
     A weight whose number of inputs is not a multiple of ``block`` is not quantized.
 
     Attributes:
-        weights: Element type of the levels, and of their zero points: ``int8``, ``int4`` or ``uint4``.
+        weights: Element type of the levels, and of their zero points: one of :data:`LEVELS`.
         block: Number of consecutive inputs of one output that share a scale, and a zero point or a minimum.
         minimums: Whether weights have minimums. Then they have no zero points.
-        scales: Element type of scales and minimums: ``float16`` or ``float32``. None: the directory's.
+        scales: Element type of scales and minimums: ``float16`` or ``float32``, or :data:`FP8` with a factor for the whole
+            weight. None: the directory's.
     """
 
     weights: str
@@ -83,13 +88,29 @@ class Quantization:
         return self.weights.startswith("u") and not self.minimums
 
     @property
+    def factor(self) -> bool:
+        """Whether all scales of a weight are multiplied by a factor of its own."""
+        return self.scales == FP8
+
+    @property
+    def name(self) -> str:
+        """What users call the levels."""
+        return {FP8: "fp8", FP4: "nvfp4"}.get(self.weights, self.weights)
+
+    @property
     def description(self) -> str:
         """The scheme in words."""
+        if self.factor:
+            return f"{self.name}, one scale of 8 bits for {self.block} inputs of an output, and a factor for all"
         shared = "scale and minimum" if self.minimums else "scale and zero point" if self.zero_points else "scale"
         kind = f"{self.scales} " if self.scales else ""
-        return f"{self.weights}, one {kind}{shared} for {self.block} inputs of an output"
+        return f"{self.name}, one {kind}{shared} for {self.block} inputs of an output"
 
 
+FP8_WEIGHTS = Quantization(FP8, BLOCK)
+"""What ``--quantize fp8`` makes."""
+NVFP4 = Quantization(FP4, 16, scales=FP8)
+"""What ``--quantize nvfp4`` makes: NVIDIA's format of that name."""
 SEARCHED_INT4 = Quantization("uint4", BLOCK, minimums=True, scales="float16")
 """What ``--quantize int4`` makes of float32 weights. Its bytes are those of GGUF's Q4_1."""
 
@@ -125,8 +146,10 @@ class Quantizations:
 
     @property
     def in_float32_only(self) -> bool:
-        """Whether verify has weights with minimums or a file's own levels, which ONNX Runtime does not multiply by int8."""
-        return bool(self.tensors) or any(one is not None and one.minimums for one in (self.layers, self.head))
+        """Whether verify has weights that ONNX Runtime does not multiply by int8: with minimums, a file's own levels, or levels
+        that are no integers."""
+        places = (one for one in (self.layers, self.head) if one is not None)
+        return bool(self.tensors) or any(one.minimums or one.weights in (FP8, FP4) for one in places)
 
     def of(self, name: str, shape: Shape) -> Quantization | None:
         """Quantization of a weight of a graph, by its name there and its shape in the checkpoint.
@@ -207,7 +230,7 @@ class StoredWeight:
 
     @property
     def tensors(self) -> dict[str, int]:
-        """Name and bytes of each stored tensor: the weight and, if it is quantized, scales and zero points or minimums."""
+        """Name and bytes of each stored tensor: the weight and, if it is quantized, scales and what belongs to them."""
         count = prod(self.shape)
         if self.quantization is None:
             return {self.name: count * BITS[self.dtype] // 8}
@@ -216,6 +239,8 @@ class StoredWeight:
         tensors = {self.name: count * bits // 8, self.name + SCALES: scales}
         if self.quantization.minimums:
             return tensors | {self.name + MINIMUMS: scales}
+        if self.quantization.factor:
+            return tensors | {self.name + FACTOR: BITS[self.dtype] // 8}
         return tensors | ({self.name + ZEROS: (blocks * bits + 7) // 8} if self.quantization.zero_points else {})
 
     @property
