@@ -1,16 +1,18 @@
 """The engine for GPUs gives the right tokens whenever the work in its streams is done (support/fake_cuda.py)."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import late_gpus
-from support.fake_cuda import Machine
+from support import fake_tensorrt, late_gpus
+from support.device_tensors import DeviceMode
+from support.fake_cuda import Machine, install
 from support.late_gpus import PROMPTS, SETTINGS, Planned, Setting, late_llm, wrong
+from support.turns import TurnLock, Turns
 
 import eesd
 from eesd.runtime.compare import compare
@@ -115,6 +117,41 @@ def test_sessions_side_by_side_do_not_disturb_each_other(planned: Planned, name:
                     machine.random.choice(unfinished).step()
             for number, (prompt, session) in enumerate(zip(PROMPTS, sessions, strict=True)):
                 assert session.tokens[len(prompt) :] == late_gpus.expected(directory)[number, 0]
+
+
+@pytest.mark.parametrize("name", ["chain", "chain by torch", "tree in 3 stages on 2 GPUs by torch"])
+def test_threads_with_a_model_each_do_not_disturb_each_other(
+    planned: Planned, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They load, capture and generate in turns, each with its own streams. No capture fails."""
+    for seed in range(3):
+        in_two_threads(planned(SETTINGS[name]), SETTINGS[name], seed, locked=True)
+    assert "CUDA graph" not in caplog.text
+
+
+def test_captures_of_two_threads_at_once_are_noticed(planned: Planned, caplog: pytest.LogCaptureFixture) -> None:
+    """The mistake that the lock prevents: torch waits for the whole GPU before it captures."""
+    in_two_threads(planned(SETTINGS["chain"]), SETTINGS["chain"], 0, locked=False)
+    assert "runs without a CUDA graph" in caplog.text
+
+
+def in_two_threads(directory: Path, setting: Setting, seed: int, locked: bool) -> None:
+    """Generate in two threads on one machine, in an order that the seed decides, and judge the tokens."""
+    wanted, turns = late_gpus.expected(directory), Turns(seed)
+
+    def generate() -> None:
+        with DeviceMode(machine):
+            llm = eesd.load(directory, "torch" if setting.flavour == "torch" else "tensorrt", speculation=setting.speculation)
+            for number, prompt in enumerate(PROMPTS):
+                made = llm.generate(prompt, max_new_tokens=late_gpus.TOKENS, ignore_eos=True)
+                assert made.tokens == wanted[number, 0]
+
+    with pytest.MonkeyPatch.context() as patch, install(Machine(setting.devices, seed)) as machine:
+        fake_tensorrt.install(patch)
+        patch.setattr(device_engine, "_ONE_CAPTURE", TurnLock(turns) if locked else nullcontext())
+        machine.turns = turns
+        turns.run(generate, generate)
+        machine.turns = None
 
 
 def assert_caught(directory: Path, setting: Setting, mutate: Mutation) -> None:

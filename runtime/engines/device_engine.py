@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -485,6 +486,10 @@ class AttentionMask:
         self._mask.mul_(MASKED)
 
 
+_ONE_CAPTURE = Lock()
+"""Held by the thread that captures."""
+
+
 class CapturedGraph:
     """Work on a device that is captured in a CUDA graph and replayed. Without a pool it simply runs each time."""
 
@@ -514,8 +519,10 @@ class CapturedGraph:
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            # thread_local: other threads of the process may use the GPU meanwhile without breaking the capture.
+            # thread_local: other threads of the process may use the GPU meanwhile without breaking the capture. But a capture
+            # begins by waiting for the whole GPU, which is an error while another thread captures.
             with (
+                _ONE_CAPTURE,
                 collector_off(),
                 torch.cuda.graph(graph, self._pool, self._stream.cuda_stream, capture_error_mode="thread_local"),
             ):

@@ -10,12 +10,15 @@ What the runtime asks of ``torch.cuda`` is answered here, so the code that is te
 
 Tensors on the devices are in ``device_tensors.py``. Calls are written to a log, which ``call_rules.py`` judges.
 
-Not covered: threads, captures that several streams join, the order of kernels within one pass of an engine, and that CUDA's
-default stream waits for some others: here it is a stream like all others.
+Threads take turns (``turns.py``): each has its own current device and streams, and a capture of its own.
+
+Not covered: captures that several streams join, the order of kernels within one pass of an engine, and that CUDA's default
+stream waits for some others: here it is a stream like all others.
 """
 
 import gc
 import random
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +32,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from support.turns import Turns
 
 GARBAGE = 0xFF
 """What memory is filled with that may hold anything: NaN, or -1."""
@@ -111,9 +116,9 @@ class Graph:
     body: list[tuple[Work, Tensor | None]] = field(default_factory=list)
 
     def replay(self) -> None:
-        machine, stream = self.machine, self.machine.current[self.machine.device]
+        machine, stream = self.machine, self.machine.own.current[self.machine.own.device]
         machine.write("replay", stream.cuda_stream, self.number)
-        if stream.graph is not None or machine.device != self.device:
+        if stream.graph is not None or machine.own.device != self.device:
             raise RuntimeError("a CUDA graph is replayed while another is captured, or on another device")
         for _, host in self.body:
             spoil(host)
@@ -159,12 +164,21 @@ class Arena:
         return self._views[dtype].as_strided(shape, stride, offset // dtype.itemsize)
 
 
+class _Thread(threading.local):
+    """What each thread has for itself: its device, the stream of each device, and what it captures."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self.device, self.current = 0, [*streams]
+        self.capturing: tuple[Stream, Any] | None = None
+
+
 class Machine:
     """GPUs, their streams, and what they have been asked to do.
 
     Attributes:
-        device: The current device.
-        current: The current stream of each device.
+        own: What the thread that calls has for itself.
+        captures: Captures of all threads that have begun and not ended.
+        turns: Lets another thread go on at every call; None: there is one thread.
         log: All calls, in their order.
         eagerness: Chance that a call of the host finds a queue a step further; 0: work is done when the host waits for it.
         loyalty: Chance that a stream which the host waits for goes on before others, if it can.
@@ -172,12 +186,12 @@ class Machine:
     """
 
     def __init__(self, devices: int = 1, seed: int = 0, size: int = 128 << 20) -> None:
-        self.devices, self.device = devices, 0
+        self.devices, self.captures = devices, 0
+        self.turns: Turns | None = None
         self._handles, self._numbers = count(1000), count(1)
-        self.streams: dict[int, Stream] = {}
-        self.current = [self.new_stream(device) for device in range(devices)]
+        self.own = _Thread([Stream(self, device, next(self._handles)) for device in range(devices)])
+        self.streams = {stream.cuda_stream: stream for stream in self.own.current}
         self.log: list[Call] = []
-        self.capturing: tuple[Stream, Any] | None = None
         self.memory, self.pinned = Arena(size), Arena(size // 4)
         self.joins = True
         self.loyalty = 0.0
@@ -193,7 +207,9 @@ class Machine:
     # Calls and their log
 
     def write(self, name: str, stream: int | None = None, subject: int = 0, of: int = -1) -> None:
-        self.log.append(Call(name, self.device, stream, self.capturing is not None, gc.isenabled(), subject, of))
+        if self.turns is not None:
+            self.turns.pass_on()
+        self.log.append(Call(name, self.own.device, stream, self.own.capturing is not None, gc.isenabled(), subject, of))
 
     def number(self) -> int:
         """A number for something that the log names."""
@@ -203,19 +219,19 @@ class Machine:
 
     def new_stream(self, device: Any = None) -> Stream:
         index = device.index if isinstance(device, torch.device) else device
-        stream = Stream(self, self.device if index is None else index, next(self._handles))
+        stream = Stream(self, self.own.device if index is None else index, next(self._handles))
         self.streams[stream.cuda_stream] = stream
         return stream
 
     @contextmanager
     def activate(self, stream: Stream) -> Iterator[None]:
         """Make a stream and its device the current ones, as ``torch.cuda.stream`` does."""
-        before = self.device, self.current[stream.device_index]
-        self.device, self.current[stream.device_index] = stream.device_index, stream
+        before = self.own.device, self.own.current[stream.device_index]
+        self.own.device, self.own.current[stream.device_index] = stream.device_index, stream
         try:
             yield
         finally:
-            self.device, self.current[stream.device_index] = before
+            self.own.device, self.own.current[stream.device_index] = before
 
     def enqueue(self, stream: Stream, work: Work, ready: Callable[[], bool] | None = None, host: Tensor | None = None) -> None:
         """Append work to a stream, or to what it captures. ``host`` is the host memory that the work writes."""
@@ -261,13 +277,16 @@ class Machine:
     @contextmanager
     def capture(self, graph: Graph, pool: Any, stream: Stream, capture_error_mode: str = "global") -> Iterator[None]:
         """As ``torch.cuda.graph``: work that fails ends the capture, and its pool is lost for others."""
-        assert capture_error_mode == "thread_local" and self.capturing is None
+        assert capture_error_mode == "thread_local"
+        if self.captures:  # torch waits for the whole GPU before it captures
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         if id(pool) in self._stuck:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         for other in self.streams.values():
             self.finish(other)
         with self.activate(stream):
-            self.capturing, stream.graph, graph.device = (stream, pool), graph, stream.device_index
+            self.own.capturing, stream.graph, graph.device = (stream, pool), graph, stream.device_index
+            self.captures += 1
             self.write("capture", stream.cuda_stream, graph.number)
             try:
                 yield
@@ -276,17 +295,18 @@ class Machine:
                 self._stuck.add(id(pool))
                 raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from error
             finally:
-                self.capturing, stream.graph = None, None
+                self.own.capturing, stream.graph = None, None
+                self.captures -= 1
 
     # Memory
 
     def allocate(self, device: int, size: int) -> Block:
         """Memory of a device, from what its current stream or the pool of the capture has given back."""
-        owner: Any = self.current[device]
-        if self.capturing is not None and self.capturing[0] is owner:
-            owner = self.capturing[1]
+        owner: Any = self.own.current[device]
+        if self.own.capturing is not None and self.own.capturing[0] is owner:
+            owner = self.own.capturing[1]
         else:
-            self.write("allocate", self.current[device].cuda_stream)
+            self.write("allocate", self.own.current[device].cuda_stream)
         return Block(self, *self.memory.take(size, owner, self.random), owner)
 
     def release(self, block: Block) -> None:
@@ -364,7 +384,7 @@ def _answers(machine: Machine) -> dict[str, Any]:
         "device_count": lambda: machine.devices,
         "Stream": machine.new_stream,
         "stream": machine.activate,
-        "current_stream": lambda device: machine.current[device.index],
+        "current_stream": lambda device: machine.own.current[device.index],
         "CUDAGraph": lambda: Graph(machine, machine.number()),
         "graph": machine.capture,
         "graph_pool_handle": object,

@@ -175,7 +175,7 @@ class ICudaEngine(Fake):
         machine = fake_cuda.installed()
         if machine is not None:
             machine.write("load")
-        self._device = -1 if machine is None else machine.device
+        self._device = -1 if machine is None else machine.own.device
 
     @property
     def device_memory_size_v2(self) -> int:

@@ -1,0 +1,66 @@
+"""Threads that run one at a time, and in an order that a seed decides."""
+
+import random
+import threading
+from collections.abc import Callable
+
+
+class Turns:
+    """Runs some functions, each in a thread of its own. One of them goes on at a time; ``pass_on`` may choose another."""
+
+    def __init__(self, seed: int) -> None:
+        self._random, self._changed = random.Random(seed), threading.Condition()
+        self._waiting: list[int] = []
+        self._now = -1
+        self._errors: list[BaseException] = []
+
+    def run(self, *functions: Callable[[], object]) -> None:
+        """Run them to their ends. Raises what one of them raised."""
+        self._waiting = [*range(len(functions))]
+        threads = [threading.Thread(target=self._run, args=(number, one)) for number, one in enumerate(functions)]
+        for thread in threads:
+            thread.start()
+        self._choose()
+        for thread in threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def pass_on(self) -> None:
+        """Perhaps let another thread go on, and wait for the next turn."""
+        own = self._now
+        self._choose()
+        self._wait(own)
+
+    def _run(self, number: int, function: Callable[[], object]) -> None:
+        self._wait(number)
+        try:
+            function()
+        except BaseException as error:
+            self._errors.append(error)
+        self._waiting.remove(number)
+        self._choose()
+
+    def _choose(self) -> None:
+        with self._changed:
+            self._now = self._random.choice(self._waiting) if self._waiting else -1
+            self._changed.notify_all()
+
+    def _wait(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._now == number)
+
+
+class TurnLock:
+    """A lock that a thread waits for by passing on."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns, self._held = turns, False
+
+    def __enter__(self) -> None:
+        while self._held:
+            self._turns.pass_on()
+        self._held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._held = False
