@@ -1,7 +1,8 @@
 """How far a batch drafts: what another node of every row is worth, against what it costs the whole batch.
 
 All rows of a batch run in one call, and all take as many nodes as the longest, so the length is the batch's. With few rows a
-node costs little, because reading the weights decides; with many rows each node costs its computation, and drafting fades.
+node costs little, because reading the weights decides; with many rows each node costs its computation, and drafting fades. On a
+GPU calls have more rows and nodes than the rule asks for, and it counts with what is computed.
 docs/controllers.md derives the rule.
 """
 
@@ -35,6 +36,8 @@ SPREAD = 0.6
 RATE_DISCOUNT, RATE_WEIGHT = 0.98, 5.0
 """Weight of a round in the rate for each later one; rounds that the first estimate weighs as much as."""
 
+Size = Callable[[int, int], tuple[int, float]]
+"""Given the rows of a call and the nodes of each: what the engine computes, which may fill up both."""
 LEAST_VALUE = 0.1
 """Chance of a token of the text, and all before it, below which it is not proposed to the batch."""
 LONGEST_COPY = 16
@@ -50,6 +53,8 @@ class LoadRule(Stateful):
         """Begin with the prior of the exit head. ``width``: nodes that a row verifies for each level."""
         self.prior, self.width = prior or CalibrationPrior(), width
         self.draft, self.verify = CallCosts(), CallCosts()
+        self.draft_size: Size = _as_asked
+        self.verify_size: Size = _as_asked
         self.accept, self.following = Calibrator(self.prior.accept, self.prior), Calibrator(self.prior.following, self.prior)
         self.text = Calibrator(TEXT_PRIOR.accept, TEXT_PRIOR)
         """Chances of what texts propose; see :class:`RowTextRule`."""
@@ -98,7 +103,7 @@ class LoadRule(Stateful):
         return tokens / seconds
 
     def _first_rate(self, rows: int, slots: float) -> list[float]:
-        return [RATE_WEIGHT * rows, RATE_WEIGHT * self.verify.seconds(rows, 1, slots)]
+        return [RATE_WEIGHT * rows, RATE_WEIGHT * self._verifying(rows, 0, slots)]
 
     def add_round(self, rows: int, slots: float, tokens: int, seconds: float) -> None:
         """Note what a round of this many rows brought, and its seconds."""
@@ -115,7 +120,7 @@ class LoadRule(Stateful):
             slots: Of each row.
             certain: What other rows, which draft from their text, expect of levels 1, 2, ... together.
         """
-        rate, draft = self.rate(rows, slots), self.draft.seconds(len(firsts), 1, slots)
+        rate, draft = self.rate(rows, slots), self._drafting(len(firsts), slots)
         before, ahead = self._verifying(rows, 0, slots), 0.0
         drawn = self.first_chance() / self.chance(1)
         firsts = [min(chance * drawn, 1.0) for chance in firsts]
@@ -142,7 +147,7 @@ class LoadRule(Stateful):
             slots: Of each row.
             certain: What rows that draft from their text expect of the levels behind ``depth``, together.
         """
-        rate, draft = self.rate(rows, slots), self.draft.seconds(len(reaches), 1, slots)
+        rate, draft = self.rate(rows, slots), self._drafting(len(reaches), slots)
         before = self._verifying(rows, depth, slots)
         tokens = [
             sum(reach * following**ahead for reach, following in reaches) + sum(certain[ahead - 1 : ahead])
@@ -157,18 +162,26 @@ class LoadRule(Stateful):
 
     def price(self, rows: int, slots: float) -> Callable[[int], float]:
         """A function that gives the price of n nodes of one row, in tokens, if each of ``rows`` verifies n."""
-        rate, plain = self.rate(rows, slots) / rows, self.verify.seconds(rows, 1, slots)
-        return lambda nodes: rate * (self.verify.seconds(rows, 1 + nodes, slots) - plain)
+        rate, plain = self.rate(rows, slots) / rows, self._verifying(rows, 0, slots)
+        return lambda nodes: rate * (self._seconds(rows, 1 + nodes, slots) - plain)
 
     def _verifying(self, rows: int, levels: int, slots: float) -> float:
         """Seconds of a verify pass over so many levels of each row."""
-        return self.verify.seconds(rows, 1 + levels * self.width, slots)
+        return self._seconds(rows, 1 + levels * self.width, slots)
+
+    def _seconds(self, rows: int, nodes: int, slots: float) -> float:
+        """Seconds of a verify pass over so many nodes of each row."""
+        return self.verify.seconds(*self.verify_size(rows, nodes), slots)
+
+    def _drafting(self, rows: int, slots: float) -> float:
+        """Seconds of a draft step of so many rows."""
+        return self.draft.seconds(*self.draft_size(rows, 1), slots)
 
     def step_cost(self, rows: int, slots: float) -> float:
         """Tokens that a row must expect of a level, so that its part of the draft step pays."""
         if rows == 1:
             return 0.0
-        return self.rate(rows, slots) * (self.draft.seconds(rows, 1, slots) - self.draft.seconds(1, 1, slots)) / (rows - 1)
+        return self.rate(rows, slots) * (self._drafting(rows, slots) - self._drafting(1, slots)) / (rows - 1)
 
     def state(self) -> dict[str, object]:
         rates = [[rows, *values] for rows, values in self._rates.items()]
@@ -327,6 +340,10 @@ class RowTextRule(TextChances):
     def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
         super().observe(steps, right, judged, outcome)
         self.values = []
+
+
+def _as_asked(rows: int, nodes: int) -> tuple[int, float]:
+    return rows, nodes
 
 
 def _expected_excess(mean: float, deviation: float) -> float:

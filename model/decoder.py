@@ -114,7 +114,8 @@ def fold_mask(inputs: Inputs, group: int, kv_heads: int) -> Inputs:
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs) -> Tensor:
-    """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D]; [B, H, n, D].
+    """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D]; [B, H, n, D]. Torch reads only as
+    many of the first slots as the mask has columns.
 
     Torch always gets folded heads, because its own grouped attention repeats the caches for every head.
     """
@@ -132,7 +133,8 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """One attention operator, with as many heads in q as in the caches or a multiple of them."""
     if torch.compiler.is_exporting():
         return torch.onnx.ops.attention(q, keys, values, mask, scale=q.shape[-1] ** -0.5)[0]
-    return nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    slots = mask.shape[3]
+    return nn.functional.scaled_dot_product_attention(q, keys[:, :, :slots], values[:, :, :slots], attn_mask=mask)
 
 
 def joint_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> Tensor:

@@ -29,7 +29,10 @@ from eesd.runtime.round_log import log_rounds
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
 MODELS_SAMPLING = "Sampling options of the model's generation_config.json: take them where none is given, or not."
 EXACT = "logits are the same bits for every number of tokens in a call"
-BITS = "Drafting changes no bit of a logit, also in trees and on a GPU.  [default: where that costs little]"
+BITS = (
+    "Drafting changes no bit of a logit, also in trees and on a GPU. With --no-exact a call on a GPU has as few nodes as it "
+    "needs, so its logits may round otherwise.  [default: exact where that costs little]"
+)
 ROUNDED = "What quantized weights are multiplied by on the CPU: activations of 8 bits, or float32.  [default: int8]"
 CACHED = "The KV cache on the CPU: float16 takes half the memory, and half the time to read.  [default: float32]"
 DRAFTED = "What drafts: the exit head, the text itself where it repeats, or both."

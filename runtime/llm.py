@@ -195,7 +195,8 @@ def load(
         generation_config: ``auto`` takes the sampling options of the model's ``generation_config.json`` where a request gives
             none; ``none`` does not.
         exact: Whether drafting may change no bit of a logit, also in trees and on a GPU; see
-            :func:`~eesd.runtime.engines.backends.open_engines`. Default: where that costs little.
+            :func:`~eesd.runtime.engines.backends.open_engines`. Default: where that costs little. Where it does not hold,
+            requests of a batch on a GPU may change each other's last bits.
         activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. Default: int8.
         kv_cache_dtype: ``float32`` or ``float16``: the KV cache on the CPU. Default: float32.
         prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. A

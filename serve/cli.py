@@ -19,6 +19,10 @@ from eesd.runtime.llm import GENERATION_CONFIGS, Speculation
 from eesd.runtime.round_log import log_rounds
 from eesd.serve.triton.repository import write_triton_repository
 
+BITS = (
+    "As in eesd-run. On a GPU --no-exact computes as few nodes and slots for all requests as the longest needs: less work, "
+    "but what else runs may round a token's logits otherwise, and so change it."
+)
 LOG_FORMATS = ("text", "json")
 KEYS = "EESD_API_KEY"
 LEARNED = (
@@ -59,7 +63,7 @@ TRITON = "Write a model for Triton Inference Server into this repository instead
 @click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help="As in eesd-run.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="As in eesd-run.")
 @click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
-@click.option("--exact/--no-exact", default=None, help="As in eesd-run.")
+@click.option("--exact/--no-exact", default=None, help=BITS)
 @click.option("--activations", type=click.Choice(ACTIVATIONS), help="As in eesd-run.")
 @click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
 @click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")

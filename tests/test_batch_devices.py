@@ -243,6 +243,3 @@ def test_what_plans_and_memory_do_not_hold_is_refused(planned: Path) -> None:
             Scheduler(llm, OPTIONS)
         with pytest.raises(EESDError, match=r"3 rows of \d+ slots take 1 MiB of the GPU's memory"):
             Scheduler(llm, replace(OPTIONS, max_rows=3, kv_memory=1000))
-        llm.engines.verify.buckets = (1, 2, 4, 9)  # type: ignore[attr-defined]
-        with pytest.raises(EESDError, match="--exact"):
-            Scheduler(llm, replace(OPTIONS, max_rows=3))

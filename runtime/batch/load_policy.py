@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import zip_longest
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,13 @@ class LoadPolicy:
         self._count, self._slots = 0, 0.0
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
-        """Time calls over caches without texts for about so many seconds, so that the rule knows what they cost."""
+        """Time calls over caches without texts for about so many seconds, so that the rule knows what they cost.
+
+        What a call computes is the engine's to say: it may have more rows and nodes than it is asked for.
+        """
+        self._rule.verify_size = cache(partial(_size, self._verify, kv_caches))
+        if self._draft is not None:
+            self._rule.draft_size = cache(partial(_size, self._draft, kv_caches))
         count, started, slots = 1, time.perf_counter(), min(MEASURED_SLOTS, self._verify.manifest.max_seq_len)
         while count <= len(kv_caches) and time.perf_counter() - started < seconds:
             used = kv_caches[:count]
@@ -92,7 +99,7 @@ class LoadPolicy:
         return Share(levels, self._rule.price(self._count, self._slots))
 
     def drafted(self, rounds: int, seconds: float) -> None:
-        self._rule.draft.add(rounds, 1, self._slots, seconds)
+        self._rule.draft.add(*self._rule.draft_size(rounds, 1), self._slots, seconds)
 
     def verified(self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], shared: bool) -> None:
         if rounds and not any(current.error is None and current.tree.steps for current in rounds):
@@ -100,11 +107,11 @@ class LoadPolicy:
         if not calls:
             return
         count, (before, verifying) = len(calls), seconds
-        nodes = self._verify.work(calls).nodes / count
+        nodes, slots, computed = self._verify.work(calls)
         if shared:  # what the call cost without the prompts is not known
-            verifying = min(verifying, self._rule.verify.seconds(count, nodes, self._slots))
+            verifying = min(verifying, self._rule.verify.seconds(computed, nodes / computed, slots))
         else:
-            self._rule.verify.add(count, nodes, self._slots, verifying)
+            self._rule.verify.add(computed, nodes / computed, slots, verifying)
         tokens = sum(len(current.result.tokens) for current in rounds if current.result)
         self._rule.add_round(count, self._slots, tokens, before + verifying)
 
@@ -116,7 +123,14 @@ def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nod
         started = time.perf_counter()
         engine.forward(calls)
         if again:  # the first call prepares the others
-            costs.add(len(calls), nodes, engine.work(calls).slots, time.perf_counter() - started)
+            work = engine.work(calls)
+            costs.add(work.rows, work.nodes / work.rows, work.slots, time.perf_counter() - started)
+
+
+def _size(engine: Engine, kv_caches: Sequence[KVCache], rows: int, nodes: int) -> tuple[int, float]:
+    """What a call over so many rows of so many nodes computes: rows, and nodes of each."""
+    work = engine.work([Call(kv_cache, [0] * nodes, (), 0) for kv_cache in kv_caches[:rows]])
+    return work.rows, work.nodes / work.rows
 
 
 def _root_call(session: Session) -> Call:

@@ -47,7 +47,8 @@ class Load:
 
 
 class Service:
-    """Runs requests of an :class:`~eesd.runtime.llm.LLM` together, each with the tokens that it gets alone.
+    """Runs requests of an :class:`~eesd.runtime.llm.LLM` together, each with the tokens that it gets alone. On a GPU without
+    ``exact`` that is so up to rounding, which depends on what else runs.
 
     The LLM must not be used otherwise while the service is open.
 

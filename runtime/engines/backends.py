@@ -100,7 +100,8 @@ def open_engines(
         draft: Whether to load the draft engine.
         exact: True: drafting changes no bit of a logit. On a GPU every pass of verify has one node count, and where trees round
             otherwise than chains, a tree's path is cut where its bits would differ. None: on a GPU one node count where that
-            costs little; trees are cut only where activations are int8. False: on a GPU as few nodes as possible.
+            costs little; trees are cut only where activations are int8. False: on a GPU as few nodes as possible, which in a
+            batch the longest row decides.
         activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. None: int8, by blocks of 32.
             Weights of 16 and 32 bits are always multiplied by float32.
         kv_cache_dtype: ``float32`` or ``float16``: the KV cache on the CPU. None: float32.

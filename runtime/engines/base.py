@@ -146,12 +146,14 @@ class Work(NamedTuple):
     """What an engine computes for some calls.
 
     Attributes:
-        nodes: Nodes, with those that only fill up shorter calls.
+        nodes: Nodes of all sequences, padding included.
         slots: Slots that the attention of a sequence reads, on average.
+        rows: Sequences, also rows that only fill the call.
     """
 
     nodes: int
     slots: float
+    rows: int
 
 
 DraftChain = Callable[[KVCache, int, int, int], StepOutputs]
@@ -180,7 +182,7 @@ class Engine(Protocol):
         """The caches of so many sequences, for calls of this directory's engines that may run them together.
 
         Raises:
-            EESDError: The engine cannot run so many together, or not without their changing each other's logits.
+            EESDError: The engine cannot run so many together.
         """
         ...
 
@@ -189,7 +191,8 @@ class Engine(Protocol):
         ...
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        """Run calls of different sequences, as one pass where the backend can. Every token gets the bits that it gets alone.
+        """Run calls of different sequences, as one pass where the backend can. Every token gets the bits that it gets alone;
+        on a GPU without ``exact`` they depend on how many nodes and slots the longest sequence needs.
 
         Returns:
             The outputs of each call; those of a call without logits are empty.

@@ -117,7 +117,7 @@ class CpuEngine:
         for call in calls:
             nodes += len(call.tokens)
             slots += call.slot + len(call.tokens)
-        return Work(nodes, slots / len(calls))
+        return Work(nodes, slots / len(calls), len(calls))
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
         """See :meth:`~eesd.runtime.engines.base.Engine.forward`: one pass, whatever the calls are."""

@@ -1,9 +1,12 @@
 """The engine that the GPU backends share: rows, padding to buckets, CUDA graphs, stages, and chains drafted on the device.
 
-Calls of a round over caches of one memory run as one. On a GPU that has all rows of the memory, so that one kernel computes a
-row, whatever runs beside it, and what is captured in CUDA graphs does not change. A call copies its inputs to the device in one
-piece, computes the attention mask there, runs the graph, and copies the few results that the host needs back in one piece. Host
-memory is pinned. On a GPU all of this is captured in a CUDA graph, one for each stage.
+Calls of a round over caches of one memory run as one. On a GPU that has all rows of the memory, so that what is captured in
+CUDA graphs does not change. Exact engines give it one node count and all slots, so one kernel computes a row, whatever runs
+beside it; others as few as its longest row needs.
+
+A call copies its inputs to the device in one piece, computes the attention mask there, runs the graph, and copies the few
+results that the host needs back in one piece. Host memory is pinned. On a GPU all of this is captured in a CUDA graph, one for
+each stage.
 """
 
 import gc
@@ -22,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eesd.common.errors import EESDError
 from eesd.common.manifest import EXACT_NODES, MASKED, PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.model.decoder import KV
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, Choose, KVCache, StepOutputs, Work
@@ -33,10 +35,20 @@ from eesd.runtime.engines.recent import Recent
 LOGGER = logging.getLogger(__name__)
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Node counts that calls on a GPU are padded to. Results of padding nodes are ignored."""
+ROW_BUCKETS = (1, 2, 4, 8, 32, 128)
+"""Buckets of calls of several rows where engines are not exact, up to half a round, besides a round's own: few, because each is
+captured for each number of slots."""
+LARGEST_LEVEL = 8
+"""Nodes of a row in the largest calls of a draft over several rows that are prepared."""
 STRIDE = ALIGNMENT // 8
 """Inputs in one int64 buffer begin at multiples of this many elements."""
 MOST_STEPS = 256
 """Calls over a memory that stay prepared. On the CPU, where rows come and go, each has a mask, B x n x S, of its own."""
+
+
+def has_one_count(manifest: Manifest, exact: bool | None) -> bool:
+    """Whether rounds have one node count, see :func:`buckets_for`."""
+    return manifest.max_tree_nodes + 1 <= EXACT_NODES if exact is None else exact
 
 
 def buckets_for(manifest: Manifest, prefill_chunk: int, exact: bool | None = None) -> tuple[int, ...]:
@@ -49,8 +61,7 @@ def buckets_for(manifest: Manifest, prefill_chunk: int, exact: bool | None = Non
             is drafted. None: if a round has at most :data:`EXACT_NODES` nodes.
     """
     most = manifest.max_tree_nodes + 1
-    one = most <= EXACT_NODES if exact is None else exact
-    smaller = () if one else tuple(count for count in BUCKETS if count < most)
+    smaller = () if has_one_count(manifest, exact) else tuple(count for count in BUCKETS if count < most)
     prefill = {min(PREFILL_CHUNK, prefill_chunk), prefill_chunk}  # a short prompt shall not pay for a long one
     return (*smaller, most, *sorted(count for count in prefill if count > most))
 
@@ -65,9 +76,11 @@ class DeviceEngine:
         buckets: Node counts that calls are padded to; empty if they are not padded to buckets. (1,): the nodes of a call run
             one after another.
         slots: How many of the first slots of the caches attention may read, ascending, the last all of them; empty: always
-            all. A call reads the fewest that hold its padded nodes. Rows of a batch are always read whole.
+            all. A call reads the fewest that hold its padded nodes.
         multiple: Without buckets, calls are padded to a multiple of this.
         prefill_chunk: Tokens of the prompt that one call takes at most.
+        exact: Whether rows of a batch cannot change each other's logits: their calls have one node count and read whole caches.
+            Otherwise a call has the smallest of :attr:`row_buckets`, and reads the fewest slots, that hold its longest row.
         on_warm_up: Called with each graph after :meth:`prepare`.
         cuda_graphs: Whether calls over memory that is new to the engine use CUDA graphs. It has no effect on the CPU.
         chooses: Whether sessions let the device choose tokens, instead of copying logits. Default: on a GPU.
@@ -83,6 +96,7 @@ class DeviceEngine:
         slots: tuple[int, ...],
         multiple: int,
         prefill_chunk: int,
+        exact: bool,
         on_warm_up: Callable[[GraphInfo], None],
     ) -> None:
         self.manifest = manifest
@@ -92,6 +106,7 @@ class DeviceEngine:
         self.slots = slots
         self.multiple = multiple
         self.prefill_chunk = prefill_chunk
+        self.exact = exact
         self.on_warm_up = on_warm_up
         self.cuda_graphs = True
         self.chooses = stages[-1].stream.on_gpu
@@ -99,11 +114,8 @@ class DeviceEngine:
         self._prepared: WeakKeyDictionary[DeviceMemory, _Prepared] = WeakKeyDictionary()
 
     def new_kv_caches(self, count: int = 1) -> Sequence[DeviceKVCache]:
-        if count > 1 and self.buckets and self.buckets[0] <= self.manifest.max_tree_nodes and not self.is_draft:
-            raise EESDError(
-                "Where rounds have several node counts, requests of a batch could change each other; start with --exact, "
-                "or run one request at a time with eesd-run."
-            )
+        if count > 1 and not self.exact and not self.is_draft:
+            LOGGER.warning("Requests of a batch may change how a token's logits round, and so the token; --exact prevents it.")
         return self._make_memory(count).caches()
 
     @torch.inference_mode()
@@ -116,13 +128,12 @@ class DeviceEngine:
         memory = kv_cache.memory
         if not self.buckets:
             return
-        if memory.rows > 1:
-            with active_streams(self.stages):
-                step = self._step(memory, 0, memory.rows, self.padded(1))
-                step.set_inputs([None] * memory.rows)
-                step.run([])
-        if memory.rows == 1 or not self.is_draft:  # a draft runs no prompts
-            self._warm_up(kv_cache if memory.rows == 1 else self._staging(memory))
+        if memory.rows == 1:
+            self._warm_up(kv_cache)
+        else:
+            self._warm_up_rows(memory)
+            if not self.is_draft:  # a draft runs no prompts
+                self._of_prompts()._warm_up(self._staging(memory))
         for stage in self.stages:
             self.on_warm_up(stage.graph)
 
@@ -134,6 +145,28 @@ class DeviceEngine:
                     self.forward([Call(kv_cache, [0] * count, range(slot, slot + count), slot, logits=self.is_draft)])
                     if self.is_draft:
                         self.draft_chain(kv_cache, 0, slot, 1)
+
+    def _warm_up_rows(self, memory: DeviceMemory) -> None:
+        most = LARGEST_LEVEL if self.is_draft else self.manifest.max_tree_nodes + 1
+        for count in self.row_buckets[:1] if self.exact else (count for count in self.row_buckets if count <= most):
+            for slots in {self._seen_over(memory, stop) for stop in (count, *self.slots) if stop >= count}:
+                with active_streams(self.stages):
+                    step = self._step(memory, 0, memory.rows, count, slots)
+                    step.set_inputs([None] * memory.rows)
+                    step.run([])
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """The buckets of calls over memory of several rows."""
+        most = self.manifest.max_tree_nodes + 1
+        few = {most, *(count for count in ROW_BUCKETS if 2 * count <= most)}
+        return self.buckets if self.exact else tuple(count for count in self.buckets if count in few)
+
+    def _of_prompts(self) -> "DeviceEngine":
+        """This engine for prompts beside rows, which need no smaller calls than a round's."""
+        alone = copy(self)
+        alone.buckets = tuple(count for count in self.buckets if count > self.manifest.max_tree_nodes)
+        return alone
 
     @property
     def last_positions(self) -> tuple[int, ...]:
@@ -158,16 +191,27 @@ class DeviceEngine:
         """How many of the first slots attention reads in a call whose padded nodes end before the slot ``stop``; 0: all."""
         return next((slots for slots in self.slots if slots >= stop), 0)
 
-    def padded(self, count: int) -> int:
-        """The node count that a call of ``count`` nodes is padded to."""
+    def _seen_over(self, memory: DeviceMemory, stop: int) -> int:
+        """The same for calls over a memory, whose rows are read whole where they must not depend on each other."""
+        return 0 if memory.rows > 1 and self.exact else self.seen(stop)
+
+    def padded(self, count: int, rows: int = 1) -> int:
+        """The node count that a call of ``count`` nodes, over memory of so many rows, is padded to."""
         if self.buckets:
-            return next((bucket for bucket in self.buckets if bucket >= count), count)
+            return next((bucket for bucket in (self.buckets if rows == 1 else self.row_buckets) if bucket >= count), count)
         return -(-count // self.multiple) * self.multiple
 
     def work(self, calls: Sequence[Call]) -> Work:
-        """See :meth:`~eesd.runtime.engines.base.Engine.work`. All rows take as many nodes as the longest."""
-        longest = max(len(call.tokens) for call in calls)
-        return Work(len(calls) * longest, _row(calls[0].kv_cache).memory.slots)
+        """See :meth:`~eesd.runtime.engines.base.Engine.work`, for calls of a round over one memory."""
+        memory = _row(calls[0].kv_cache).memory
+        count, slots = self._size(calls, memory)
+        rows = memory.rows if memory.fixed else len(calls)
+        return Work(rows * count, slots or memory.slots, rows)
+
+    def _size(self, calls: Sequence[Call], memory: DeviceMemory) -> tuple[int, int]:
+        """The nodes of each row, and how many of the first slots attention reads; 0: all. The longest row decides."""
+        count = self.padded(max(len(call.tokens) for call in calls), memory.rows)
+        return count, self._seen_over(memory, max(call.slot for call in calls) + count)
 
     @torch.inference_mode()
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
@@ -208,7 +252,7 @@ class DeviceEngine:
         staging = self._staging(row.memory)
         staging.copy_from(row, 0, call.slot)
         staging.clear_from(call.slot)
-        outputs = self._alone(call._replace(kv_cache=staging))
+        outputs = self._of_prompts()._alone(call._replace(kv_cache=staging))
         row.copy_from(staging, call.slot, stop)
         return outputs
 
@@ -259,8 +303,7 @@ class DeviceEngine:
         """Run calls over rows of one memory. With ``only_caches`` each has logits for one node, because they are not used."""
         rows, memory = [_row(call.kv_cache).row for call in calls], _row(calls[0].kv_cache).memory
         first, stop = (0, memory.rows) if memory.fixed else (min(rows), max(rows) + 1)
-        padded = self.padded(max(len(call.tokens) for call in calls))
-        slots = self.seen(calls[0].slot + padded) if memory.rows == 1 else 0
+        padded, slots = self._size(calls, memory)
         given: list[Call | None] = [None] * (stop - first)
         for row, call in zip(rows, calls, strict=True):
             given[row - first] = call
@@ -392,6 +435,7 @@ def make_engines(
         manifest,
         make_memory=make_memory,
         prefill_chunk=chunk,
+        exact=not pad or has_one_count(manifest, exact),
         on_warm_up=on_warm_up,
     )
     rounds = buckets_for(manifest, chunk, exact) if pad else ()

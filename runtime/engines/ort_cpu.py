@@ -89,7 +89,7 @@ class OrtEngine:
     def work(self, calls: Sequence[Call]) -> Work:
         """See :meth:`~eesd.runtime.engines.base.Engine.work`. Attention reads the whole cache."""
         slots = sum(_host(call.kv_cache).slots for call in calls)
-        return Work(sum(len(call.tokens) for call in calls), slots / len(calls))
+        return Work(sum(len(call.tokens) for call in calls), slots / len(calls), len(calls))
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
         """See :meth:`~eesd.runtime.engines.base.Engine.forward`."""

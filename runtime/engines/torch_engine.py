@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, set_num_threads
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import GraphInfo, Manifest
+from eesd.common.manifest import GraphInfo, Manifest, first_slots
 from eesd.model.decoder import Inputs
 from eesd.model.graphs import Draft, Verify
 from eesd.model.parallel import Split
-from eesd.runtime.engines.device import DeviceStream, PreparedCall, StepInputs, device_streams
+from eesd.runtime.engines.device import DeviceStream, PreparedCall, ResultMemory, StepInputs, device_streams
 from eesd.runtime.engines.device_cache import DeviceMemory
-from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
+from eesd.runtime.engines.device_engine import DeviceEngine, has_one_count, make_engines
 from eesd.runtime.engines.team import Team, TeamEngine, follow, lead
 from eesd.runtime.engines.torch_weights import load_modules
 
@@ -31,12 +31,21 @@ class TorchStageRunner:
     capturable = True
 
     def __init__(
-        self, module: Draft | Verify, graph: GraphInfo, rotary_tables: tuple[Tensor, Tensor], stream: DeviceStream
+        self,
+        module: Draft | Verify,
+        graph: GraphInfo,
+        rotary_tables: tuple[Tensor, Tensor],
+        stream: DeviceStream,
+        largest_round: int = 0,
     ) -> None:
+        """Wrap a module. Calls of several rows, of up to ``largest_round`` nodes each, share memory for their results: logits
+        of many rows are large, and each captured call would keep its own."""
         self.module = module
         self.graph = graph
         self.stream = stream
         self._rotary_tables = rotary_tables
+        self._largest_round = largest_round
+        self._results = ResultMemory(graph, stream.device, largest_round)
 
     def prepare(self, inputs: StepInputs) -> PreparedCall:
         shared = Inputs(
@@ -51,7 +60,17 @@ class TorchStageRunner:
             results: list[Tensor] = list(self.module(inputs.x, shared, inputs.caches)[:-1])
             return results
 
-        return run
+        rows, count = inputs.position_ids.shape
+        if rows == 1 or count > self._largest_round:
+            return run
+        kept = self._results.tensors(inputs)
+
+        def run_and_keep() -> list[Tensor]:
+            for mine, result in zip(kept, run(), strict=True):
+                mine.copy_(result)
+            return kept
+
+        return run_and_keep
 
 
 def open_torch(
@@ -88,8 +107,9 @@ def open_torch(
     if not on_gpu:
         set_num_threads(threads)
     stages = load_modules(directory, manifest, [stream.device for stream in streams], draft, split)
+    several = on_gpu and not has_one_count(manifest, exact)
     verify = [
-        TorchStageRunner(stage.verify, graph, stage.rotary_tables, stream)
+        TorchStageRunner(stage.verify, graph, stage.rotary_tables, stream, manifest.max_tree_nodes + 1 if several else 0)
         for stage, graph, stream in zip(stages, manifest.verify, streams, strict=True)
     ]
     first = stages[0]
@@ -97,7 +117,8 @@ def open_torch(
     spare = manifest.max_tree_nodes + ROWS
     kept = manifest if split is None else replace(manifest, geometry=split.in_process(manifest.geometry))
     make_memory = partial(DeviceMemory, kept, streams, grow=not on_gpu, spare=spare)
-    return make_engines(manifest, verify, drafter, make_memory, pad=on_gpu, multiple=ROWS, exact=exact)
+    slots = first_slots(manifest.gpu_slots) if several else ()
+    return make_engines(manifest, verify, drafter, make_memory, pad=on_gpu, multiple=ROWS, slots=(slots, slots), exact=exact)
 
 
 def open_team(

@@ -28,7 +28,8 @@ TOKENS = 12
 @dataclass(frozen=True)
 class Setting:
     """How an LLM runs: verify in ``stages`` on ``devices`` GPUs, drafting as ``speculation`` says; with ``few_slots`` attention
-    may read the first slots only; with ``deep`` the exit head reads deep states. ``flavour``: of the plans, or ``torch``."""
+    may read the first slots only; with ``deep`` the exit head reads deep states. ``flavour``: of the plans, or ``torch``.
+    ``exact``: as in ``eesd.load``."""
 
     stages: int
     devices: int
@@ -37,6 +38,7 @@ class Setting:
     cuda_graphs: bool = True
     few_slots: bool = False
     deep: bool = False
+    exact: bool | None = None
 
 
 CHAIN = Speculation("fixed:k=4", guard=False)
@@ -100,7 +102,7 @@ def late_llm(directory: Path, setting: Setting, seed: int) -> Iterator[tuple[Mac
         if setting.few_slots:
             allow_few_slots(patch)
         backend = "torch" if setting.flavour == "torch" else "tensorrt"
-        llm = eesd.load(directory, backend, speculation=setting.speculation)
+        llm = eesd.load(directory, backend, speculation=setting.speculation, exact=setting.exact)
         if not setting.cuda_graphs:
             llm.engines.verify.cuda_graphs = llm.engines.draft.cuda_graphs = False  # type: ignore[attr-defined, union-attr]
         yield machine, llm
