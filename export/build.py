@@ -13,12 +13,12 @@ from eesd.common.cli import PATH, command
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
 from eesd.common.integrity import verify_files
-from eesd.common.machine import available_memory, compute_capability
+from eesd.common.machine import available_memory, compute_capability, free_gpu_memory
 from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, PlanInfo
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Progress, notice, progress
 from eesd.export import plans
-from eesd.export.memory import build_memory
+from eesd.export.memory import build_memory, estimate_memory
 from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.trt_flavours import capabilities_for
 
@@ -78,6 +78,8 @@ def _files_changed(directory: Path, manifest: Manifest) -> bool:
 def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: plans.BuildOptions) -> Manifest:
     """Build one plan, report time and memory, and return the manifest that records it."""
     estimate = check_resources(directory, manifest, graph)
+    if options.flavour == "tensorrt":  # the other one uses no GPU
+        check_gpu_memory(manifest, graph, options.max_batch)
     started = time.perf_counter()
     with progress() as bar:
         plan = plans.build(directory, manifest, graph, options, partial(_monitor, bar))
@@ -122,6 +124,23 @@ def check_resources(directory: Path, manifest: Manifest, graph: GraphInfo) -> in
             "free some space."
         )
     return needed
+
+
+def check_gpu_memory(manifest: Manifest, graph: GraphInfo, batch: int) -> None:
+    """Check that the GPU can hold what TensorRT runs when it times kernels: the graph's weights, caches and buffers.
+
+    This is the least it needs: how many copies of weights it makes meanwhile is its own affair.
+
+    Raises:
+        EESDError: The GPU has less memory free.
+    """
+    free = free_gpu_memory()
+    needed = next(one.of_graph(graph.file) for one in estimate_memory(manifest, batch) if graph.file in one.graphs)
+    if free is not None and needed > free:
+        raise EESDError(
+            f"TensorRT times kernels on the GPU: {graph.file} needs at least {needed / 1e9:.1f} GB there, and {free / 1e9:.1f} GB "
+            "are free; stop what else uses it, or export with --stages, --quantize or a smaller --max-seq-len."
+        )
 
 
 def _check(directory: Path, manifest: Manifest) -> None:

@@ -23,6 +23,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.export import build as build_cli
 from eesd.export import inspect, plans
 from eesd.export.build import main
+from eesd.export.memory import estimate_memory
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.packed import is_packed
 
@@ -236,6 +237,22 @@ def test_plans_that_this_machines_gpu_cannot_run_are_not_built(built: Path, monk
     plans.check_options(load_manifest(built), options)
     monkeypatch.setattr(plans, "compute_capability", lambda: "8.9")
     plans.check_options(load_manifest(built), replace(options, compute_capabilities=()))
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_tensorrt_builds_nothing_on_a_gpu_that_cannot_hold_it(built: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Weights, caches of all rows, and buffers. Where no GPU answers, the builder has the word."""
+    manifest = load_manifest(built)
+    [memory] = estimate_memory(manifest, batch)
+    buffers = memory.kv_cache + max(memory.round_buffers, memory.prefill_buffers)
+    for graph in manifest.graphs:
+        needed = manifest.weight_bytes(graph) + buffers
+        for free in (needed, None):
+            monkeypatch.setattr(build_cli, "free_gpu_memory", lambda free=free: free)
+            build_cli.check_gpu_memory(manifest, graph, batch)
+        monkeypatch.setattr(build_cli, "free_gpu_memory", lambda needed=needed: needed - 1)
+        with pytest.raises(EESDError, match=f"{graph.file} needs at least .* GB there, and .* --stages, --quantize"):
+            build_cli.check_gpu_memory(manifest, graph, batch)
 
 
 @pytest.mark.parametrize("options", [("bfloat16",), ("float16", "--quantize", "int4")])
