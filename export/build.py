@@ -138,8 +138,8 @@ def check_gpu_memory(manifest: Manifest, graph: GraphInfo, batch: int) -> None:
     needed = next(one.of_graph(graph.file) for one in estimate_memory(manifest, batch) if graph.file in one.graphs)
     if free is not None and needed > free:
         raise EESDError(
-            f"TensorRT times kernels on the GPU: {graph.file} needs at least {needed / 1e9:.1f} GB there, and {free / 1e9:.1f} GB "
-            "are free; stop what else uses it, or export with --stages, --quantize or a smaller --max-seq-len."
+            f"TensorRT times kernels on the GPU: {graph.file} needs at least {needed / 1e9:.1f} GB there, and {free / 1e9:.1f} "
+            "GB are free; stop what else uses it, or export with --stages, --quantize or a smaller --max-seq-len."
         )
 
 

@@ -90,7 +90,7 @@ def compute_capability() -> str | None:
 
 
 def free_gpu_memory() -> int | None:
-    """Bytes that are free on the first GPU that CUDA programs see, chosen as by :func:`compute_capability`; None without one."""
+    """Bytes that are free on the first GPU that CUDA programs see, found as by :func:`compute_capability`; None without one."""
     torch = sys.modules.get("torch")
     if torch is not None and nvidia_driver() and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info(0)[0])
