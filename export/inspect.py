@@ -14,7 +14,7 @@ from eesd.common.integrity import check_plan, verify_files
 from eesd.common.manifest import Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Console, Table, notice, progress_bar
-from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
+from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, on_rank, slot_bytes
 from eesd.export.predict import ACCEPTANCES, CPU, GPUS, Prediction, as_run_on_cpu, measured_cpu, slots_read
 from eesd.export.predict import predict as predict_calls
 from eesd.runtime.engines.backends import BACKENDS, open_engines
@@ -49,6 +49,11 @@ from eesd.runtime.engines.packed import describe_packed, find_packed
     type=click.IntRange(1, 2**31 - 1),
     help="With --predict: tokens of the text.  [default: they fill the cache]",
 )
+@click.option(
+    "--parallel",
+    type=click.IntRange(1, 1024),
+    help="With --memory and --predict: ranks of the torch backend that share the weights.  [default: 1]",
+)
 @click.option("--batch", type=click.IntRange(1, 65536), help="With --memory: number of sequences.  [default: 1]")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest, the estimate or the prediction as JSON.")
 def main(
@@ -64,6 +69,7 @@ def main(
     gpu: str | None,
     max_seq_len: int | None,
     text_tokens: int | None,
+    parallel: int | None,
     batch: int | None,
     as_json: bool,
 ) -> None:
@@ -71,6 +77,9 @@ def main(
     manifest = load_manifest(directory)
     if (batch and not memory) or (max_seq_len and not memory and not predict):
         raise EESDError("--max-seq-len and --batch only apply to the memory estimate; add --memory.")
+    if parallel and not memory and not predict:
+        raise EESDError("--parallel only applies to the estimate and the prediction; add --memory or --predict.")
+    ranks = parallel or 1
     if predict != (gpu is not None):
         raise EESDError("--predict and --gpu belong together: give both.")
     if text_tokens and not predict:
@@ -81,9 +90,9 @@ def main(
     if layers:
         _layers(console, directory, manifest)
     elif gpu is not None:
-        _predict(console, manifest, gpu, max_seq_len or manifest.max_seq_len, text_tokens, as_json)
+        _predict(console, manifest, gpu, max_seq_len or manifest.max_seq_len, text_tokens, ranks, as_json)
     elif memory:
-        _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, as_json)
+        _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, ranks, as_json)
     elif as_json:
         click.echo(manifest.to_json(), nl=False)
     else:
@@ -118,35 +127,41 @@ def check_exactness(directory: Path, manifest: Manifest, backend: str, threads: 
     return exactness
 
 
-def _memory(console: Console, manifest: Manifest, slots: int, batch: int, as_json: bool) -> None:
+def _memory(console: Console, manifest: Manifest, slots: int, batch: int, ranks: int, as_json: bool) -> None:
     if slots <= manifest.max_tree_nodes:
         raise EESDError(f"--max-seq-len {slots} has no room for the {manifest.max_tree_nodes} nodes of a round; give more.")
     manifest = replace(manifest, max_seq_len=slots)
-    devices = estimate_memory(manifest, batch)
+    devices = estimate_memory(manifest, batch, ranks)
     if as_json:
-        click.echo(json.dumps({"slots": slots, "batch": batch, "devices": [device.to_dict() for device in devices]}))
+        sizes = {"slots": slots, "batch": batch, "ranks": ranks}
+        click.echo(json.dumps(sizes | {"devices": [device.to_dict() for device in devices]}))
     else:
-        console.print(memory_table(manifest, devices, batch))
+        console.print(memory_table(manifest, devices, batch, ranks))
 
 
-def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, text: int | None, as_json: bool) -> None:
+def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, text: int | None, ranks: int, as_json: bool) -> None:
+    on_rank(manifest, ranks)  # refuses what cannot be split
+    if gpu == CPU and ranks > 1:
+        raise EESDError("--parallel predicts GPUs; ranks on one CPU share its processors and its memory. Leave it out.")
     text = min(text or slots, slots)
     if gpu == CPU:
         manifest, hardware, slots, drafting = as_run_on_cpu(manifest), measured_cpu(), text, text
     else:
         sized, hardware = replace(manifest, max_seq_len=slots), GPUS[gpu]
         slots, drafting = (slots_read(sized, graph, text) for graph in (sized.verify[0], sized.draft))
-    predicted = predict_calls(manifest, hardware, slots, drafting)
+    predicted = predict_calls(manifest, hardware, slots, drafting, ranks)
     if as_json:
-        click.echo(json.dumps({"gpu": gpu, "slots": slots} | predicted.to_dict()))
+        click.echo(json.dumps({"gpu": gpu, "slots": slots, "ranks": ranks} | predicted.to_dict()))
         return
-    needed = max(device.total + device.shared_weights for device in estimate_memory(manifest, 1))
+    devices = estimate_memory(manifest, 1, ranks)
+    needed = max(device.total + (device.shared_weights if ranks == 1 else 0) for device in devices)
     if needed > hardware.memory:
         notice(
             f"A device needs {format_bytes(needed)}, and {hardware.name} has {format_bytes(int(hardware.memory))}: "
-            "split verify with eesd-export --stages, or quantize it. The prediction is as if it fitted."
+            "split verify with eesd-export --stages, run more ranks, or quantize it. The prediction is as if it fitted."
         )
-    console.print(f"{hardware.name}, {slots} slots; constants and limits of the prediction: docs/predict.md")
+    number = f"{ranks} x " if ranks > 1 else ""
+    console.print(f"{number}{hardware.name}, {slots} slots; constants and limits of the prediction: docs/predict.md")
     for table in prediction_tables(predicted):
         console.print(table)
 
@@ -166,13 +181,14 @@ def prediction_tables(predicted: Prediction) -> list[Table]:
     return [calls, best]
 
 
-def memory_table(manifest: Manifest, devices: list[DeviceMemory], batch: int) -> Table:
-    """Format a memory estimate as a table with one column for each device.
+def memory_table(manifest: Manifest, devices: list[DeviceMemory], batch: int, ranks: int = 1) -> Table:
+    """Format a memory estimate as a table with one column for each device, or one for all ranks.
 
     Args:
         manifest: Manifest of the engine directory.
         devices: The estimate.
         batch: The number of sequences that it is for.
+        ranks: The number of ranks that it is for.
     """
     slots = f"{manifest.max_seq_len} slots" + (f" x {batch} sequences" if batch > 1 else "")
     rows = {
@@ -185,10 +201,12 @@ def memory_table(manifest: Manifest, devices: list[DeviceMemory], batch: int) ->
         f"buffers, {manifest.max_tree_nodes + 1} nodes": [format_bytes(device.round_buffers) for device in devices],
         f"or prefill of {manifest.gpu_prefill_chunk} tokens": [format_bytes(device.prefill_buffers) for device in devices],
         "total": [format_bytes(device.total) for device in devices],
-        "total without sharing": [format_bytes(device.total + device.shared_weights) for device in devices],
-        "host memory to build plan": [f"~ {format_bytes(device.build_host_memory)}" for device in devices],
     }
-    table = Table("", *(f"device {number}" for number in range(len(devices))), box=None, pad_edge=False)
+    if ranks == 1:
+        rows["total without sharing"] = [format_bytes(device.total + device.shared_weights) for device in devices]
+        rows["host memory to build plan"] = [f"~ {format_bytes(device.build_host_memory)}" for device in devices]
+    names = [f"device {number}" for number in range(len(devices))] if ranks == 1 else [f"each of {ranks} ranks"]
+    table = Table("", *names, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, cells in rows.items():

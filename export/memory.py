@@ -4,18 +4,22 @@ Everything is computed from geometry and manifest; neither torch nor the weights
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, draft_columns
 from eesd.common.manifest import Manifest
-from eesd.common.weights import BITS, Quantizations, Shape, graph_shapes, layer_shapes, stored_weight
+from eesd.common.weights import BITS, Quantizations, Shape, StoredWeight, graph_shapes, layer_shapes, stored_weight
 
 _BUILD_FACTOR, _BUILD_BASE = 2.7, 600_000_000
 """Host memory of a build: bytes for each byte of weights, and a constant. Measured with TensorRT-RTX 1.7 on 1.8 GB of weights:
 2.6 for each byte, of which one is the mapped file of weights."""
+
+
+SPLIT = (".self_attn.", ".mlp.", ".state_proj.", ".deep_in_proj.")
+"""In the names of weights that are split over ranks."""
 
 
 def split_layers(
@@ -113,37 +117,67 @@ class DeviceMemory:
         return asdict(self) | {"total": self.total}
 
 
-def estimate_memory(manifest: Manifest, batch: int) -> list[DeviceMemory]:
+def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[DeviceMemory]:
     """Estimate the memory of each device.
 
     Args:
         manifest: Manifest of the engine directory.
         batch: Number of sequences, all with full caches.
+        ranks: Ranks that the torch engine splits the weights over; only of one stage.
 
     Returns:
-        One entry for each stage of verify.
+        One entry for each stage of verify. Of several ranks each needs that much.
+
+    Raises:
+        EESDError: The model cannot be split over so many ranks.
     """
+    part = on_rank(manifest, ranks)
     devices, nodes = [], manifest.max_tree_nodes + 1
     for number, (stage, layers) in enumerate(zip(manifest.verify, manifest.stage_layers, strict=True)):
         first, last = number == 0, number == len(manifest.verify) - 1
         columns = manifest.geometry.vocab_size if last else draft_columns(manifest.geometry, manifest.exit_head)
         verify = manifest.weights_of(stage)
         draft = manifest.weights_of(manifest.draft) if first else {}
-        draft_weights, verify_weights = (sum(weight.nbytes for weight in weights.values()) for weights in (draft, verify))
+        draft_weights, verify_weights = (
+            sum(rank_bytes(weight, ranks) for weight in weights.values()) for weights in (draft, verify)
+        )
         devices.append(
             DeviceMemory(
                 graphs=(manifest.draft.file, stage.file) if first else (stage.file,),
                 layers=(layers.start, layers.stop - 1),
                 draft_weights=draft_weights,
                 verify_weights=verify_weights,
-                shared_weights=sum(verify[name].nbytes for name in verify.keys() & draft.keys()),
-                kv_cache=batch * manifest.max_seq_len * slot_bytes(manifest, len(stage.caches)),
-                round_buffers=_buffers(manifest, batch * nodes, batch * nodes if first or last else 0, columns),
-                prefill_buffers=_buffers(manifest, manifest.gpu_prefill_chunk, 1 if last else 0, columns),
+                shared_weights=sum(rank_bytes(verify[name], ranks) for name in verify.keys() & draft.keys()),
+                kv_cache=batch * manifest.max_seq_len * slot_bytes(part, len(stage.caches)),
+                round_buffers=_buffers(part, batch * nodes, batch * nodes if first or last else 0, columns),
+                prefill_buffers=_buffers(part, manifest.gpu_prefill_chunk, 1 if last else 0, columns),
                 build_host_memory=build_memory(max(draft_weights, verify_weights)),
             )
         )
     return devices
+
+
+def on_rank(manifest: Manifest, ranks: int) -> Manifest:
+    """The manifest with the geometry of one of so many ranks, which says what caches and buffers have there, but not weights.
+
+    Raises:
+        EESDError: The model cannot be split over so many ranks.
+    """
+    if ranks > 1 and len(manifest.verify) > 1:
+        raise EESDError("The directory has verify in stages; export it without --stages to split its layers over ranks.")
+    return replace(manifest, geometry=manifest.geometry.on_rank(ranks))
+
+
+def rank_bytes(weight: StoredWeight, ranks: int) -> int:
+    """Bytes of a weight that each of so many ranks has. Several ranks run the torch engine, which dequantizes weights."""
+    if ranks == 1:
+        return weight.nbytes
+    return replace(weight, quantization=None).nbytes // (ranks if is_split(weight) else 1)
+
+
+def is_split(weight: StoredWeight) -> bool:
+    """Whether ranks have parts of a weight: a matrix of an attention, an MLP or the deep layers. Others are on each rank."""
+    return len(weight.shape) == 2 and any(layer in weight.name for layer in SPLIT)
 
 
 def slot_bytes(manifest: Manifest, caches: int) -> int:

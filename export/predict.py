@@ -14,11 +14,13 @@ import numpy as np
 
 from eesd.common.machine import cores
 from eesd.common.manifest import GraphInfo, Manifest
-from eesd.common.weights import EMBEDDINGS, ROTARY_TABLES, StoredWeight
-from eesd.export.memory import slot_bytes
+from eesd.common.weights import BITS, EMBEDDINGS, ROTARY_TABLES, StoredWeight
+from eesd.export.memory import is_split, rank_bytes, slot_bytes
 
 KERNELS_PER_BLOCK, OTHER_KERNELS = 12, 10
 """Assumed: norms, products, rotation, cache updates, attention and activation of a block; mask, embedding, head and copies."""
+TELLING = 100e-6
+"""Assumed: seconds in which rank 0 tells the others what to run."""
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -35,6 +37,8 @@ class Hardware:
         attained_operations: Share of the operations that a pass attains.
         launch: Seconds of a kernel besides its work.
         host: Seconds of the host in each call, in which the device waits.
+        link: Bytes per second that a device receives from others of its machine.
+        gather: Seconds in which all devices get a few bytes of all others.
     """
 
     name: str
@@ -45,16 +49,18 @@ class Hardware:
     attained_operations: float = 0.6
     launch: float = 2e-6
     host: float = 40e-6
+    link: float = 64e9
+    gather: float = 10e-6
 
 
 GPUS = {
-    "h100": Hardware("H100 SXM", 3.35e12, 989e12, 80e9),
-    "h200": Hardware("H200", 4.8e12, 989e12, 141e9),
-    "b200": Hardware("B200", 8.0e12, 2250e12, 180e9),
-    "rtx5090": Hardware("RTX 5090", 1.792e12, 209.5e12, 32e9),
-    "l4": Hardware("L4", 0.3e12, 121e12, 24e9),
+    "h100": Hardware("H100 SXM", 3.35e12, 989e12, 80e9, link=450e9),
+    "h200": Hardware("H200", 4.8e12, 989e12, 141e9, link=450e9),
+    "b200": Hardware("B200", 8.0e12, 2250e12, 180e9, link=900e9),
+    "rtx5090": Hardware("RTX 5090", 1.792e12, 209.5e12, 32e9, link=64e9, gather=20e-6),
+    "l4": Hardware("L4", 0.3e12, 121e12, 24e9, link=32e9, gather=20e-6),
 }
-"""By the name that ``--gpu`` takes. Bandwidth, operations (16 bits, dense) and memory are published, the rest is assumed."""
+"""By the name that ``--gpu`` takes. Bandwidth, operations (16 bits, dense), memory, link are published, the rest is assumed."""
 CPU = "cpu"
 
 
@@ -96,7 +102,7 @@ def slots_read(manifest: Manifest, graph: GraphInfo, text: int) -> int:
     return next(slots for slots in manifest.attended_slots(graph) if slots >= stop)
 
 
-def predict(manifest: Manifest, hardware: Hardware, slots: int, draft_slots: int | None = None) -> Prediction:
+def predict(manifest: Manifest, hardware: Hardware, slots: int, draft_slots: int | None = None, ranks: int = 1) -> Prediction:
     """Predict the calls of an engine directory.
 
     Args:
@@ -104,41 +110,58 @@ def predict(manifest: Manifest, hardware: Hardware, slots: int, draft_slots: int
         hardware: The device, or each of the devices if verify has several stages.
         slots: Slots of the KV cache that attention of verify reads.
         draft_slots: Slots that attention of the draft reads. Default: as many.
+        ranks: Devices that the torch engine splits the weights over.
     """
+    drafting = slots if draft_slots is None else draft_slots
     return Prediction(
-        draft=call_seconds(manifest, (manifest.draft,), hardware, slots if draft_slots is None else draft_slots, 1),
+        draft=call_seconds(manifest, (manifest.draft,), hardware, drafting, 1, ranks),
         verify=tuple(
-            call_seconds(manifest, manifest.verify, hardware, slots, nodes) for nodes in range(1, manifest.max_tree_nodes + 2)
+            call_seconds(manifest, manifest.verify, hardware, slots, nodes, ranks)
+            for nodes in range(1, manifest.max_tree_nodes + 2)
         ),
     )
 
 
-def call_seconds(manifest: Manifest, graphs: tuple[GraphInfo, ...], hardware: Hardware, slots: int, nodes: int) -> float:
+def call_seconds(
+    manifest: Manifest, graphs: tuple[GraphInfo, ...], hardware: Hardware, slots: int, nodes: int, ranks: int = 1
+) -> float:
     """Seconds of a call over ``nodes`` nodes through graphs that run one after another."""
-    seconds = hardware.host
+    seconds = hardware.host + (TELLING if ranks > 1 else 0)
     for graph in graphs:
-        reading = bytes_of_pass(manifest, graph, slots) / (hardware.bandwidth * hardware.attained)
-        products = nodes * operations_of_node(manifest, graph) / (hardware.operations * hardware.attained_operations)
+        reading = bytes_of_pass(manifest, graph, slots, ranks) / (hardware.bandwidth * hardware.attained)
+        products = nodes * operations_of_node(manifest, graph, ranks) / (hardware.operations * hardware.attained_operations)
         seconds += max(reading, products) + _kernels(manifest, graph) * hardware.launch
+        seconds += sum_seconds(manifest, graph, hardware, nodes, ranks)
     return seconds
 
 
-def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int) -> int:
+def sum_seconds(manifest: Manifest, graph: GraphInfo, hardware: Hardware, nodes: int, ranks: int) -> float:
+    """Seconds of the sums over ranks in a pass: two in a block. Each rank gets the parts of all others, and adds them."""
+    if ranks == 1:
+        return 0.0
+    received = (ranks - 1) * nodes * manifest.geometry.hidden_size * BITS[manifest.dtype] / 8
+    one = hardware.gather + received / (hardware.link * hardware.attained) + (ranks - 1) * hardware.launch
+    return 2 * _blocks(manifest, graph) * one
+
+
+def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int = 1) -> int:
     """Bytes that a pass must read at least: the weights, without the embedding table unless it is the LM head, and the cache.
 
     Args:
         manifest: The engine directory's manifest.
         graph: The graph that runs.
         slots: Slots of the KV cache that attention reads.
+        ranks: Of so many ranks, each reads that much.
     """
-    weights = sum(weight.nbytes for weight in _weights_read(manifest, graph))
+    weights = sum(rank_bytes(weight, ranks) for weight in _weights_read(manifest, graph))
     read = len(graph.caches) - bool(manifest.exit_head.deep)  # of the deep cache a single slot
-    return weights + slots * slot_bytes(manifest, read)
+    return weights + slots * slot_bytes(manifest, read) // ranks
 
 
-def operations_of_node(manifest: Manifest, graph: GraphInfo) -> int:
-    """Operations of a node's products with weights. Those of attention are left out."""
-    return sum(2 * prod(weight.shape) for weight in _weights_read(manifest, graph) if len(weight.shape) == 2)
+def operations_of_node(manifest: Manifest, graph: GraphInfo, ranks: int = 1) -> int:
+    """Operations of a node's products with weights, of each rank. Those of attention are left out."""
+    matrices = [weight for weight in _weights_read(manifest, graph) if len(weight.shape) == 2]
+    return sum(2 * prod(weight.shape) // (ranks if is_split(weight) else 1) for weight in matrices)
 
 
 def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
@@ -151,8 +174,12 @@ def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
 
 
 def _kernels(manifest: Manifest, graph: GraphInfo) -> int:
-    blocks = len(manifest.base_layers(graph)) + (manifest.exit_head.blocks if graph == manifest.draft else 0)
-    return blocks * KERNELS_PER_BLOCK + OTHER_KERNELS
+    return _blocks(manifest, graph) * KERNELS_PER_BLOCK + OTHER_KERNELS
+
+
+def _blocks(manifest: Manifest, graph: GraphInfo) -> int:
+    """The blocks with attention."""
+    return len(manifest.base_layers(graph)) + (manifest.exit_head.blocks if graph == manifest.draft else 0)
 
 
 def measured_cpu() -> Hardware:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from eesd.common.errors import EESDError
 from eesd.common.geometry import Geometry
 from eesd.model.decoder import KV, MLP, Attention, Block, Decoder, Inputs
 from eesd.model.deep_states import DeepState
@@ -47,35 +46,29 @@ class Split:
     own: tuple[int, ...]
     add: Add = add_in_order
 
-    def geometry(self, geometry: Geometry) -> Geometry:
-        """What one rank has of a model.
-
-        Raises:
-            EESDError: The ranks cannot have equal parts.
-        """
-        for what, size in (("key-value heads", geometry.num_kv_heads), ("columns of the MLP", geometry.intermediate_size)):
-            if size % self.ranks:
-                raise EESDError(f"{self.ranks} ranks do not divide the model's {size} {what}; run with another number.")
-        return replace(
-            geometry,
-            num_heads=geometry.num_heads // self.ranks,
-            num_kv_heads=geometry.num_kv_heads // self.ranks,
-            intermediate_size=geometry.intermediate_size // self.ranks,
-        )
-
     def in_process(self, geometry: Geometry) -> Geometry:
         """What this process has of a model: the KV heads of its caches are those of its ranks."""
-        one = self.geometry(geometry)
+        one = geometry.on_rank(self.ranks)
         return replace(one, num_kv_heads=one.num_kv_heads * len(self.own), num_heads=one.num_heads * len(self.own))
 
 
-def split_blocks(decoder: Decoder, head: ExitHead, split: Split) -> None:
-    """Replace the blocks of a model and of its exit head by this process's parts of them."""
+Parts = dict[tuple[int, int], Tensor]
+"""Copies of parts, by the address of what they are a part of, and the rank."""
+
+
+def split_blocks(modules: Iterable[tuple[Decoder, ExitHead]], split: Split) -> None:
+    """Replace the blocks of models and exit heads by this process's parts of them. Of what they share, they share the parts."""
+    parts: Parts = {}
+    for decoder, head in modules:
+        _split(decoder, head, split, parts)
+
+
+def _split(decoder: Decoder, head: ExitHead, split: Split, parts: Parts) -> None:
     for blocks in (decoder.model.layers, head.blocks):
         for index, block in enumerate(blocks):
             assert isinstance(block, Block)
             if not next(block.parameters()).is_meta:  # a draft has the first layers only
-                blocks[index] = SplitBlock(block, decoder.geometry, split)
+                blocks[index] = SplitBlock(block, decoder.geometry, split, parts)
     for index, deep in enumerate(head.deep):
         assert isinstance(deep, DeepState)
         head.deep[index] = SplitDeepState(deep, split)
@@ -86,19 +79,19 @@ def split_blocks(decoder: Decoder, head: ExitHead, split: Split) -> None:
 class SplitBlock(Block):
     """The parts of a decoder block that are in this process. Its caches have the KV heads of these parts."""
 
-    def __init__(self, block: Block, geometry: Geometry, split: Split) -> None:
-        """Take the parts of ``block``, as views where they are contiguous."""
+    def __init__(self, block: Block, geometry: Geometry, split: Split, made: Parts) -> None:
+        """Take the parts of ``block``: views where they are contiguous, else copies that are in ``made`` or come into it."""
         nn.Module.__init__(self)
         self.input_layernorm = block.input_layernorm
         self.post_attention_layernorm = block.post_attention_layernorm
         with torch.device("meta"):
-            one = split.geometry(geometry)
+            one = geometry.on_rank(split.ranks)
             self.attentions = nn.ModuleList(Attention(one) for _ in split.own)
             self.mlps = nn.ModuleList(MLP(one) for _ in split.own)
         self._add = split.add
         for whole, parts in ((block.self_attn, self.attentions), (block.mlp, self.mlps)):
             for rank, part in zip(split.own, parts, strict=True):
-                state = {name: _part(name, value, rank, split.ranks) for name, value in whole.state_dict().items()}
+                state = {name: _part(name, value, rank, split.ranks, made) for name, value in whole.state_dict().items()}
                 part.load_state_dict(state, assign=True)
         self.requires_grad_(False)
 
@@ -160,13 +153,18 @@ def _parameters(values: Iterable[Tensor]) -> nn.ParameterList:
     return nn.ParameterList(nn.Parameter(value, requires_grad=False) for value in values)
 
 
-def _part(name: str, value: Tensor, rank: int, ranks: int) -> Tensor:
+def _part(name: str, value: Tensor, rank: int, ranks: int, made: Parts) -> Tensor:
     """A rank's part of a parameter of an attention or an MLP. A bias behind a split input is the first rank's."""
     layer, _, kind = name.rpartition(".")
     if layer in BY_OUTPUT:
         return value.chunk(ranks, 0)[rank]
     if layer in BY_INPUT and kind == "weight":
-        return value.chunk(ranks, 1)[rank].contiguous()
+        if value.is_meta:  # verify has only keys and values of the exit head's blocks
+            return value.chunk(ranks, 1)[rank]
+        key = (value.data_ptr(), rank)
+        if key not in made:
+            made[key] = value.chunk(ranks, 1)[rank].contiguous()
+        return made[key]
     if layer in BY_INPUT and rank:
         return torch.zeros_like(value)
     return value

@@ -11,6 +11,7 @@ import click
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.json_input import read_text
+from eesd.common.machine import rank
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.cli import drafting_options, load_as_asked, speculation_of
@@ -93,6 +94,8 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     limits = ServeOptions(api_keys=api_keys(options["api_key_file"]), **{name: options[name] for name in names})
     learned: Path | None = options["controller_state"]
     log_to_stderr(options["log_format"])
+    if rank() > 0:
+        load_as_asked(engine_dir, options, speculation)  # runs what rank 0 says, which has the port, until rank 0 ends
     with bind(host, port) as bound:  # before the model is loaded: a port that is taken is known at once
         llm = load_as_asked(engine_dir, options, speculation)
         service = Service(llm, batch)

@@ -17,10 +17,12 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import BLOCK, ROTARY_TABLES, UNQUANTIZED, Quantization, Quantizations
 from eesd.export import inspect, predict
 from eesd.export.inspect import main
+from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
 from eesd.export.predict import GPUS, Hardware, Prediction, bytes_of_pass, call_seconds, operations_of_node
 from eesd.model.config import load_config
 
 PAGE = Path(__file__).parent.parent / "docs" / "predict.md"
+RANKS = PAGE.parent / "parallel.md"
 SIMPLE = Hardware("simple", 1e9, 1e12, 1e9, attained=0.5, attained_operations=0.25, launch=1e-3, host=10.0)
 INT4 = Quantizations(*[Quantization("int4", BLOCK)] * 3)
 LLAMA_3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
@@ -96,7 +98,7 @@ def test_inspect_prints_the_prediction(engine: Path) -> None:
     slots = replace(manifest, max_seq_len=64).gpu_slots
     assert slots > 64, "a plan's caches have room for the padding of a round, and attention reads it"
     expected = predict.predict(manifest, GPUS["l4"], slots)
-    assert found == {"gpu": "l4", "slots": slots} | json.loads(json.dumps(expected.to_dict()))
+    assert found == {"gpu": "l4", "slots": slots, "ranks": 1} | json.loads(json.dumps(expected.to_dict()))
     assert len(found["verify"]) == manifest.max_tree_nodes + 1
 
 
@@ -108,7 +110,7 @@ def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
     for text, slots in ((most, 1024), (most + 1, 2064), (4096, manifest.gpu_slots)):
         found = json.loads(succeed(main, engine, *options, text).stdout)
         expected = predict.predict(load_manifest(engine), GPUS["l4"], slots, manifest.gpu_slots)
-        assert found == {"gpu": "l4", "slots": slots} | json.loads(json.dumps(expected.to_dict()))
+        assert found == {"gpu": "l4", "slots": slots, "ranks": 1} | json.loads(json.dumps(expected.to_dict()))
     assert_refused(run(main, engine, "--text-tokens", 5), "add --predict")
 
 
@@ -137,15 +139,47 @@ def test_prediction_options_are_refused_apart(engine: Path) -> None:
     assert_refused(run(main, engine, "--predict", "--gpu", "h100", "--batch", 2), "add --memory")
 
 
+def test_ranks_share_bytes_and_add_twice_in_a_block(engine: Path) -> None:
+    manifest = load_manifest(engine)
+    graph, geometry, slots = manifest.verify[0], manifest.geometry, 20
+    block = geometry.hidden_size * (2 * geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
+    block += 3 * geometry.hidden_size * geometry.intermediate_size
+    split = 4 * geometry.num_layers * block + slots * slot_bytes(manifest, len(graph.caches))
+    levels = manifest.weights_of(graph)["exit_head.blocks.0.self_attn.kv_proj.weight"]  # of 4 bits, which ranks dequantize
+    kv = 4 * 2 * geometry.hidden_size * geometry.num_kv_heads * geometry.head_dim
+    one, two = (bytes_of_pass(manifest, graph, slots, ranks) for ranks in (1, 2))
+    assert one - two == split // 2 + levels.nbytes - kv // 2 and levels.nbytes < kv
+    linked = replace(SIMPLE, link=1e6, gather=0.25)
+    received = 2 * 3 * geometry.hidden_size * 4 / 0.5e6
+    sums = 2 * geometry.num_layers * (0.25 + received + 2 * 1e-3)
+    assert predict.sum_seconds(manifest, graph, linked, 3, 3) == pytest.approx(sums)
+    found = call_seconds(manifest, (graph,), linked, slots, 3, 2) - predict.sum_seconds(manifest, graph, linked, 3, 2)
+    kernels = (12 * geometry.num_layers + 10) * 1e-3
+    assert found == pytest.approx(10 + predict.TELLING + two / 0.5e9 + kernels)
+
+
+def test_page_on_ranks_shows_predictions_and_memory(staged: Manifest, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    manifest = shaped_manifest(load_config(tmp_path).geometry, staged, UNQUANTIZED, 1)
+    for ranks in (1, 2, 4, 8):
+        memory = format_bytes(estimate_memory(manifest, 1, ranks)[0].total)
+        assert f"| {ranks} | {memory} | {row(manifest, GPUS['h100'], ranks)} |\n" in RANKS.read_text()
+
+
 def rows(manifest: Manifest) -> Iterator[str]:
     """The rows of a table of docs/predict.md."""
     for gpu in GPUS.values():
-        found = predict.predict(manifest, gpu, manifest.max_seq_len)
-        times = [found.draft, *(found.verify[nodes - 1] for nodes in (1, 5, 17, 33))]
-        lengths = {acceptance: found.best_length(acceptance) for acceptance in (0.6, 0.7, 0.8, 0.9)}
-        cells = [f"{seconds * 1e3:.2f}" for seconds in times]
-        cells += [f"{found.speed_up(acceptance, length):.2f} ({length})" for acceptance, length in lengths.items()]
-        yield f"| {gpu.name} | {' | '.join(cells)} |"
+        yield f"| {gpu.name} | {row(manifest, gpu)} |"
+
+
+def row(manifest: Manifest, gpu: Hardware, ranks: int = 1) -> str:
+    """Milliseconds, and the best speed-ups."""
+    found = predict.predict(manifest, gpu, manifest.max_seq_len, ranks=ranks)
+    times = [found.draft, *(found.verify[nodes - 1] for nodes in (1, 5, 17, 33))]
+    lengths = {acceptance: found.best_length(acceptance) for acceptance in (0.6, 0.7, 0.8, 0.9)}
+    cells = [f"{seconds * 1e3:.2f}" for seconds in times]
+    cells += [f"{found.speed_up(acceptance, length):.2f} ({length})" for acceptance, length in lengths.items()]
+    return " | ".join(cells)
 
 
 @pytest.mark.parametrize("title", TABLES)

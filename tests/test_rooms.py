@@ -48,6 +48,7 @@ TORCH_FILES = {
     "ort_gpu.py",
     "torch_engine.py",
     "torch_weights.py",
+    "ranks.py",
     "team.py",
     "trt_engine.py",
     "embed.py",

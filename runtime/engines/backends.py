@@ -1,7 +1,6 @@
 """The backends by name: open the engines of a directory with one of them, or with the best one for this machine."""
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 from eesd.common.checks import check_choice, check_integer
 from eesd.common.errors import EESDError
-from eesd.common.machine import available_memory, cores, installed, torch_sees_gpu
+from eesd.common.machine import available_memory, cores, installed, ranks, torch_sees_gpu
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Engine
 from eesd.runtime.engines.exactness import Exactness
@@ -96,7 +95,7 @@ def open_engines(
         directory: Engine directory.
         manifest: Its manifest.
         backend: A name in :data:`BACKENDS`.
-        threads: CPU threads of an engine; None: :func:`default_threads`.
+        threads: CPU threads of an engine; None: :func:`default_threads`, shared by the ranks.
         draft: Whether to load the draft engine.
         exact: True: drafting changes no bit of a logit. On a GPU every pass of verify has one node count, and where trees round
             otherwise than chains, a tree's path is cut where its bits would differ. None: on a GPU one node count where that
@@ -107,8 +106,8 @@ def open_engines(
         kv_cache_dtype: ``float32`` or ``float16``: the KV cache on the CPU. None: float32.
 
     Raises:
-        EESDError: There is no such backend, or it cannot run this directory on this machine, or not with these activations or
-            such a KV cache.
+        EESDError: There is no such backend, or it cannot run this directory on this machine, or not with these activations,
+            such a KV cache or several ranks.
     """
     check_choice("backend", backend, BACKENDS)
     if threads is not None:
@@ -117,7 +116,12 @@ def open_engines(
         check_choice("activations", activations, ACTIVATIONS)
     if kv_cache_dtype is not None:
         check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-    opening = Opening(threads or default_threads(), draft, exact, activations, kv_cache_dtype)
+    if ranks() > 1 and backend != "torch":
+        raise EESDError(
+            f"WORLD_SIZE is {ranks()}, so processes were started together, and of the backends torch alone splits a model over "
+            f"them, not {backend}; choose the backend torch, or start one process."
+        )
+    opening = Opening(threads or max(default_threads() // ranks(), 1), draft, exact, activations, kv_cache_dtype)
     engines = BACKENDS[backend](directory, manifest, opening)
     cuts = (engines.int8_activations or exact is True) and not engines.exact_trees
     return engines._replace(in_place=cuts)
@@ -229,7 +233,7 @@ def _open_torch(directory: Path, manifest: Manifest, opening: Opening) -> Engine
         from eesd.runtime.engines.torch_engine import open_team, open_torch
     except ImportError as error:
         raise EESDError(f"The torch backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # as torchrun starts processes
+    if ranks() > 1:
         return Engines(*open_team(directory, manifest, opening.threads, opening.draft, opening.exact))
     return Engines(*open_torch(directory, manifest, opening.threads, opening.draft, exact=opening.exact))
 

@@ -7,12 +7,10 @@ controllers and texts are rank 0's alone, so ranks need no clock in common.
 
 import atexit
 import json
-import os
-import sys
+import signal
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,30 +19,28 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eesd.common.errors import EESDError
 from eesd.model.parallel import Split, add_in_order
 from eesd.runtime.engines.base import Call, DraftChain, KVCache, StepOutputs, Values, Work
 from eesd.runtime.engines.device_cache import DeviceKVCache
 from eesd.runtime.engines.device_engine import DeviceEngine
-
-PATIENCE = timedelta(days=365)
-"""How long a rank waits for the next call."""
+from eesd.runtime.engines.ranks import Ranks
 
 
 class Team:
     """The ranks, as one of them sees them."""
 
     def __init__(self, device: torch.device) -> None:
-        """Meet the others. ``device`` is where this rank computes.
+        """Meet the others. ``device`` is where this rank computes; GPUs add their parts with NCCL.
 
         Raises:
-            EESDError: A model is split over these processes already.
+            EESDError: A model is split over these processes already, or they do not find each other.
         """
-        if dist.is_initialized():
-            raise EESDError("These processes share a model already; start others for another one.")
-        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=PATIENCE)
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._line = Ranks()
+        self.rank, self.ranks = self._line.rank, self._line.count
         self._forgotten: list[int] = []
+        if device.type == "cuda":
+            dist.init_process_group("nccl", store=self._line.store, rank=self.rank, world_size=self.ranks)
+            self._line.at_end = dist.destroy_process_group  # all ranks do that together
 
     @property
     def split(self) -> Split:
@@ -52,43 +48,45 @@ class Team:
 
     def _add(self, parts: Sequence[Tensor]) -> Tensor:
         """Add the parts of all ranks in their order: each rank gets all of them."""
-        [own] = parts
-        bits = own.contiguous().view(torch.int16) if own.itemsize == 2 else own.contiguous()  # gloo knows no bfloat16
-        found = [torch.empty_like(bits) for _ in range(self.ranks)]
-        dist.all_gather(found, bits)
-        return add_in_order([one.view(own.dtype) for one in found])
+        own = parts[0].contiguous()
+        if own.is_cuda:
+            found = [torch.empty_like(own) for _ in range(self.ranks)]
+            dist.all_gather(found, own)
+        else:
+            gathered = self._line.gather(own.view(torch.uint8).numpy().tobytes())
+            found = [torch.frombuffer(one, dtype=own.dtype).view(own.shape) for one in gathered]
+        return add_in_order(found)
+
+    def watch(self) -> None:
+        """From now on this process ends when another rank does."""
+        self._line.watch()
 
     def send(self, what: str, **values: Any) -> None:
-        """Tell the other ranks what comes. Raises :class:`EESDError` if one has ended."""
+        """Tell the other ranks what comes."""
         forgotten, self._forgotten = self._forgotten, []
-        text = json.dumps({"what": what, "forget": forgotten} | values).encode()
-        try:
-            dist.broadcast(torch.tensor([len(text)]), 0)
-            dist.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
-        except RuntimeError as error:
-            raise EESDError(f"Another rank has ended ({str(error)[:120]}); see what it printed, and start all again.") from None
+        self._line.send(json.dumps({"what": what, "forget": forgotten} | values).encode())
 
     def receive(self) -> dict[str, Any]:
         """What rank 0 sent."""
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, 0)
-        text = torch.zeros(int(size), dtype=torch.uint8)
-        dist.broadcast(text, 0)
-        found: dict[str, Any] = json.loads(text.numpy().tobytes())
+        found: dict[str, Any] = json.loads(self._line.receive())
         return found
 
     def gathered(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """An array of each rank, all of one shape."""
-        own = torch.from_numpy(np.ascontiguousarray(values))
-        found = [torch.empty_like(own) for _ in range(self.ranks)]
-        dist.all_gather(found, own)
-        return [one.numpy() for one in found]
+        gathered = self._line.gather(values.tobytes())
+        return [np.frombuffer(one, values.dtype).reshape(values.shape) for one in gathered]
 
-    def shared(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Rank 0's array, given one of its shape."""
-        tensor = torch.from_numpy(np.ascontiguousarray(values))
-        dist.broadcast(tensor, 0)
-        return tensor.numpy()
+    def share(self, values: NDArray[Any]) -> None:
+        """Send rank 0's array to the others, which know its type and shape."""
+        self._line.send(values.tobytes())
+
+    def shared(self, kind: str, shape: Sequence[int]) -> NDArray[Any]:
+        """The array that rank 0 shares."""
+        return np.frombuffer(self._line.receive(), kind).reshape(shape)
+
+    def leave(self) -> None:
+        """End the other ranks. For rank 0."""
+        self._line.leave()
 
     def forget(self, number: int) -> None:
         """Let the other ranks free a cache with the next call. Python may call this at any time."""
@@ -138,7 +136,8 @@ class TeamCache:
 
     def fill(self, start: int, values: Values) -> None:
         self.team.send("fill", cache=self.number, start=start, shape=values.shape, type=str(values.dtype))
-        self.own.fill(start, self.team.part(self.team.shared(values)))
+        self.team.share(values)
+        self.own.fill(start, self.team.part(values))
 
 
 class TeamEngine:
@@ -184,19 +183,21 @@ class TeamEngine:
 
 def lead(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> tuple[TeamEngine, TeamEngine | None]:
     """Rank 0's engines. When its process ends, so do the others."""
-    atexit.register(_end, team)
+    team.watch()
+    atexit.register(team.leave)
     numbers = [0]
     return TeamEngine(team, verify, numbers), None if draft is None else TeamEngine(team, draft, numbers)
 
 
-def _end(team: Team) -> None:
-    with suppress(EESDError):  # it has ended already
-        team.send("end")
-    dist.destroy_process_group()  # while the others are there
-
-
 def follow(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> NoReturn:
-    """Do what rank 0 says, until it ends. Then this process ends, too."""
+    """Do what rank 0 says, until that ends, and this process with it.
+
+    Signals are for rank 0 to answer: torchrun, and a terminal, send them to all ranks, and rank 0 may have something to finish.
+    """
+    with suppress(ValueError):  # only the main thread may do that
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    team.watch()
     caches: dict[int, DeviceKVCache] = {}
     while True:
         order = team.receive()
@@ -205,11 +206,6 @@ def follow(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> NoRe
         engine = draft if order.get("engine") else verify
         assert engine is not None
         what = order["what"]
-        if what == "end":
-            sys.stdout.flush()
-            with suppress(RuntimeError):
-                team.receive()  # until rank 0 has gone: gloo sometimes aborts a process whose peers go first,
-            os._exit(0)  # and one that ends while its threads run
         if what == "caches":
             caches |= dict(enumerate(engine.new_kv_caches(order["count"]), order["first"]))
         elif what == "prepare":
@@ -234,7 +230,7 @@ def _change(team: Team, cache: DeviceKVCache, order: dict[str, Any]) -> None:
     elif what == "values":
         team.gathered(cache.values(order["start"], order["stop"]))
     elif what == "fill":
-        cache.fill(order["start"], team.part(team.shared(np.zeros(order["shape"], order["type"]))))
+        cache.fill(order["start"], team.part(team.shared(order["type"], order["shape"])))
 
 
 def _of_team(kv_cache: KVCache) -> TeamCache:

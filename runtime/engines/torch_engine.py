@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, set_num_threads
 
 from eesd.common.errors import EESDError
+from eesd.common.machine import ranks
 from eesd.common.manifest import GraphInfo, Manifest, first_slots
 from eesd.model.decoder import Inputs
 from eesd.model.graphs import Draft, Verify
@@ -100,8 +101,8 @@ def open_torch(
         EESDError: Graphs, weights and manifest do not fit each other, the GPU has too little memory, or ranks cannot have equal
             parts.
     """
-    if split is not None and len(manifest.verify) > 1:
-        raise EESDError("The directory has verify in stages; export it without --stages to split its layers over ranks.")
+    if split is not None:
+        check_split(manifest, split.ranks)
     streams = device_streams(len(manifest.verify), device)
     on_gpu = streams[0].on_gpu
     if not on_gpu:
@@ -121,15 +122,27 @@ def open_torch(
     return make_engines(manifest, verify, drafter, make_memory, pad=on_gpu, multiple=ROWS, slots=(slots, slots), exact=exact)
 
 
+def check_split(manifest: Manifest, count: int) -> None:
+    """Raise :class:`EESDError` if a directory cannot be split over so many ranks."""
+    if len(manifest.verify) > 1:
+        raise EESDError("The directory has verify in stages; export it without --stages to split its layers over ranks.")
+    manifest.geometry.on_rank(count)
+
+
 def open_team(
     directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None = None
 ) -> tuple[TeamEngine, TeamEngine | None]:
     """Load this rank's part of the weights, of processes that were started together. Only rank 0 returns.
 
-    Each rank takes the GPU of its number on its machine, if there are any. Arguments as for :func:`open_torch`.
+    Each rank takes the GPU of its number on its machine, if there are any. Arguments and errors as for :func:`open_torch`;
+    fewer GPUs than ranks are an error, too.
     """
-    on_gpu = torch.cuda.is_available()
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu"
+    device, local = "cpu", int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        device = f"cuda:{local}"
+        if local >= torch.cuda.device_count():
+            raise EESDError(f"Rank {local} of this machine has no GPU, as torch sees {torch.cuda.device_count()}; start fewer.")
+    check_split(manifest, ranks())  # before it meets the others
     team = Team(torch.device(device))
     verify, drafter = open_torch(directory, manifest, threads, draft, device, exact, team.split)
     if team.rank:

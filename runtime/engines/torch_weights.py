@@ -83,9 +83,8 @@ def load_modules(
         with _explain_mismatch(directory):
             verifier, *drafter = (_make_modules(manifest, weights, of) for of in graphs)
         if split is not None:
-            for modules in (verifier, *drafter):
-                split_blocks(*modules, split)
-                _move(modules, device)
+            split_blocks((verifier, *drafter), split)
+            _move([module for pair in (verifier, *drafter) for module in pair], device)
         verify = Verify(*verifier, manifest.stage_layers[number]).eval()
         drafting = [Draft(*modules, manifest.draft_top_k).eval() for modules in drafter]
         cos, sin = (weights[name].to(device, getattr(torch, manifest.dtype)) for name in ROTARY_TABLES)
@@ -100,13 +99,14 @@ def _moved(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor
 
 def _move(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Move parameters and buffers that are there: a draft has only some layers. What modules share, they share there, too."""
-    moved: dict[int, Tensor] = {}
+    moved: dict[tuple[int, torch.Size], Tensor] = {}
 
     def there(value: Tensor) -> Tensor:
-        if id(value) not in moved:
+        key = (value.data_ptr(), value.shape)  # all values are there before one is moved, so each has an address of its own
+        if key not in moved:
             found = value.to(device)
-            moved[id(value)] = nn.Parameter(found, requires_grad=False) if isinstance(value, nn.Parameter) else found
-        return moved[id(value)]
+            moved[key] = nn.Parameter(found, requires_grad=False) if isinstance(value, nn.Parameter) else found
+        return moved[key]
 
     with explain_out_of_memory("The weights"):
         for part in (part for module in modules for part in module.modules()):

@@ -3,9 +3,10 @@
 ``config.json`` is read into these objects and ``manifest.json`` stores them. The module needs no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
+from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
 
 
@@ -86,6 +87,18 @@ class Geometry:
             raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}, and must be at least 0 and below 1")
         if not 0 < self.rope_theta < inf:
             raise ValueError(f"rope_theta is {self.rope_theta}, and must be above 0")
+
+    def on_rank(self, ranks: int) -> "Geometry":
+        """What each of so many ranks has of a split model. Raises :class:`EESDError` if they cannot have equal parts."""
+        for what, size in (("key-value heads", self.num_kv_heads), ("columns of the MLP", self.intermediate_size)):
+            if size % ranks:
+                raise EESDError(f"{ranks} ranks do not divide the model's {size} {what}; give another number.")
+        return replace(
+            self,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=self.num_kv_heads // ranks,
+            intermediate_size=self.intermediate_size // ranks,
+        )
 
 
 def _check_size(name: str, value: int, most: int, least: int = 1) -> None:

@@ -72,6 +72,17 @@ def release_freed_memory() -> None:
         trim(0)
 
 
+def ranks() -> int:
+    """The processes that were started together, as torchrun does, this one among them."""
+    count = os.environ.get("WORLD_SIZE", "")
+    return max(int(count), 1) if count.isdecimal() else 1
+
+
+def rank() -> int:
+    """The number of this process among them."""
+    return int(os.environ.get("RANK", "0")) if ranks() > 1 else 0
+
+
 def nvidia_driver() -> bool:
     """Whether there are traces of an NVIDIA driver."""
     return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None

@@ -1,0 +1,34 @@
+"""A command in a process for each rank, as torchrun starts them, but without torchrun: the exit code of each rank is known."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.ports import free_ports
+
+
+@contextmanager
+def started(folder: Path, *arguments: object, ranks: int = 2) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """Start ``python ARGUMENTS``. What rank i prints is in ``i.out`` and ``i.err`` in ``folder``."""
+    [port] = free_ports(1)
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = []
+    try:
+        for rank in range(ranks):
+            own = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+                command = [sys.executable, *map(str, arguments)]
+                processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=os.environ | own))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def codes(processes: list["subprocess.Popen[bytes]"]) -> list[int]:
+    """The exit codes, when all have ended."""
+    return [process.wait(120) for process in processes]
