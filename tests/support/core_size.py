@@ -16,7 +16,7 @@ DEVICES = (
     *(f"runtime.decoding.{name}" for name in ("device_sampler", "device_rejection")),
 )
 """Where the code for devices begins."""
-BUDGETS = {"without devices": (10525, 59), "with devices": (14533, 78)}
+BUDGETS = {"without devices": (10525, 59), "with devices": (14935, 81)}
 """Most lines and files."""
 
 
