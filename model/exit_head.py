@@ -57,6 +57,8 @@ class ExitHead(nn.Module):
         x, written = self.lm_head_input(x, inputs, caches[: len(self.blocks)], state)
         if self.lm_head is not None:
             return self.lm_head(x), written + carried
+        if self.draft_vocab is None:
+            return lm_head(x), written + carried
         return linear(x, self.rows_of(lm_head.weight)), written + carried
 
     def rows_of(self, lm_head: Tensor) -> Tensor:

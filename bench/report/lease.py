@@ -43,6 +43,7 @@ def write_lease(lines: Sequence[dict[str, Any]], output: Path) -> None:
         *_equal(found),
         *_passes(found),
         *_rows(found),
+        *_quantized(found),
         *_constants(found),
         *_errors(lines),
     ]
@@ -63,6 +64,9 @@ def _equal(found: Found) -> list[str]:
     for flavour, plan in found.get("plans", {}).items():
         parts = plan.items() if isinstance(plan, dict) else [("", plan)]
         lines += [f"* plans, {flavour}, {name}: {_said(value)}" for name, value in parts if name not in ("built", "layers")]
+    if products := found.get("quantized products"):
+        said = {name: value or "none" for name, value in products.items() if name != "milliseconds of a block"}
+        lines += [f"* quantized products, {name}: {value}" for name, value in said.items()]
     if tests := found.get("tests"):
         lines.append(f"* tests for GPUs: {_said(tests)}")
     return ["## What is equal", "\n".join(lines)] if lines else []
@@ -89,6 +93,14 @@ def _passes(found: Found) -> list[str]:
 def _rows(found: Found) -> list[str]:
     rows = [[name, f"{value:.3f}"] for name, value in found.get("rows", {}).items()]
     return ["## Rows that decode together", "\n".join(table(["call", "ms"], rows))] if rows else []
+
+
+def _quantized(found: Found) -> list[str]:
+    timed = found.get("quantized products", {}).get("milliseconds of a block")
+    if not timed:
+        return []
+    rows = [[rows, *(f"{kind[rows]:.3f}" for kind in timed.values())] for rows in next(iter(timed.values()))]
+    return ["## Milliseconds of the products of a block of 8B", "\n".join(table(["rows", *timed], rows))]
 
 
 def _constants(found: Found) -> list[str]:

@@ -82,6 +82,7 @@ def open_torch(
     device: str | None = None,
     exact: bool | None = None,
     split: Split | None = None,
+    keep_levels: bool | None = None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
     """Load the engines of a directory over one set of weights.
 
@@ -93,6 +94,7 @@ def open_torch(
         device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
         exact: On a GPU, see :func:`~eesd.runtime.engines.device_engine.buckets_for`.
         split: This process's part of the weights. None: all of them.
+        keep_levels: Whether quantized weights stay quantized in memory. None: on a GPU, where they can.
 
     Returns:
         The verify engine and the draft engine.
@@ -107,7 +109,7 @@ def open_torch(
     on_gpu = streams[0].on_gpu
     if not on_gpu:
         set_num_threads(threads)
-    stages = load_modules(directory, manifest, [stream.device for stream in streams], draft, split)
+    stages = load_modules(directory, manifest, [stream.device for stream in streams], draft, split, keep_levels)
     several = on_gpu and not has_one_count(manifest, exact)
     verify = [
         TorchStageRunner(stage.verify, graph, stage.rotary_tables, stream, manifest.max_tree_nodes + 1 if several else 0)

@@ -1,7 +1,10 @@
 """Load an engine directory's weights into the modules of ``model/``. The weight files are mapped into memory, not read.
 
-The external data of the graphs say where every weight is; its tensors have the names of the modules' parameters. Quantized
-weights are dequantized at load time, so quantization saves no memory here: the torch engine is the reference.
+The external data of the graphs say where every weight is; its tensors have the names of the modules' parameters.
+
+On a GPU, the quantized weights of linear layers stay quantized in directories of 16 bits (``torch_quantized.py``). Elsewhere
+they are dequantized when they are loaded, and quantization saves no memory: on the CPU, where the torch engine is the
+reference; in float32; in an embedding table; and where weights are split over ranks: :mod:`eesd.model.parallel` splits floats.
 """
 
 import warnings
@@ -18,15 +21,20 @@ from torch import Tensor, nn
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, GraphInfo, Manifest
+from eesd.common.terminal import notice
 from eesd.common.weights import (
     DRAFT,
+    EXIT_HEAD,
     FACTOR,
+    FP4,
+    FP8,
     LEVELS,
     LM_HEAD,
     MINIMUMS,
     ROTARY_TABLES,
     SCALES,
     ZEROS,
+    Quantization,
     StoredWeight,
     part_shapes,
     parts_of,
@@ -38,6 +46,29 @@ from eesd.model.parallel import Split, split_blocks
 from eesd.model.quantize import Quantized, dequantize
 from eesd.runtime.engines.device import explain_out_of_memory
 from eesd.runtime.engines.graph_file import read_graph
+from eesd.runtime.engines.torch_quantized import (
+    TYPES,
+    ComputedBefore,
+    QuantizedLinear,
+    QuantizedWeight,
+    arranged,
+    fault_of_kernel,
+)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A weight that stays quantized: its tensors, as the files hold them."""
+
+    stored: Quantized
+    quantization: Quantization
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        return arranged(self.stored, self.quantization, device)
+
+
+Weights = dict[str, Tensor | QuantizedWeight]
+"""By name; linear weights that are tensors as [out, in]."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +87,12 @@ class StageModules:
 
 
 def load_modules(
-    directory: Path, manifest: Manifest, devices: Sequence[torch.device], draft: bool, split: Split | None = None
+    directory: Path,
+    manifest: Manifest,
+    devices: Sequence[torch.device],
+    draft: bool,
+    split: Split | None = None,
+    keep_levels: bool | None = None,
 ) -> list[StageModules]:
     """Load the stages of verify. On the CPU, the weights are the mapped pages of the files, not copies.
 
@@ -66,20 +102,23 @@ def load_modules(
         devices: The device of each stage.
         draft: Whether to load the draft. Without it, weights that only the draft uses are not loaded.
         split: This process's part of the blocks. None: all of them.
+        keep_levels: Whether quantized weights stay quantized. None: where that saves memory of a GPU, and works.
 
     Raises:
         EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the GPU.
     """
+    if keep_levels is None:
+        keep_levels = split is None and _keeps_levels(manifest, devices[0])
     draft_vocab = [DRAFT_VOCAB_FILE] if manifest.exit_head.draft_vocab else []
     files = _map_files(directory, (WEIGHTS_FILE, *draft_vocab, *manifest.linked))
     stages = []
     for number, (graph, device) in enumerate(zip(manifest.verify, devices, strict=True)):
         with_draft = draft and number == 0
+        graphs = [graph, manifest.draft] if with_draft else [graph]
         with _explain_mismatch(directory):
-            graphs = [graph, manifest.draft] if with_draft else [graph]
-            weights = _load_weights(directory, manifest, graphs, files)
-        if split is None:
-            weights = _moved(weights, device)
+            stored = _load_weights(directory, manifest, graphs, files, keep_levels)
+        weights = _moved(stored, device if split is None else torch.device("cpu"))
+        del stored  # dequantized weights
         with _explain_mismatch(directory):
             verifier, *drafter = (_make_modules(manifest, weights, of) for of in graphs)
         if split is not None:
@@ -87,14 +126,30 @@ def load_modules(
             _move([module for pair in (verifier, *drafter) for module in pair], device)
         verify = Verify(*verifier, manifest.stage_layers[number]).eval()
         drafting = [Draft(*modules, manifest.draft_top_k).eval() for modules in drafter]
-        cos, sin = (weights[name].to(device, getattr(torch, manifest.dtype)) for name in ROTARY_TABLES)
+        cos, sin = (_tensor(weights[name]).to(device, getattr(torch, manifest.dtype)) for name in ROTARY_TABLES)
         stages.append(StageModules(verify, drafting[0] if drafting else None, (cos, sin)))
     return stages
 
 
-def _moved(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _keeps_levels(manifest: Manifest, device: torch.device) -> bool:
+    """Whether a device has quantized weights to keep, and a kernel for them. Says so if it has no kernel."""
+    kept = {one.weights for one in manifest.quantization.used} - {FP8, FP4}  # for which the kernel has no levels
+    if device.type == "cpu" or manifest.dtype not in TYPES or not kept:
+        return False
+    if fault := fault_of_kernel(device, getattr(torch, manifest.dtype)):
+        notice(f"The quantized weights take the memory of {manifest.dtype} weights on the GPU: {fault}.")
+    return fault is None
+
+
+def _moved(weights: dict[str, Tensor | Levels], device: torch.device) -> Weights:
     with explain_out_of_memory("The weights"):
-        return {name: tensor.to(device) for name, tensor in weights.items()}
+        return {name: weight.to(device) for name, weight in weights.items()}
+
+
+def _tensor(weight: Tensor | QuantizedWeight) -> Tensor:
+    """A weight that is never quantized."""
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def _move(modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -124,19 +179,37 @@ def _explain_mismatch(directory: Path) -> Iterator[None]:
         raise EESDError(f"The graphs and weights in {directory} do not fit its manifest; export the model again.") from None
 
 
-def _make_modules(manifest: Manifest, weights: dict[str, Tensor], graph: GraphInfo) -> tuple[Decoder, ExitHead]:
+def _make_modules(manifest: Manifest, weights: Weights, graph: GraphInfo) -> tuple[Decoder, ExitHead]:
     """Make the modules of a graph with its weights. Parameters without a weight stay on the meta device."""
     with torch.device("meta"):
         decoder, head = Decoder(manifest.geometry), ExitHead(manifest.geometry, manifest.exit_head)
+    used = {name.removeprefix(DRAFT): weights[name] for name in manifest.weights_of(graph)}
     own: dict[str, Tensor] = {}
-    for name in manifest.weights_of(graph):
-        own |= _unpacked(name.removeprefix(DRAFT), weights[name], manifest)
+    for name, weight in used.items():
+        if isinstance(weight, QuantizedWeight):
+            bias = name.removesuffix("weight") + "bias"
+            outputs = _outputs(name, weight.scales.shape[1], manifest)[0]
+            layer = QuantizedLinear(weight, _tensor(used[bias]) if bias in used else None, outputs)
+            _set_quantized(decoder, head, name, layer)
+        else:
+            own |= _unpacked(name, weight, manifest)
     Draft(decoder, head, manifest.draft_top_k).load_state_dict(own, strict=False, assign=True)
-    if manifest.geometry.tied_embeddings and LM_HEAD not in own:
+    if manifest.geometry.tied_embeddings and LM_HEAD not in used:
         decoder.lm_head.weight = decoder.model.embed_tokens.weight
     for module in (decoder, head):
         module.requires_grad_(False)
     return decoder, head
+
+
+def _set_quantized(decoder: Decoder, head: ExitHead, name: str, layer: QuantizedLinear) -> None:
+    """Put a layer in the place of all layers whose weight it has."""
+    module = head if name.startswith(EXIT_HEAD) else decoder
+    first, *others = (part.removeprefix(EXIT_HEAD).removesuffix(".weight") for part in parts_of(name))
+    for other in others:
+        replaced = module.get_submodule(other)
+        assert isinstance(replaced, nn.Linear)
+        module.set_submodule(other, ComputedBefore(replaced.out_features))
+    module.set_submodule(first, layer)
 
 
 def _map_files(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
@@ -147,20 +220,21 @@ def _map_files(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _load_weights(
-    directory: Path, manifest: Manifest, graphs: Sequence[GraphInfo], files: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Weights of graphs by name; linear weights as [out, in].
+    directory: Path, manifest: Manifest, graphs: Sequence[GraphInfo], files: dict[str, Tensor], keep_levels: bool
+) -> dict[str, Tensor | Levels]:
+    """Weights of graphs by name; linear weights that are tensors as [out, in].
 
     Args:
         directory: Engine directory.
         manifest: Its manifest.
         graphs: The graphs whose weights to load.
         files: Bytes of the weight files by name.
+        keep_levels: Whether the quantized weights of linear layers stay quantized.
 
     Raises:
         KeyError, ValueError: The graphs do not have the weights that the manifest says.
     """
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Tensor | Levels] = {}
     for graph in graphs:
         stored = _external_tensors(directory / graph.file)
         expected = manifest.weights_of(graph)
@@ -168,7 +242,7 @@ def _load_weights(
             if name not in weights:
                 linked = ExternalDataInfo(stored[name]).location != WEIGHTS_FILE
                 as_stored = replace(weight, transposed=False, quantization=None) if linked else weight
-                weights[name] = _load_weight(as_stored, stored, files)
+                weights[name] = _load_weight(as_stored, stored, files, keep_levels)
         if not stored.keys() <= {name for weight in expected.values() for name in weight.tensors}:
             raise ValueError("a weight that is not in the manifest")
     return weights
@@ -176,29 +250,46 @@ def _load_weights(
 
 def _unpacked(name: str, tensor: Tensor, manifest: Manifest) -> dict[str, Tensor]:
     """The parts of a packed weight by name: views."""
+    return dict(zip(parts_of(name), torch.split(tensor, _outputs(name, len(tensor), manifest)), strict=True))
+
+
+def _outputs(name: str, outputs: int, manifest: Manifest) -> list[int]:
+    """How many of a weight's outputs are of each of its parts."""
     parts = parts_of(name)
-    rows = [shape[0] for shape in part_shapes(parts, manifest.geometry)] if len(parts) > 1 else [len(tensor)]
-    return dict(zip(parts, torch.split(tensor, rows), strict=True))
+    return [shape[0] for shape in part_shapes(parts, manifest.geometry)] if len(parts) > 1 else [outputs]
 
 
-def _load_weight(weight: StoredWeight, stored: dict[str, TensorProto], files: dict[str, Tensor]) -> Tensor:
-    """A weight as [out, in]: a view of its file, or a dequantized copy."""
+def _load_weight(
+    weight: StoredWeight, stored: dict[str, TensorProto], files: dict[str, Tensor], keep_levels: bool
+) -> Tensor | Levels:
+    """A weight as [out, in]: a view of its file, or a dequantized copy. Or its levels, if it is of a linear layer."""
     quantization = weight.quantization
     if quantization is None:
         tensor = _stored_tensor(stored[weight.name], weight.dtype, weight.stored_shape, files)
-    else:
-        kind, shape = quantization.weights, weight.scales_shape
-        levels = _stored_tensor(stored[weight.name], kind, weight.stored_shape, files)
-        types = {SCALES: weight.scales_dtype}
-        types |= {ZEROS: kind} if quantization.zero_points else {}
-        types |= {MINIMUMS: weight.scales_dtype} if quantization.minimums else {}
-        parts = {suffix: _stored_tensor(stored[weight.name + suffix], dtype, shape, files) for suffix, dtype in types.items()}
-        if quantization.factor:
-            parts[SCALES] = parts[SCALES].view(torch.float8_e4m3fn).view(*shape)
-            parts[FACTOR] = _stored_tensor(stored[weight.name + FACTOR], weight.dtype, (), files)
-        whole = Quantized(levels, parts[SCALES], parts.get(ZEROS), parts.get(MINIMUMS), parts.get(FACTOR))
-        tensor = dequantize(whole, kind, 0 if weight.transposed else 1).to(getattr(torch, weight.dtype))
+        return tensor.t() if weight.transposed else tensor
+    whole = _stored_levels(weight, quantization, stored, files)
+    if keep_levels and weight.transposed and quantization.weights not in (FP8, FP4):
+        return Levels(whole, quantization)
+    tensor = dequantize(whole, quantization.weights, 0 if weight.transposed else 1).to(getattr(torch, weight.dtype))
     return tensor.t() if weight.transposed else tensor
+
+
+def _stored_levels(
+    weight: StoredWeight, quantization: Quantization, stored: dict[str, TensorProto], files: dict[str, Tensor]
+) -> Quantized:
+    """The tensors of a quantized weight: views of their file. Raises ValueError if it has too few bytes."""
+    kind, shape = quantization.weights, weight.scales_shape
+    types = {SCALES: weight.scales_dtype}
+    types |= {ZEROS: kind} if quantization.zero_points else {}
+    types |= {MINIMUMS: weight.scales_dtype} if quantization.minimums else {}
+    parts = {suffix: _stored_tensor(stored[weight.name + suffix], dtype, shape, files) for suffix, dtype in types.items()}
+    parts[""] = _stored_tensor(stored[weight.name], kind, weight.stored_shape, files)
+    if any(part.nbytes != weight.tensors[weight.name + suffix] for suffix, part in parts.items()):
+        raise ValueError(weight.name)
+    if quantization.factor:
+        parts[SCALES] = parts[SCALES].view(torch.float8_e4m3fn).view(*shape)
+        parts[FACTOR] = _stored_tensor(stored[weight.name + FACTOR], weight.dtype, (), files)
+    return Quantized(parts[""], parts[SCALES], parts.get(ZEROS), parts.get(MINIMUMS), parts.get(FACTOR))
 
 
 def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files: dict[str, Tensor]) -> Tensor:

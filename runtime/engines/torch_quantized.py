@@ -1,0 +1,118 @@
+"""Linear layers of the torch engine whose weights stay quantized in a GPU's memory.
+
+The levels are arranged for the kernel of ``torch_kernel.py`` when they are loaded. That file needs Triton, which torch's wheels
+for Linux bring along; :func:`fault_of_kernel` says whether it works, and this file can be imported without it.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from eesd.common.weights import BITS, Quantization
+from eesd.model.quantize import Quantized, dequantize, pack, quantize, unpack
+
+TYPES = ("float16", "bfloat16")
+"""Element types of directories whose weights stay quantized. On a GPU, float32 is for comparisons."""
+PANEL = 32
+"""Outputs of a panel, which a program of the kernel computes."""
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight [in, out] as the kernel takes it; see :func:`~eesd.runtime.engines.torch_kernel.multiply`."""
+
+    levels: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    minimums: Tensor | None
+    bits: int
+    middle: int
+
+
+def arranged(weight: Quantized, quantization: Quantization, device: torch.device) -> QuantizedWeight:
+    """Move a weight to a device, and arrange its levels there by panels of outputs, without a sign.
+
+    Args:
+        weight: The stored tensors of a weight [in, out].
+        quantization: Its quantization.
+        device: Where to keep it.
+    """
+    kind, bits = quantization.weights, BITS[quantization.weights]
+    blocks, outputs = weight.scales.shape
+    inputs, levels = blocks * quantization.block, weight.levels.to(device)
+    if bits == 4 and outputs % 2:  # rows begin within a byte
+        apart = unpack(levels, "uint4", inputs * outputs).to(torch.uint8).view(inputs, outputs)
+        levels = pack(nn.functional.pad(apart, (0, 1)), bits)
+    levels, width = levels.view(inputs, -1), PANEL * bits // 8
+    levels = nn.functional.pad(levels, (0, -levels.shape[1] % width)).view(inputs, -1, width).transpose(0, 1).contiguous()
+    signed = not kind.startswith("u")
+    if signed:
+        levels ^= {8: 0x80, 4: 0x88}[bits]  # the level -128 or -8 becomes 0
+    zeros = None if weight.zeros is None else unpack(weight.zeros.to(device), kind, blocks * outputs).to(torch.uint8)
+    return QuantizedWeight(
+        levels,
+        weight.scales.to(device),
+        None if zeros is None else zeros.view(blocks, outputs),
+        None if weight.minimums is None else weight.minimums.to(device),
+        bits,
+        1 << (bits - 1) if signed else 0,
+    )
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with a quantized weight, or several that read the same input: then it is the first of them.
+
+    The outputs of the first one are those of all of them, side by side, and the others are :class:`ComputedBefore`. So
+    :func:`~eesd.model.decoder.joint_linear` makes one product of them.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, out_features: int) -> None:
+        """Take the weight and the bias of all layers. ``out_features`` is the number of outputs of the first."""
+        super().__init__()
+        self.out_features = out_features
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] multiplied, [..., out]."""
+        y = product(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+class ComputedBefore(nn.Module):
+    """A linear layer whose outputs a :class:`QuantizedLinear` before it has: it gives none."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :0]
+
+
+def product(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """x [n, in] multiplied by a weight, [n, out], in the type of x."""
+    from eesd.runtime.engines.torch_kernel import multiply
+
+    return multiply(x.contiguous(), weight.levels, weight.scales, weight.zeros, weight.minimums, weight.bits, weight.middle)
+
+
+@cache
+def fault_of_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a device cannot multiply by quantized weights, as a clause; None if it can.
+
+    It is tried, as Triton also needs a driver that it knows, a C compiler, and a folder to write to.
+    """
+    stored = quantize(torch.randn(48, 96, generator=torch.Generator().manual_seed(0)), "int4", dtype)
+    x = torch.ones((2, 96), dtype=dtype, device=device)
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            found = product(x, arranged(stored, Quantization("int4", 32), device)).float().cpu()
+    except ImportError:
+        return "Triton is not installed"
+    except Exception as error:  # whatever a compiler, a driver or a file system says
+        return f"Triton fails on it ({str(error).strip().partition(chr(10))[0] or type(error).__name__})"
+    expected = dequantize(stored, "int4").to(dtype).float().sum(0)
+    return None if torch.allclose(found, expected.expand(2, -1), atol=0.05, rtol=0.01) else "Triton multiplies wrongly on it"
