@@ -271,7 +271,7 @@ class LLM:
         self.default_sampling = default_sampling
         # Read now: later the directory may have been exported again, with another tokenizer.
         self.draft_columns = DraftColumns(load_draft_vocab(directory, manifest))
-        self._codec = TextCodec(directory) if (directory / "tokenizer.json").exists() else None
+        self._codec = TextCodec(directory, manifest.max_seq_len) if (directory / "tokenizer.json").exists() else None
         self._idle: list[KVCache] = []
         self.prefixes = PrefixCache(prefix_memory) if prefix_memory else None
         self.observer: Observer | None = None

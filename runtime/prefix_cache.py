@@ -8,6 +8,8 @@ from eesd.runtime.engines.base import Values
 
 BLOCK = 32
 """Tokens that are kept together."""
+Key = tuple[int | str, ...]
+"""The tokens of a block; of the first one of a text with its salt before them."""
 
 
 @dataclass(eq=False)
@@ -15,9 +17,9 @@ class _Block:
     """Keys and values [L+E, 2, KV, BLOCK, D] of tokens behind those of ``parent``."""
 
     parent: "_Block | None"
-    tokens: tuple[int, ...]
+    key: Key
     values: Values | None
-    following: "dict[tuple[int, ...], _Block]" = field(default_factory=dict)
+    following: "dict[Key, _Block]" = field(default_factory=dict)
     used: int = 0
 
 
@@ -46,11 +48,14 @@ class PrefixCache:
         """Bytes of the keys and values that are kept."""
         return self._bytes
 
-    def find(self, tokens: Sequence[int]) -> list[Values]:
-        """The keys and values of the longest beginning of ``tokens`` that is known, in blocks of :data:`BLOCK` tokens."""
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[Values]:
+        """The keys and values of the longest beginning of ``tokens`` that is known, in blocks of :data:`BLOCK` tokens.
+
+        Only what was added with the same ``salt`` is known.
+        """
         found, block, now = [], self._root, next(self._clock)
         self.queries += len(tokens)
-        for key in _keys(tokens):
+        for key in _keys(tokens, salt):
             following = block.following.get(key)
             if following is None:
                 break
@@ -60,15 +65,16 @@ class PrefixCache:
         self.hits += BLOCK * len(found)
         return found
 
-    def add(self, tokens: Sequence[int], read: Callable[[int, int], Values]) -> None:
+    def add(self, tokens: Sequence[int], read: Callable[[int, int], Values], salt: str = "") -> None:
         """Keep the keys and values of a text.
 
         Args:
             tokens: Its tokens whose keys and values are known.
             read: Gives those of the slots from ``start`` to ``stop - 1``, [L+E, 2, KV, n, D]. They are copied.
+            salt: See :meth:`find`.
         """
         block, now = self._root, next(self._clock)
-        for number, key in enumerate(_keys(tokens)):
+        for number, key in enumerate(_keys(tokens, salt)):
             following = block.following.get(key)
             if following is None:
                 values = read(number * BLOCK, (number + 1) * BLOCK)
@@ -87,7 +93,7 @@ class PrefixCache:
                 return False
             for oldest in sorted(ends, key=lambda block: block.used)[: max(len(ends) // 4, 1)]:
                 assert oldest.parent is not None and oldest.values is not None
-                del oldest.parent.following[oldest.tokens]
+                del oldest.parent.following[oldest.key]
                 self._bytes -= oldest.values.nbytes
         return True
 
@@ -100,6 +106,7 @@ class PrefixCache:
         return found
 
 
-def _keys(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    """The whole blocks of a text."""
-    return [tuple(tokens[start : start + BLOCK]) for start in range(0, len(tokens) - BLOCK + 1, BLOCK)]
+def _keys(tokens: Sequence[int], salt: str) -> list[Key]:
+    """The whole blocks of a text. The first one has the salt, too."""
+    found: list[Key] = [tuple(tokens[start : start + BLOCK]) for start in range(0, len(tokens) - BLOCK + 1, BLOCK)]
+    return [(salt, *found[0]), *found[1:]] if found else []

@@ -66,6 +66,8 @@ class Request:
         prompt_logprobs: The same for the tokens of the prompt, but the first.
         seconds: Time until the request is ended, whatever it has by then; None: no limit.
         constraint: Restricts the tokens.
+        salt: Keys and values that are kept from one request serve only those with the same salt. Who has another one cannot
+            learn, by time or by ``cached_tokens``, whether a text was seen before.
 
     Raises:
         EESDError: A value has another type, or is out of range.
@@ -82,10 +84,13 @@ class Request:
     prompt_logprobs: int | None = None
     seconds: float | None = None
     constraint: Constraint | None = None
+    salt: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, Sampling):
             raise EESDError(f"sampling is {shown(self.sampling)}; it must be a Sampling.")
+        if not isinstance(self.salt, str):
+            raise EESDError(f"salt is {shown(self.salt)}; it must be a text.")
         check_integer("max_new_tokens", self.max_new_tokens, 1, 2**63 - 1)
         check_flag("draft", self.draft)
         check_flag("ignore_eos", self.ignore_eos)
@@ -163,13 +168,18 @@ OnUpdate = Callable[[Update], None]
 
 
 class Generation:
-    """A request that was accepted. ``cancel`` may be called from any thread, and more than once."""
+    """A request that was accepted. ``cancel`` may be called from any thread, and more than once.
+
+    Attributes:
+        began: ``time.monotonic()`` when it got a place in the batch; None: it waits.
+    """
 
     def __init__(self, request: Request, on_update: OnUpdate = lambda _: None) -> None:
         self.request = request
         self.on_update = on_update
         self._ends_at = None if request.seconds is None else time.monotonic() + request.seconds
         self._cancelled = threading.Event()
+        self.began: float | None = None
 
     def cancel(self) -> None:
         """End the request at the next round. Its last update says ``cancelled``, unless it was finished before."""

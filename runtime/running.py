@@ -91,13 +91,13 @@ class Running:
         """Take the keys and values of the prompt's beginning that are known, unless its logits are asked for."""
         if self.request.prompt_logprobs is None:
             before = self.session.unfilled
-            self.session.fill(prefixes.find(self.request.tokens[:-1]))
+            self.session.fill(prefixes.find(self.request.tokens[:-1], self.request.salt))
             self.cached_tokens = before - self.session.unfilled
 
     def keep_prefix(self, prefixes: PrefixCache) -> None:
         """Keep its keys and values for requests that begin like it."""
         if not self.session.unfilled:
-            prefixes.add(self.session.tokens[:-1], self.kv_cache.values)
+            prefixes.add(self.session.tokens[:-1], self.kv_cache.values, self.request.salt)
 
     def update(self, result: RoundResult) -> Update:
         """What to report of a round. A stop string ends the request."""

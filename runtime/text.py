@@ -24,6 +24,11 @@ _REMEDY = "export the model again"
 class TextCodec:
     """The tokenizer and chat template of an engine directory.
 
+    Args:
+        directory: Engine directory.
+        most_tokens: Most tokens of a text. One that has more for certain, by its characters, is refused before the tokenizer
+            spends seconds on it. None: no limit.
+
     Attributes:
         tokenizer: The tokenizer.
         chat_template: The chat template, or None if the model has none.
@@ -33,7 +38,7 @@ class TextCodec:
         EESDError: There is no tokenizer, or a file is damaged.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, most_tokens: int | None = None) -> None:
         path = directory / "tokenizer.json"
         if not path.exists():
             raise EESDError(f"{directory} has no tokenizer.json; give token ids, or export from a model that has one.")
@@ -42,6 +47,8 @@ class TextCodec:
         except Exception as error:  # the library raises plain Exceptions
             raise EESDError(f"{path} cannot be read ({error}); {_REMEDY}.") from None
         _check_post_processor(path, self.tokenizer)
+        self._most = most_tokens
+        self._longest = max(map(len, self.tokenizer.get_vocab()), default=1)  # characters of a token
         path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = read_json_object(path, _REMEDY) if path.exists() else {}
         self.tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
@@ -57,6 +64,9 @@ class TextCodec:
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with or without the tokenizer's own special tokens."""
+        least = len(text) // self._longest
+        if self._most is not None and least > self._most:
+            raise EESDError(f"The text has at least {least} tokens, and the model takes {self._most}; give a shorter one.")
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
         except TypeError:  # the tokenizer raises this for lone surrogates, which stand for bytes that were not UTF-8

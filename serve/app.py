@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 
 import eesd
 from eesd.runtime.batch.service import Service
@@ -35,8 +36,10 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
     mount_page(app)
     handle_errors(app)
     app.state.tracer = tracer_from_environment()
-    app.add_middleware(Gate, serving=app.state.serving, open_paths=("/health", "/ready", *FILES))
-    app.add_middleware(Observe, tracer=app.state.tracer)
+    open_paths = ("/health", "/ready", *(["/metrics"] if options.metrics_open else []), *FILES)
+    app.add_middleware(Gate, serving=app.state.serving, open_paths=open_paths)
+    paths = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute))
+    app.add_middleware(Observe, tracer=app.state.tracer, serving=app.state.serving, paths=paths)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign] # FastAPI's way to change it
     return app
 

@@ -1,6 +1,7 @@
 """``eesd-serve``: OpenAI's API over an engine directory."""
 
 import os
+import tomllib
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -26,18 +27,43 @@ BITS = (
 )
 LOG_FORMATS = ("text", "json")
 KEYS = "EESD_API_KEY"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine. Who listens on one of them answers for all of them, and for no other."""
 LEARNED = (
     "Start with what the batch learned about drafting in FILE, if it exists; save it there every few minutes and at the end."
 )
+HOSTS = "Name that requests may be for; repeatable.  [default: those of this machine if --host is one of them, else any]"
+CONFIG = "TOML file with options, such as port = 8080. The command line and EESD_SERVE_* variables go before it."
 TRITON = "Write a model for Triton Inference Server into this repository instead of serving."
 
 
-@cli.command()
+def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
+    """Make what a configuration file says the defaults of the command's options."""
+    if path is None:
+        return
+    try:
+        given = tomllib.loads(read_text(path, "give UTF-8 text"))
+    except tomllib.TOMLDecodeError as error:
+        raise EESDError(f"{path} is not TOML ({error}); write lines such as port = 8080.") from None
+    known = {option.lstrip("-"): one for one in ctx.command.params for option in one.opts}
+    for name, value in given.items():
+        if name not in known or name == "config":
+            raise EESDError(f"{path}: there is no option {name}; eesd-serve --help lists those that there are.")
+        several = getattr(known[name], "multiple", False)
+        if isinstance(value, dict) or isinstance(value, list) != several:
+            raise EESDError(f"{path}: {name} is no {'list' if several else 'single value'}; write it as --help shows it.")
+    ctx.default_map = {str(known[name].name): value for name, value in given.items()}
+
+
+@cli.command(environment="EESD_SERVE")
+@click.option("--config", type=cli.PATH, is_eager=True, expose_value=False, callback=_configure, metavar="FILE", help=CONFIG)
 @click.option("--engine-dir", type=cli.PATH, required=True, help="Directory made by eesd-export.")
 @click.option("--host", type=cli.NAME, default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: a free one.")
 @click.option("--model-name", default="", show_default=False, help="Name that clients give as model.  [default: the model's]")
 @click.option("--api-key-file", type=cli.PATH, help=f"Keys that clients must send, one a line.  [default: {KEYS}, else none]")
+@click.option("--allowed-host", "hosts", multiple=True, help=HOSTS)
+@click.option("--metrics-open", is_flag=True, help="/metrics needs no key.")
 @click.option("--max-body-bytes", type=int, default=4 << 20, help="Largest body.")
 @click.option("--max-prompt-tokens", type=int, default=0, help="Longest prompt; 0: what the KV cache holds.")
 @click.option("--max-n", type=int, default=64, help="Most texts of one request: prompts times n.")
@@ -91,7 +117,10 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     except ModuleNotFoundError as error:
         raise EESDError(f"Serving needs {error.name}; pip install 'eesd[serve]'.") from None
     names = [field.name for field in fields(ServeOptions) if field.name in options]
-    limits = ServeOptions(api_keys=api_keys(options["api_key_file"]), **{name: options[name] for name in names})
+    hosts = options["hosts"] or (LOOPBACK if host in LOOPBACK else ())
+    limits = ServeOptions(
+        api_keys=api_keys(options["api_key_file"]), allowed_hosts=hosts, **{name: options[name] for name in names}
+    )
     learned: Path | None = options["controller_state"]
     log_to_stderr(options["log_format"])
     if rank() > 0:

@@ -61,7 +61,7 @@ def refused(response: Any, status: int, *words: str, param: str | None = None) -
         ({"top_k": -2}, "top_k", "greater"),
         ({"min_p": 1}, "min_p", "less"),
         ({"repetition_penalty": 0}, "repetition_penalty", "greater"),
-        ({"seed": -1}, "seed", "greater"),
+        ({"seed": -(2**70)}, "seed", "greater"),
         ({"n": 0}, "n", "greater"),
         ({"n": 9}, "n", "at most 8"),
         ({"prompt": ["a"] * 3, "n": 3}, "n", "at most 8"),
@@ -152,7 +152,7 @@ def test_only_json_is_read(server: Served) -> None:
 
 def test_other_paths_methods_and_models(server: Served) -> None:
     with server.http as http:
-        refused(http.get("/v1/nothing"), 404, "Not Found")
+        refused(http.get("/v1/nothing"), 404, "/openapi.json")
         refused(http.get(COMPLETIONS), 405, "Not Allowed")
         refused(http.get("/docs"), 404)
         refused(http.get("/v1/models/other"), 404, "'other'", param="model")

@@ -185,6 +185,7 @@ class Scheduler:
             if promised + self._needs(self.waiting[0]) > self._options.kv_memory:
                 return
             generation = self.waiting.popleft()
+            generation.began = time.monotonic()
             kv_cache = self._free.pop()
             try:
                 row = Row(generation, self._llm.begin(generation.request, kv_cache))

@@ -94,6 +94,11 @@ class Service:
             self._changed.notify_all()
         return generation
 
+    @property
+    def places(self) -> int:
+        """Requests that can run or wait at once."""
+        return self._options.max_rows + self._options.max_queue
+
     def _until_free(self, waiting: int) -> float:
         """Seconds until the queue is likely half empty."""
         return max(1.0, self._scheduler.request_seconds * (waiting / 2) / self._options.max_rows)

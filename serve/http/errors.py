@@ -27,6 +27,7 @@ TYPES = {
     503: "service_unavailable_error",
 }
 """The statuses of errors, and the type that each has in its body."""
+NO_PATH = "There is no such path here; /openapi.json lists all, such as /v1/chat/completions and /v1/completions."
 LEFT = 499
 """What the log says about a request whose client left."""
 
@@ -114,7 +115,8 @@ def as_api_error(error: Exception) -> APIError:
         return _invalid(error)
     if isinstance(error, HTTPException):
         status = error.status_code if error.status_code in TYPES else 400 if error.status_code < 500 else 500
-        return APIError(status, f"{str(error.detail).rstrip('.')}.", headers=error.headers)
+        message = NO_PATH if status == 404 else f"{str(error.detail).rstrip('.')}."
+        return APIError(status, message, headers=error.headers)
     return APIError(500, "The server failed; its log says why.", code="internal_error")
 
 

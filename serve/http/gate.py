@@ -4,6 +4,7 @@ import asyncio
 import hmac
 from collections.abc import Collection
 from hashlib import sha256
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -54,7 +55,13 @@ class Gate:
             APIError: It may not enter.
         """
         headers, options = Headers(scope=scope), self._serving.options
-        if self._keys and scope["path"] not in self._open and not self._knows(headers.get("authorization", "")):
+        if options.allowed_hosts and _name_of(headers.get("host", "")) not in options.allowed_hosts:
+            names = ", ".join(options.allowed_hosts)
+            message = f"The request is for another host; this server answers for {names}. --allowed-host adds one."
+            raise APIError(400, message, code="unknown_host", headers=CLOSE)
+        key = self._key(headers.get("authorization", ""))
+        scope.setdefault("state", {})["key"] = key
+        if self._keys and scope["path"] not in self._open and not key:
             message = "The API key is missing or wrong; send it as Authorization: Bearer KEY."
             raise APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer", **CLOSE})
         if self._serving.draining and scope["path"] not in QUIET:
@@ -66,12 +73,23 @@ class Gate:
             message = f"The body did not come within {options.body_timeout:g} seconds; send it faster."
             raise APIError(408, message, code="timeout", headers=CLOSE) from None
 
-    def _knows(self, authorization: str) -> bool:
-        """Whether a header has one of the keys. Takes the same time for every wrong key."""
+    def _key(self, authorization: str) -> str:
+        """What the log calls the key of a header: the beginning of its SHA-256. Empty if it is none of the keys.
+
+        Takes the same time for every wrong key.
+        """
         kind, _, key = authorization.partition(" ")
         digest = sha256(key.strip().encode()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
-        return any(matches) and kind.lower() == "bearer"
+        return digest.hex()[:8] if any(matches) and kind.lower() == "bearer" else ""
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without a port; "" if there is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 async def _read(headers: Headers, receive: Receive, most: int) -> bytes | None:

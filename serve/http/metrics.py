@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+import eesd
 from eesd.runtime.batch.service import Service
 from eesd.runtime.decoding.stats import Stats
-from eesd.runtime.request import Update
+from eesd.runtime.request import Generation, Update
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 REASONS = {"cancelled": "abort"}
 """Finish reasons that vLLM calls otherwise."""
 
@@ -36,6 +38,14 @@ class Metrics:
         self.first_token = histogram("time_to_first_token_seconds", "Time until the first token.", FIRST_TOKEN)
         self.between = histogram("inter_token_latency_seconds", "Time between rounds that bring tokens.", BETWEEN)
         self.whole = histogram("e2e_request_latency_seconds", "Time of a whole request.", WHOLE)
+        self.queued = histogram("request_queue_time_seconds", "Time until a request has a place in the batch.", FIRST_TOKEN)
+        self.prefill = histogram("request_prefill_time_seconds", "Time in calls that read a prompt.", FIRST_TOKEN)
+        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", LENGTHS)
+        self.text_length = histogram("request_generation_tokens", "Tokens generated for a request.", LENGTHS)
+        what, labels = "Requests of HTTP by path and status; 499: the client left.", ["model_name", "route", "status"]
+        self._answers = Counter("eesd:http_requests", what, labels, registry=self.registry)
+        build = Gauge("eesd:build_info", "1; which version runs.", ["model_name", "version"], registry=self.registry)
+        build.labels(model, eesd.__version__).set(1)
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model)
         self.generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model)
         self._success = counter("request_success", "Requests that ended, by the reason.", "finished_reason")
@@ -45,6 +55,10 @@ class Metrics:
         self._positions = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their place in the draft.", "position"
         )
+
+    def answered(self, route: str, status: int) -> None:
+        """Count a request of HTTP, refused ones, too. ``route``: its path in the schema, or ``other``."""
+        self._answers.labels(self._model, route, str(status)).inc()
 
     def ended(self, reason: str) -> None:
         self._success.labels(self._model, REASONS.get(reason, reason)).inc()
@@ -67,8 +81,8 @@ class Metrics:
 class Meter:
     """Measures one request. Times are seconds of one monotonic clock."""
 
-    def __init__(self, metrics: Metrics, start: float) -> None:
-        self._metrics, self._start = metrics, start
+    def __init__(self, metrics: Metrics, generation: Generation, start: float) -> None:
+        self._metrics, self._generation, self._start = metrics, generation, start
         self._last: float | None = None
         self._stats = Stats()
         self._ended = False
@@ -79,6 +93,8 @@ class Meter:
             if self._last is None:
                 metrics.first_token.observe(now - self._start)
                 metrics.prompt_tokens.inc(update.stats.prompt_tokens)
+                metrics.prompt_length.observe(update.stats.prompt_tokens)
+                metrics.prefill.observe(update.stats.prefill_seconds)
             else:
                 metrics.between.observe(now - self._last)
             self._last = now
@@ -93,6 +109,9 @@ class Meter:
         if not self._ended:
             self._ended = True
             self._metrics.ended(reason)
+            self._metrics.text_length.observe(self._stats.new_tokens)
+            began = self._generation.began
+            self._metrics.queued.observe((now if began is None else began) - self._start)
             self._metrics.whole.observe(now - self._start)
 
 

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eesd.serve.http.errors import LEFT, as_api_error
+from eesd.serve.http.options import Serving
 
 LOGGER = logging.getLogger("eesd.serve")
 QUIET = ("/health", "/ready", "/metrics")
@@ -55,7 +56,12 @@ class TextFormatter(logging.Formatter):
         facts = getattr(record, "facts", {})
         request_id = _REQUEST_ID.get()
         more = ({"request_id": request_id} if request_id else {}) | facts
-        return super().formatMessage(record) + "".join(f" {name}={value}" for name, value in more.items())
+        return _printable(super().formatMessage(record) + "".join(f" {name}={value}" for name, value in more.items()))
+
+
+def _printable(text: str) -> str:
+    """A text without what would begin a line of its own, or change a terminal."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def log_to_stderr(form: str) -> None:
@@ -109,8 +115,9 @@ def tracer_from_environment() -> Tracer | None:
 class Observe:
     """ASGI middleware around everything: an id, a log line and a trace for each request, and an answer to exceptions."""
 
-    def __init__(self, app: ASGIApp, tracer: Tracer | None) -> None:
-        self._app, self._tracer = app, tracer
+    def __init__(self, app: ASGIApp, tracer: Tracer | None, serving: Serving, paths: Collection[str]) -> None:
+        """``paths`` are those of the routes. Metrics count all other ones together, as anybody can make up more."""
+        self._app, self._tracer, self._metrics, self._paths = app, tracer, serving.metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in QUIET:
@@ -120,11 +127,14 @@ class Observe:
         given = headers.get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else uuid4().hex
         _REQUEST_ID.set(request_id)
-        facts: dict[str, Any] = {"method": scope["method"], "path": scope["path"][:200]}
+        path = scope["raw_path"].decode("latin-1")[:200]  # as it was sent: decoded, it could begin a line of its own
+        facts: dict[str, Any] = {"method": scope["method"], "path": path}
+        if scope.get("client"):
+            facts["client"] = scope["client"][0]
         if self._tracer is None:
             await self._observed(scope, receive, send, request_id, facts)
         else:
-            with self._tracer.span(f"{scope['method']} {scope['path'][:200]}", headers, facts):
+            with self._tracer.span(f"{scope['method']} {path}", headers, facts):
                 await self._observed(scope, receive, send, request_id, facts)
 
     async def _observed(self, scope: Scope, receive: Receive, send: Send, request_id: str, facts: dict[str, Any]) -> None:
@@ -146,6 +156,8 @@ class Observe:
                 await as_api_error(error).response(scope, receive, sending)
         finally:
             facts |= {"status": status or LEFT, "seconds": round(monotonic() - start, 4)}
-            generations = scope.get("state", {}).get("generations")
-            facts |= generations.facts() if generations else {}
+            state = scope.get("state", {})
+            facts |= {"key": state["key"]} if state.get("key") else {}
+            facts |= state["generations"].facts() if state.get("generations") else {}
+            self._metrics.answered(scope["path"] if scope["path"] in self._paths else "other", facts["status"])
             LOGGER.info("%s %s %s", facts["method"], facts["path"], facts["status"], extra={"facts": facts})

@@ -16,6 +16,9 @@ class ServeOptions:
     Attributes:
         model_name: The name that clients give as ``model``; "": the name in the engine directory.
         api_keys: Any one of these must come as a bearer token; empty: no key is needed.
+        allowed_hosts: Names that requests may be for (``Host``), without ports; empty: any. A page of another site whose name
+            is made to lead here (DNS rebinding) is then refused.
+        metrics_open: Whether ``/metrics`` needs no key.
         max_body_bytes: Largest body.
         max_prompt_tokens: Longest prompt; 0: what the engines' KV cache holds.
         max_n: Most texts of one request: prompts times ``n``.
@@ -30,6 +33,8 @@ class ServeOptions:
 
     model_name: str = ""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+    metrics_open: bool = False
     max_body_bytes: int = 4 << 20
     max_prompt_tokens: int = 0
     max_n: int = 64
@@ -44,6 +49,9 @@ class ServeOptions:
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or not key.strip() == key or not 8 <= len(key) <= 1024:
                 raise EESDError("An API key is unusable; give 8 to 1024 printable ASCII characters without blanks around.")
+        for host in self.allowed_hosts:
+            if not host or host.strip() != host or "/" in host:
+                raise EESDError(f"The allowed host {shown(host)} is no name of a machine; give one such as api.example.com.")
         check_integer("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
         check_integer("max_prompt_tokens", self.max_prompt_tokens, 0, 2**63 - 1)
         check_integer("max_n", self.max_n, 1, 1 << 20)

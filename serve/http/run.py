@@ -23,6 +23,8 @@ SAVE_SECONDS = 300.0
 """How often what the controllers learned is saved."""
 KEEP_SECONDS = 65
 """How long a connection is kept for the next request: longer than proxies and clients keep theirs."""
+UNREAD_BYTES = 64 << 10
+"""What the system keeps of a stream that its client does not read. More would hide for minutes that nobody reads it."""
 LAST_SECONDS = 5
 """Time for the last responses to be written, after the requests that took too long were cancelled."""
 
@@ -37,6 +39,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)  # its connections inherit it
         try:
             bound.bind(address)
         except BaseException:

@@ -47,7 +47,7 @@ async def chat_completions(body: ChatBody, request: Request, serving: Annotated[
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     # In a thread: a grammar may take long to read.
-    requests = await run_in_threadpool(requests_of, body, [tokens], serving, most, logprobs, tools=tools)
+    requests = await run_in_threadpool(requests_of, body, [tokens], serving, most, logprobs, tools=tools, key=request.state.key)
     generations = Generations(serving, requests)
     request.state.generations = generations
     writers = [_Writer(body, serving, choice, tools) for choice in generations.progress]

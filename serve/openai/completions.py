@@ -31,9 +31,9 @@ async def completions(body: CompletionBody, request: Request, serving: Annotated
         raise APIError(400, "max_tokens is 0; give at least 1, or echo.", "max_tokens", "invalid_value")
     prompts = await run_in_threadpool(_encode, body, serving.service.llm)
     shown = body.logprobs if body.echo else None
-    tokens = [tokens for tokens, _ in prompts]
+    tokens, key = [tokens for tokens, _ in prompts], request.state.key
     # In a thread: a grammar may take long to read.
-    requests = await run_in_threadpool(requests_of, body, tokens, serving, body.max_tokens, body.logprobs, shown)
+    requests = await run_in_threadpool(requests_of, body, tokens, serving, body.max_tokens, body.logprobs, shown, key=key)
     generations = Generations(serving, requests, keep_tokens=body.max_tokens != 0)
     request.state.generations = generations
     echoed = [text if body.echo else "" for _, text in prompts for _ in range(body.choices)]

@@ -76,8 +76,9 @@ class Generations:
 
         try:
             for index, choice in enumerate(self.progress):
+                start = monotonic()
                 self._running.append(self._serving.service.submit(choice.request, partial(deliver, index)))
-                self._meters.append(Meter(self._serving.metrics, monotonic()))
+                self._meters.append(Meter(self._serving.metrics, self._running[-1], start))
         except BaseException:
             self._cancel()
             raise

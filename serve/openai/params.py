@@ -93,6 +93,7 @@ def requests_of(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     tools: Tools | None = None,
+    key: str = "",
 ) -> list[Request]:
     """The requests for all choices, those of a prompt one after another.
 
@@ -103,6 +104,7 @@ def requests_of(
         max_tokens: Most new tokens of a choice; None: as many as fit.
         logprobs, prompt_logprobs: Alternatives to report for each token; None: no log-probabilities.
         tools: Functions that may or must be called.
+        key: Whose request it is. What is kept of its prompts serves nobody else.
 
     Raises:
         APIError, EESDError: The server cannot do what is asked for.
@@ -111,6 +113,9 @@ def requests_of(
     given = body.given()
     if len(prompts) * body.choices > serving.options.max_n:
         message = f"The request asks for {len(prompts) * body.choices} texts; ask for at most {serving.options.max_n}."
+        raise APIError(400, message, "n")
+    if len(prompts) * body.choices > serving.service.places:  # a 429 would promise that there will be room
+        message = f"The request asks for {len(prompts) * body.choices} texts; this server has {serving.service.places} places."
         raise APIError(400, message, "n")
     llm = serving.service.llm
     chosen = {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
@@ -136,6 +141,7 @@ def requests_of(
                 prompt_logprobs=prompt_logprobs,
                 seconds=serving.options.request_timeout,
                 constraint=_constraint(given, llm, tools),
+                salt=f"{key} {body.cache_salt or ''}",
             )
             requests.append(request)
     return requests

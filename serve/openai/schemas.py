@@ -38,7 +38,8 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
-    seed: TokenId | None = None
+    seed: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
+    cache_salt: Annotated[str, Field(max_length=1024, description="What is kept serves only this salt.")] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=0, lt=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

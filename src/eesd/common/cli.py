@@ -74,9 +74,13 @@ class _Group(_Command, click.Group):
     command_class = _Command
 
 
-def command(**settings: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """``click.command(**settings)`` with ``-h``, ``--version``, shown defaults, and errors in one line."""
-    return lambda function: _with_version(click.command(None, _Command, context_settings=HELP, **settings)(function))
+def command(environment: str | None = None, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:
+    """``click.command(**settings)`` with ``-h``, ``--version``, shown defaults, and errors in one line.
+
+    With ``environment`` every option can be given as a variable, such as ``EESD_SERVE_PORT`` for ``--port``.
+    """
+    context = HELP | {"auto_envvar_prefix": environment}
+    return lambda function: _with_version(click.command(None, _Command, context_settings=context, **settings)(function))
 
 
 def group(**settings: Any) -> Callable[[Callable[..., None]], click.Group]:

@@ -1,0 +1,244 @@
+"""What operators and attackers do with the server: hosts, logs, metrics, keys, configuration."""
+
+import http.client
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.command import assert_refused, run
+from support.serving import Served, eventually, served
+
+from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.runtime.text import TextCodec
+from eesd.serve import cli as serve_cli
+from eesd.serve.http.observe import TextFormatter
+from eesd.serve.http.options import ServeOptions
+
+KEYS = ("first-secret-key", "second-secret-key")
+BEGINNING = "abcdefgh" * 8
+EXAMPLES = Path(__file__).parent.parent / "examples" / "serving"
+
+
+@pytest.fixture(scope="module")
+def server(engine: Path) -> Iterator[Served]:
+    """With keys, open metrics, and two names."""
+    options = ServeOptions(api_keys=KEYS, metrics_open=True, allowed_hosts=("127.0.0.1", "api.example.com"))
+    with served(engine, options, BatchOptions(max_rows=2, max_queue=3)) as running:
+        yield running
+
+
+def bearer(key: str = KEYS[0], **more: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", **more}
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("API.example.com:8000", 200),
+        ("evil.example", 400),
+        ("evil.example:80", 400),
+        ("api.example.com.evil.example", 400),
+        ("[::1", 400),
+        ("", 400),
+    ],
+)
+def test_a_request_for_another_host_is_refused(server: Served, host: str, status: int) -> None:
+    """A page of another site can have its name lead here (DNS rebinding), and the browser calls it the same origin."""
+    response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=bearer(Host=host))
+    assert response.status_code == status
+    if status == 400:
+        assert response.json()["error"]["code"] == "unknown_host" and "api.example.com" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts"),
+    [
+        ((), serve_cli.LOOPBACK),
+        (("--host", "localhost"), serve_cli.LOOPBACK),
+        (("--host", "0.0.0.0"), ()),
+        (("--allowed-host", "a.example", "--allowed-host", "b.example"), ("a.example", "b.example")),
+    ],
+)
+def test_who_listens_on_this_machine_alone_answers_for_it_alone(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], hosts: tuple[str, ...]
+) -> None:
+    assert started(monkeypatch, "--engine-dir", engine, "--port", 0, *options).allowed_hosts == hosts
+
+
+def started(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> ServeOptions:
+    """The options of the server that a command would run."""
+    found: list[ServeOptions] = []
+
+    def noted(app: Any, *_: Any) -> None:
+        found.append(app.state.serving.options)
+        app.state.serving.service.close()
+
+    monkeypatch.setattr("eesd.serve.http.run.serve", noted)
+    monkeypatch.setattr("eesd.serve.http.observe.log_to_stderr", lambda _: None)
+    result = run(serve_cli.main, *arguments)
+    assert result.exit_code == 0, result.stderr
+    return found[0]
+
+
+def test_options_come_from_the_environment_and_a_file(engine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command line goes before the environment, and this before the file."""
+    file = tmp_path / "serve.toml"
+    file.write_text('max-n = 5\nmodel-name = "file"\nbody-timeout = 3.5\nport = 0\nallowed-host = ["a.example"]\n')
+    monkeypatch.setenv("EESD_SERVE_ENGINE_DIR", str(engine))
+    monkeypatch.setenv("EESD_SERVE_MODEL_NAME", "environment")
+    monkeypatch.setenv("EESD_SERVE_BODY_TIMEOUT", "7")
+    found = started(monkeypatch, "--config", file, "--body-timeout", 9)
+    assert (found.max_n, found.model_name, found.body_timeout, found.allowed_hosts) == (5, "environment", 9.0, ("a.example",))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port = ", ("not TOML", "port = 8080")),
+        ("prot = 1", ("no option prot", "--help")),
+        ('config = "x"', ("no option config",)),
+        ("port = [1]", ("port is no single value",)),
+        ('allowed-host = "a"', ("allowed-host is no list",)),
+        ("port = -1", ("--port",)),
+        ("[port]", ("port is no single value",)),
+    ],
+)
+def test_a_bad_configuration_file_is_refused(engine: Path, tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    assert_refused(run(serve_cli.main, "--engine-dir", engine, "--config", file), *words)
+
+
+def test_a_path_cannot_forge_a_line_of_the_log(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor may it send codes to a terminal."""
+    with caplog.at_level(logging.INFO, "eesd.serve"):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        connection.request("GET", "/foo%0a2026-11-23%20INFO%20POST%20/v1/completions%20200%1b%5b31m", headers=bearer())
+        assert connection.getresponse().status == 404
+        eventually(lambda: bool(caplog.records))
+    lines = [TextFormatter().format(record) for record in caplog.records]
+    assert len(lines) == 1 and lines[0].isprintable() and "%0a2026" in lines[0]
+    forged = logging.makeLogRecord({"msg": "one\ntwo\x1b[31m", "levelname": "INFO"})
+    assert TextFormatter().format(forged).endswith(r"one\ntwo\x1b[31m")
+
+
+def test_the_log_says_who_asked(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """The client's address, and a name for the key from which nobody learns it."""
+    with caplog.at_level(logging.INFO, "eesd.serve"):
+        for key in (*KEYS, "a-wrong-key"):
+            server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=bearer(key))
+        eventually(lambda: len(caplog.records) == 3)
+    facts = [record.__dict__["facts"] for record in caplog.records]
+    assert all(one["client"] == "127.0.0.1" for one in facts) and "key" not in facts[2]
+    names = [one["key"] for one in facts[:2]]
+    assert len(set(names)) == 2 and all(re.fullmatch("[0-9a-f]{8}", name) for name in names)
+
+
+def answers(server: Served, route: str, status: int) -> float:
+    return server.metric("eesd:http_requests_total", route=route, status=str(status))
+
+
+def test_refusals_are_counted_too(server: Served) -> None:
+    """By path and status; paths that clients make up are counted together."""
+    asked = [("/v1/completions", 401), ("/v1/completions", 400), ("/v1/completions", 200), ("other", 404), ("other", 404)]
+    before = {one: answers(server, *one) for one in asked}
+    server.post("/v1/completions", {"prompt": "a"})
+    server.post("/v1/completions", {"prompt": []}, headers=bearer())
+    server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=bearer())
+    for path in ("/v1/embeddings", "/wp-login.php"):
+        response = server.post(path, {}, headers=bearer())
+        assert response.status_code == 404 and "/openapi.json" in response.json()["error"]["message"]
+    eventually(lambda: all(answers(server, *one) == before[one] + asked.count(one) for one in set(asked)))
+
+
+def test_a_full_queue_is_counted_and_what_never_fits_is_a_400(engine: Path) -> None:
+    """Retry-After would promise room that there never will be."""
+    with served(engine, ServeOptions(), BatchOptions(max_rows=1, max_queue=1)) as server:
+        response = server.post("/v1/completions", {"prompt": "a", "n": 3, "max_tokens": 1})
+        assert response.status_code == 400 and "2 places" in response.json()["error"]["message"]
+        assert "Retry-After" not in response.headers
+        assert len(server.complete("a", n=2, max_tokens=1)["choices"]) == 2
+
+
+def test_queue_prefill_and_lengths_are_measured(server: Served) -> None:
+    names = ("queue_time_seconds", "prefill_time_seconds", "prompt_tokens", "generation_tokens")
+
+    def found(kind: str) -> list[float]:
+        return [server.metric(f"vllm:request_{name}_{kind}") for name in names]
+
+    counts, sums = found("count"), found("sum")
+    body = {"prompt": list(range(1, 12)), "max_tokens": 5, "ignore_eos": True}
+    assert server.post("/v1/completions", body, headers=bearer()).status_code == 200
+    eventually(lambda: found("count") == [count + 1 for count in counts])
+    queue, prefill, prompt, text = (now - then for now, then in zip(found("sum"), sums, strict=True))
+    assert (prompt, text) == (11, 5) and 0 <= queue < 60 and 0 < prefill < 60
+
+
+def test_prometheus_needs_no_users_key_and_finds_what_the_rules_name(server: Served) -> None:
+    with server.http as client:
+        assert client.get("/v1/models").status_code == 401
+        text = client.get("/metrics").text
+    assert re.search(r'^eesd:build_info\{.*version="[^"]+".*\} 1.0$', text, re.MULTILINE)
+    rules = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"][0]["rules"]
+    names = {name for rule in rules for name in re.findall(r"(?:eesd|vllm):\w+", rule["expr"])}
+    assert len(rules) >= 6 and names
+    for name in names:
+        assert re.search(rf"^# TYPE {re.sub('_(total|bucket)$', '', name)}(_total)? ", text, re.MULTILINE), name
+    assert "--metrics-open" in (EXAMPLES / "kubernetes.yaml").read_text()
+
+
+def test_a_key_learns_nothing_of_what_others_asked(server: Served) -> None:
+    """Not by cached_tokens; a salt of the client's own parts its prompts further."""
+
+    def cached(key: str, **more: str) -> int:
+        body = {"prompt": BEGINNING, "max_tokens": 1, **more}
+        usage = server.post("/v1/completions", body, headers=bearer(key)).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(KEYS[0]) == 0
+    assert cached(KEYS[1]) == 0, "the other key's prompt was kept"
+    assert cached(KEYS[0]) == cached(KEYS[1]) == 32
+    assert cached(KEYS[0], cache_salt="mine") == 0 and cached(KEYS[0], cache_salt="mine") == 32
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizing megabytes takes seconds of a processor."""
+    monkeypatch.setattr(TextCodec, "tokenizer", property(lambda _: pytest.fail("it is tokenized")), raising=False)
+    most, longest = server.llm.manifest.max_seq_len, server.llm.codec._longest
+    text = "a" * (longest * (most + 1))
+    for path, body in (("/v1/completions", {"prompt": text}), ("/tokenize", {"prompt": text})):
+        response = server.post(path, body, headers=bearer())
+        assert response.status_code == 400 and f"the model takes {most}" in response.json()["error"]["message"]
+
+
+def test_negative_seeds_are_seeds(server: Served) -> None:
+    def text(seed: int) -> Any:
+        body = {"prompt": "a", "max_tokens": 12, "temperature": 1.0, "seed": seed, "ignore_eos": True}
+        return server.post("/v1/completions", body, headers=bearer()).json()["choices"][0]["text"]
+
+    assert text(-1) == text(-1) and len({text(seed) for seed in (-1, -2, 1, 2)}) > 1
+
+
+def test_a_client_that_reads_nothing_holds_no_place_for_long(engine: Path) -> None:
+    """What the system buffers for it is small, so that the time for sending ends soon."""
+    with served(engine, ServeOptions(send_timeout=0.5), BatchOptions(max_rows=2)) as server:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        body = {"prompt": "a", "max_tokens": 80, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 40}
+        data = json.dumps(body).encode()
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        client.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(data), data))
+        eventually(lambda: server.serving.service.load().running > 0)
+        began = time.monotonic()
+        eventually(lambda: server.metric("vllm:request_success_total", finished_reason="abort") > 0, 60)
+        client.close()
+        assert time.monotonic() - began < 60
