@@ -246,6 +246,16 @@ def test_what_is_no_call_stays_content(format: ToolFormat, text: str) -> None:
         assert answer(ToolParser(format, {"f", "g"}, streaming=False), pieces) == (text, [])
 
 
+@pytest.mark.parametrize("pieces", [["\n<tool_call>\n"], ["\n<tool", "_call>"], ["<tool_"], ["\n"]])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_the_beginning_of_a_forced_call_is_no_content(pieces: list[str], streaming: bool) -> None:
+    """The answer was cut off there. Where the model decides, it may have meant it."""
+    assert answer(ToolParser(HERMES, {"f"}, streaming=streaming, forced=True), pieces) == ("", [])
+    assert answer(ToolParser(HERMES, {"f"}, streaming=streaming), pieces) == ("".join(pieces), [])
+    cut = [*pieces[:1], '<tool_call>{"name": "f", "arg'] if pieces == ["\n"] else [*pieces, '{"na']
+    assert "{" in answer(ToolParser(HERMES, {"f"}, streaming=streaming, forced=True), cut)[0], "what was written is not lost"
+
+
 def test_a_stream_tells_arguments_as_they_come() -> None:
     parser = ToolParser(HERMES, {"f"}, streaming=True)
     assert parser.push('<tool_call>{"name": "f", ') == []

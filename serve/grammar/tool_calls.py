@@ -120,6 +120,7 @@ class ToolParser:
         streaming: Tell a call as soon as its name is known and its arguments begin, and these as they come. They may then turn
             out to be cut off, or no JSON. False: tell whole calls only; what is none is content.
         most: Calls to tell; more stay content.
+        forced: Whether the answer must be calls. The beginning of one, where the answer is cut off behind it, is then no content.
         marks: What special tokens stand for, which have no text of their own.
 
     Attributes:
@@ -133,10 +134,11 @@ class ToolParser:
         *,
         streaming: bool,
         most: int = 128,
+        forced: bool = False,
         marks: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._format, self._names, self._streaming, self._most = format, frozenset(names), streaming, most
-        self._marks = marks
+        self._marks, self._forced = marks, forced
         self.calls = 0
         self._text = ""
         """What is not told yet."""
@@ -167,7 +169,8 @@ class ToolParser:
         """What is left at the end of the answer."""
         rest = self._raw + self._text
         self._raw = self._text = ""
-        told = self._arguments is not None or self._state == self._after
+        begun = self._forced and self._format.begin.startswith(rest.strip(BLANKS))
+        told = begun or self._arguments is not None or self._state == self._after
         return [] if told or not (rest.strip(BETWEEN[self._format]) if self.calls else rest) else [ToolDelta(rest)]
 
     def _content(self) -> Iterator[ToolDelta]:

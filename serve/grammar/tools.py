@@ -63,7 +63,8 @@ class Tools:
         """What reads an answer; one for each."""
         most = 128 if self.parallel else 1
         marks = {token: text for text in (self.format.begin, self.format.end) if (token := _special(text, codec)) is not None}
-        return ToolParser(self.format, self.functions.keys(), streaming=streaming, most=most, marks=marks)
+        names, forced = self.functions.keys(), self.choice != "auto"
+        return ToolParser(self.format, names, streaming=streaming, most=most, forced=forced, marks=marks)
 
     def constraint(self, llm: LLM) -> GrammarConstraint | None:
         """The grammar of the calls that must come; None if none must.
