@@ -120,7 +120,7 @@ class ToolParser:
         streaming: Tell a call as soon as its name is known and its arguments begin, and these as they come. They may then turn
             out to be cut off, or no JSON. False: tell whole calls only; what is none is content.
         most: Calls to tell; more stay content.
-        forced: Whether the answer must be calls. The beginning of one, where the answer is cut off behind it, is then no content.
+        forced: Whether the answer must be calls. The beginning of one at which the answer is cut off is then no content.
         marks: What special tokens stand for, which have no text of their own.
 
     Attributes:
