@@ -130,9 +130,12 @@ def test_threads_with_a_model_each_do_not_disturb_each_other(
 
 
 def test_captures_of_two_threads_at_once_are_noticed(planned: Planned, caplog: pytest.LogCaptureFixture) -> None:
-    """The mistake that the lock prevents: torch waits for the whole GPU before it captures."""
-    in_two_threads(planned(SETTINGS["chain"]), SETTINGS["chain"], 0, locked=False)
-    assert "runs without a CUDA graph" in caplog.text
+    """The mistake that the lock prevents: torch waits for the whole GPU before it captures. Not every order leads to it."""
+    for seed in range(10):
+        in_two_threads(planned(SETTINGS["chain"]), SETTINGS["chain"], seed, locked=False)
+        if "runs without a CUDA graph" in caplog.text:
+            return
+    pytest.fail("nothing notices the mistake")
 
 
 def in_two_threads(directory: Path, setting: Setting, seed: int, locked: bool) -> None:

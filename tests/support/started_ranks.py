@@ -1,6 +1,7 @@
 """A command in a process for each rank, as torchrun starts them, but without torchrun: the exit code of each rank is known."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,12 +22,18 @@ def started(folder: Path, *arguments: object, ranks: int = 2) -> Iterator[list["
             own = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
                 command = [sys.executable, *map(str, arguments)]
-                processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=os.environ | own))
+                env = os.environ | own
+                processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=env, preexec_fn=_hear_interrupts))
         yield processes
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _hear_interrupts() -> None:
+    """A shell starts what runs in the background with interrupts ignored, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def codes(processes: list["subprocess.Popen[bytes]"]) -> list[int]:
