@@ -397,7 +397,7 @@ class LLM:
             kv_cache,
             self.engines.verify,
             self._drafting(request),
-            self.limits(request.max_new_tokens, request.ignore_eos),
+            self.limits(request.max_new_tokens, request.ignore_eos, request.stop_token_ids),
             self.manifest.geometry.vocab_size,
             codec,
             observer,
@@ -420,11 +420,11 @@ class LLM:
             drafter = Drafter(self.engines.draft, controller, speculation.tree_width, budget, self.draft_columns)
         return Drafting(drafter, fixed=True) if fixed else Drafting(drafter, self.text, self.guard, self.value)
 
-    def limits(self, max_new_tokens: int, ignore_eos: bool) -> Limits:
-        """Where a request of this model ends, and what its calls may hold."""
+    def limits(self, max_new_tokens: int, ignore_eos: bool, stop: tuple[int, ...] = ()) -> Limits:
+        """Where a request of this model ends, and what its calls may hold. ``stop``: tokens that end it, besides EOS."""
         manifest = self.manifest
         return Limits(
-            () if ignore_eos else manifest.eos_token_ids,
+            (*(() if ignore_eos else manifest.eos_token_ids), *stop),
             max_new_tokens,
             manifest.max_seq_len,
             manifest.max_tree_nodes,

@@ -59,6 +59,7 @@ class Request:
         sampling: How tokens are chosen.
         max_new_tokens: Most tokens to generate.
         stop: Strings to stop before; they need a tokenizer.
+        stop_token_ids: Tokens that end the text as EOS does, also with ``ignore_eos``.
         draft: False decodes plainly.
         ignore_eos: Do not stop at EOS.
         min_tokens: EOS is not chosen before so many new tokens, unless the constraint allows nothing else.
@@ -77,6 +78,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     draft: bool = True
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -102,6 +104,10 @@ class Request:
             check_number("seconds", self.seconds, lambda x: 0 < x < 1e9, "a number above 0")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
             raise EESDError(f"stop is {shown(self.stop)}; it must be a tuple of strings.")
+        if not isinstance(self.stop_token_ids, tuple):
+            raise EESDError(f"stop_token_ids is {shown(self.stop_token_ids)}; it must be a tuple of token ids.")
+        for token in self.stop_token_ids:
+            check_integer("A stop token", token, 0, 2**63 - 1)
         if "" in self.stop:
             raise EESDError("A stop string is empty; give at least one character.")
 

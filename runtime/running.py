@@ -106,7 +106,7 @@ class Running:
         sources = ["text" if text else "exit" for text in result.from_text]
         sources += ["verify"] * (len(result.tokens) - len(sources))
         for at, (token, source) in enumerate(zip(result.tokens, sources, strict=True)):
-            text = self._text.push(token) if self._text else ""
+            text = self._text.push(token) if self._text and token not in self.request.stop_token_ids else ""
             outputs.append(TokenOutput(token, text, source, self._logprobs[at] if self._logprobs else None))
             if self._text and self._text.stopped:
                 reason, stop = "stop", self._text.stop

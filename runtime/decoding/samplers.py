@@ -11,12 +11,14 @@ the tree and says which path is accepted and which token comes after it, the bon
   probability p(x); else it removes x from p, renormalises, and tries the next sibling.
 
 Where logits are on a device, all three choose there, the same tokens (:mod:`~eesd.runtime.decoding.device_sampler`,
-:mod:`~eesd.runtime.decoding.device_rejection`). Constraints are applied on the host.
+:mod:`~eesd.runtime.decoding.device_rejection`). Constraints, a logit bias, and
+penalties that count are applied on the host.
 
 With a draft vocabulary, q has columns for some tokens only, and is zero for the others. Proposals are chosen among columns;
 noise and penalty are those of their tokens.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from math import exp, log
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -26,7 +28,17 @@ from numpy.typing import NDArray
 
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.runtime.decoding.draft_tree import Node, Proposal
-from eesd.runtime.decoding.sampling import GumbelNoise, Sampling, Vector, normalize, penalize, philox, warp
+from eesd.runtime.decoding.sampling import (
+    GumbelNoise,
+    Sampling,
+    Vector,
+    add_to,
+    count_penalties,
+    normalize,
+    penalize,
+    philox,
+    warp,
+)
 from eesd.runtime.engines.base import Choose, Logits, StepOutputs, most_likely
 
 if TYPE_CHECKING:
@@ -113,18 +125,27 @@ class _Base:
         self._columns = columns
         self._allowed = allowed
         self._tokens: Sequence[int] = ()
+        self._bias = dict(sampling.logit_bias)
+        self._generated = Counter[int]()
+        """How often each token was generated, if that matters."""
+        self._counted = 0
 
     def begin_round(self, tokens: Sequence[int]) -> None:
-        self._tokens = tokens
+        if self._sampling.counts and self._counted:  # before the first round there is only the prompt
+            self._generated.update(tokens[self._counted :])
+        self._tokens, self._counted = tokens, len(tokens)
 
     def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
         return None
 
     def _adjusted(self, logits: Logits, node: Node, columns: DraftColumns = WHOLE) -> Logits:
-        """Logits after ``node``, with the repetition penalty for all tokens before and on its path; -inf for tokens that are
-        not allowed."""
+        """Logits after ``node``, with bias and penalties for all tokens before and on its path; -inf for tokens that are not
+        allowed."""
+        logits = add_to(logits, self._bias, columns)
         if self._sampling.repetition_penalty != 1:
             logits = penalize(logits, self._sampling.repetition_penalty, columns.of([*self._tokens, *node.path()]))
+        if self._sampling.counts:
+            logits = add_to(logits, count_penalties(self._sampling, self._generated + Counter(node.path())), columns)
         mask = None if self._allowed is None else self._allowed(node.path())
         if mask is None:
             return logits
@@ -165,7 +186,7 @@ class _Deterministic(_Base):
     _device: "DeviceSampler | None" = None
 
     def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
-        if self.proposes_top_tokens or self._allowed is not None:
+        if self.proposes_top_tokens or self._allowed is not None or self._sampling.reweighs:
             return None
         if self._device is None:
             from eesd.runtime.decoding.device_sampler import DeviceSampler
@@ -198,7 +219,7 @@ class _Deterministic(_Base):
 class Greedy(_Deterministic):
     def __init__(self, sampling: Sampling, columns: DraftColumns = WHOLE, allowed: Allowed | None = None) -> None:
         super().__init__(sampling, columns, allowed)
-        self.proposes_top_tokens = sampling.repetition_penalty == 1 and allowed is None
+        self.proposes_top_tokens = sampling.repetition_penalty == 1 and allowed is None and not sampling.reweighs
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
         ids, logprobs = outputs.topk_ids, outputs.topk_logprobs
@@ -263,7 +284,7 @@ class Rejection(_Base):
             self._device.begin_round()
 
     def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
-        if self._allowed is not None:
+        if self._allowed is not None or self._sampling.reweighs:
             return None
         if self._device is None:
             from eesd.runtime.decoding.device_rejection import DeviceRejection

@@ -1,13 +1,14 @@
 """From logits to a distribution: a request's sampling options, what they do to logits, and reproducible noise."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.common.checks import check_choice, check_integer, check_number
+from eesd.common.checks import check_choice, check_integer, check_number, shown
 from eesd.common.draft_vocab import WHOLE, DraftColumns
+from eesd.common.errors import EESDError
 from eesd.runtime.engines.base import Logits, check_largest
 
 Vector = NDArray[np.float64]
@@ -29,6 +30,9 @@ class Sampling:
         top_p: Keep the smallest set of tokens with at least this probability; 1 is off.
         min_p: Keep tokens at least this probable, relative to the most likely one; 0 is off.
         repetition_penalty: Divide or multiply the logits of seen tokens by it; 1 is off.
+        presence_penalty: Taken from the logits of tokens that were generated; 0 is off. The prompt does not count.
+        frequency_penalty: The same, as often as a token was generated.
+        logit_bias: Added to the logits of tokens, by id: a mapping, or pairs.
         seed: Of the request's random numbers.
         method: How drafts are verified at temperature > 0: ``coupled`` (the same seed gives the same text with and without
             drafting) or ``rejection`` (the same distribution).
@@ -44,6 +48,9 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     method: str = "coupled"
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, lambda x: 0 <= x < 100, "a number of at least 0 and below 100")
@@ -52,12 +59,53 @@ class Sampling:
         check_number("min_p", self.min_p, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
         wanted = "a number of at least 0.01 and at most 100"
         check_number("repetition_penalty", self.repetition_penalty, lambda x: 0.01 <= x <= 100, wanted)
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_number(name, getattr(self, name), lambda x: -2 <= x <= 2, "a number from -2 to 2")
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         check_integer("seed", self.seed, 0, 2**63 - 1)
         check_choice("The sampling method", self.method, METHODS)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters how often a token was generated."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def reweighs(self) -> bool:
+        """Whether logits are changed by what is added to them: then the host chooses, also where logits are on a device."""
+        return self.counts or bool(self.logit_bias)
+
+
+def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
+    """A logit bias as pairs, which can be hashed."""
+    pairs = tuple(bias.items()) if isinstance(bias, Mapping) else bias
+    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise EESDError(f"logit_bias is {shown(bias)}; give a mapping of token ids to numbers.")
+    for token, value in pairs:
+        check_integer("A token of logit_bias", token, 0, 2**63 - 1)
+        check_number("A value of logit_bias", value, lambda x: -100 <= x <= 100, "a number from -100 to 100")
+    return pairs
+
+
+def add_to(logits: Logits, changes: Mapping[int, float], columns: DraftColumns = WHOLE) -> Logits:
+    """Logits with a number added to those of some tokens. Tokens without a column are left out."""
+    if not changes:
+        return logits
+    tokens, values = np.fromiter(changes, np.int64), np.fromiter(changes.values(), np.float32)
+    known = columns.has(tokens, len(logits))
+    changed = logits.copy()
+    changed[columns.of(tokens[known])] += values[known]
+    return changed
+
+
+def count_penalties(sampling: Sampling, counts: Mapping[int, int]) -> dict[int, float]:
+    """What presence and frequency penalty add to the logits of tokens that were generated so often."""
+    presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+    return {token: -presence - frequency * count for token, count in counts.items()}
 
 
 def penalize(logits: Logits, penalty: float, seen: Iterable[int]) -> Logits:

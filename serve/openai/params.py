@@ -14,15 +14,11 @@ from eesd.serve.http.errors import APIError
 from eesd.serve.http.options import Serving
 from eesd.serve.openai.schemas import Body, GenerationBody
 
-SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty")
+SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NEUTRAL: dict[str, Any] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
     "suffix": "",
     "use_beam_search": False,
     "length_penalty": 1,
-    "stop_token_ids": [],
     "bad_words": [],
     "allowed_token_ids": [],
     "logits_processors": [],
@@ -121,6 +117,10 @@ def requests_of(
     chosen = {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
     if body.top_k is not None:
         chosen["top_k"] = max(body.top_k, 0)
+    if body.logit_bias is not None:
+        chosen["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
+        check_ids(list(chosen["logit_bias"]), llm, "logit_bias")
+    check_ids(body.stop_token_ids or (), llm, "stop_token_ids")
     if body.sampling_method is not None:
         chosen["method"] = body.sampling_method
     seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -134,6 +134,7 @@ def requests_of(
                 sampling=replace(llm.default_sampling, **chosen, seed=(seed + choice) % 2**63),
                 max_new_tokens=max(1, room if max_tokens is None else min(max_tokens, room)),
                 stop=body.stops,
+                stop_token_ids=tuple(body.stop_token_ids or ()),
                 draft=body.draft is not False,
                 ignore_eos=bool(body.ignore_eos),
                 min_tokens=body.min_tokens or 0,

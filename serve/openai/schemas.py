@@ -46,6 +46,10 @@ class GenerationBody(Body):
     top_k: Annotated[int, Field(ge=-1, le=INT64, description="0 or -1: off.")] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,18}$")], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT64)] | None = None
     ignore_eos: bool | None = None
     sampling_method: (

@@ -57,6 +57,13 @@ class DraftColumns:
         columns: NDArray[np.int64] = nearest[self._ids[nearest] == tokens]
         return columns
 
+    def has(self, tokens: Ids, size: int) -> NDArray[np.bool_]:
+        """Which of these tokens have one of ``size`` columns."""
+        if self._ids is None:
+            return tokens < size
+        known: NDArray[np.bool_] = self._ids[np.minimum(np.searchsorted(self._ids, tokens), len(self._ids) - 1)] == tokens
+        return known
+
     def spread(self, values: NDArray[np.float64], vocab_size: int) -> NDArray[np.float64]:
         """Values of all columns as values of all tokens [V]: 0 where the draft has no column."""
         if self._ids is None:
