@@ -20,7 +20,7 @@ from eesd.runtime.llm import LLM, Speculation
 from eesd.runtime.request import Request
 
 PROMPT, COUNT = [1, 17, 5, 40, 3, 88, 61], 40
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 1.5},
     "frequency": {"frequency_penalty": 0.7},
     "negative": {"presence_penalty": -0.4, "frequency_penalty": -0.02},

@@ -49,7 +49,7 @@ class DraftColumns:
         columns = np.asarray(columns, np.int64)
         return columns if self._ids is None else self._ids[columns]
 
-    def of(self, tokens: Sequence[int]) -> NDArray[np.int64] | Sequence[int]:
+    def of(self, tokens: Sequence[int] | Ids) -> NDArray[np.int64] | Sequence[int]:
         """The columns for those of these tokens that have one."""
         if self._ids is None:
             return tokens
