@@ -81,6 +81,11 @@ class RemoteService:
         generation.task.add_done_callback(lambda _: self._open.discard(generation))
         return generation
 
+    @property
+    def places(self) -> int:
+        """Requests that can run or wait at once."""
+        return self._most
+
     def load(self) -> Load:
         """What this process knows: the replicas have the rest."""
         return Load(0, 0, len(self._open), 0.0, 0, 0, 0, 0)
