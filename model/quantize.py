@@ -43,7 +43,7 @@ _LEAST_FACTOR = 2.0**-20
 _FP4_ENDS = (6.0, 4.0)
 """Levels that a block's largest weight may get: the numbers between 4 and 6 are missing, which hurts some blocks."""
 _FP4_LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_FP4_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+_FP4_BOUNDS = (_FP4_LEVELS[1:] + _FP4_LEVELS[:-1]) / 2
 """Between which of these a magnitude is says which level is the nearest."""
 _TINY = 1e-30
 """Smallest divisor, for blocks of zeros."""

@@ -4,6 +4,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ class TextCodec:
 
     Args:
         directory: Engine directory.
-        most_tokens: Most tokens of a text. One that has more for certain, by its characters, is refused before the tokenizer
-            spends seconds on it. None: no limit.
+        most_tokens: A text that must have more, by its characters, is refused before it is tokenized. None: no limit.
 
     Attributes:
         tokenizer: The tokenizer.
@@ -48,7 +48,7 @@ class TextCodec:
             raise EESDError(f"{path} cannot be read ({error}); {_REMEDY}.") from None
         _check_post_processor(path, self.tokenizer)
         self._most = most_tokens
-        self._longest = max(map(len, self.tokenizer.get_vocab()), default=1)  # characters of a token
+        self._vocabulary = self.tokenizer.get_vocab
         path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = read_json_object(path, _REMEDY) if path.exists() else {}
         self.tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
@@ -64,8 +64,7 @@ class TextCodec:
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with or without the tokenizer's own special tokens."""
-        least = len(text) // self._longest
-        if self._most is not None and least > self._most:
+        if self._most is not None and len(text) > self._most and (least := len(text) // self._longest) > self._most:
             raise EESDError(f"The text has at least {least} tokens, and the model takes {self._most}; give a shorter one.")
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
@@ -73,6 +72,11 @@ class TextCodec:
             raise EESDError("The prompt is not valid Unicode text; give it as UTF-8.") from None
         except Exception as error:  # and plain Exceptions for text that its vocabulary cannot express
             raise EESDError(f"The tokenizer cannot encode the prompt ({error}); give token ids.") from None
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token. Listing a vocabulary takes long, so only a long text asks for it."""
+        return max(map(len, self._vocabulary()), default=1)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, answer: bool = True) -> str:
         """Chat messages as text, by the model's chat template; with ``answer`` up to where the model answers."""

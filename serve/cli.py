@@ -48,7 +48,7 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
     known = {option.lstrip("-"): one for one in ctx.command.params for option in one.opts}
     for name, value in given.items():
         if name not in known or name == "config":
-            raise EESDError(f"{path}: there is no option {name}; eesd-serve --help lists those that there are.")
+            raise EESDError(f"{path}: there is no option {name}; eesd-serve --help lists them all.")
         several = getattr(known[name], "multiple", False)
         if isinstance(value, dict) or isinstance(value, list) != several:
             raise EESDError(f"{path}: {name} is no {'list' if several else 'single value'}; write it as --help shows it.")

@@ -131,7 +131,7 @@ def test_a_path_cannot_forge_a_line_of_the_log(server: Served, caplog: pytest.Lo
 
 
 def test_the_log_says_who_asked(server: Served, caplog: pytest.LogCaptureFixture) -> None:
-    """The client's address, and a name for the key from which nobody learns it."""
+    """The client's address, and a name for the key that does not give the key away."""
     with caplog.at_level(logging.INFO, "eesd.serve"):
         for key in (*KEYS, "a-wrong-key"):
             server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=bearer(key))

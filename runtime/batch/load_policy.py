@@ -28,10 +28,7 @@ class LoadPolicy:
         self._count, self._slots = 0, 0.0
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
-        """Time calls over caches without texts for about so many seconds, so that the rule knows what they cost.
-
-        What a call computes is the engine's to say: it may have more rows and nodes than it is asked for.
-        """
+        """Time calls over caches without texts for about so many seconds, so that the rule knows what they cost."""
         self._rule.verify_size = cache(partial(_size, self._verify, kv_caches))
         if self._draft is not None:
             self._rule.draft_size = cache(partial(_size, self._draft, kv_caches))
@@ -128,7 +125,7 @@ def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nod
 
 
 def _size(engine: Engine, kv_caches: Sequence[KVCache], rows: int, nodes: int) -> tuple[int, float]:
-    """What a call over so many rows of so many nodes computes: rows, and nodes of each."""
+    """The rows that an engine computes for a call of ``rows`` rows with ``nodes`` nodes each, and the nodes of each row."""
     work = engine.work([Call(kv_cache, [0] * nodes, (), 0) for kv_cache in kv_caches[:rows]])
     return work.rows, work.nodes / work.rows
 

@@ -126,8 +126,7 @@ class _Base:
         self._allowed = allowed
         self._tokens: Sequence[int] = ()
         self._bias = dict(sampling.logit_bias)
-        self._generated = Counter[int]()
-        """How often each token was generated, if that matters."""
+        self._generated = Counter[int]()  # how often each token was generated, if that matters
         self._counted = 0
 
     def begin_round(self, tokens: Sequence[int]) -> None:

@@ -104,8 +104,7 @@ def add_to(logits: Logits, changes: Mapping[int, float], columns: DraftColumns =
 
 def count_penalties(sampling: Sampling, counts: Mapping[int, int]) -> dict[int, float]:
     """What presence and frequency penalty add to the logits of tokens that were generated so often."""
-    presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
-    return {token: -presence - frequency * count for token, count in counts.items()}
+    return {token: -sampling.presence_penalty - sampling.frequency_penalty * count for token, count in counts.items()}
 
 
 def penalize(logits: Logits, penalty: float, seen: Iterable[int]) -> Logits:

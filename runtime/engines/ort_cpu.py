@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
-from eesd.common.weights import FP4, FP8
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
 from eesd.runtime.engines.graph_file import to_session
 from eesd.runtime.engines.kv_cache import HostKVCache
@@ -190,8 +189,9 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int, int8_activation
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
     used = {weight.quantization for weight in manifest.weights_of(graph).values()} - {None}
-    floats = any(one is not None and one.weights in (FP8, FP4) for one in used)
-    fused = any(one is not None and not one.minimums for one in used) and not floats  # MatMulNBits has no minimums
+    quantized = [one for one in used if one is not None]
+    # MatMulNBits has neither minimums nor levels that are no integers.
+    fused = any(not one.minimums for one in quantized) and all(one.integers for one in quantized)
     if int8_activations and not manifest.quantization.tensors and (fused or not used):
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", INT8_ACTIVATIONS)
         options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", LARGEST_FOLDED)

@@ -26,8 +26,6 @@ from eesd.common.weights import (
     DRAFT,
     EXIT_HEAD,
     FACTOR,
-    FP4,
-    FP8,
     LEVELS,
     LM_HEAD,
     MINIMUMS,
@@ -133,7 +131,7 @@ def load_modules(
 
 def _keeps_levels(manifest: Manifest, device: torch.device) -> bool:
     """Whether a device has quantized weights to keep, and a kernel for them. Says so if it has no kernel."""
-    kept = {one.weights for one in manifest.quantization.used} - {FP8, FP4}  # for which the kernel has no levels
+    kept = any(one.integers for one in manifest.quantization.used)  # the kernel knows no others
     if device.type == "cpu" or manifest.dtype not in TYPES or not kept:
         return False
     if fault := fault_of_kernel(device, getattr(torch, manifest.dtype)):
@@ -268,7 +266,7 @@ def _load_weight(
         tensor = _stored_tensor(stored[weight.name], weight.dtype, weight.stored_shape, files)
         return tensor.t() if weight.transposed else tensor
     whole = _stored_levels(weight, quantization, stored, files)
-    if keep_levels and weight.transposed and quantization.weights not in (FP8, FP4):
+    if keep_levels and weight.transposed and quantization.integers:
         return Levels(whole, quantization)
     tensor = dequantize(whole, quantization.weights, 0 if weight.transposed else 1).to(getattr(torch, weight.dtype))
     return tensor.t() if weight.transposed else tensor

@@ -24,7 +24,7 @@ SAVE_SECONDS = 300.0
 KEEP_SECONDS = 65
 """How long a connection is kept for the next request: longer than proxies and clients keep theirs."""
 UNREAD_BYTES = 64 << 10
-"""What the system keeps of a stream that its client does not read. More would hide for minutes that nobody reads it."""
+"""How much of a stream the system buffers. With more, a client that reads nothing would be noticed minutes later."""
 LAST_SECONDS = 5
 """Time for the last responses to be written, after the requests that took too long were cancelled."""
 

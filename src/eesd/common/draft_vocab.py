@@ -53,14 +53,13 @@ class DraftColumns:
         """The columns for those of these tokens that have one."""
         if self._ids is None:
             return tokens
-        nearest = np.minimum(np.searchsorted(self._ids, tokens), len(self._ids) - 1)
-        columns: NDArray[np.int64] = nearest[self._ids[nearest] == tokens]
+        columns: NDArray[np.int64] = np.searchsorted(self._ids, tokens)[self.has(tokens, len(self._ids))]
         return columns
 
-    def has(self, tokens: Ids, size: int) -> NDArray[np.bool_]:
+    def has(self, tokens: Sequence[int] | Ids, size: int) -> NDArray[np.bool_]:
         """Which of these tokens have one of ``size`` columns."""
         if self._ids is None:
-            return tokens < size
+            return np.asarray(tokens) < size
         known: NDArray[np.bool_] = self._ids[np.minimum(np.searchsorted(self._ids, tokens), len(self._ids) - 1)] == tokens
         return known
 

@@ -28,8 +28,6 @@ from eesd.common.weights import (
     BLOCKS,
     DTYPES,
     EMBEDDINGS,
-    FP4,
-    FP8,
     FP8_WEIGHTS,
     LEVELS,
     NVFP4,
@@ -155,7 +153,7 @@ def _check_quantization(quantization: Quantizations) -> None:
     """Check that every kind of quantization is known."""
     for one in quantization.used:
         known = one.weights in LEVELS and one.block in OWN_BLOCKS and one.scales in (None, *SCALE_TYPES)
-        if one not in (FP8_WEIGHTS, NVFP4) and (not known or one.weights in (FP8, FP4)):
+        if one not in (FP8_WEIGHTS, NVFP4) and not (known and one.integers):
             raise ValueError("an unknown quantization")
     if not all(one in (None, NVFP4) or one.block in BLOCKS for one in quantization.places.values()):
         raise ValueError("an unknown quantization")

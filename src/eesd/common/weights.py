@@ -88,6 +88,11 @@ class Quantization:
         return self.weights.startswith("u") and not self.minimums
 
     @property
+    def integers(self) -> bool:
+        """Whether the levels are integers."""
+        return self.weights not in (FP8, FP4)
+
+    @property
     def factor(self) -> bool:
         """Whether all scales of a weight are multiplied by a factor of its own."""
         return self.scales == FP8
@@ -149,7 +154,7 @@ class Quantizations:
         """Whether verify has weights that ONNX Runtime does not multiply by int8: with minimums, a file's own levels, or levels
         that are no integers."""
         places = (one for one in (self.layers, self.head) if one is not None)
-        return bool(self.tensors) or any(one.minimums or one.weights in (FP8, FP4) for one in places)
+        return bool(self.tensors) or any(one.minimums or not one.integers for one in places)
 
     def of(self, name: str, shape: Shape) -> Quantization | None:
         """Quantization of a weight of a graph, by its name there and its shape in the checkpoint.
