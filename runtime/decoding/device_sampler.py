@@ -131,7 +131,8 @@ def _scalar(value: float, like: Tensor) -> Tensor:
 
 def to_device(values: object, device: torch.device, dtype: type = np.int64) -> Tensor:
     """Numbers, copied without waiting."""
-    return torch.tensor(np.asarray(values, dtype), pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    tensor = torch.from_numpy(np.array(values, dtype))
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:

@@ -55,7 +55,8 @@ class Gate:
             APIError: It may not enter.
         """
         headers, options = Headers(scope=scope), self._serving.options
-        if options.allowed_hosts and _name_of(headers.get("host", "")) not in options.allowed_hosts:
+        host = headers.get("host")  # HTTP/1.0 has none: probes of load balancers use it, browsers do not
+        if options.allowed_hosts and host is not None and _name_of(host) not in options.allowed_hosts:
             names = ", ".join(options.allowed_hosts)
             message = f"The request is for another host; this server answers for {names}. --allowed-host adds one."
             raise APIError(400, message, code="unknown_host", headers=CLOSE)

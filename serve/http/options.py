@@ -17,7 +17,7 @@ class ServeOptions:
         model_name: The name that clients give as ``model``; "": the name in the engine directory.
         api_keys: Any one of these must come as a bearer token; empty: no key is needed.
         allowed_hosts: Names that requests may be for (``Host``), without ports; empty: any. A page of another site whose name
-            is made to lead here (DNS rebinding) is then refused.
+            is made to lead here (DNS rebinding) is then refused. A request without ``Host``, as of HTTP/1.0, is answered.
         metrics_open: Whether ``/metrics`` needs no key.
         max_body_bytes: Largest body.
         max_prompt_tokens: Longest prompt; 0: what the engines' KV cache holds.

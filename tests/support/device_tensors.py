@@ -89,6 +89,10 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._on_device(func, args, kwargs, on.pop())
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is ATEN._pin_memory.default:
+            return self.machine.pin(args[0])
+        if func is ATEN.is_pinned.default:
+            return self.machine.is_pinned(args[0])
         pinned = kwargs.pop("pin_memory", False)
         result = func(*args, **kwargs)
         return self.machine.pin(result) if pinned else result
