@@ -132,10 +132,16 @@ def load_modules(
 def _keeps_levels(manifest: Manifest, device: torch.device) -> bool:
     """Whether a device has quantized weights to keep, and a kernel for them. Says so if it has no kernel."""
     kept = any(one.integers for one in manifest.quantization.used)  # the kernel knows no others
-    if device.type == "cpu" or manifest.dtype not in TYPES or not kept:
+    return kept and device.type != "cpu" and has_kernels(manifest, device)
+
+
+def has_kernels(manifest: Manifest, device: torch.device) -> bool:
+    """Whether kernels in Triton work on a GPU for this directory. Says so if they do not."""
+    if manifest.dtype not in TYPES:
         return False
     if fault := fault_of_kernel(device, getattr(torch, manifest.dtype)):
-        notice(f"The quantized weights take the memory of {manifest.dtype} weights on the GPU: {fault}.")
+        kept = f", and quantized weights take the memory of {manifest.dtype} ones" if manifest.quantization.used else ""
+        notice(f"Passes are slower on the GPU than they could be{kept}: {fault}.")
     return fault is None
 
 
