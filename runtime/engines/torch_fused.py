@@ -138,15 +138,18 @@ class FusedBlock(Block):
 
 
 def fuse(module: Draft | Verify) -> None:
-    """Replace the blocks and norms that have weights. The others, which their graph does not use, stay as they are."""
+    """Replace the blocks and norms that have weights, and are not replaced yet: a draft and a verify may share them.
+
+    What its graph does not use has no weights, and stays as it is.
+    """
     head = module.exit_head
     for blocks in (module.model.layers, head.blocks):
         for index, block in enumerate(blocks):
             assert isinstance(block, Block)
-            if _is_there(block.self_attn.k_proj):
+            if not isinstance(block, FusedBlock) and _is_there(block.self_attn.k_proj):
                 blocks[index] = FusedBlock(block, kv_only=not _is_there(block.mlp.down_proj))
     for part in (module.model, head, *head.deep):
-        if isinstance(part.norm, RMSNorm) and not part.norm.weight.is_meta:
+        if not isinstance(part.norm, FusedNorm) and not part.norm.weight.is_meta:
             part.norm = FusedNorm(part.norm)
 
 

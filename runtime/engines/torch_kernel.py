@@ -19,14 +19,80 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-STEP = 128
-"""Inputs that are multiplied at a time: a multiple of all blocks."""
+from eesd.runtime.engines.torch_quantized import WORDS
+
 ROWS = 16
 """Rows of a group."""
 MOST_GROUPS = 4
 """Groups of a program. A round of 32 drafts has three."""
+PROGRAMS = 1024
+"""Inputs are split in parts until a weight has so many programs."""
+STEPS = (32, 16, 8, 4)
+"""Steps of a part: the most with which a weight has enough programs."""
+WIDE = 512
+"""Sums that a program adds."""
+WARPS = 4
 STAGES = (6, 6, 6, 4)
 """Steps in a program's shared memory at a time, by the number of groups: as many as all GPUs since Ampere have room for."""
+
+
+def _spread(bits: int, float16: bool) -> str:
+    """PTX that makes of two words numbers of 16 bits: a level is put into the low bits of 128, for float16 of 1,024, where they
+    count ones. Result k has the k-th level of both."""
+    magic, mask = (0x6400 if float16 else 0x4300), (1 << bits) - 1
+    lines = [".reg .b32 t;"]
+    for number in range(32 // bits):
+        byte, high = divmod(number * bits, 8)
+        selector = (byte + 4) << 8 | byte
+        lines.append(f"prmt.b32 t, $WORD0, $WORD1, {selector:#x};")
+        if high:
+            lines.append("shr.u32 t, t, 4;")
+        lines.append(f"lop3.b32 ${number}, t, {mask * 0x10001:#x}, {magic * 0x10001:#x}, 0xea;")
+    words = 32 // bits
+    body = "\n".join(lines).replace("$WORD0", f"${words}").replace("$WORD1", f"${words + 1}")
+    return "{\n" + body + "\n}"
+
+
+FOUR_FLOAT16 = tl.constexpr(_spread(4, True))
+FOUR_BFLOAT16 = tl.constexpr(_spread(4, False))
+EIGHT_FLOAT16 = tl.constexpr(_spread(8, True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _numbers(words, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The levels in words: tensors of numbers that :func:`_base` is added to, the lowest bits first."""
+    numbers = ()
+    if ASM and BITS == 4 and DTYPE == tl.bfloat16:
+        kinds: tl.constexpr = (tl.bfloat16,) * 8
+        numbers = tl.inline_asm_elementwise(FOUR_BFLOAT16, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words], kinds, True, 2)
+    elif ASM and BITS == 4:
+        kinds: tl.constexpr = (tl.float16,) * 8
+        numbers = tl.inline_asm_elementwise(FOUR_FLOAT16, "=r,=r,=r,=r,=r,=r,=r,=r,r,r", [words], kinds, True, 2)
+    elif ASM and DTYPE == tl.float16:
+        kinds: tl.constexpr = (tl.float16,) * 4
+        numbers = tl.inline_asm_elementwise(EIGHT_FLOAT16, "=r,=r,=r,=r,r,r", [words], kinds, True, 2)
+    else:
+        for number in tl.static_range(32 // BITS):
+            level = words >> (number * BITS) & ((1 << BITS) - 1)
+            if DTYPE == tl.float16:
+                numbers = numbers + ((level.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True),)
+            elif BITS == 4:
+                numbers = numbers + ((level.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True),)
+            else:
+                numbers = numbers + ((level | 0x4B000000).to(tl.float32, bitcast=True),)
+    return numbers
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shared(values, begin, inputs, outputs, first, column, BLOCK: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the inputs of a block share, [in / BLOCK, out], for a panel and ``COUNT`` blocks from the input ``begin`` on."""
+    found = ()
+    if values is not None:
+        for number in tl.static_range(COUNT):
+            block = begin // BLOCK + number
+            known = (first + column < outputs) & (block * BLOCK < inputs)
+            found = found + (tl.load(values + block * outputs + first + column, known, 0),)  # noqa: RUF005
+    return found
 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
@@ -47,41 +113,76 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
     ROWS: tl.constexpr,
     PANEL: tl.constexpr,
     STEP: tl.constexpr,
+    STEPS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Compute y [rows, outputs] for a panel of outputs and some groups of rows; see :func:`multiply`."""
-    panel = tl.program_id(1)
+    panel, piece = tl.program_id(1), tl.program_id(2)
     first = tl.program_id(0) * (GROUPS * ROWS)
-    columns = panel * PANEL + tl.arange(0, PANEL)
-    width: tl.constexpr = PANEL * BITS // 8
-    blocks: tl.constexpr = STEP // BLOCK
-    levels += panel.to(tl.int64) * inputs * width  # more bytes than int32 counts
+    part: tl.constexpr = STEP * BITS // 32  # inputs of a product
+    SHARED: tl.constexpr = STEP // BLOCK if BLOCK < STEP else 1  # scales of an output in a step
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    base: tl.constexpr = 1024 if DTYPE == tl.float16 else (128 if BITS == 4 else 8388608)
+    at, column = tl.arange(0, part), tl.arange(0, PANEL)
+    levels += panel.to(tl.int64) * tl.cdiv(inputs, STEP) * (part * PANEL)
+    first_column = panel * PANEL
+    column_there = first_column + column < outputs
     sums = (tl.zeros((ROWS, PANEL), tl.float32),) * GROUPS
-    for start in range(0, inputs, STEP):
-        taken = start + tl.arange(0, STEP)
-        there = taken < inputs
-        found = tl.load(levels + taken[:, None] * width + tl.arange(0, width)[None, :], there[:, None], 0)
-        if BITS == 4:
-            found = tl.interleave(found & 15, found >> 4)
-        which = start // BLOCK + tl.arange(0, blocks)
-        shared = which[:, None] * outputs + columns[None, :]
-        known = (which[:, None] * BLOCK < inputs) & (columns[None, :] < outputs)
-        weights = found.to(tl.float32).reshape(blocks, BLOCK, PANEL) - MIDDLE
-        if zeros is not None:
-            weights -= tl.load(zeros + shared, known, 0).to(tl.float32)[:, None, :]
-        weights *= tl.load(scales + shared, known, 0).to(tl.float32)[:, None, :]
-        if minimums is not None:
-            weights += tl.load(minimums + shared, known, 0).to(tl.float32)[:, None, :]
-        factors = weights.reshape(STEP, PANEL).to(x.dtype.element_ty)
-        added = ()
-        for group in tl.static_range(GROUPS):
-            row = first + group * ROWS + tl.arange(0, ROWS)
-            part = tl.load(x + row[:, None] * inputs + taken[None, :], (row[:, None] < rows) & there[None, :], 0)
-            added = added + (tl.dot(part, factors, sums[group]),)  # type: ignore[assignment]  # noqa: RUF005
-        sums = added
+    begun = piece * (STEPS * STEP)
+    # What inputs share is loaded a step ahead. It is too little for the copies that Triton makes in the background.
+    factors_of = _shared(scales, begun, inputs, outputs, first_column, column, BLOCK, SHARED)
+    zeros_of = _shared(zeros, begun, inputs, outputs, first_column, column, BLOCK, SHARED)
+    minimums_of = _shared(minimums, begun, inputs, outputs, first_column, column, BLOCK, SHARED)
+    for step in range(0, STEPS):
+        start = piece * STEPS + step
+        after = (start + 1) * STEP
+        next_factors = _shared(scales, after, inputs, outputs, first_column, column, BLOCK, SHARED)
+        next_zeros = _shared(zeros, after, inputs, outputs, first_column, column, BLOCK, SHARED)
+        next_minimums = _shared(minimums, after, inputs, outputs, first_column, column, BLOCK, SHARED)
+        place = tl.minimum(start, tl.cdiv(inputs, STEP) - 1)  # the last piece may have fewer steps, and then multiplies by zero
+        words = tl.load(levels + place * (part * PANEL) + column[None, :] * part + at[:, None])
+        numbers = _numbers(words, DTYPE, BITS, ASM)
+        for number in tl.static_range(32 // BITS):
+            begin = start * STEP + number * part
+            scale = factors_of[number * SHARED * BITS // 32]
+            weights = numbers[number] - (base + MIDDLE)
+            if zeros is not None:
+                weights -= zeros_of[number * SHARED * BITS // 32].to(weights.dtype)[None, :]
+            if minimums is not None or scale.dtype != weights.dtype:
+                weights = weights.to(tl.float32) * scale.to(tl.float32)[None, :]
+            else:
+                weights = weights * scale[None, :]
+            if minimums is not None:
+                weights += minimums_of[number * SHARED * BITS // 32].to(tl.float32)[None, :]
+            factors = weights.to(DTYPE)
+            added = ()
+            for group in tl.static_range(GROUPS):
+                row = tl.minimum(first + group * ROWS + tl.arange(0, ROWS), rows - 1)  # the last one again where there is none
+                if WHOLE:
+                    given = tl.load(x + row[:, None] * inputs + (begin + at)[None, :])
+                else:
+                    given = tl.load(x + row[:, None] * inputs + (begin + at)[None, :], (begin + at < inputs)[None, :], 0)
+                added = added + (tl.dot(given, factors, sums[group]),)  # type: ignore[assignment]  # noqa: RUF005
+            sums = added
+        factors_of, zeros_of, minimums_of = next_factors, next_zeros, next_minimums
+    y += piece.to(tl.int64) * rows * outputs
     for group in tl.static_range(GROUPS):
         row = first + group * ROWS + tl.arange(0, ROWS)
         result = sums[group].to(y.dtype.element_ty)
-        tl.store(y + row[:, None] * outputs + columns[None, :], result, (row[:, None] < rows) & (columns[None, :] < outputs))
+        place = y + row[:, None] * outputs + panel * PANEL + column[None, :]
+        tl.store(place, result, (row[:, None] < rows) & column_there[None, :])
+
+
+@triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]
+def _add_parts(parts, y, size, PARTS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add the parts of sums [PARTS, size], always in the same order."""
+    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    there = at < size
+    total = tl.zeros((WIDTH,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * size.to(tl.int64) + at, there, 0)
+    tl.store(y + at, total.to(y.dtype.element_ty), there)
 
 
 def multiply(
@@ -107,13 +208,18 @@ def multiply(
     (rows, inputs), (blocks, outputs) = x.shape, scales.shape
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     groups = min(max(triton.cdiv(rows, ROWS), 1), MOST_GROUPS)
-    _multiply[(triton.cdiv(rows, groups * ROWS), len(levels))](
+    step = WORDS * 32 // bits
+    all_steps = triton.cdiv(inputs, step)
+    steps = next((n for n in STEPS if len(levels) * triton.cdiv(all_steps, n) >= PROGRAMS), STEPS[-1])
+    parts = triton.cdiv(all_steps, steps)
+    sums = y if parts == 1 else torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
+    _multiply[(triton.cdiv(rows, groups * ROWS), len(levels), parts)](
         x,
         levels,
         scales,
         zeros,
         minimums,
-        y,
+        sums,
         rows,
         inputs,
         outputs,
@@ -122,9 +228,15 @@ def multiply(
         BLOCK=inputs // blocks,
         GROUPS=groups,
         ROWS=ROWS,
-        PANEL=8 * levels.shape[2] // bits,
-        STEP=STEP,
+        PANEL=levels.shape[2],
+        STEP=step,
+        STEPS=steps,
+        WHOLE=inputs == parts * steps * step,
+        ASM=x.is_cuda,
         num_stages=STAGES[groups - 1],
+        num_warps=WARPS,
         enable_fp_fusion=False,  # the weights have the bits of the dequantized ones
     )
+    if parts > 1:
+        _add_parts[(triton.cdiv(rows * outputs, WIDE),)](sums, y, rows * outputs, PARTS=parts, WIDTH=WIDE)
     return y

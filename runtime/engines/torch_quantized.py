@@ -16,8 +16,10 @@ from eesd.model.quantize import Quantized, dequantize, pack, quantize, unpack
 
 TYPES = ("float16", "bfloat16")
 """Element types of directories whose weights stay quantized. On a GPU, float32 is for comparisons."""
-PANEL = 32
+PANEL = 64
 """Outputs of a panel, which a program of the kernel computes."""
+WORDS = 16
+"""Words of 32 bits for an output in a step. No block of a scale has fewer inputs."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,13 @@ def arranged(weight: Quantized, quantization: Quantization, device: torch.device
     kind, bits = quantization.weights, BITS[quantization.weights]
     blocks, outputs = weight.scales.shape
     inputs, levels = blocks * quantization.block, weight.levels.to(device)
-    if bits == 4 and outputs % 2:  # rows begin within a byte
-        apart = unpack(levels, "uint4", inputs * outputs).to(torch.uint8).view(inputs, outputs)
-        levels = pack(nn.functional.pad(apart, (0, 1)), bits)
-    levels, width = levels.view(inputs, -1), PANEL * bits // 8
-    levels = nn.functional.pad(levels, (0, -levels.shape[1] % width)).view(inputs, -1, width).transpose(0, 1).contiguous()
+    if bits == 4:
+        levels = torch.stack((levels & 15, levels >> 4), -1)
+    levels = levels.view(-1)[: inputs * outputs].view(inputs, outputs)
     signed = not kind.startswith("u")
     if signed:
-        levels ^= {8: 0x80, 4: 0x88}[bits]  # the level -128 or -8 becomes 0
+        levels = (levels ^ 128 if bits == 8 else levels ^ 8)  # the level -128 or -8 becomes 0
+    levels = _words(levels, bits)
     zeros = None if weight.zeros is None else unpack(weight.zeros.to(device), kind, blocks * outputs).to(torch.uint8)
     return QuantizedWeight(
         levels,
@@ -60,6 +61,18 @@ def arranged(weight: Quantized, quantization: Quantization, device: torch.device
         bits,
         1 << (bits - 1) if signed else 0,
     )
+
+
+def _words(levels: Tensor, bits: int) -> Tensor:
+    """Levels [in, out], a byte each, by panels of outputs and steps of inputs: see ``multiply``."""
+    inputs, outputs = levels.shape
+    count = 32 // bits
+    levels = nn.functional.pad(levels, (0, -outputs % PANEL, 0, -inputs % (WORDS * count)))
+    apart = levels.view(-1, count, WORDS, levels.shape[1] // PANEL, PANEL)  # steps, levels of a word, words, panels, outputs
+    words = torch.zeros((*apart.shape[:1], *apart.shape[2:]), dtype=torch.int32, device=levels.device)
+    for number in range(count):
+        words |= apart[:, number].int() << (number * bits)
+    return words.permute(2, 0, 3, 1).contiguous()  # panels, steps, outputs, words
 
 
 class QuantizedLinear(nn.Module):

@@ -17,6 +17,8 @@ from eesd.runtime.engines.device import DeviceStream, device_streams
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
 from eesd.runtime.engines.torch_engine import ROWS, TorchStageRunner
+from eesd.runtime.engines.torch_fused import fuse
+from eesd.runtime.engines.torch_weights import has_kernels
 
 TOP_K = 8
 
@@ -67,13 +69,16 @@ def made_up(geometry: Geometry, exit_head: ExitConfig, dtype: str, slots: int, n
     )
 
 
-def random_engines(manifest: Manifest, device: str, exact: bool | None = None) -> tuple[DeviceEngine, DeviceEngine]:
+def random_engines(
+    manifest: Manifest, device: str, exact: bool | None = None, fused: bool | None = None
+) -> tuple[DeviceEngine, DeviceEngine]:
     """Verify and draft of a manifest, with random weights.
 
     Args:
         manifest: What :func:`made_up` makes.
         device: Torch device.
         exact: As in ``open_engines``: whether all rounds have one node count.
+        fused: Whether blocks run the kernels of ``torch_block_kernels.py``. None: on a GPU, where they can.
     """
     dtype: torch.dtype = getattr(torch, manifest.dtype)
     (stream,) = device_streams(1, device)
@@ -84,14 +89,19 @@ def random_engines(manifest: Manifest, device: str, exact: bool | None = None) -
     if head.draft_vocab is not None:
         head.draft_vocab.copy_(torch.arange(len(head.draft_vocab)))
     _fill([*decoder.named_parameters(), *head.named_parameters()])
+    modules = Verify(decoder, head), Draft(decoder, head, TOP_K)
+    if fused is None:
+        fused = stream.on_gpu and has_kernels(manifest, stream.device)
+    for module in modules if fused else ():
+        fuse(module)
     on_gpu, positions = stream.on_gpu, manifest.gpu_slots
     tables = tuple(table.to(stream.device, dtype) for table in rotary_tables(manifest.geometry, positions))
     runner = partial(_runner, tables=(tables[0], tables[1]), stream=stream)
     memory = partial(DeviceMemory, manifest, [stream], grow=not on_gpu, spare=manifest.max_tree_nodes + ROWS)
     verify, draft = make_engines(
         manifest,
-        [runner(Verify(decoder, head), manifest.verify[0])],
-        runner(Draft(decoder, head, TOP_K), manifest.draft),
+        [runner(modules[0], manifest.verify[0])],
+        runner(modules[1], manifest.draft),
         memory,
         pad=on_gpu,
         multiple=ROWS,

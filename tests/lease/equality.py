@@ -20,6 +20,7 @@ from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.torch_engine import open_torch
+from eesd.runtime.engines.torch_fused import FusedBlock
 from eesd.runtime.llm import Speculation
 from lease import Lease
 from lease.engines import llama, made_up, random_engines
@@ -48,14 +49,33 @@ def one_pass(lease: Lease) -> dict[str, Any]:
     engines[1][0].cuda_graphs = False
     eager = _logits(engines[1][0])
     difference = float(np.abs(found[0] - found[1]).max())
-    return {
+    return _fused(lease) | {
         "largest difference from the CPU": difference,
         "same most likely tokens": bool((found[0].argmax(-1) == found[1].argmax(-1)).all()),
         "graphs have the bits of eager calls": found[1].tobytes() == eager.tobytes(),
     }
 
 
-def _modules(engines: tuple[DeviceEngine, DeviceEngine]) -> list[torch.nn.Module]:
+def _fused(lease: Lease) -> dict[str, Any]:
+    """Logits of blocks with kernels of their own against torch's, in 16 bits: with a group of queries and without."""
+    found: dict[str, Any] = {}
+    for dtype, heads in (("float16", 4), ("bfloat16", 2)) if lease.on_gpu else ():
+        manifest = made_up(llama(3, 256, 512, heads, 2, 512), ExitConfig(1), dtype, 1024, 8)
+        plain, fused = (random_engines(manifest, lease.device, fused=fused) for fused in (False, True))
+        for there, here in zip(_modules(fused), _modules(plain), strict=True):
+            for blocks, others in ((there.model.layers, here.model.layers), (there.exit_head.blocks, here.exit_head.blocks)):
+                for index, block in enumerate(others):
+                    blocks[index] = FusedBlock(block, False)
+            there.load_state_dict(here.state_dict(), strict=False)
+        logits = [_logits(verify) for verify, _ in (plain, fused)]
+        found[f"fused, {dtype}"] = {
+            "largest difference": float(np.abs(logits[0] - logits[1]).max()),
+            "deviation": float(logits[0].std()),
+        }
+    return found
+
+
+def _modules(engines: tuple[DeviceEngine, DeviceEngine]) -> list[Any]:
     return [engine.stages[0].module for engine in engines]  # type: ignore[attr-defined]
 
 

@@ -31,6 +31,7 @@ CASES = (
     Case(Quantization("int4", 32), 160, 70),
     Case(Quantization("int4", 128, scales="float32"), 256, 40),
     Case(Quantization("int4", 16), 48, 31),
+    Case(Quantization("int4", 32), 1120, 40),
     Case(Quantization("uint4", 32, minimums=True, scales="float16"), 96, 45),
     Case(Quantization("uint4", 16, minimums=True), 144, 64),
     Case(Quantization("uint4", 128), 256, 37),
