@@ -25,7 +25,7 @@ ROWS = 16
 """Rows of a group."""
 MOST_GROUPS = 4
 """Groups of a program. A round of 32 drafts has three."""
-PROGRAMS = 1024
+PROGRAMS = 512
 """Inputs are split in parts until a weight has so many programs."""
 STEPS = (32, 16, 8, 4)
 """Steps of a part: the most with which a weight has enough programs."""
@@ -40,14 +40,19 @@ def _spread(bits: int, float16: bool) -> str:
     """PTX that makes of two words numbers of 16 bits: a level is put into the low bits of 128, for float16 of 1,024, where they
     count ones. Result k has the k-th level of both."""
     magic, mask = (0x6400 if float16 else 0x4300), (1 << bits) - 1
-    lines = [".reg .b32 t;"]
+    lines = [".reg .b32 t, s, minus;", "mov.b32 minus, 0xbf80bf80;"]
     for number in range(32 // bits):
         byte, high = divmod(number * bits, 8)
         selector = (byte + 4) << 8 | byte
         lines.append(f"prmt.b32 t, $WORD0, $WORD1, {selector:#x};")
         if high:
             lines.append("shr.u32 t, t, 4;")
-        lines.append(f"lop3.b32 ${number}, t, {mask * 0x10001:#x}, {magic * 0x10001:#x}, 0xea;")
+        if bits == 8 and not float16:  # too many bits: 128 and seven of them, less 128 or 256 by the eighth
+            lines.append("lop3.b32 s, t, 0x00800080, 0x43804380, 0x6a;")
+            lines.append("lop3.b32 t, t, 0x007f007f, 0x43004300, 0xea;")
+            lines.append(f"fma.rn.bf16x2 ${number}, s, minus, t;")
+        else:
+            lines.append(f"lop3.b32 ${number}, t, {mask * 0x10001:#x}, {magic * 0x10001:#x}, 0xea;")
     words = 32 // bits
     body = "\n".join(lines).replace("$WORD0", f"${words}").replace("$WORD1", f"${words + 1}")
     return "{\n" + body + "\n}"
@@ -56,6 +61,7 @@ def _spread(bits: int, float16: bool) -> str:
 FOUR_FLOAT16 = tl.constexpr(_spread(4, True))
 FOUR_BFLOAT16 = tl.constexpr(_spread(4, False))
 EIGHT_FLOAT16 = tl.constexpr(_spread(8, True))
+EIGHT_BFLOAT16 = tl.constexpr(_spread(8, False))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -71,6 +77,9 @@ def _numbers(words, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     elif ASM and DTYPE == tl.float16:
         kinds: tl.constexpr = (tl.float16,) * 4
         numbers = tl.inline_asm_elementwise(EIGHT_FLOAT16, "=r,=r,=r,=r,r,r", [words], kinds, True, 2)
+    elif ASM:
+        kinds: tl.constexpr = (tl.bfloat16,) * 4
+        numbers = tl.inline_asm_elementwise(EIGHT_BFLOAT16, "=r,=r,=r,=r,r,r", [words], kinds, True, 2)
     else:
         for number in tl.static_range(32 // BITS):
             level = words >> (number * BITS) & ((1 << BITS) - 1)
@@ -123,7 +132,7 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
     part: tl.constexpr = STEP * BITS // 32  # inputs of a product
     SHARED: tl.constexpr = STEP // BLOCK if BLOCK < STEP else 1  # scales of an output in a step
     DTYPE: tl.constexpr = x.dtype.element_ty
-    base: tl.constexpr = 1024 if DTYPE == tl.float16 else (128 if BITS == 4 else 8388608)
+    base: tl.constexpr = 1024 if DTYPE == tl.float16 else (128 if BITS == 4 else (-128 if ASM else 8388608))
     at, column = tl.arange(0, part), tl.arange(0, PANEL)
     levels += panel.to(tl.int64) * tl.cdiv(inputs, STEP) * (part * PANEL)
     first_column = panel * PANEL

@@ -16,7 +16,7 @@ from eesd.model.quantize import Quantized, dequantize, pack, quantize, unpack
 
 TYPES = ("float16", "bfloat16")
 """Element types of directories whose weights stay quantized. On a GPU, float32 is for comparisons."""
-PANEL = 64
+PANEL = 128
 """Outputs of a panel, which a program of the kernel computes."""
 WORDS = 16
 """Words of 32 bits for an output in a step. No block of a scale has fewer inputs."""
