@@ -32,7 +32,7 @@ STEPS = (32, 16, 8, 4)
 WIDE = 512
 """Sums that a program adds."""
 WARPS = 4
-STAGES = (6, 6, 6, 4)
+STAGES = (3, 3, 3, 3)
 """Steps in a program's shared memory at a time, by the number of groups: as many as all GPUs since Ampere have room for."""
 
 
