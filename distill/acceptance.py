@@ -21,9 +21,9 @@ from torch.nn.functional import linear, pad
 from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
 from eesd.distill.ages import AGES
-from eesd.distill.continuing import Writer, continue_prompts, padded
+from eesd.distill.continuing import AnyWriter, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saving
-from eesd.distill.teacher import LOGITS_PER_CHUNK, TeacherCall, full_sequence_inputs
+from eesd.distill.teacher import LOGITS_PER_CHUNK, TeacherCall, chunk_rows, full_sequence_inputs
 from eesd.model.deep_states import deep_states
 from eesd.model.exit_head import ExitHead
 
@@ -157,7 +157,7 @@ class ValidationSet:
 
     @classmethod
     def make(
-        cls, writer: Writer, prompts: Sequence[Sequence[int]], new_tokens: int, eos_token_ids: Sequence[int]
+        cls, writer: AnyWriter, prompts: Sequence[Sequence[int]], new_tokens: int, eos_token_ids: Sequence[int]
     ) -> "ValidationSet":
         """Continue the prompts.
 
@@ -269,7 +269,7 @@ def _greedy_columns(head: ExitHead, lm_head: Tensor, features: Tensor) -> tuple[
     """From inputs of the LM head [n, hidden]: the most likely column, its probability, and its margin; each [n], on the CPU."""
     weight = (head.rows_of(lm_head) if head.lm_head is None else head.lm_head.weight).float()
     found = []
-    for chunk in torch.split(features, max(1, LOGITS_PER_CHUNK // len(weight))):
+    for chunk in torch.split(features, chunk_rows(len(weight), LOGITS_PER_CHUNK, features.device)):
         logits = linear(chunk, weight)
         (first, second), ids = (part.T for part in logits.topk(2))
         found.append((ids[0].cpu(), (first - logits.logsumexp(-1)).exp().cpu(), (first - second).cpu()))

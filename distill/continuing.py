@@ -3,7 +3,7 @@
 A text has random numbers of its own, so it does not depend on how many rows there are, nor on which one it has.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -53,6 +53,25 @@ class Writer(Protocol):
     def rows(self, count: int, slots: int) -> TextRows:
         """Rows for so many texts of at most ``slots`` tokens."""
         ...
+
+
+class StreamWriter(Protocol):
+    """A model that writes and chooses the tokens itself."""
+
+    def texts(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        temperatures: Sequence[float],
+        numbers: RandomNumbers,
+        eos_token_ids: Sequence[int],
+        rows: int | None = None,
+    ) -> Iterable[tuple[int, list[int]]]:
+        """The arguments of :func:`continue_prompts`; gives each text's index and the text, as they end."""
+        ...
+
+
+AnyWriter = Writer | StreamWriter
 
 
 class TorchWriter:
@@ -120,7 +139,7 @@ class _TorchRows:
 
 @torch.inference_mode()
 def continue_prompts(
-    writer: Writer,
+    writer: AnyWriter,
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
     temperatures: Sequence[float],
@@ -143,6 +162,10 @@ def continue_prompts(
         Each prompt with its continuation.
     """
     texts = [list(prompt) for prompt in prompts]
+    if not hasattr(writer, "rows"):
+        for index, text in writer.texts(prompts, limits, temperatures, numbers, eos_token_ids, rows):
+            texts[index] = text
+        return texts
     waiting = [index for index in reversed(range(len(texts))) if len(texts[index]) < limits[index]]
     if not waiting:
         return texts
@@ -157,7 +180,7 @@ def continue_prompts(
         for row, index in enumerate(busy):
             if row in ended:
                 continue
-            token = _sample(logits[row], temperatures[index], random.get(index))
+            token = sample(logits[row], temperatures[index], random.get(index))
             texts[index].append(token)
             if token not in eos_token_ids and len(texts[index]) < limits[index]:
                 continue
@@ -183,7 +206,7 @@ def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor([len(text) for text in texts])
 
 
-def _sample(logits: Logits, temperature: float, random: np.random.Generator | None) -> int:
+def sample(logits: Logits, temperature: float, random: np.random.Generator | None) -> int:
     """A token by inversion of the cumulative distribution; the most likely one at temperature 0."""
     best = int(logits.argmax())
     if random is None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.json_input import read_json_object
-from eesd.distill.continuing import Writer, continue_prompts, padded
+from eesd.distill.continuing import AnyWriter, continue_prompts, padded
 from eesd.distill.data import shard_name, shuffled_indices
 from eesd.distill.options import first_difference
 from eesd.distill.stored import damaged, load_tensors, saving
@@ -54,7 +54,7 @@ class GenerationOptions:
 
 
 def self_generate(
-    writer: Writer,
+    writer: AnyWriter,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     directory: Path,

@@ -1,6 +1,7 @@
 """The losses per token, and the exit head as a training module."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eesd.distill.ages import states_before
 from eesd.distill.options import LossOptions
-from eesd.distill.teacher import LOGITS_PER_CHUNK, Batch, autocast
+from eesd.distill.teacher import LOGITS_PER_CHUNK, Batch, autocast, chunk_rows
 from eesd.model.decoder import KV, Inputs
 from eesd.model.exit_head import ExitHead
 
@@ -39,13 +40,14 @@ def token_losses(
     Returns:
         The losses ``LOSS_NAMES`` [4, n] in nats, and whether the head's most likely token is the teacher's [n].
     """
-    rows = max(1, LOGITS_PER_CHUNK // len(lm_head))
+    rows = chunk_rows(len(lm_head), LOGITS_PER_CHUNK, features.device)
     if len(features) <= rows:
         return _chunk_losses(features, lm_head, top_ids, top_logprobs, next_tokens, temperature)
     chunks = zip(*(torch.split(tensor, rows) for tensor in (features, top_ids, top_logprobs, next_tokens)), strict=True)
     losses, agreements = [], []
     for x, ids, logprobs, tokens in chunks:
-        loss, agrees = checkpoint(_chunk_losses, x, lm_head, ids, logprobs, tokens, temperature, use_reentrant=False)
+        arguments = (x, lm_head, ids, logprobs, tokens, temperature)
+        loss, agrees = checkpoint(_chunk_losses, *arguments, use_reentrant=False, preserve_rng_state=False)
         losses.append(loss)
         agreements.append(agrees)
     return torch.cat(losses, -1), torch.cat(agreements)
@@ -114,8 +116,13 @@ def total_loss(losses: Tensor, weight: Tensor, options: LossOptions) -> tuple[Te
         The total loss, and the weighted mean of each loss [4], detached.
     """
     means = (losses * weight).sum((1, 2)) / weight.sum().clamp_min(1)
-    scale = torch.tensor([options.ce, options.kl, options.text, options.overlap], device=means.device)
-    return (means * scale).sum(), means.detach()
+    return (means * _loss_weights(options, means.device)).sum(), means.detach()
+
+
+@lru_cache(maxsize=8)
+def _loss_weights(options: LossOptions, device: torch.device) -> Tensor:
+    """The weights of ``LOSS_NAMES`` [4]. They are kept, because a copy to a GPU waits for its work."""
+    return torch.tensor([options.ce, options.kl, options.text, options.overlap], device=device)
 
 
 def hidden_state_loss(features: Tensor, final_hidden: Tensor, weight: Tensor) -> Tensor:

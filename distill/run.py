@@ -27,7 +27,7 @@ from eesd.common.terminal import notice
 from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, replay_acceptance
 from eesd.distill.calibrate import CalibrationResult, calibrate
 from eesd.distill.card import write_card
-from eesd.distill.continuing import TorchWriter, Writer
+from eesd.distill.continuing import AnyWriter, TorchWriter
 from eesd.distill.data import (
     Prompt,
     Rows,
@@ -38,6 +38,7 @@ from eesd.distill.data import (
     read_rows,
     split_documents,
 )
+from eesd.distill.device_writer import DeviceWriter
 from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.forecast import Forecast, forecast, product_rate
@@ -170,15 +171,15 @@ class Run:
         """Whether this project's operators run the frozen model."""
         return self.accelerator.device.type == "cpu" and not operators.missing()
 
-    def _writer(self) -> Writer:
+    def _writer(self) -> AnyWriter:
         """What writes the model's own text: on a CPU this project's operators, which read the weights as they are stored."""
         if self._has_operators:
             return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
         if self.accelerator.device.type == "cpu" and self.is_main:
             notice(SLOWLY)
-        return TorchWriter(self.decoder)
+        return TorchWriter(self.decoder) if self.accelerator.device.type == "cpu" else DeviceWriter(self.decoder)
 
-    def _write_prompts(self, writer: Writer) -> list[Path]:
+    def _write_prompts(self, writer: AnyWriter) -> list[Path]:
         """Let the model write its own prompts, on the main process; returns their files."""
         data = self.data
         if not data.self_prompt:
@@ -286,7 +287,7 @@ class Run:
             )
         teacher = Teacher(self.decoder, layers, self.training.top_k, self.training.precision, keep_final)
         if self.compiled:
-            teacher.compile(dynamic=False)
+            teacher.compile_parts()
         return teacher
 
     def given_head(self, training: TrainingOptions) -> ExitHead | None:

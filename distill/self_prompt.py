@@ -11,7 +11,7 @@ import numpy as np
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
-from eesd.distill.continuing import Writer, continue_prompts
+from eesd.distill.continuing import AnyWriter, continue_prompts
 from eesd.distill.generate import STREAM
 from eesd.distill.options import digest
 from eesd.distill.stored import saving
@@ -47,7 +47,7 @@ class SelfPromptOptions:
 
 
 def self_prompts(
-    writer: Writer,
+    writer: AnyWriter,
     codec: TextCodec,
     options: SelfPromptOptions,
     directory: Path,
@@ -106,7 +106,7 @@ def around_turns(codec: TextCodec | None) -> tuple[str, str]:
 
 
 def _user_turns(
-    writer: Writer, codec: TextCodec, options: SelfPromptOptions, number: int, eos_token_ids: Sequence[int], rows: int
+    writer: AnyWriter, codec: TextCodec, options: SelfPromptOptions, number: int, eos_token_ids: Sequence[int], rows: int
 ) -> list[str]:
     """The different user turns of one file that the model has ended."""
     opening, closing = around_turns(codec)

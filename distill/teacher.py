@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
@@ -28,6 +29,10 @@ from eesd.model.inputs import causal_inputs, empty_caches
 
 LOGITS_PER_CHUNK = 1 << 25
 """Logits in memory at a time (128 MiB in float32)."""
+DEVICE_CHUNKS = 8
+"""How much more logits a GPU has in memory at a time: fewer and larger kernels."""
+TOP_BLOCK = 64
+"""Logits whose largest one is found first, so that a GPU need not search all of them for the k largest."""
 SHARD_ROWS = 256
 """Rows in a shard of the target cache."""
 
@@ -71,15 +76,27 @@ class Batch:
         """Copy all tensors to a device."""
         targets, final_hidden = self.targets, self.targets.final_hidden
         return Batch(
-            [states.to(device) for states in self.hidden],
+            [on_device(states, device) for states in self.hidden],
             Targets(
-                targets.top_ids.to(device),
-                targets.top_logprobs.to(device),
-                None if final_hidden is None else final_hidden.to(device),
+                on_device(targets.top_ids, device),
+                on_device(targets.top_logprobs, device),
+                None if final_hidden is None else on_device(final_hidden, device),
             ),
-            self.next_tokens.to(device),
-            self.mask.to(device),
+            on_device(self.next_tokens, device),
+            on_device(self.mask, device),
         )
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device. A GPU copies it from pinned memory, so that nothing waits for the work before it."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def chunk_rows(columns: int, most: int, device: torch.device) -> int:
+    """Rows of logits in memory at a time, for ``most`` logits on a CPU."""
+    return max(1, most * (1 if device.type == "cpu" else DEVICE_CHUNKS) // columns)
 
 
 def storage_dtype(precision: str) -> torch.dtype:
@@ -95,7 +112,13 @@ def autocast(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def full_sequence_inputs(
-    geometry: Geometry, batch: int, tokens: int, caches: int, dtype: torch.dtype, device: torch.device
+    geometry: Geometry,
+    batch: int,
+    tokens: int,
+    caches: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    whole: bool | None = None,
 ) -> tuple[Inputs, list[KV]]:
     """Prepare one causal pass over whole sequences.
 
@@ -106,13 +129,17 @@ def full_sequence_inputs(
         caches: Number of KV caches.
         dtype: Type of the KV caches, the rotary tables and the mask.
         device: Device of all tensors.
+        whole: Whether the pass needs no caches and no mask; they are then empty. None: on all devices but CPUs.
 
     Returns:
         The inputs of the blocks, and the empty KV caches.
     """
+    whole = device.type != "cpu" if whole is None else whole
     with torch.device(device):
         inputs = causal_inputs(geometry, batch, tokens, tokens)
-        empty = [(k.to(dtype), v.to(dtype)) for k, v in empty_caches(geometry, batch, tokens, caches)]
+        empty = [(k.to(dtype), v.to(dtype)) for k, v in empty_caches(geometry, batch, 0 if whole else tokens, caches)]
+    if whole:
+        inputs.attn_mask, inputs.whole = inputs.attn_mask[..., :0, :0], True
     inputs.cos, inputs.sin, inputs.attn_mask = (t.to(dtype) for t in (inputs.cos, inputs.sin, inputs.attn_mask))
     return inputs, empty
 
@@ -136,6 +163,7 @@ class Teacher(nn.Module):
         super().__init__()
         self.decoder, self.layers, self.precision, self.keep_final = decoder, tuple(layers), precision, keep_final
         self.top_k = min(top_k, decoder.geometry.vocab_size)
+        self._choose: Callable[[Tensor, int], tuple[Tensor, Tensor]] = top_tokens
 
     @torch.no_grad()  # not inference_mode: inference tensors cannot take part in the student's backward pass
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
@@ -151,20 +179,46 @@ class Teacher(nn.Module):
                     hidden[number] = x.to(dtype)
             x = backbone.norm(x)
         # Outside the autocast: rounded logits would change the label where two tokens are almost equally likely.
-        chunks = torch.split(x.flatten(0, 1), max(1, LOGITS_PER_CHUNK // self.decoder.geometry.vocab_size))
-        top = [self._top_tokens(chunk) for chunk in chunks]
+        flat = x.flatten(0, 1)
+        rows = chunk_rows(self.decoder.geometry.vocab_size, LOGITS_PER_CHUNK, ids.device)
+        top = [self._top_tokens(chunk) for chunk in flat.chunk(-(-len(flat) // rows))]
         top_ids, top_logprobs = (torch.cat(part).view(*ids.shape, -1) for part in zip(*top, strict=True))
         return hidden, Targets(top_ids, top_logprobs, x.to(dtype) if self.keep_final else None)
 
+    def compile_parts(self) -> None:
+        """Use torch.compile for what repeats: a block, which all layers share, and the choice of the top tokens."""
+        for block in self.decoder.model.layers:
+            block.compile(dynamic=False)
+        self._choose = torch.compile(top_tokens, dynamic=False)
+
     def _top_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities [n, K] from LM head inputs [n, hidden]."""
-        return top_tokens(self.decoder.lm_head(x.to(self.decoder.lm_head.weight.dtype)).float(), self.top_k)
+        return self._choose(wide_logits(x, self.decoder.lm_head.weight), self.top_k)
+
+
+def wide_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits [n, V], float32, from LM head inputs [n, hidden]. A GPU never rounds its sums to the type of the weight."""
+    x = x.to(weight.dtype)
+    if x.device.type == "cuda" and x.dtype != torch.float32:
+        wide: Tensor = torch.mm(x, weight.T, out_dtype=torch.float32)
+        return wide
+    return linear(x, weight).float()
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Ids, int32, and log-probabilities, float16, of the most likely tokens [n, count] for logits [n, V], best first."""
-    values, ids = logits.topk(count)
+    values, ids = logits.topk(count) if logits.device.type == "cpu" else largest(logits, count)
     return ids.int(), (values - logits.logsumexp(-1, keepdim=True)).half()
+
+
+def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """What ``topk`` gives for logits [n, V], from the blocks with the largest maxima: no other block has one of the tokens."""
+    if logits.shape[1] % TOP_BLOCK or logits.shape[1] // TOP_BLOCK <= count:
+        return logits.topk(count)
+    blocks = logits.view(len(logits), -1, TOP_BLOCK)
+    chosen = blocks.amax(-1).topk(count).indices
+    values, within = blocks.gather(1, chosen[..., None].expand(-1, -1, TOP_BLOCK)).flatten(1).topk(count)
+    return values, chosen.gather(1, within // TOP_BLOCK) * TOP_BLOCK + within % TOP_BLOCK
 
 
 class TargetSource(Protocol):
@@ -180,7 +234,7 @@ class OnlineTargets:
         self.rows, self.teacher, self.device = rows, teacher, device
 
     def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch:
-        ids = torch.from_numpy(self.rows.tokens[indices, :-1].astype(np.int64)).to(self.device)
+        ids = on_device(torch.from_numpy(self.rows.tokens[indices, :-1].astype(np.int64)), self.device)
         hidden, targets = self.teacher(ids)
         return Batch([hidden[layer] for layer in layers], targets, *_next_tokens(self.rows, indices)).to(self.device)
 

@@ -34,7 +34,7 @@ from eesd.distill.losses import LOSS_NAMES, Student
 from eesd.distill.metrics import MetricsLog
 from eesd.distill.options import Intervals, TrainingOptions, first_difference
 from eesd.distill.stored import damaged, load_tensors, saving
-from eesd.distill.teacher import TargetSource, full_sequence_inputs, storage_dtype
+from eesd.distill.teacher import TargetSource, full_sequence_inputs, on_device, storage_dtype
 from eesd.model import exit_head_file
 from eesd.model.exit_head import ExitHead
 
@@ -142,10 +142,12 @@ class Trainer:
         acceptance = self._validate(report) if self.step == 0 else None
         started = time.monotonic()
         while self.step < self.options.steps:
-            metrics = self._train_step()
+            mean = self._train_step()
             self.step += 1
             self._average()
             last = self.step == self.options.steps
+            if last or self.step == 1 or any(self.step % every == 0 for every in asdict(intervals).values()):
+                metrics = self._read(mean, self.step)
             if self.step % intervals.log == 0 or last or self.step == 1:
                 seconds = time.monotonic() - started
                 report(self._log({"step": self.step, **metrics, "seconds": round(seconds, 2)}))
@@ -156,8 +158,11 @@ class Trainer:
             advance(1)
         return acceptance or self._validate(report)
 
-    def _train_step(self) -> dict[str, float]:
-        """Run one optimizer step over ``accumulate`` batches; returns its mean metrics."""
+    def _train_step(self) -> Tensor:
+        """Run one optimizer step over ``accumulate`` batches; returns its mean metrics, for :meth:`_read`.
+
+        A GPU gets the next step before it has done this one: nothing here reads a number of its.
+        """
         options, processes = self.options, self.accelerator.num_processes
         rate = learning_rate(options, self.step)
         for optimizer in self.optimizers:
@@ -174,17 +179,25 @@ class Trainer:
                 loss, metrics = self.student(batch, roots, self._lm_head_rows, self._inputs, self._caches)
                 self.accelerator.backward(loss / options.accumulate)
             total += torch.cat([loss.detach()[None], metrics]) / options.accumulate
-        mean = self.accelerator.reduce(total, "mean").tolist()
-        if not math.isfinite(mean[0]):
-            raise EESDError(
-                f"The loss at step {self.step + 1} is not a number; the last checkpoint in {self.output} is kept. Lower --lr, "
-                "or check the data for damaged rows."
-            )
+        mean: Tensor = self.accelerator.reduce(total, "mean")
+        if mean.device.type == "cpu":
+            self._read(mean, self.step + 1)
         self.accelerator.clip_grad_norm_(self.student.parameters(), options.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return dict(zip(("loss", *LOSS_NAMES, "agreement"), mean, strict=True)) | {"lr": rate}
+        return mean
+
+    def _read(self, mean: Tensor, step: int) -> dict[str, float]:
+        """The metrics of a step. A loss that is not a number stays so: what a GPU trained with it is not saved."""
+        values = mean.tolist()
+        if not math.isfinite(values[0]):
+            raise EESDError(
+                f"The loss at step {step} is not a number; the last checkpoint in {self.output} is kept. Lower --lr, "
+                "or check the data for damaged rows."
+            )
+        metrics: dict[str, float] = dict(zip(("loss", *LOSS_NAMES, "agreement"), values, strict=True))
+        return metrics | {"lr": learning_rate(self.options, step - 1)}
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -214,7 +227,7 @@ class Trainer:
         options = self.options
         if not options.deep:
             return None
-        return random_roots(options.batch, options.length, options.seed, number).to(self.accelerator.device)
+        return on_device(random_roots(options.batch, options.length, options.seed, number), self.accelerator.device)
 
     def _validate(self, report: Report) -> Acceptance:
         texts = self.validation.correct_drafts(self.full_head(), self.geometry, self.lm_head)

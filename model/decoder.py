@@ -32,6 +32,8 @@ class Inputs:
         attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does not.
         query_mask: The same with a row for each query that a KV head gets, from :func:`fold_mask`. None: heads stay apart.
         logit_rows: Which of the n tokens get logits from verify, [R]; the same ones in every sequence. None: all of them.
+        whole: Whether the pass has its sequences from their first tokens on, and each token sees those up to itself. It uses
+            neither caches nor a mask then, and GPUs have fast kernels for such an attention.
     """
 
     cos: Tensor
@@ -41,6 +43,7 @@ class Inputs:
     attn_mask: Tensor
     query_mask: Tensor | None = None
     logit_rows: Tensor | None = None
+    whole: bool = False
 
 
 KV = tuple[Tensor, Tensor]
@@ -165,9 +168,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         """Return the attention output [B, n, hidden] and the written caches."""
         q, k, v = self._heads(x, (self.q_proj, self.k_proj, self.v_proj))
-        keys, values = self._write(k, v, inputs, cache)
-        y = attend(rotate(self.q_norm(q), inputs), keys, values, inputs)
-        return self.o_proj(y.transpose(1, 2).flatten(2)), (keys, values)
+        q = rotate(self.q_norm(q), inputs)
+        if inputs.whole:
+            k = rotate(self.k_norm(k), inputs)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            cache = self._write(k, v, inputs, cache)
+            y = attend(q, *cache, inputs)
+        return self.o_proj(y.transpose(1, 2).flatten(2)), cache
 
     def _heads(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
         """The outputs [B, heads, n, D] of linear layers for x [B, n, hidden]."""

@@ -24,8 +24,9 @@ import eesd
 from eesd.distill import teacher
 from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main
-from eesd.distill.continuing import TorchWriter, Writer, continue_prompts
+from eesd.distill.continuing import AnyWriter, TorchWriter, continue_prompts
 from eesd.distill.data import Rows, batch_indices, read_prompts, read_rows, split_documents
+from eesd.distill.device_writer import DeviceWriter
 from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.run import SLOWLY
@@ -238,10 +239,12 @@ def test_a_model_without_a_chat_template_writes_no_prompts(learner: Path, tmp_pa
     assert_refused(run(main, *arguments), "chat template")
 
 
-@pytest.fixture(params=["torch", "operators"])
-def writer(request: pytest.FixtureRequest, learner: Path, tmp_path: Path) -> Writer:
-    """Both ways to write text."""
+@pytest.fixture(params=["torch", "operators", "device"])
+def writer(request: pytest.FixtureRequest, learner: Path, tmp_path: Path) -> AnyWriter:
+    """All ways to write text."""
     checkpoint = Checkpoint(learner)
+    if request.param == "device":
+        return DeviceWriter(checkpoint.decoder())
     if request.param == "torch":
         return TorchWriter(checkpoint.decoder())
     needs_operators()
@@ -253,7 +256,7 @@ def needs_operators() -> None:
         pytest.skip(operators.missing())
 
 
-def test_continuations_in_a_batch_equal_those_of_single_prompts(writer: Writer) -> None:
+def test_continuations_in_a_batch_equal_those_of_single_prompts(writer: AnyWriter) -> None:
     """Also sampled ones, where a row takes another prompt when its text has ended, and at the end, when rows are dropped."""
     prompts = [[5, 6, 7], [10] * 70, [40, 41], [9], [50, 51, 52], [8, 9], [3] * 12, [7, 4]]
     limits = [23, 90, 7, 21, 30, 40, 12, 64]
@@ -271,7 +274,7 @@ def numbers(first: int, text: int) -> np.random.Generator:
     return np.random.default_rng([7, first + text])
 
 
-def test_sampled_continuations_follow_the_model_distribution(learner: Path, writer: Writer) -> None:
+def test_sampled_continuations_follow_the_model_distribution(learner: Path, writer: AnyWriter) -> None:
     """2000 first tokens at temperature 1, compared with the model's distribution."""
     count = 2000
     texts = continue_prompts(writer, [[5, 6, 7]] * count, [4] * count, [1] * count, partial(numbers, 0), (2,), 64)
