@@ -1,11 +1,15 @@
 """Kernels in Triton for what a decoder block does beside its matrix products.
 
-Torch runs a norm, a rotation or a write into the cache as a kernel for each arithmetic operation: 129 kernels a block. A decoding
-pass has so few rows that a kernel takes about as long as its launch. These do the same work in six kernels a block, with float32
-inside and one rounding where torch rounds last. A row's bits depend on no other row, and on the number of rows nowhere.
+Torch runs a norm, a rotation or a write into the cache as a kernel for each arithmetic operation. A decoding pass has so few
+rows that a kernel takes about as long as its launch. These do the same work in six kernels a block, with float32 inside, and
+round where torch does at the end. A row's bits depend neither on the other rows nor on how many there are.
 
-Attention is computed in *splits* of the slots, as of a decoding call a KV head alone has too little work for a GPU
-(Flash-Decoding, Dao et al. 2023). Where a split ends depends on the number of slots that a call may see, not on its rows.
+Attention is computed in *splits* of the slots (Flash-Decoding, Dao et al. 2023): a decoding call has too few heads for a GPU
+that reads all slots of a head in one program, as torch's attention does for so few queries. Where a split ends depends on the
+number of slots that a call may see.
+
+On an H200, a verify pass of 8 layers of Llama 3 8B over a node takes 1.75 ms with 4,096 slots and 1.96 with 32,768, where
+torch's operators took 3.24 and 8.07; weights and caches take 1.14 and 1.39 at 4.15 TB/s (``tests/gpu_lease.py``).
 """
 
 import torch
@@ -209,7 +213,7 @@ def _attend(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """A split of the slots, for a KV head and some of its queries: sums that are not divided yet, their peak and their weight."""
+    """A split of the slots, for a KV head and some of its queries: sums, not divided yet, their peak and their weight."""
     split, head = tl.program_id(0), tl.program_id(1)
     row, kv_head = (head // KV_HEADS).to(tl.int64), head % KV_HEADS
     begin = split * SPLIT
@@ -250,7 +254,16 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _combine(  # type: ignore[no-untyped-def]
-    sums, peaks, write_indices, y, count, HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr
+    sums,
+    peaks,
+    write_indices,
+    y,
+    count,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Join the splits of a head of a token."""
     place = tl.program_id(0).to(tl.int64)

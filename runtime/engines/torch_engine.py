@@ -18,8 +18,7 @@ from eesd.runtime.engines.device import DeviceStream, PreparedCall, ResultMemory
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, has_one_count, make_engines
 from eesd.runtime.engines.team import Team, TeamEngine, follow, lead
-from eesd.runtime.engines.torch_fused import fuse
-from eesd.runtime.engines.torch_weights import has_kernels, load_modules
+from eesd.runtime.engines.torch_weights import load_modules
 
 ROWS = 4
 """On the CPU, torch's float32 products add in another order where the number of rows is no multiple of this. Calls of verify
@@ -83,8 +82,7 @@ def open_torch(
     device: str | None = None,
     exact: bool | None = None,
     split: Split | None = None,
-    keep_levels: bool | None = None,
-    fused: bool | None = None,
+    kernels: bool | None = None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
     """Load the engines of a directory over one set of weights.
 
@@ -96,8 +94,7 @@ def open_torch(
         device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
         exact: On a GPU, see :func:`~eesd.runtime.engines.device_engine.buckets_for`.
         split: This process's part of the weights. None: all of them.
-        keep_levels: Whether quantized weights stay quantized in memory. None: on a GPU, where they can.
-        fused: Whether blocks run the kernels of ``torch_block_kernels.py``. None: on a GPU, where they can.
+        kernels: See :func:`~eesd.runtime.engines.torch_weights.load_modules`.
 
     Returns:
         The verify engine and the draft engine.
@@ -112,11 +109,7 @@ def open_torch(
     on_gpu = streams[0].on_gpu
     if not on_gpu:
         set_num_threads(threads)
-    stages = load_modules(directory, manifest, [stream.device for stream in streams], draft, split, keep_levels)
-    if fused is None:
-        fused = split is None and on_gpu and has_kernels(manifest, streams[0].device)
-    for module in (module for stage in stages for module in (stage.verify, stage.draft) if fused and module is not None):
-        fuse(module)
+    stages = load_modules(directory, manifest, [stream.device for stream in streams], draft, split, kernels)
     several = on_gpu and not has_one_count(manifest, exact)
     verify = [
         TorchStageRunner(stage.verify, graph, stage.rotary_tables, stream, manifest.max_tree_nodes + 1 if several else 0)

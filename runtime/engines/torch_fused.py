@@ -137,20 +137,21 @@ class FusedBlock(Block):
         return added
 
 
-def fuse(module: Draft | Verify) -> None:
+def fuse(*modules: Draft | Verify) -> None:
     """Replace the blocks and norms that have weights, and are not replaced yet: a draft and a verify may share them.
 
     What its graph does not use has no weights, and stays as it is.
     """
-    head = module.exit_head
-    for blocks in (module.model.layers, head.blocks):
-        for index, block in enumerate(blocks):
-            assert isinstance(block, Block)
-            if not isinstance(block, FusedBlock) and _is_there(block.self_attn.k_proj):
-                blocks[index] = FusedBlock(block, kv_only=not _is_there(block.mlp.down_proj))
-    for part in (module.model, head, *head.deep):
-        if not isinstance(part.norm, FusedNorm) and not part.norm.weight.is_meta:
-            part.norm = FusedNorm(part.norm)
+    for module in modules:
+        head = module.exit_head
+        for blocks in (module.model.layers, head.blocks):
+            for index, block in enumerate(blocks):
+                assert isinstance(block, Block)
+                if not isinstance(block, FusedBlock) and _is_there(block.self_attn.k_proj):
+                    blocks[index] = FusedBlock(block, kv_only=not _is_there(block.mlp.down_proj))
+        for part in (module.model, head, *head.deep):
+            if not isinstance(part.norm, FusedNorm) and not part.norm.weight.is_meta:
+                part.norm = FusedNorm(part.norm)
 
 
 def _is_there(layer: nn.Module) -> bool:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from eesd.common.weights import BITS, Quantization
-from eesd.model.quantize import Quantized, dequantize, pack, quantize, unpack
+from eesd.model.quantize import Quantized, dequantize, quantize, unpack
 
 TYPES = ("float16", "bfloat16")
 """Element types of directories whose weights stay quantized. On a GPU, float32 is for comparisons."""
 PANEL = 128
-"""Outputs of a panel, which a program of the kernel computes."""
+"""Outputs that a program of the kernel computes."""
 WORDS = 16
-"""Words of 32 bits for an output in a step. No block of a scale has fewer inputs."""
+"""Words of 32 bits that an output has in a step, and inputs of a product: no block has fewer."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class QuantizedWeight:
 
 
 def arranged(weight: Quantized, quantization: Quantization, device: torch.device) -> QuantizedWeight:
-    """Move a weight to a device, and arrange its levels there by panels of outputs, without a sign.
+    """Move a weight to a device, and arrange its levels there as the kernel reads them.
 
     Args:
         weight: The stored tensors of a weight [in, out].
@@ -49,30 +49,27 @@ def arranged(weight: Quantized, quantization: Quantization, device: torch.device
         levels = torch.stack((levels & 15, levels >> 4), -1)
     levels = levels.view(-1)[: inputs * outputs].view(inputs, outputs)
     signed = not kind.startswith("u")
-    if signed:
-        levels = (levels ^ 128 if bits == 8 else levels ^ 8)  # the level -128 or -8 becomes 0
-    levels = _words(levels, bits)
+    middle = 1 << (bits - 1) if signed else 0
     zeros = None if weight.zeros is None else unpack(weight.zeros.to(device), kind, blocks * outputs).to(torch.uint8)
     return QuantizedWeight(
-        levels,
+        _words(levels ^ middle, bits),  # the level -128 or -8 becomes 0
         weight.scales.to(device),
         None if zeros is None else zeros.view(blocks, outputs),
         None if weight.minimums is None else weight.minimums.to(device),
         bits,
-        1 << (bits - 1) if signed else 0,
+        middle,
     )
 
 
 def _words(levels: Tensor, bits: int) -> Tensor:
-    """Levels [in, out], a byte each, by panels of outputs and steps of inputs: see ``multiply``."""
-    inputs, outputs = levels.shape
-    count = 32 // bits
+    """Levels without a sign [in, out], a byte each, as ``multiply`` takes them."""
+    (inputs, outputs), count = levels.shape, 32 // bits
     levels = nn.functional.pad(levels, (0, -outputs % PANEL, 0, -inputs % (WORDS * count)))
-    apart = levels.view(-1, count, WORDS, levels.shape[1] // PANEL, PANEL)  # steps, levels of a word, words, panels, outputs
-    words = torch.zeros((*apart.shape[:1], *apart.shape[2:]), dtype=torch.int32, device=levels.device)
-    for number in range(count):
-        words |= apart[:, number].int() << (number * bits)
-    return words.permute(2, 0, 3, 1).contiguous()  # panels, steps, outputs, words
+    apart = levels.view(-1, count, WORDS, levels.shape[1] // PANEL, PANEL).permute(1, 3, 0, 4, 2)
+    words = torch.zeros(apart.shape[1:], dtype=torch.int32, device=levels.device)
+    for number, part in enumerate(apart):
+        words |= part.int() << (number * bits)
+    return words
 
 
 class QuantizedLinear(nn.Module):

@@ -2,9 +2,10 @@
 
 The external data of the graphs say where every weight is; its tensors have the names of the modules' parameters.
 
-On a GPU, the quantized weights of linear layers stay quantized in directories of 16 bits (``torch_quantized.py``). Elsewhere
-they are dequantized when they are loaded, and quantization saves no memory: on the CPU, where the torch engine is the
-reference; in float32; in an embedding table; and where weights are split over ranks: :mod:`eesd.model.parallel` splits floats.
+On a GPU, directories of 16 bits run kernels of their own: the quantized weights of linear layers stay quantized
+(``torch_quantized.py``), and blocks take fewer steps (``torch_fused.py``). Elsewhere weights are dequantized when they are
+loaded, and quantization saves no memory: on the CPU, where the torch engine is the reference; in float32; in an embedding
+table; and where weights are split over ranks: :mod:`eesd.model.parallel` splits floats.
 """
 
 import warnings
@@ -44,6 +45,7 @@ from eesd.model.parallel import Split, split_blocks
 from eesd.model.quantize import Quantized, dequantize
 from eesd.runtime.engines.device import explain_out_of_memory
 from eesd.runtime.engines.graph_file import read_graph
+from eesd.runtime.engines.torch_fused import fuse
 from eesd.runtime.engines.torch_quantized import (
     TYPES,
     ComputedBefore,
@@ -90,7 +92,7 @@ def load_modules(
     devices: Sequence[torch.device],
     draft: bool,
     split: Split | None = None,
-    keep_levels: bool | None = None,
+    kernels: bool | None = None,
 ) -> list[StageModules]:
     """Load the stages of verify. On the CPU, the weights are the mapped pages of the files, not copies.
 
@@ -100,13 +102,14 @@ def load_modules(
         devices: The device of each stage.
         draft: Whether to load the draft. Without it, weights that only the draft uses are not loaded.
         split: This process's part of the blocks. None: all of them.
-        keep_levels: Whether quantized weights stay quantized. None: where that saves memory of a GPU, and works.
+        kernels: Whether to use kernels in Triton: with them quantized weights stay quantized, and blocks take fewer steps.
+            None: on a GPU, where they work.
 
     Raises:
         EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the GPU.
     """
-    if keep_levels is None:
-        keep_levels = split is None and _keeps_levels(manifest, devices[0])
+    if kernels is None:
+        kernels = split is None and has_kernels(manifest, devices[0])
     draft_vocab = [DRAFT_VOCAB_FILE] if manifest.exit_head.draft_vocab else []
     files = _map_files(directory, (WEIGHTS_FILE, *draft_vocab, *manifest.linked))
     stages = []
@@ -114,7 +117,7 @@ def load_modules(
         with_draft = draft and number == 0
         graphs = [graph, manifest.draft] if with_draft else [graph]
         with _explain_mismatch(directory):
-            stored = _load_weights(directory, manifest, graphs, files, keep_levels)
+            stored = _load_weights(directory, manifest, graphs, files, kernels)
         weights = _moved(stored, device if split is None else torch.device("cpu"))
         del stored  # dequantized weights
         with _explain_mismatch(directory):
@@ -124,24 +127,22 @@ def load_modules(
             _move([module for pair in (verifier, *drafter) for module in pair], device)
         verify = Verify(*verifier, manifest.stage_layers[number]).eval()
         drafting = [Draft(*modules, manifest.draft_top_k).eval() for modules in drafter]
+        if kernels:
+            fuse(verify, *drafting)
         cos, sin = (_tensor(weights[name]).to(device, getattr(torch, manifest.dtype)) for name in ROTARY_TABLES)
         stages.append(StageModules(verify, drafting[0] if drafting else None, (cos, sin)))
     return stages
 
 
-def _keeps_levels(manifest: Manifest, device: torch.device) -> bool:
-    """Whether a device has quantized weights to keep, and a kernel for them. Says so if it has no kernel."""
-    kept = any(one.integers for one in manifest.quantization.used)  # the kernel knows no others
-    return kept and device.type != "cpu" and has_kernels(manifest, device)
-
-
 def has_kernels(manifest: Manifest, device: torch.device) -> bool:
-    """Whether kernels in Triton work on a GPU for this directory. Says so if they do not."""
-    if manifest.dtype not in TYPES:
+    """Whether a device is a GPU for whose kernels this directory has a type. Says so if they do not work there."""
+    if device.type == "cpu" or manifest.dtype not in TYPES:
         return False
-    if fault := fault_of_kernel(device, getattr(torch, manifest.dtype)):
-        kept = f", and quantized weights take the memory of {manifest.dtype} ones" if manifest.quantization.used else ""
-        notice(f"Passes are slower on the GPU than they could be{kept}: {fault}.")
+    fault = fault_of_kernel(device, getattr(torch, manifest.dtype))
+    if fault and any(one.integers for one in manifest.quantization.used):
+        notice(f"The GPU works slowly, and the quantized weights take the memory of {manifest.dtype} weights: {fault}.")
+    elif fault:
+        notice(f"The GPU works slowly: {fault}.")
     return fault is None
 
 

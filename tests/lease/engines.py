@@ -89,19 +89,19 @@ def random_engines(
     if head.draft_vocab is not None:
         head.draft_vocab.copy_(torch.arange(len(head.draft_vocab)))
     _fill([*decoder.named_parameters(), *head.named_parameters()])
-    modules = Verify(decoder, head), Draft(decoder, head, TOP_K)
+    of_verify, of_draft = Verify(decoder, head), Draft(decoder, head, TOP_K)
     if fused is None:
-        fused = stream.on_gpu and has_kernels(manifest, stream.device)
-    for module in modules if fused else ():
-        fuse(module)
+        fused = has_kernels(manifest, stream.device)
+    if fused:
+        fuse(of_verify, of_draft)
     on_gpu, positions = stream.on_gpu, manifest.gpu_slots
     tables = tuple(table.to(stream.device, dtype) for table in rotary_tables(manifest.geometry, positions))
     runner = partial(_runner, tables=(tables[0], tables[1]), stream=stream)
     memory = partial(DeviceMemory, manifest, [stream], grow=not on_gpu, spare=manifest.max_tree_nodes + ROWS)
     verify, draft = make_engines(
         manifest,
-        [runner(modules[0], manifest.verify[0])],
-        runner(modules[1], manifest.draft),
+        [runner(of_verify, manifest.verify[0])],
+        runner(of_draft, manifest.draft),
         memory,
         pad=on_gpu,
         multiple=ROWS,

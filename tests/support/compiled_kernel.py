@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from eesd.runtime.engines import torch_kernel as kernel
-from eesd.runtime.engines.torch_quantized import PANEL
+from eesd.runtime.engines.torch_quantized import PANEL, WORDS
 
 VARIANTS = {
     "int4": {"BITS": 4, "MIDDLE": 8, "BLOCK": 32, "zeros": None, "minimums": None},
@@ -18,13 +18,13 @@ VARIANTS = {
     "minimums": {"BITS": 4, "MIDDLE": 0, "BLOCK": 16, "zeros": None},
     "zero points": {"BITS": 4, "MIDDLE": 0, "BLOCK": 128, "minimums": None},
 }
-TYPES = {"x": "*bf16", "levels": "*u8", "scales": "*fp32", "zeros": "*u8", "minimums": "*fp32", "y": "*bf16"}
+TYPES = {"x": "*bf16", "levels": "*i32", "scales": "*fp32", "zeros": "*u8", "minimums": "*fp32", "y": "*bf16"}
 
 
 def compiled(constants: dict[str, Any], groups: int, capability: int) -> dict[str, Any]:
     """Bytes of shared memory, and the products of tensor cores by their kind."""
-    constants = constants | {name: getattr(kernel, name) for name in ("ROWS", "STEP")}
-    constants |= {"GROUPS": groups, "PANEL": PANEL}
+    constants = constants | {"GROUPS": groups, "PANEL": PANEL, "ROWS": kernel.ROWS, "STEPS": 8, "WHOLE": True, "ASM": True}
+    constants["STEP"] = WORDS * 32 // constants["BITS"]
     names = kernel._multiply.arg_names
     types = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
     aligned = [name for name in names if name not in constants and name != "rows"]
@@ -34,7 +34,7 @@ def compiled(constants: dict[str, Any], groups: int, capability: int) -> dict[st
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_stages": kernel.STAGES[groups - 1], "enable_fp_fusion": False}
+    options = {"num_stages": kernel.STAGES, "enable_fp_fusion": False}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {"shared": made.metadata.shared, "products": Counter(re.findall(r"w?g?mma\.\S+", made.asm["ptx"]))}
 

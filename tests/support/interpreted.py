@@ -1,4 +1,4 @@
-"""Run quantized products and engines on the CPU in Triton's interpreter: ``python tests/support/interpreted.py DIR``
+"""Run quantized products and engines on the CPU in Triton's interpreter: ``python tests/support/interpreted.py DIR ...``
 
 Prints JSON. It is a process of its own: Triton reads ``TRITON_INTERPRET`` when it is imported, and torch imports Triton.
 """
@@ -11,36 +11,55 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.engines import torch_fused
 from eesd.runtime.engines.base import Call
+from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.torch_engine import TorchStageRunner, open_torch
 from eesd.runtime.engines.torch_quantized import QuantizedLinear
 from support.quantized_products import all_checked
 
-PROMPT = [5, 9, 3, 60, 2, 44]
+LONG = [5 + 7 * place % 90 for place in range(14)]
+torch_fused.MOST_NODES = 8  # the interpreter is slow
 
 
 def engines(directory: Path) -> dict[str, Any]:
-    """Logits with kept levels against those with dequantized weights, and which weights are kept and shared."""
+    """Logits with kernels against those with torch's operators, and which weights are kept and shared."""
     logits, kept = [], []
-    for keep in (False, True):
-        found = open_torch(directory, load_manifest(directory), 1, True, "cpu", keep_levels=keep)
-        [kv_cache] = found[0].new_kv_caches()
-        call = Call(kv_cache, PROMPT, range(len(PROMPT)), 0)
-        logits.append([engine.forward([call])[0].logits.copy() for engine in found if engine is not None])
+    for kernels in (False, True):
+        found = open_torch(directory, load_manifest(directory), 1, True, "cpu", kernels=kernels)
+        logits.append(logits_of(*found))
         kept.append([levels_of(engine.stages[0]) for engine in found if engine is not None])
     (verify, draft), pairs = kept[1], list(zip(*logits, strict=True))
     return {
         "difference": [float(abs(one - other).max()) for one, other in pairs],
         "deviation": [float(one.std()) for one, _ in pairs],
-        "tokens": [[one.argmax(-1).tolist() for one in pair] for pair in pairs],
         "dequantized": [len(one) for one in kept[0]],
         "verify": sorted(verify),
         "draft": sorted(draft),
         "shared": sorted(name for name in verify.keys() & draft.keys() if verify[name] is draft[name]),
     }
+
+
+def logits_of(verify: DeviceEngine, draft: DeviceEngine | None) -> list[NDArray[np.float32]]:
+    """Of both engines: of a prompt that torch's attention reads, and of a chain, a tree and a token in two rows behind it."""
+    assert draft is not None
+    caches, found = verify.new_kv_caches(2), list[NDArray[np.float32]]()
+    for row, kv_cache in enumerate(caches):
+        prompt = Call(kv_cache, LONG[row:], range(len(LONG) - row), 0)
+        found += [engine.forward([prompt])[0].logits.copy() for engine in (verify, draft)]
+    start = len(LONG)
+    tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
+    calls = [
+        Call(caches[0], [7, 8, 9], [start, start + 1, start + 1], start, start, tree),
+        Call(caches[1], [5], [start - 1], start - 1),
+    ]
+    found += [outputs.logits.copy() for outputs in verify.forward(calls)]
+    return [*found, *(outputs.logits.copy() for call in calls for outputs in draft.forward([call]))]
 
 
 def levels_of(stage: Any) -> dict[str, Any]:
@@ -52,7 +71,7 @@ def levels_of(stage: Any) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(json.dumps({"products": all_checked("cpu"), "engines": engines(Path(sys.argv[1]))}))
+    print(json.dumps({"products": all_checked("cpu"), "engines": [engines(Path(directory)) for directory in sys.argv[1:]]}))
 
 
 if __name__ == "__main__":

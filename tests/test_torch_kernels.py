@@ -1,4 +1,4 @@
-"""Quantized weights stay quantized in a GPU's memory: the kernel's products, in Triton's interpreter, and engines with them.
+"""The kernels of GPUs in Triton's interpreter: products with quantized weights, fused blocks, and engines with both.
 
 torch brings Triton along where it is made for GPUs on Linux. Without Triton, only that the weights are dequantized is tested.
 """
@@ -35,6 +35,14 @@ def quantized(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPa
     return export_engine(family_dir("qwen2.5-tied"), output, *options)
 
 
+@pytest.fixture(scope="module")
+def plain(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Directories without quantized weights: norms of queries and keys, heads of 24 numbers, and one KV head."""
+    root = tmp_path_factory.mktemp("plain")
+    options = ("--dtype", "float16", "--max-seq-len", 256)
+    return [export_engine(family_dir(name), root / name, *options) for name in ("qwen3-bias", "llama-head-dim", "mistral")]
+
+
 def run(script: Path, *arguments: object) -> Any:
     command = [sys.executable, script, *arguments]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
@@ -43,9 +51,9 @@ def run(script: Path, *arguments: object) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(quantized: Path) -> dict[str, Any]:
+def found(quantized: Path, plain: list[Path]) -> dict[str, Any]:
     """What ``support/interpreted.py`` finds."""
-    found: dict[str, Any] = run(INTERPRETED, quantized)
+    found: dict[str, Any] = run(INTERPRETED, quantized, *plain)
     return found
 
 
@@ -62,23 +70,26 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(found: dict[str, Any]) 
 
 
 @NEEDS_TRITON
-def test_engines_compute_with_kept_levels_what_they_compute_with_dequantized_weights(found: dict[str, Any]) -> None:
-    engines = found["engines"]
-    for difference, deviation in zip(engines["difference"], engines["deviation"], strict=True):
-        assert deviation > 0.3 and difference < 0.02, "logits near zero would always agree"
-    assert all(kept == dequantized for dequantized, kept in engines["tokens"])
+def test_engines_compute_with_kernels_what_they_compute_with_torchs_operators(found: dict[str, Any]) -> None:
+    """Of prompts, chains, trees and rows; with levels that are kept and with blocks that are fused."""
+    assert len(found["engines"]) == 4
+    for engines in found["engines"]:
+        assert len(engines["difference"]) == 8
+        for difference, deviation in zip(engines["difference"], engines["deviation"], strict=True):
+            assert deviation > 0.3 and difference < 0.05, "logits near zero would always agree"
 
 
 @NEEDS_TRITON
 def test_draft_and_verify_keep_their_levels_in_the_same_memory(found: dict[str, Any]) -> None:
     """Only the LM head of the draft is a copy, in fewer bits."""
-    engines, head = found["engines"], "exit_head.blocks.0"
-    layers = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+    engines, head = found["engines"][0], "exit_head.blocks.0"
+    layers = ("qkv_proj.quantized", "o_proj", "gate_up_proj.quantized", "down_proj")
     blocks = [[f"{block}.{layer}" for layer in layers] for block in (head, *(f"model.layers.{i}" for i in range(4)))]
     others = [name for names in blocks[1:] for name in names]
     assert engines["draft"] == sorted([*blocks[0], "lm_head", *blocks[1]])
-    assert engines["verify"] == sorted([f"{head}.self_attn.k_proj", "lm_head", *others])
+    assert engines["verify"] == sorted([f"{head}.kv_proj.quantized", "lm_head", *others])
     assert engines["shared"] == sorted(blocks[1]) and engines["dequantized"] == [0, 0]
+    assert not any(plain["verify"] for plain in found["engines"][1:])
 
 
 @NEEDS_TRITON
@@ -92,23 +103,22 @@ def test_the_kernel_compiles_for_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
         assert list(kernel["products"]) == ["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"], name
 
 
-def test_levels_are_kept_where_a_gpu_has_a_kernel_for_them(
+def test_kernels_are_used_where_a_gpu_has_them(
     quantized: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch_weights, "fault_of_kernel", lambda device, dtype: None)
     manifest, cuda = load_manifest(quantized), torch.device("cuda")
     whole = replace(manifest, quantization=UNQUANTIZED)
-    keeps = torch_weights._keeps_levels
-    assert keeps(manifest, cuda) and not keeps(manifest, torch.device("cpu"))
-    assert not keeps(replace(manifest, dtype="float32"), cuda) and not keeps(whole, cuda)
+    works = torch_weights.has_kernels
+    assert works(manifest, cuda) and works(whole, cuda) and not works(manifest, torch.device("cpu"))
+    assert not works(replace(manifest, dtype="float32"), cuda)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(torch_weights, "fault_of_kernel", lambda device, dtype: "Triton is not installed")
-    assert not keeps(manifest, cuda)
-    assert (
-        capsys.readouterr().err
-        == "The quantized weights take the memory of float16 weights on the GPU: Triton is not installed.\n"
+    assert not works(manifest, cuda) and not works(whole, cuda)
+    assert capsys.readouterr().err == (
+        "The GPU works slowly, and the quantized weights take the memory of float16 weights: Triton is not installed.\n"
+        "The GPU works slowly: Triton is not installed.\n"
     )
-    assert not keeps(whole, cuda) and capsys.readouterr().err == ""
 
 
 def fails(*_: object) -> torch.Tensor:
@@ -120,9 +130,13 @@ def adds_one(x: torch.Tensor, weight: torch_quantized.QuantizedWeight) -> torch.
 
 
 def weights(weight: torch_quantized.QuantizedWeight) -> torch.Tensor:
-    """The weight [in, out] of 4-bit levels in panels, by definition."""
-    apart = torch.stack((weight.levels & 15, weight.levels >> 4), -1).flatten(2).transpose(0, 1).flatten(1)
-    return (apart[:, : weight.scales.shape[1]].float() - weight.middle) * weight.scales.float().repeat_interleave(32, 0)
+    """The weight [in, out] of 4-bit levels in words, by definition."""
+    blocks, outputs = weight.scales.shape
+    levels = [
+        [int(weight.levels[0, i // 128, o, i % 16]) >> i % 128 // 16 * 4 & 15 for o in range(outputs)]
+        for i in range(32 * blocks)
+    ]
+    return (torch.tensor(levels).float() - weight.middle) * weight.scales.float().repeat_interleave(32, 0)
 
 
 @pytest.mark.parametrize(
