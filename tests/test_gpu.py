@@ -93,11 +93,12 @@ def test_drafting_changes_no_token_beyond_rounding(
 ) -> None:
     """Until the cache is full."""
     directory = opened(backend)
-    llm = LLM(directory, load_manifest(directory), engines_of(backend, directory), Speculation(controller, width, guard=False))
+    speculation = Speculation(controller, width, drafter="exit", guard=False)
+    llm = LLM(directory, load_manifest(directory), engines_of(backend, directory), speculation)
     for prompt in PROMPTS:
         plain = llm.generate(prompt, sampling, max_new_tokens=400, draft=False, ignore_eos=True)
         drafted = llm.generate(prompt, sampling, max_new_tokens=400, ignore_eos=True)
-        assert len(prompt) + len(plain.tokens) == 384 and drafted.stats.acceptance > 0.2
+        assert len(prompt) + len(plain.tokens) == 384 and drafted.stats.acceptance > 0.1
         divergence = first_divergence(llm, prompt, plain.tokens, drafted.tokens)
         assert divergence is None or sampling.temperature or abs(divergence.logit_gap) <= GAP, divergence
 
@@ -107,7 +108,7 @@ def test_cuda_graphs_change_no_token(opened: Callable[[str], Path], backend: str
     directory, tokens = opened(backend), []
     for cuda_graphs in (False, True):
         engines = engines_of(backend, directory)
-        for engine in engines:
+        for engine in (engines.verify, engines.draft):
             assert isinstance(engine, DeviceEngine)
             engine.cuda_graphs = cuda_graphs
         llm = LLM(directory, load_manifest(directory), engines, Speculation("fixed:k=4", guard=False))

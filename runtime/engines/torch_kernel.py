@@ -1,4 +1,4 @@
-# ruff: noqa: RUF005, SIM300 -- Triton knows neither
+# ruff: noqa: RUF005, SIM300 -- Triton knows no unpacking, and no constant before a name
 """Products with quantized weights on a GPU: a kernel in Triton that makes the weights of a tile in registers.
 
 A program of the kernel computes a *panel* of outputs for one or several groups of rows, over a part of the inputs. It goes
@@ -11,7 +11,7 @@ run over the inputs in the same order, and where parts begin depends on the weig
 number of groups only says how many rows share the levels that are read.
 
 Levels are stored for the tensor cores. A word of 32 bits has eight levels of 4 bits, or four of 8, of one output. Their inputs
-lie ``WORDS`` apart, so a step is that many products of ``WORDS`` inputs, and neither a level nor a weight ever moves between
+lie a fixed number apart, so a step is that many products, and neither a level nor a weight ever moves between
 threads. Two instructions put two levels of 4 bits into the low bits of two numbers of 16 bits, where they count ones.
 
 The sizes are the best of 24 that were timed on an H200, for the products of a block of Llama 3 8B: with 4-bit weights 82 us for
@@ -22,8 +22,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from eesd.runtime.engines.torch_quantized import WORDS
 
 ROWS = 16
 """Rows of a group: as many as tensor cores multiply at least."""
@@ -184,9 +182,9 @@ def multiply(
 
     Args:
         x: Rows [n, in], contiguous, of float16 or bfloat16.
-        levels: Levels without a sign in words of 32 bits, [panels, steps, P, ``WORDS``]. From its low bits on, word j of panel
-            p, step s and output c has the levels of output p P + c and the inputs s K + j, s K + j + ``WORDS`` and so on,
-            where K is the number of inputs in a step. P is a power of two.
+        levels: Levels without a sign in words of 32 bits, [panels, steps, P, W]. From its low bits on, word j of panel p, step
+            s and output c has the levels of output p P + c and the inputs s K + j, s K + j + W and so on, where K is the number
+            of inputs in a step: 8 W with 4 bits, 4 W with 8. P and W are powers of two, and no block is smaller than W.
         scales: Scales [in / block, out].
         zeros: Zero points [in / block, out], a byte each. None: all are zero.
         minimums: Minimums [in / block, out]. None: all are zero.
@@ -199,7 +197,7 @@ def multiply(
     (rows, inputs), (blocks, outputs) = x.shape, scales.shape
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     groups = min(max(triton.cdiv(rows, ROWS), 1), MOST_GROUPS)
-    step = WORDS * 32 // bits
+    step = levels.shape[3] * 32 // bits
     all_steps = triton.cdiv(inputs, step)
     steps = next((n for n in STEPS if len(levels) * triton.cdiv(all_steps, n) >= PROGRAMS), STEPS[-1])
     parts = triton.cdiv(all_steps, steps)

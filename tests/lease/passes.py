@@ -121,7 +121,8 @@ def _kernels(lease: Lease, layers: int, manifest: Manifest | None = None) -> tup
         verify.forward([call])
         if on_gpu:
             torch.cuda.synchronize()
-    events = profile.key_averages()
+    # The profiler lists the host's calls, too, each of which launched one of them.
+    events = [event for event in profile.key_averages() if event.device_type.name == ("CUDA" if on_gpu else "CPU")]
     spent = sorted(events, key=lambda event: -(event.self_device_time_total if on_gpu else event.self_cpu_time_total))
     most = [
         [event.key[:80], event.count, event.self_device_time_total if on_gpu else event.self_cpu_time_total]
