@@ -30,10 +30,11 @@ class Load:
 
     Attributes:
         queued, prefilling, running: Requests that wait, whose prompt is being prefilled, and that decode.
-        kv_used: Share of the memory for keys and values that is promised to requests.
+        kv_used: Share of the memory for keys and values that requests have.
         rounds: Rounds so far.
         prefix_queries, prefix_hits: Tokens of all prompts, and those whose keys and values were kept from earlier ones.
         drafted: Levels that the last round verified.
+        pauses: How often a request lost its keys and values to others, for a while.
     """
 
     queued: int
@@ -44,6 +45,7 @@ class Load:
     prefix_queries: int
     prefix_hits: int
     drafted: int
+    pauses: int
 
 
 class Service:
@@ -95,6 +97,11 @@ class Service:
         return generation
 
     @property
+    def longest(self) -> int:
+        """Most tokens of a text, its prompt included, for which there is memory."""
+        return self._scheduler.longest
+
+    @property
     def places(self) -> int:
         """Requests that can run or wait at once."""
         return self._options.max_rows + self._options.max_queue
@@ -136,7 +143,7 @@ class Service:
         scheduler = self._scheduler
         prefixes = scheduler.prefixes
         return Load(
-            len(self._inbox) + len(scheduler.waiting),
+            len(self._inbox) + len(scheduler.waiting) + scheduler.paused,
             scheduler.prefilling,
             scheduler.running,
             self._kv_used,
@@ -144,6 +151,7 @@ class Service:
             prefixes.queries,
             prefixes.hits,
             scheduler.drafted,
+            scheduler.pauses,
         )
 
     @property

@@ -137,6 +137,7 @@ class _LoadCollector(Collector):
         counters = {
             "vllm:prefix_cache_queries": ("Tokens of prompts that were looked up in the prefix cache.", load.prefix_queries),
             "vllm:prefix_cache_hits": ("Those of them that were found.", load.prefix_hits),
+            "vllm:num_preemptions": ("How often a request paused because others needed its memory.", load.pauses),
             "eesd:rounds": ("Rounds of the batch.", load.rounds),
         }
         for name, (text, value) in gauges.items():
