@@ -258,9 +258,7 @@ def test_chats_share_little_memory(engine: Path) -> None:
             answers = list(pool.map(lambda body: server.post("/v1/completions", body), bodies))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.status_code == 200, answer.text
-            expected = server.llm.generate(
-                body["prompt"], Sampling(temperature=0.8, seed=4), max_new_tokens=150, ignore_eos=True
-            )
+            expected = server.llm.generate(prompt, Sampling(temperature=0.8, seed=4), max_new_tokens=150, ignore_eos=True)
             assert answer.json()["choices"][0]["text"] == expected.text
         assert server.metric("vllm:num_preemptions_total") > 0
         longest = server.post("/v1/completions", {"prompt": "a", "max_tokens": None, "ignore_eos": True})
