@@ -20,12 +20,34 @@ SOURCES = {
     "self-instruct": "https://github.com/yizhongw/self-instruct (Apache-2.0; prompts of T0's training set)",
     "GPTeacher": "https://github.com/teknium1/GPTeacher (MIT)",
     "UD_German-GSD": "https://github.com/UniversalDependencies/UD_German-GSD (CC BY-SA 4.0)",
+    "zero_shot_cot": "https://github.com/kojima-takeshi188/zero_shot_cot (names no licence; CommonsenseQA's training set)",
+    "dstc8-schema-guided-dialogue": "https://github.com/google-research-datasets/dstc8-schema-guided-dialogue (CC BY-SA 4.0)",
 }
 GRAM = 13
 """Words in a row that a prompt must not have in common with a test."""
-PER_TEMPLATE = 90
-"""Prompts of each of T0's templates."""
-MOST_CHARACTERS = 2800
+PER_KIND = 350
+"""Prompts of each kind of T0's tasks."""
+MORE = {"cnn": 900, "samsum": 900, "kilt": 900, "wiki": 900, "xsum": 900, "adversarial": 800, "duorc": 700, "multi": 600}
+"""Kinds that have more."""
+CHOICES, DIALOGUES, AGAIN = 2000, 2500, 2500
+"""Prompts with choices, of dialogues, and of a second turn."""
+MOST_CHARACTERS = 2400
+ASKED_AGAIN = (
+    *(
+        "Make it shorter.",
+        "Rewrite your answer as a list.",
+        "Can you explain that in more detail?",
+        "Now write it for a child.",
+    ),
+    *(
+        "Give another example.",
+        "What could go wrong?",
+        "Translate your answer to German.",
+        "Why?",
+        "Now do it in another style.",
+    ),
+    "Summarize your answer in one sentence.",
+)
 TO_ENGLISH = (
     "Translate German to English: {}",
     "Translate this sentence into English:\n{}",
@@ -48,22 +70,33 @@ def math(checkout: Path) -> Iterator[str]:
         yield json.loads(line)["question"]
 
 
-def tasks(checkout: Path) -> Iterator[tuple[str, str]]:
-    """Kind and prompt of T0's templates, and the questions of two of them alone."""
-    for path in sorted((checkout / "data/finetuning/t0_train_50k/data_per_template").glob("*.jsonl")):
-        prompts = [json.loads(line)["prompt"].strip() for line in path.read_text("utf-8").splitlines()]
-        kind = re.split(r"[_.]", path.name)[0]
-        yield from ((kind, prompt) for prompt in prompts[:PER_TEMPLATE])
-        if kind in ("wiki", "trec", "kilt"):
-            for prompt in prompts:
-                question = re.search(r"(?:[Qq]uestion: ?|answer this: )([^\n]*?) ?\?", prompt)
-                if question and len(words(question[1])) > 3:
-                    yield "question", question[1] + "?"
+def t0(checkout: Path) -> Iterator[tuple[str, str, str]]:
+    """Kind, prompt and completion of T0's training set, in random order."""
+    paths = sorted((checkout / "data/finetuning/t0_train_50k/data_per_template").glob("*.jsonl"))
+    entries = [(path, json.loads(line)) for path in paths for line in path.read_text("utf-8").splitlines()]
+    found = [
+        (re.split(r"[_.]", path.name)[0], e["prompt"].strip(), e["completion"].removesuffix("<|endoftext|>").strip())
+        for path, e in entries
+    ]
+    random.Random(7).shuffle(found)
+    yield from found
 
 
-def instructions(path: Path) -> Iterator[str]:
+def tasks(checkout: Path) -> dict[str, str]:
+    """The prompts of T0 that the model answers, and the kind of each."""
+    counts: Counter[str] = Counter()
+    kept: dict[str, str] = {}
+    for kind, prompt, _ in t0(checkout):
+        if counts[kind] < MORE.get(kind, PER_KIND) and prompt not in kept and 3 <= len(prompt) <= MOST_CHARACTERS:
+            counts[kind] += 1
+            kept[prompt] = kind
+    return kept
+
+
+def instructions(path: Path) -> Iterator[tuple[str, str]]:
+    """Questions and answers of GPTeacher."""
     for entry in json.loads(path.read_text("utf-8")):
-        yield "\n".join(filter(None, (entry["instruction"], entry["input"])))
+        yield "\n".join(filter(None, (entry["instruction"], entry["input"]))), entry["response"]
 
 
 def seeds(checkout: Path) -> Iterator[str]:
@@ -78,15 +111,48 @@ def german(checkout: Path) -> Iterator[str]:
             yield TO_ENGLISH[number % len(TO_ENGLISH)].format(text)
 
 
-def gathered(checkouts: Path) -> Iterator[tuple[str, str]]:
-    """Kind and text of all prompts."""
-    yield from (("math", text) for text in math(checkouts / "grade-school-math"))
-    yield from tasks(checkouts / "self-instruct")
-    yield from (("seed", text) for text in seeds(checkouts / "self-instruct"))
-    yield from (("code", text) for text in instructions(checkouts / "GPTeacher/Codegen/codegen-instruct.json"))
-    roleplay = checkouts / "GPTeacher/Roleplay/roleplay-simple-deduped-roleplay-instruct.json"
-    yield from (("roleplay", text) for text in instructions(roleplay))
-    yield from (("german", text) for text in german(checkouts / "UD_German-GSD"))
+def choices(checkout: Path, rng: random.Random) -> Iterator[str]:
+    """Questions of CommonsenseQA, half of them with the answers to choose from."""
+    lines = (checkout / "dataset/CommonsenseQA/train_rand_split.jsonl").read_text("utf-8").splitlines()
+    for line in rng.sample(lines, min(CHOICES, len(lines))):
+        question = json.loads(line)["question"]
+        offered = " ".join(f"({choice['label']}) {choice['text']}" for choice in question["choices"])
+        asked = f"{question['stem']}\nAnswer choices: {offered}\nExplain your answer."
+        yield question["stem"] if rng.random() < 0.5 else asked
+
+
+def dialogues(checkout: Path) -> list[list[str]]:
+    """What user and assistant say in turn, in random order. The first ``DIALOGUES`` are prompts, the others are read."""
+    found = []
+    for path in sorted((checkout / "train").glob("dialogues_*.json")):
+        for dialogue in json.loads(path.read_text("utf-8")):
+            turns: list[str] = []
+            for number, turn in enumerate(dialogue["turns"]):
+                if number and turn["speaker"] == dialogue["turns"][number - 1]["speaker"]:
+                    turns[-1] += " " + turn["utterance"]
+                else:
+                    turns.append(turn["utterance"])
+            found.append(turns)
+    random.Random(7).shuffle(found)
+    return found
+
+
+def gathered(checkouts: Path, rng: random.Random) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Kind and turns of all prompts."""
+    code = [*instructions(checkouts / "GPTeacher/Codegen/codegen-instruct.json")]
+    roleplay = [*instructions(checkouts / "GPTeacher/Roleplay/roleplay-simple-deduped-roleplay-instruct.json")]
+    yield from (("math", (text,)) for text in math(checkouts / "grade-school-math"))
+    yield from ((kind, (text,)) for text, kind in tasks(checkouts / "self-instruct").items())
+    yield from (("seed", (text,)) for text in seeds(checkouts / "self-instruct"))
+    yield from (("code", (question,)) for question, _ in code)
+    yield from (("roleplay", (question,)) for question, _ in roleplay)
+    yield from (("german", (text,)) for text in german(checkouts / "UD_German-GSD"))
+    yield from (("choice", (text,)) for text in choices(checkouts / "zero_shot_cot", rng))
+    for turns in dialogues(checkouts / "dstc8-schema-guided-dialogue")[:DIALOGUES]:
+        yield "dialogue", tuple(turns[: 2 * rng.randrange(1, max(2, len(turns) // 2)) - 1])
+    pairs = [*roleplay, *code]
+    for question, answer in rng.sample(pairs, min(AGAIN, len(pairs))):
+        yield "second turn", (question, answer, rng.choice(ASKED_AGAIN) if rng.random() < 0.7 else rng.choice(pairs)[0])
 
 
 def strings(value: Any) -> Iterator[str]:
@@ -103,6 +169,28 @@ def tested(paths: Iterable[Path]) -> set[tuple[str, ...]]:
     return {gram for line in lines for text in strings(json.loads(line)) for gram in grams(text)}
 
 
+def write(output: Path, found: Iterable[tuple[str, tuple[str, ...]]], tests: set[tuple[str, ...]], seed: int) -> None:
+    """Write the prompts without doubles and tests as JSON lines, in random order."""
+    kept: dict[tuple[str, ...], str] = {}
+    counts: Counter[str] = Counter()
+    for kind, turns in found:
+        text = "\n".join(turns)
+        if turns in kept or not 3 <= len(text) <= MOST_CHARACTERS:
+            counts["left out: double, empty or long"] += 1
+        elif any(not tests.isdisjoint(grams(one)) for one in (text, *turns)):
+            counts["left out: like a test"] += 1
+        else:
+            kept[turns] = kind
+            counts[kind] += 1
+    order = list(kept.items())
+    random.Random(seed).shuffle(order)
+    with output.open("w", encoding="utf-8") as file:
+        for turns, kind in order:
+            messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+            file.write(json.dumps({"kind": kind, "messages": messages}, ensure_ascii=False) + "\n")
+    print(len(order), "prompts:", dict(sorted(counts.items())))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", type=Path)
@@ -110,23 +198,8 @@ def main() -> None:
     parser.add_argument("--without", type=Path, nargs="*", default=(), help="JSON lines of tests, of which no prompt may be")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    tests = tested(arguments.without)
-    kept: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    for kind, text in gathered(arguments.checkouts):
-        if text in kept or not 3 <= len(text) <= MOST_CHARACTERS:
-            counts["left out: double, empty or long"] += 1
-        elif not tests.isdisjoint(grams(text)):
-            counts["left out: like a test"] += 1
-        else:
-            kept[text] = kind
-            counts[kind] += 1
-    order = list(kept.items())
-    random.Random(arguments.seed).shuffle(order)
-    with arguments.output.open("w", encoding="utf-8") as file:
-        for text, kind in order:
-            file.write(json.dumps({"kind": kind, "messages": [{"role": "user", "content": text}]}, ensure_ascii=False) + "\n")
-    print(len(order), "prompts:", dict(sorted(counts.items())))
+    found = gathered(arguments.checkouts, random.Random(arguments.seed))
+    write(arguments.output, found, tested(arguments.without), arguments.seed)
 
 
 if __name__ == "__main__":

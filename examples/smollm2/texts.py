@@ -1,10 +1,11 @@
 """Gather text that the model reads, from Debian packages and checkouts of public repositories, without any question of a test.
 
-    texts.py PACKAGES CHECKOUTS -o texts/ --without spec_bench.jsonl [FILE ...]
+    texts.py PACKAGES CHECKOUTS -o texts/ [--asked asked.jsonl] [--part 0.2] --without spec_bench.jsonl [FILE ...]
 
 PACKAGES has a directory for each package of ``SOURCES`` (``apt-get download NAME; dpkg-deb -x NAME*.deb PACKAGES/NAME``),
 CHECKOUTS one for each repository of ``prompts.py``. The result is a file of JSON lines for each kind of text: passages, every
 second of those in words as an answer in a chat, and conversations with the answers that people or other models gave.
+``--asked`` writes prompts, too: about passages, and about words of dictionaries.
 """
 
 import argparse
@@ -17,29 +18,64 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
-from prompts import grams, tested
+from prompts import DIALOGUES, TO_ENGLISH, dialogues, grams, instructions, t0, tasks, tested, write
 
+LANGUAGES = ("fr-FR", "es-ES", "it-IT", "nl-NL", "pt-BR", "pl-PL")
 SOURCES = {
-    "essays": [("anarchism", "**/sec*.html"), ("jargon-text", "**/*.txt.gz"), ("fortunes", "**/fortunes/*")],
-    "manual": [("python3.11-doc", "**/html/**/*.html"), ("postgresql-doc-15", "**/*.html"), ("cmake-doc", "**/*.html")],
+    "essays": [
+        ("anarchism", "**/sec*.html"),
+        ("jargon-text", "**/*.txt.gz"),
+        ("fortunes", "**/fortunes/*"),
+        ("wesnoth-1.16-data", "**/*.cfg"),
+        ("dict-foldoc", "**/*.dict.dz"),
+        ("dict-gcide", "**/*.dict.dz"),
+    ],
+    "manual": [
+        ("python3.11-doc", "**/html/**/*.html"),
+        ("postgresql-doc-15", "**/*.html"),
+        ("cmake-doc", "**/*.html"),
+        ("python-django-doc", "**/*.html"),
+        ("python-scipy-doc", "**/html/**/*.html"),
+        ("python-sympy-doc", "**/html/**/*.html"),
+    ],
     "guide": [
         ("debian-handbook", "**/en-US/*.html"),
         ("gnome-user-docs", "**/C/**/*.page"),
         ("debian-reference-en", "**/*.html"),
+        ("libreoffice-help-en-us", "**/*.html"),
+        ("gimp-help-en", "**/en/**/*.html"),
+        ("developers-reference", "**/*.html"),
+        ("aptitude-doc-en", "**/*.html"),
+        ("installation-guide-amd64", "**/en/**/*.html"),
     ],
     "reference": [
         ("git-doc", "**/*.txt"),
         ("linux-doc-6.1", "**/*.rst.gz"),
         ("sqlite3-doc", "**/*.html"),
         ("debian-policy", "**/*.html"),
+        ("perl-doc", "**/*.pod"),
+        ("manpages", "**/*.gz"),
+        ("manpages-dev", "**/*.gz"),
+        ("emacs-common", "**/NEWS*"),
+        ("bash-doc", "**/*.html"),
     ],
     "german": [
         ("debian-handbook", "**/de-DE/*.html"),
         ("debian-reference-de", "**/*.html"),
         ("gnome-user-docs", "**/de/**/*.page"),
+        ("libreoffice-help-de", "**/*.html"),
+        ("gimp-help-de", "**/de/**/*.html"),
+        ("manpages-de", "**/*.gz"),
+        ("installation-guide-amd64", "**/de/**/*.html"),
     ],
-    "languages": [("debian-handbook", f"**/{name}/*.html") for name in ("fr-FR", "es-ES", "it-IT", "nl-NL", "pt-BR", "pl-PL")],
+    "languages": [
+        *(("debian-handbook", f"**/{name}/*.html") for name in LANGUAGES),
+        ("manpages-fr", "**/*.gz"),
+        ("manpages-es", "**/*.gz"),
+        ("installation-guide-amd64", "**/fr/**/*.html"),
+    ],
     "code": [
         ("golang-1.19-src", "**/*.go"),
         ("rust-src", "**/library/**/*.rs"),
@@ -48,9 +84,57 @@ SOURCES = {
         ("ruby-activerecord", "**/*.rb"),
         ("libboost1.74-dev", "**/*.hpp"),
         ("nodejs-doc", "**/*.md"),
+        ("python3-sympy", "**/*.py"),
+        ("python3-sklearn", "**/*.py"),
+        ("python3-networkx", "**/*.py"),
+        ("python3-pandas", "**/*.py"),
+        ("python3-twisted", "**/*.py"),
+        ("python3-sqlalchemy", "**/*.py"),
+        ("php-symfony-http-kernel", "**/*.php"),
+        ("ruby-actionpack", "**/*.rb"),
+        ("erlang-src", "**/*.erl"),
+        ("openjdk-17-source", "**/src.zip"),
     ],
 }
 """Packages (main of Debian 12) and the files of each that are read, by kind."""
+CHARACTERS = {
+    **{"essays": 5_200_000, "manual": 5_200_000, "guide": 6_000_000, "reference": 4_800_000, "german": 2_600_000},
+    **{"languages": 2_000_000, "code": 7_000_000, "answered": 25_000_000},
+}
+"""Of each kind of text."""
+ASKED_ABOUT = {
+    "guide": (
+        *(
+            "Summarize this text:\n\n{}",
+            "Summarize the following text in three sentences.\n\n{}",
+            "Explain this to a beginner:\n{}",
+        ),
+        *("{}\n\nWrite a short summary of the text above.", "What are the key points of this text?\n{}"),
+        "Rewrite this text in simpler words:\n\n{}",
+    ),
+    "manual": (
+        *("Summarize this text:\n\n{}", "Explain the following section of a manual:\n\n{}"),
+        "{}\n\nWrite three questions about this text and answer them.",
+    ),
+    "essays": (
+        *("Continue this text.\n\n{}", "Summarize the following:\n{}", "What does the author say here?\n\n{}"),
+        "Extract the names and facts from this text:\n\n{}",
+    ),
+    "reference": ("Explain what this means:\n\n{}", "Summarize:\n{}"),
+    "code": (
+        *("Explain what this code does:\n\n{}", "Continue this code:\n\n{}", "Write comments for this code:\n{}"),
+        *("Find possible problems in this code:\n\n{}", "Write tests for this code:\n{}"),
+    ),
+}
+"""What the model is asked about passages, by kind."""
+MOST_ASKED = {"guide": 1500, "manual": 900, "essays": 1500, "reference": 600, "code": 2000, "german": 2200, "topic": 7000}
+TOPICS = (
+    *("What is {}?", "Explain {} in simple terms.", "Write a short story about {}.", "Write a blog post about {}."),
+    *("Give five facts about {}.", "Write a poem about {}.", "Write an email to a colleague about {}.", "How does {} work?"),
+    *("What are the advantages and disadvantages of {}?", "Describe {} to a child.", "List ten questions about {}."),
+    *("Write a dialogue between two friends about {}.", "Compare {} and {}.", "Write a lesson plan about {}."),
+    "Write a Python function that has to do with {}.",
+)
 PASSAGE, LEAST = 2400, 400
 """Characters of a passage, at most and more than."""
 ASKED = ("Continue this text.\n\n{}", "What comes next?\n\n{}", "{}\n\nGo on.", "Write a text that begins like this:\n{}")
@@ -82,13 +166,55 @@ class Words(HTMLParser):
 
 
 def read(path: Path) -> str:
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    if path.suffix == ".zip":
+        return java(path)
+    data = gzip.decompress(path.read_bytes()) if path.suffix in (".gz", ".dz") else path.read_bytes()
     text = data.decode("utf-8", "ignore")
     if path.suffix in (".html", ".page"):
         page = Words()
         page.feed(text)
         text = re.sub(r"\n[ \t]+\n", "\n\n", "".join(page.text).replace("\t", ""))
+    elif path.suffix == ".pod":
+        text = pod(text)
+    elif path.suffix == ".cfg":
+        text = "\n\n".join(re.findall(r'_ ?"([^"]{80,})"', text))
+    elif re.search(r"\.[1-9][a-z]*\.gz$", path.name):
+        text = roff(text)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def java(path: Path) -> str:
+    """The classes of Java's base, without the notice at the beginning of each."""
+    with ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.startswith("java.base/java/") and name.endswith(".java")]
+        sources = [archive.read(name).decode("utf-8", "ignore") for name in names]
+    return "\n\n".join(re.sub(r"\A/\*.*?\*/", "", source, flags=re.DOTALL).strip() for source in sources)
+
+
+def pod(text: str) -> str:
+    """The words of Perl's documentation."""
+    text = re.sub(r"^=(?:over|back|cut|encoding|begin|end|for).*$|^=(?:head\d|item) ", "", text, flags=re.MULTILINE)
+    for _ in range(2):
+        text = re.sub(r"[BICFLESXZ]<+ ?([^<>]*?) ?>+", r"\1", text)
+    return text
+
+
+def roff(text: str) -> str:
+    """The words of a manual page."""
+    found = []
+    for line in text.split("\n"):
+        if re.match(r"\.(?:PP|P|LP|TP|IP|SH|SS|nf|fi)\b", line):
+            found += ["", re.sub(r"^\.\w+ ?", "", line)]
+        elif styled := re.match(r"\.(?:[BIR]{1,2}|SM) (.*)", line):
+            found.append(styled[1].replace('"', ""))
+        elif not line.startswith((".", "'")):
+            found.append(line)
+    text = re.sub(r"\\f.|\\[&/,]", "", "\n".join(found))
+    text = re.sub(r"\\\((?:aq|cq|oq)|\\\[(?:aq|cq|oq)\]", "'", text)
+    text = re.sub(r"\\\([lrd]q|\\\[[lrd]q\]", '"', text)
+    for code, character in (("\\-", "-"), ("\\(em", "—"), ("\\ ", " "), ("\\e", "\\")):
+        text = text.replace(code, character)
+    return text
 
 
 def passages(text: str) -> Iterator[str]:
@@ -102,17 +228,21 @@ def passages(text: str) -> Iterator[str]:
     yield piece
 
 
-def of_packages(packages: Path, kind: str) -> Iterator[list[dict[str, Any]]]:
-    """The lines of each package of a kind, in random order."""
+def of_packages(packages: Path, kind: str, characters: int) -> Iterator[list[str]]:
+    """Passages of each package of a kind, in random order: of all its files, or of some that have enough for ``characters``."""
     for name, pattern in SOURCES[kind]:
-        found = [piece for path in sorted((packages / name).glob(pattern)) if path.is_file() for piece in passages(read(path))]
-        rng = random.Random(name)
-        rng.shuffle(found)
-        yield [
-            line(piece, rng) if kind != "code" and i % 2 else {"text": piece}
-            for i, piece in enumerate(found)
-            if len(piece) > LEAST
-        ]
+        paths = [path for path in sorted((packages / name).glob(pattern)) if path.is_file()]
+        random.Random(name).shuffle(paths)
+        found: list[str] = []
+        size = 0
+        for path in paths:
+            pieces = [piece for piece in passages(read(path)) if len(piece) > LEAST]
+            found += pieces
+            size += sum(map(len, pieces))
+            if size > 2 * characters:
+                break
+        random.Random(name).shuffle(found)
+        yield found
 
 
 def line(piece: str, rng: random.Random) -> dict[str, Any]:
@@ -126,34 +256,60 @@ def chat(question: str, answer: str) -> dict[str, Any]:
 
 
 def answered(checkouts: Path) -> Iterator[list[dict[str, Any]]]:
-    """Conversations with the answers that came with them, of each source."""
+    """Conversations with the answers that came with them, of each source.
+
+    The model itself answers the questions of GPTeacher and of grade-school-math, too; of the others it reads what is no prompt.
+    """
     for path in sorted((checkouts / "GPTeacher").glob("*/*instruct.json")):
-        entries = json.loads(path.read_text("utf-8"))
-        yield [chat("\n".join(filter(None, (e["instruction"], e["input"]))), e["response"]) for e in entries]
+        yield [chat(*pair) for pair in instructions(path)]
     lines = (checkouts / "grade-school-math/grade_school_math/data/train.jsonl").read_text("utf-8").splitlines()
     yield [chat(e["question"], re.sub(r"<<.*?>>", "", e["answer"])) for e in map(json.loads, lines)]
-    for path in sorted((checkouts / "self-instruct/data/finetuning/t0_train_50k/data_per_template").glob("*.jsonl")):
-        entries = [json.loads(text) for text in path.read_text("utf-8").splitlines()[90:]]
-        yield [
-            chat(e["prompt"].strip(), e["completion"].removesuffix("<|endoftext|>"))
-            for e in entries
-            if len(e["completion"]) > 150
-        ]
+    asked = tasks(checkouts / "self-instruct")
+    rest = [(prompt, answer) for _, prompt, answer in t0(checkouts / "self-instruct") if prompt not in asked]
+    yield [chat(*pair) for number, pair in enumerate(rest) if len(pair[1]) >= 100 or number % 2]
+    roles = ("user", "assistant")
+    yield [
+        {"messages": [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]}
+        for turns in dialogues(checkouts / "dstc8-schema-guided-dialogue")[DIALOGUES:][:4500]
+    ]
 
 
-def taken(sources: list[list[dict[str, Any]]], characters: int, tests: set[tuple[str, ...]], counts: Counter[str]) -> list[Any]:
+def taken(sources: list[list[Any]], characters: int, tests: set[tuple[str, ...]], counts: Counter[str]) -> list[Any]:
     """Equal parts of the sources, or the whole of smaller ones: ``characters`` in all."""
     lines = []
     for number, source in enumerate(sources := sorted(sources, key=len)):
         share = characters // (len(sources) - number)
         for entry in source:
-            text = entry.get("text") or "\n".join(message["content"] for message in entry["messages"])
+            if share <= 0:
+                break
+            text = entry if isinstance(entry, str) else "\n".join(message["content"] for message in entry["messages"])
+            if len(text) >= 2 * PASSAGE:
+                continue
             if not tests.isdisjoint(grams(text)):
                 counts["left out: like a test"] += 1
-            elif share > 0 and len(text) < 2 * PASSAGE:
-                share, characters = share - len(text), characters - len(text)
-                lines.append(entry)
+                continue
+            share, characters = share - len(text), characters - len(text)
+            lines.append(entry)
     return lines
+
+
+def asked(pools: dict[str, list[str]], packages: Path, rng: random.Random) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Kind and text of prompts about passages, and about words of dictionaries."""
+    for kind, forms in ASKED_ABOUT.items():
+        for piece in rng.sample(pools[kind], min(MOST_ASKED[kind], len(pools[kind]))):
+            cut = piece[: rng.choice((500, 900, 1500))].rsplit(" ", 1)[0]
+            yield f"about {kind}", (rng.choice(forms).format(cut),)
+    for number, piece in enumerate(rng.sample(pools["german"], min(MOST_ASKED["german"], len(pools["german"])))):
+        sentences = [one.strip() for one in re.split(r"(?<=[.!?])\s+", piece.replace("\n", " "))]
+        if fitting := [one for one in sentences if 40 < len(one) < 300]:
+            yield "german", (TO_ENGLISH[number % len(TO_ENGLISH)].format(rng.choice(fitting)),)
+    heads = [
+        [line.split("\t")[0] for path in packages.glob(f"{name}/**/*.index") for line in path.read_text("utf-8").splitlines()]
+        for name in ("dict-foldoc", "dict-gcide")
+    ]
+    lists = [[head for head in found if re.fullmatch("[a-z][a-z +-]{3,30}", head)] for found in heads]
+    for _ in range(MOST_ASKED["topic"] if all(lists) else 0):
+        yield "topic", (rng.choice(TOPICS).format(*(rng.choice(rng.choice(lists)) for _ in range(2))),)
 
 
 def main() -> None:
@@ -161,22 +317,30 @@ def main() -> None:
     parser.add_argument("packages", type=Path)
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--asked", type=Path, help="JSON lines with prompts about the passages")
+    parser.add_argument("--part", type=float, default=1.0, help="part of the text to take")
     parser.add_argument("--without", type=Path, nargs="*", default=(), help="JSON lines of tests, of which no text may be")
-    parser.add_argument(
-        "--characters", type=int, default=1_200_000, help="of each kind of text; eight times as many conversations"
-    )
     arguments = parser.parse_args()
     tests = tested(arguments.without)
     arguments.output.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
-    for kind in (*SOURCES, "answered"):
-        sources = list(of_packages(arguments.packages, kind) if kind in SOURCES else answered(arguments.checkouts))
-        lines = taken(sources, arguments.characters * (1 if kind in SOURCES else 8), tests, counts)
-        random.Random(kind).shuffle(lines)
+    pools: dict[str, list[str]] = {}
+    for kind, most in CHARACTERS.items():
+        characters, rng = int(most * arguments.part), random.Random(kind)
+        sources: list[list[Any]] = [
+            *(of_packages(arguments.packages, kind, characters) if kind in SOURCES else answered(arguments.checkouts))
+        ]
+        lines = taken(sources, characters, tests, counts)
+        rng.shuffle(lines)
+        if kind in SOURCES:
+            pools[kind] = [piece for source in sources for piece in source[-4000:]]
+            lines = [line(piece, rng) if kind != "code" and i % 2 else {"text": piece} for i, piece in enumerate(lines)]
         text = "".join(json.dumps({"kind": kind} | entry, ensure_ascii=False) + "\n" for entry in lines)
         (arguments.output / f"{kind}.jsonl").write_text(text, "utf-8")
         counts[kind] = len(text)
     print("characters:", dict(counts))
+    if arguments.asked is not None:
+        write(arguments.asked, asked(pools, arguments.packages, random.Random(1)), tests, 1)
 
 
 if __name__ == "__main__":
