@@ -1,6 +1,6 @@
 """Decoder blocks of the torch engine on a GPU: the modules of ``model/`` with the kernels of ``torch_block_kernels.py``.
 
-A block has three matrix products of joined weights instead of seven, and six kernels beside them instead of over a hundred.
+A block has four matrix products, of joined weights, instead of seven, and six kernels beside them instead of some fifty.
 Calls of more tokens than a round has, as for a prompt, use torch's attention.
 
 That file needs Triton, and this one can be imported without it.
