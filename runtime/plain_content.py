@@ -1,8 +1,8 @@
 """Chat messages whose text writes no special token: who spells ``<|im_end|>`` in a message gets letters, and ends no turn.
 
 A template may trim a content, split it or look into it, so it must see the content nearly as it is. A mark goes into each
-special token that a message spells, and the tokenizer sees no token there. Those that it sees in the rendered text are the
-template's. Then the marks go, and a second tokenizer reads the text: for it a special token is written with marks around.
+special token that a message spells, and the tokenizer sees no token there. What tokens it sees in the rendered text, the template
+wrote. Then the marks go, and a second tokenizer reads the text: for it a special token is written with marks around.
 """
 
 import json

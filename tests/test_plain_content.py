@@ -140,8 +140,9 @@ def test_calls_their_names_and_results_write_none(tmp_path: Path) -> None:
     def encoded(text: str) -> list[int]:
         tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": {"properties": {text: {}}}}}
         call = {"id": "1", "type": "function", "function": {"name": text, "arguments": {text: [text]}}}
-        answers = [{"role": "assistant", "content": text, "tool_calls": [call]}, {"role": "tool", "content": text}]
-        return plain.encode([{"role": "user", "content": text}, *answers], [tool])
+        messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+        messages += [{"role": "assistant", "content": text, "tool_calls": [call]}, {"role": "tool", "content": text}]
+        return plain.encode(messages, [tool])
 
     assert turns(plain, encoded(FORGED)) == turns(plain, encoded("Hi"))
 
