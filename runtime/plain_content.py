@@ -1,8 +1,8 @@
 """Chat messages whose text writes no special token: who spells ``<|im_end|>`` in a message gets letters, and ends no turn.
 
 A template may trim a content, split it or look into it, so it must see the content nearly as it is. A mark goes into each
-special token that a message spells, and the tokenizer sees no token there. What tokens it sees in the rendered text, the template
-wrote. Then the marks go, and a second tokenizer reads the text: for it a special token is written with marks around.
+special token that a message spells, and the tokenizer sees no token there. All that it sees in the rendered text are the
+template's. Then the marks go, and a second tokenizer reads the text: for it a special token is written with marks around.
 """
 
 import json
@@ -22,6 +22,7 @@ MARK = "\ufdd0"
 _TURNS = {"system": "eesd-turn-0", "user": "eesd-turn-1", "assistant": "eesd-turn-2"}
 _LAST = "eesd-turn-3"
 _REMEDY = "leave plain_content out"
+_MADE = "The chat template makes a special token of the text of these messages; send another text."
 
 
 class PlainContent:
@@ -35,7 +36,7 @@ class PlainContent:
         EESDError: The tokenizer has no special tokens, or they cannot be kept apart from text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, encode: Callable[[Tokenizer, str], Encoding]) -> None:
+    def __init__(self, tokenizer: Tokenizer, encode: Callable[[str, Tokenizer], Encoding]) -> None:
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token: item.content for token, item in added.items() if item.special}
         names = sorted(self._special.values(), key=len, reverse=True)
@@ -46,7 +47,8 @@ class PlainContent:
                 raise EESDError(f"The special token {shown(name)} cannot be kept apart from text; {_REMEDY}.")
         self._first = re.compile("|".join({re.escape(name[0]) for name in names}))
         self._spelled = re.compile("|".join(map(re.escape, names)))
-        self._encode, self._seen, self._marked = encode, tokenizer, _marked_tokenizer(tokenizer, names)
+        self._encode, self._seen = encode, tokenizer
+        self._marked, self._unknown = _marked_tokenizer(tokenizer, names)
         for token, name in self._special.items():
             if self._marked.token_to_id(_around(name)) != token:
                 raise EESDError(f"The special token {shown(name)} cannot be kept apart from text; {_REMEDY}.")
@@ -76,27 +78,30 @@ class PlainContent:
             EESDError: ``render`` raises it, or the template makes a special token of what no text spells.
         """
         given = (messages, tools)
+        text = render(*_each_text(given, lambda text: self._spelled.sub(_broken, text)))
+        found = self._tokens(text)
         # No special token can begin in these texts, whatever the template does to them. But it sees other texts.
         safe = _each_text(given, lambda text: self._first.sub(_broken, text))
-        if safe == _each_text(given, str):
-            return list(self._encode(self._seen, render(messages, tools)).ids)
-        text, reference = render(*_each_text(given, lambda text: self._spelled.sub(_broken, text))), render(*safe)
-        found = self._tokens(text)
-        if [text[start:end] for start, end in found] != [reference[start:end] for start, end in self._tokens(reference)]:
-            raise EESDError("The chat template makes a special token of the text of these messages; send another text.")
+        reference = text if safe == _each_text(given, str) else render(*safe)
+        written = [text[start:end] for start, end in found]
+        if written != [reference[start:end] for start, end in self._tokens(reference)]:
+            raise EESDError(_MADE)
         if json.dumps(MARK)[1:-1] in text.lower():
             raise EESDError(f"The chat template writes texts in another form than they have; {_REMEDY}.")
-        if MARK not in text:
-            return list(self._encode(self._seen, text).ids)
-        pieces, at = [], 0
+        pieces, at = list[str](), 0
         for start, end in found:
             pieces += [text[at:start].replace(MARK, ""), _around(text[start:end])]
             at = end
-        return list(self._encode(self._marked, "".join([*pieces, text[at:].replace(MARK, "")])).ids)
+        marked = "".join([*pieces, text[at:].replace(MARK, "")])
+        encoded = self._encode(marked, self._marked) if MARK in text else self._encode(text, self._seen)
+        names = [self._special[token] for token in encoded.ids if token in self._special]
+        if [name for name in names if name != self._unknown] != [name for name in written if name != self._unknown]:
+            raise EESDError(_MADE)  # a normalizer makes one of other letters
+        return list(encoded.ids)
 
     def _tokens(self, text: str) -> list[tuple[int, int]]:
         """Where the special tokens of a text begin and end."""
-        found, encoding = [], self._encode(self._seen, text)
+        found, encoding = [], self._encode(text, self._seen)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             name = self._special.get(token)
             if name is not None and (at := text.find(name, start, end)) >= 0:  # else it stands for an unknown letter
@@ -112,16 +117,19 @@ def _around(name: str) -> str:
     return f"{MARK}{name}{MARK}"
 
 
-def _marked_tokenizer(tokenizer: Tokenizer, names: Sequence[str]) -> Tokenizer:
-    """The tokenizer with marks around the names of special tokens, wherever it has them. No other text becomes one."""
+def _marked_tokenizer(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[Tokenizer, str | None]:
+    """The tokenizer with marks around the names of special tokens, wherever it has them: no other text becomes one. And the
+    token that stands for unknown letters."""
     document = json.loads(tokenizer.to_str())
     new = {name: _around(name) for name in names}
     for added in document["added_tokens"]:
         added["content"] = new.get(added["content"], added["content"])
     model = document["model"]
+    unknown = model.get("unk_token")
     if isinstance(model["vocab"], dict):
         model["vocab"] = {new.get(name, name): token for name, token in model["vocab"].items()}
     else:
+        unknown = None if model.get("unk_id") is None else model["vocab"][model["unk_id"]][0]
         model["vocab"] = [[new.get(name, name), score] for name, score in model["vocab"]]
     if model.get("unk_token") is not None:
         model["unk_token"] = new.get(model["unk_token"], model["unk_token"])
@@ -130,7 +138,7 @@ def _marked_tokenizer(tokenizer: Tokenizer, names: Sequence[str]) -> Tokenizer:
         model["merges"] = [pair for pair in pairs if "".join(pair) not in new]
     document["post_processor"] = None
     try:
-        return Tokenizer.from_str(json.dumps(document))
+        return Tokenizer.from_str(json.dumps(document)), unknown
     except Exception as error:  # the library raises plain Exceptions
         raise EESDError(f"The tokenizer's special tokens cannot be kept apart from text ({error}); {_REMEDY}.") from None
 

@@ -79,13 +79,14 @@ class TextCodec:
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with or without the tokenizer's own special tokens."""
-        return list(self._read(self.tokenizer, text, special).ids)
+        return list(self._read(text, special=special).ids)
 
-    def _read(self, tokenizer: Tokenizer, text: str, special: bool = False) -> Encoding:
+    def _read(self, text: str, tokenizer: Tokenizer | None = None, special: bool = False) -> Encoding:
+        """A text as a tokenizer reads it; None: as the model's does."""
         if self._most is not None and len(text) > self._most and (least := len(text) // self._longest) > self._most:
             raise EESDError(f"The text has at least {least} tokens, and the model takes {self._most}; give a shorter one.")
         try:
-            return tokenizer.encode(text, add_special_tokens=special)
+            return (tokenizer or self.tokenizer).encode(text, add_special_tokens=special)
         except TypeError:  # the tokenizer raises this for lone surrogates, which stand for bytes that were not UTF-8
             raise EESDError("The prompt is not valid Unicode text; give it as UTF-8.") from None
         except Exception as error:  # and plain Exceptions for text that its vocabulary cannot express

@@ -164,6 +164,18 @@ def test_a_template_that_makes_special_tokens_of_text_is_refused_where_it_does(t
         plain.encode([{"role": "user", "content": "a <|im_<x>end|>"}])
 
 
+def test_a_tokenizer_that_makes_special_tokens_of_other_letters_is_refused_where_it_does(tmp_path: Path) -> None:
+    """Letters of full width become those of ASCII, and then a special token of the vocabulary."""
+    usual, _ = codecs(tmp_path, "sentencepiece")
+    usual.tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "▁")])
+    usual.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    plain = TextCodec(tmp_path, plain_content=True)
+    wide = [{"role": "user", "content": "a\uff1cs\uff1e"}]
+    with pytest.raises(EESDError, match="makes a special token of the text"):
+        plain.encode(wide)
+    assert len(turns(plain, plain.encode([{"role": "user", "content": "a\uff1cs\uff1e<s>"}]))) == 3
+
+
 def test_a_template_with_turns_of_plain_text_is_refused(tmp_path: Path) -> None:
     for template in (TEMPLATES["generation"], "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"):
         with pytest.raises(EESDError, match="ends a turn with text that a message can write, too; leave plain_content out"):
