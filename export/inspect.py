@@ -14,7 +14,7 @@ from eesd.common.integrity import check_plan, verify_files
 from eesd.common.manifest import Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Console, Table, notice, progress_bar
-from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, on_rank, slot_bytes
+from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
 from eesd.export.predict import ACCEPTANCES, CPU, GPUS, Prediction, as_run_on_cpu, measured_cpu, slots_read
 from eesd.export.predict import predict as predict_calls
 from eesd.runtime.engines.backends import BACKENDS, open_engines
@@ -140,7 +140,7 @@ def _memory(console: Console, manifest: Manifest, slots: int, batch: int, ranks:
 
 
 def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, text: int | None, ranks: int, as_json: bool) -> None:
-    on_rank(manifest, ranks)  # refuses what cannot be split
+    manifest.on_rank(ranks)  # refuses what cannot be split
     if gpu == CPU and ranks > 1:
         raise EESDError("--parallel predicts GPUs; ranks on one CPU share its processors and its memory. Leave it out.")
     text = min(text or slots, slots)

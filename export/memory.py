@@ -131,7 +131,7 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
     Raises:
         EESDError: The model cannot be split over so many ranks.
     """
-    part = on_rank(manifest, ranks)
+    part = manifest.on_rank(ranks)
     devices, nodes = [], manifest.max_tree_nodes + 1
     for number, (stage, layers) in enumerate(zip(manifest.verify, manifest.stage_layers, strict=True)):
         first, last = number == 0, number == len(manifest.verify) - 1
@@ -155,17 +155,6 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
             )
         )
     return devices
-
-
-def on_rank(manifest: Manifest, ranks: int) -> Manifest:
-    """The manifest with the geometry of one of so many ranks, which says what caches and buffers have there, but not weights.
-
-    Raises:
-        EESDError: The model cannot be split over so many ranks.
-    """
-    if ranks > 1 and len(manifest.verify) > 1:
-        raise EESDError("The directory has verify in stages; export it without --stages to split its layers over ranks.")
-    return replace(manifest, geometry=manifest.geometry.on_rank(ranks))
 
 
 def rank_bytes(weight: StoredWeight, ranks: int) -> int:

@@ -41,7 +41,7 @@ class Running:
         """Begin. ``codec`` makes the text; ``observer`` is told what each round commits. For the others see
         :class:`~eesd.runtime.decoding.session.Session`."""
         self.request, self.kv_cache, self.began, self.cached_tokens = request, kv_cache, time.monotonic(), 0
-        self._observer = observer
+        self._observer, self._moved = observer, False
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] | None = None
         eos = [token for token in limits.eos_token_ids if token < vocab_size]
@@ -91,8 +91,14 @@ class Running:
         """Take the keys and values of the prompt's beginning that are known, unless its logits are asked for."""
         if self.request.prompt_logprobs is None:
             before = self.session.unfilled
-            self.session.fill(prefixes.find(self.request.tokens[:-1], self.request.salt))
-            self.cached_tokens = before - self.session.unfilled
+            self.session.fill(prefixes.find(self.session.tokens[:-1], self.request.salt))
+            if not self._moved:
+                self.cached_tokens = before - self.session.unfilled
+
+    def move(self, kv_cache: KVCache) -> None:
+        """Go on in another cache; see :meth:`~eesd.runtime.decoding.session.Session.move`."""
+        self.kv_cache, self._moved = kv_cache, True
+        self.session.move(kv_cache)
 
     def keep_prefix(self, prefixes: PrefixCache) -> None:
         """Keep its keys and values for requests that begin like it."""

@@ -29,7 +29,7 @@ from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.llm import LLM, Speculation, load
 from eesd.runtime.prefix_cache import BLOCK, PrefixCache
-from eesd.runtime.request import QueueFullError, Request, Update
+from eesd.runtime.request import Generation, QueueFullError, Request, Update
 
 ENGINE: Any = OrtEngine if operators.missing() else CpuEngine
 CACHE: Any = HostKVCache if operators.missing() else CpuKVCache
@@ -432,3 +432,41 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
     with pytest.raises(EESDError, match="max_rows 1"):
         Scheduler(llm, OPTIONS)
     Scheduler(llm, replace(OPTIONS, max_rows=1))
+
+
+def test_requests_pause_where_memory_runs_out(llm: LLM) -> None:
+    """The youngest one, and go on later with the tokens and log-probabilities that they get alone. Nothing is refused."""
+    slot, nodes = llm.engines.verify.new_kv_caches()[0].slot_bytes, llm.manifest.max_tree_nodes
+    options = replace(OPTIONS, kv_memory=(260 + nodes) * slot, prefix_memory=0)
+    given = [
+        Request(
+            tokens=list(range(1, 20 + 30 * (number % 3))),
+            sampling=replace(SAMPLINGS[number % 4], seed=number),
+            max_new_tokens=120,
+            ignore_eos=True,
+            logprobs=2,
+            prompt_logprobs=1,
+        )
+        for number in range(8)
+    ]
+    scheduler, most = Scheduler(llm, options), 0.0
+    records = [Record() for _ in given]
+    for request, record in zip(given, records, strict=True):
+        generation = Generation(request, record)
+        scheduler.check(generation)
+        scheduler.add(generation)
+    while scheduler.step():
+        most = max(most, scheduler.kv_used)
+    assert scheduler.pauses > 2 and 0.5 < most <= 1
+    for request, record in zip(given, records, strict=True):
+        assert record.tokens == alone(llm, request) and record.reason == "length"
+        [prompt] = [update.prompt_logprobs for update in record.updates if update.prompt_logprobs]
+        assert [one.token for one in prompt] == list(request.tokens)
+    roomy = run(Scheduler(llm, replace(OPTIONS, prefix_memory=0)), given)
+    for record, other in zip(records, roomy, strict=True):
+        assert [output.logprob for update in record.updates for output in update.tokens] == [
+            output.logprob for update in other.updates for output in update.tokens
+        ]
+        assert [u.prompt_logprobs for u in record.updates if u.prompt_logprobs] == [
+            u.prompt_logprobs for u in other.updates if u.prompt_logprobs
+        ]

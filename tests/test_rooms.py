@@ -61,7 +61,15 @@ TORCH_FILES = {
 
 ONNX_FILES = {"operator_graph.py", "torch_weights.py"}
 """Of these rooms, the files that load onnx when they are loaded themselves, which is only where a graph is made or read."""
-MODEL_FILES = {"device.py", "device_engine.py", "torch_engine.py", "torch_quantized.py", "torch_weights.py", "team.py"}
+MODEL_FILES = {
+    "device.py",
+    "device_engine.py",
+    "team.py",
+    "torch_engine.py",
+    "torch_fused.py",
+    "torch_quantized.py",
+    "torch_weights.py",
+}
 """The files of the runtime that use the model's torch modules: the torch engine, and what it shares with others on devices."""
 
 

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from support.command import assert_refused, run
 from support.serving import Served, eventually, served
 
+from eesd import Sampling, load
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.text import TextCodec
 from eesd.serve import cli as serve_cli
@@ -242,3 +244,25 @@ def test_a_client_that_reads_nothing_holds_no_place_for_long(engine: Path) -> No
         eventually(lambda: server.metric("vllm:request_success_total", finished_reason="abort") > 0, 60)
         client.close()
         assert time.monotonic() - began < 60
+
+
+def test_chats_share_little_memory(engine: Path) -> None:
+    """Their texts need three times as much as there is. None says how long it may be, and none is refused or changed."""
+    slot = load(engine).engines.verify.new_kv_caches()[0].slot_bytes
+    with served(engine, ServeOptions(), BatchOptions(max_rows=6, kv_memory=330 * slot)) as server:
+        prompts = [f"text {number} " * (1 + 3 * (number % 4)) for number in range(8)]
+        bodies = [
+            {"prompt": prompt, "ignore_eos": True, "max_tokens": 150, "temperature": 0.8, "seed": 4} for prompt in prompts
+        ]
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda body: server.post("/v1/completions", body), bodies))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.status_code == 200, answer.text
+            expected = server.llm.generate(prompt, Sampling(temperature=0.8, seed=4), max_new_tokens=150, ignore_eos=True)
+            assert answer.json()["choices"][0]["text"] == expected.text
+        assert server.metric("vllm:num_preemptions_total") > 0
+        longest = server.post("/v1/completions", {"prompt": "a", "max_tokens": None, "ignore_eos": True})
+        room = server.serving.service.longest
+        assert longest.json()["usage"]["total_tokens"] == room < server.serving.max_model_len
+        asked = server.post("/v1/completions", {"prompt": "a", "max_tokens": room + 10})
+        assert asked.status_code == 400 and "there is memory" in asked.json()["error"]["message"]

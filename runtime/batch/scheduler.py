@@ -3,7 +3,9 @@
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from eesd.common.checks import check_integer
 from eesd.common.errors import EESDError
@@ -22,6 +24,8 @@ MEASURING_SECONDS = 3.0
 """Time in which calls are timed at the start."""
 MOST_PREFILLING = 4
 """Prompts that are prefilled in turn, so that a long one does not keep short ones waiting."""
+HEADROOM = 64
+"""Tokens by which each text may grow before one is paused because another began."""
 
 LOGGER = logging.getLogger(__name__)
 
@@ -34,7 +38,8 @@ class BatchOptions:
         max_rows: Requests that run at the same time.
         max_queue: Requests that wait; more are refused.
         prefill_tokens: Tokens of prompts in a round, or between two, while there are rows that decode.
-        kv_memory: Bytes of keys and values that the requests that run may come to need, together.
+        kv_memory: Bytes of keys and values that the requests that run have, together. Texts that grow may come to need more:
+            the youngest request then pauses, and its keys and values are computed again when there is room.
         prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. They change how long a
             request takes to begin, from which one user may learn what another asked: give 0 where that matters.
         levels: Each round drafts this many levels, alone and beside others. None: as many as pay, given the load.
@@ -62,10 +67,11 @@ class BatchOptions:
 
 @dataclass(eq=False)
 class Row:
-    """A request that has begun, and whom to tell."""
+    """A request that has begun, and whom to tell. They are numbered in the order in which they begin."""
 
     generation: Generation
     running: Running
+    number: int
 
     @property
     def session(self) -> Session:
@@ -80,6 +86,7 @@ class Scheduler:
         prefixes: Keys and values of earlier texts.
         waiting: Requests that have not begun.
         rounds: Rounds so far.
+        pauses: How often a request lost its keys and values to others.
         drafted: Levels that the last round verified.
         request_seconds: Time that requests took lately, from their place in a row to their end.
     """
@@ -92,8 +99,10 @@ class Scheduler:
         self.rule = LoadRule(prior, width=width) if options.levels is None else FixedLevels(options.levels, prior, width)
         self.prefixes = PrefixCache(options.prefix_memory)
         self.waiting: deque[Generation] = deque()
-        self.rounds = 0
+        self.rounds = self.pauses = 0
         self.request_seconds = 1.0
+        self._numbers = count(1)
+        self._paused: deque[Row] = deque()
         self._active: list[Row] = []
         self._prefilling: deque[Row] = deque()
         self._kv_caches = self._engine.new_kv_caches(options.max_rows)
@@ -121,8 +130,13 @@ class Scheduler:
 
     @property
     def kv_used(self) -> float:
-        """Share of the memory for keys and values that is promised to requests."""
-        return sum(self._needs(row.generation) for row in self._rows()) / self._options.kv_memory
+        """Share of the memory for keys and values that requests have."""
+        return sum(len(row.session.tokens) for row in self._rows()) * self._slot_bytes / self._options.kv_memory
+
+    @property
+    def paused(self) -> int:
+        """Requests that have begun and wait for memory."""
+        return len(self._paused)
 
     def check(self, generation: Generation) -> None:
         """Raise :class:`EESDError` if a request can never run."""
@@ -131,12 +145,17 @@ class Scheduler:
         check_prompt(request.tokens, limits, manifest.geometry.vocab_size)
         if request.stop:
             _ = self._llm.codec  # which a model without a tokenizer does not have
-        if self._needs(generation) > self._options.kv_memory:
+        if min(len(request.tokens) + request.max_new_tokens, manifest.max_seq_len) > self.longest:
             raise EESDError(
-                f"The request may come to need {self._needs(generation) >> 20} MiB of keys and values, and all requests have "
-                f"{self._options.kv_memory >> 20} MiB together; ask for fewer than {request.max_new_tokens} new tokens (the "
-                f"model takes {manifest.max_seq_len} in all), or start with more memory."
+                f"The request may come to {len(request.tokens)} + {request.max_new_tokens} tokens, and there is memory for the "
+                f"keys and values of {self.longest}; ask for fewer new tokens, or start with more memory."
             )
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a text, for which there is memory."""
+        slots = self._options.kv_memory // self._slot_bytes - self._llm.manifest.max_tree_nodes
+        return min(slots, self._llm.manifest.max_seq_len)
 
     def add(self, generation: Generation) -> None:
         """Let a request wait for its turn. It must have passed :meth:`check`."""
@@ -146,27 +165,33 @@ class Scheduler:
         """Let requests begin and end, prefill some tokens, run a round. Returns whether there is more to do."""
         self._end_some()
         self._begin_some()
+        self._pause_some()
         pieces = self._next_pieces()
         if self._active or pieces:
             self._round(pieces)
-        return bool(self.waiting or self._prefilling or self.running)
+        return bool(self.waiting or self._paused or self._prefilling or self.running)
 
     def end_all(self, reason: str, error: Exception | None = None) -> None:
         """End every request."""
         while self.waiting:
             self.waiting.popleft().on_update(Update(finish_reason=reason, error=_sentence(error) if error else None))
-        for row in self._rows():
+        for row in [*self._rows(), *self._paused]:
             self._end(row, reason, error)
 
     def _rows(self) -> list[Row]:
-        """All requests that have begun."""
+        """All requests that have a cache."""
         return [*self._prefilling, *self._active]
 
-    def _needs(self, generation: Generation) -> int:
-        """Bytes of keys and values that a request may come to need."""
-        request, manifest = generation.request, self._llm.manifest
-        slots = min(len(request.tokens) + request.max_new_tokens, manifest.max_seq_len)
-        return (slots + manifest.max_tree_nodes) * self._slot_bytes
+    def _bytes(self, rows: Sequence[Row], more: int = 0) -> int:
+        """Bytes of keys and values that rows need for their next rounds, and for ``more`` tokens."""
+        slots = sum(len(row.session.tokens) + self._llm.manifest.max_tree_nodes for row in rows)
+        return (slots + more) * self._slot_bytes
+
+    def _has_room(self, tokens: int) -> bool:
+        """Whether a request of so many tokens may begin or go on beside the others, and all may grow a little."""
+        rows = self._rows()
+        most = self._llm.manifest.max_tree_nodes + HEADROOM
+        return not rows or self._bytes(rows, tokens + most + HEADROOM * len(rows)) <= self._options.kv_memory
 
     def _end_some(self) -> None:
         """End requests that were cancelled or whose time is over."""
@@ -174,21 +199,28 @@ class Scheduler:
         for generation in [one for one in self.waiting if one.cancelled or one.is_late(now)]:
             self.waiting.remove(generation)
             generation.on_update(Update(finish_reason="cancelled" if generation.cancelled else "deadline"))
-        for row in self._rows():
+        for row in [*self._rows(), *self._paused]:
             if row.generation.cancelled or row.generation.is_late(now):
                 self._end(row, "cancelled" if row.generation.cancelled else "deadline")
 
     def _begin_some(self) -> None:
-        """Begin requests in their order, while there is a row and memory for them."""
-        while self.waiting and len(self._rows()) < self._options.max_rows and len(self._prefilling) < MOST_PREFILLING:
-            promised = sum(self._needs(row.generation) for row in self._rows())
-            if promised + self._needs(self.waiting[0]) > self._options.kv_memory:
+        """Let paused requests go on, and others begin, in their order, while there is a row and memory for them."""
+        while len(self._rows()) < self._options.max_rows and len(self._prefilling) < MOST_PREFILLING:
+            if self._paused:
+                if not self._has_room(len(self._paused[0].session.tokens)):
+                    return
+                row = self._paused.popleft()
+                row.running.move(self._free.pop())
+                row.running.take_prefix(self.prefixes)
+                self._go_on(row)
+                continue
+            if not self.waiting or not self._has_room(len(self.waiting[0].request.tokens)):
                 return
             generation = self.waiting.popleft()
             generation.began = time.monotonic()
             kv_cache = self._free.pop()
             try:
-                row = Row(generation, self._llm.begin(generation.request, kv_cache))
+                row = Row(generation, self._llm.begin(generation.request, kv_cache), next(self._numbers))
             except Exception as error:  # whatever it is, it concerns this request alone
                 LOGGER.exception("A request could not begin.")
                 self._give_back(kv_cache)
@@ -196,6 +228,22 @@ class Scheduler:
                 continue
             row.running.take_prefix(self.prefixes)
             self._go_on(row)  # of some prompts nothing is left to prefill
+
+    def _pause_some(self) -> None:
+        """Take the caches of the youngest requests, until the others have room for a round."""
+        while len(rows := self._rows()) > 1 and self._bytes(rows) > self._options.kv_memory:
+            row = max(rows, key=lambda row: row.number)
+            if not row.session.unfilled:
+                self._keep_prefix(row)
+            self._rows_of(row).remove(row)
+            self._give_back(row.running.kv_cache)
+            self._paused.append(row)
+            self._paused = deque(sorted(self._paused, key=lambda row: row.number))
+            self.pauses += 1
+
+    def _rows_of(self, row: Row) -> "list[Row] | deque[Row]":
+        """Where a row is."""
+        return next(rows for rows in (self._active, self._prefilling, self._paused) if row in rows)
 
     def _next_pieces(self) -> list[tuple[Row, Piece]]:
         """Pieces of the next prompts: one, and more if they are whole prompts."""
@@ -282,16 +330,18 @@ class Scheduler:
 
     def _end(self, row: Row, reason: str, error: Exception | None = None) -> None:
         """End a request that no round ended."""
-        (self._active if row in self._active else self._prefilling).remove(row)
-        self._leave(row)
+        rows = self._rows_of(row)
+        rows.remove(row)
+        self._leave(row, has_cache=rows is not self._paused)
         update = row.running.last_update(reason, None if error is None else _sentence(error))
         row.generation.on_update(replace(update, refused=isinstance(error, ConstraintError)))
 
-    def _leave(self, row: Row) -> None:
+    def _leave(self, row: Row, has_cache: bool = True) -> None:
         """Let another request use a row's cache."""
         row.session.close()
         self._last_alone = None if self._last_alone is row.session else self._last_alone
-        self._give_back(row.running.kv_cache)
+        if has_cache:
+            self._give_back(row.running.kv_cache)
 
     def _give_back(self, kv_cache: KVCache) -> None:
         """Let another request use a cache: the first ones are taken first."""

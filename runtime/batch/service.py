@@ -30,10 +30,13 @@ class Load:
 
     Attributes:
         queued, prefilling, running: Requests that wait, whose prompt is being prefilled, and that decode.
-        kv_used: Share of the memory for keys and values that is promised to requests.
+        kv_used: Share of the memory for keys and values that requests have.
         rounds: Rounds so far.
         prefix_queries, prefix_hits: Tokens of all prompts, and those whose keys and values were kept from earlier ones.
         drafted: Levels that the last round verified.
+        pauses: How often a request lost its keys and values to others, for a while.
+        judged, right, expected: Drafts whose first token was judged, those of them that were right, and how many the exit
+            head's calibration expected to be.
     """
 
     queued: int
@@ -44,6 +47,10 @@ class Load:
     prefix_queries: int
     prefix_hits: int
     drafted: int
+    pauses: int
+    judged: int = 0
+    right: int = 0
+    expected: float = 0.0
 
 
 class Service:
@@ -95,6 +102,11 @@ class Service:
         return generation
 
     @property
+    def longest(self) -> int:
+        """Most tokens of a text, its prompt included, for which there is memory."""
+        return self._scheduler.longest
+
+    @property
     def places(self) -> int:
         """Requests that can run or wait at once."""
         return self._options.max_rows + self._options.max_queue
@@ -136,7 +148,7 @@ class Service:
         scheduler = self._scheduler
         prefixes = scheduler.prefixes
         return Load(
-            len(self._inbox) + len(scheduler.waiting),
+            len(self._inbox) + len(scheduler.waiting) + scheduler.paused,
             scheduler.prefilling,
             scheduler.running,
             self._kv_used,
@@ -144,6 +156,8 @@ class Service:
             prefixes.queries,
             prefixes.hits,
             scheduler.drafted,
+            scheduler.pauses,
+            *((watch.judged, watch.right, watch.expected) if (watch := self.llm.head_watch) else ()),
         )
 
     @property

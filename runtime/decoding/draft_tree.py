@@ -105,6 +105,7 @@ class DraftTree:
         nodes: The root and the expanded nodes, in the order of their slots.
         frontier: The last level of ``nodes``, best path first: the input of the next draft step.
         steps: Levels drafted.
+        first_step: What the controller was told of the first level.
         branching: Children to propose for each node.
     """
 
@@ -124,6 +125,7 @@ class DraftTree:
         self.nodes = [self.root]
         self.frontier = [self.root]
         self.steps = 0
+        self.first_step: DraftStep | None = None
         self.branching = width if budget is None else max(width, CANDIDATES)
         self._max_nodes, self._width, self._budget, self._in_place = max_nodes, width, budget, in_place
 
@@ -152,7 +154,10 @@ class DraftTree:
         best = self.frontier[0]
         assert best.parent is not None
         probability = exp(best.logprob - best.parent.logprob)
-        return DraftStep(self.steps, probability, exp(best.logprob), None, best.margin, len(self.nodes) - 1)
+        step = DraftStep(self.steps, probability, exp(best.logprob), None, best.margin, len(self.nodes) - 1)
+        if self.steps == 1:
+            self.first_step = step
+        return step
 
     def _add_candidates(self, parent: Node, proposals: Sequence[Proposal]) -> None:
         depth = parent.depth + 1

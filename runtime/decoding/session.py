@@ -114,7 +114,8 @@ class Session:
         self._sampler = make_sampler(sampling, vocab_size, columns, allowed)
         self._observer = observer
         self._prompt_observer = prompt_observer
-        self._prefilled = 0
+        self._target = len(prompt) - 1
+        self._prefilled = self._observed = 0
         self._closed = False
 
     def prefill(self) -> None:
@@ -129,9 +130,10 @@ class Session:
     def next_piece(self, most: int) -> Call | None:
         """The call of the next piece of the prompt, at most ``most`` tokens; None: the prompt is complete."""
         self._check_open()
-        start, logits = self._prefilled, self._prompt_observer is not None
+        start, last = self._prefilled, self.stats.prompt_tokens - 1
+        logits = self._prompt_observer is not None and self._observed < last
         most = min(most, self._limits.prefill_chunk, LOGIT_CHUNK if logits else most)
-        stop = min(start + most, self.stats.prompt_tokens - 1)
+        stop = min(start + most, last if logits else self._target)
         if start == stop:
             return None
         self._kv_cache.reserve(stop)
@@ -139,10 +141,12 @@ class Session:
 
     def add_piece(self, piece: Call, outputs: StepOutputs, seconds: float) -> None:
         """Go on behind a piece of the prompt, whose call took so many seconds."""
-        if self._prompt_observer is not None:
-            start, stop = piece.slot + 1, piece.slot + 1 + len(piece.tokens)
-            self._prompt_observer(self.tokens[start:stop], outputs.logits)
-        self._prefilled += len(piece.tokens)
+        stop = piece.slot + len(piece.tokens)
+        if self._prompt_observer is not None and self._observed < stop and piece.logits:
+            start = max(piece.slot, self._observed)  # after a move, what was observed before comes again
+            self._prompt_observer(self.tokens[start + 1 : stop + 1], outputs.logits[start - piece.slot :])
+            self._observed = stop
+        self._prefilled = stop
         self.stats.prefill_seconds += seconds
 
     def fill(self, values: Sequence[Values]) -> None:
@@ -155,8 +159,13 @@ class Session:
 
     @property
     def unfilled(self) -> int:
-        """Tokens of the prompt that are still to be put into the cache."""
-        return self.stats.prompt_tokens - 1 - self._prefilled
+        """Tokens of the prompt, or after a move of the text, that are still to be put into the cache."""
+        return self._target - self._prefilled
+
+    def move(self, kv_cache: KVCache) -> None:
+        """Go on in another cache, between two rounds: the keys and values of all tokens are computed again."""
+        self._check_open()
+        self._kv_cache, self._prefilled, self._target = kv_cache, 0, len(self.tokens) - 1
 
     def step(self) -> RoundResult:
         """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or closed session."""
@@ -295,6 +304,8 @@ class Session:
         drafter, text, guard = current.drafting.drafter, current.drafting.text, current.drafting.guard
         proposal = current.proposal
         expected = 1 + sum(proposal.values[: outcome.nodes])
+        if self.drafting.watch is not None and current.tree.first_step is not None and outcome.first_right is not None:
+            self.drafting.watch.observe(current.tree.first_step, outcome.first_right)
         if current.drafting.value is not None:  # before the rules that share it
             current.drafting.value.observe(outcome)
         if drafter is not None:

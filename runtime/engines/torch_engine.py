@@ -104,7 +104,7 @@ def open_torch(
             parts.
     """
     if split is not None:
-        check_split(manifest, split.ranks)
+        manifest.on_rank(split.ranks)  # refuses what cannot be split
     streams = device_streams(len(manifest.verify), device)
     on_gpu = streams[0].on_gpu
     if not on_gpu:
@@ -124,13 +124,6 @@ def open_torch(
     return make_engines(manifest, verify, drafter, make_memory, pad=on_gpu, multiple=ROWS, slots=(slots, slots), exact=exact)
 
 
-def check_split(manifest: Manifest, count: int) -> None:
-    """Raise :class:`EESDError` if a directory cannot be split over so many ranks."""
-    if len(manifest.verify) > 1:
-        raise EESDError("The directory has verify in stages; export it without --stages to split its layers over ranks.")
-    manifest.geometry.on_rank(count)
-
-
 def open_team(
     directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None = None
 ) -> tuple[TeamEngine, TeamEngine | None]:
@@ -144,7 +137,7 @@ def open_team(
         device = f"cuda:{local}"
         if local >= torch.cuda.device_count():
             raise EESDError(f"Rank {local} of this machine has no GPU, as torch sees {torch.cuda.device_count()}; start fewer.")
-    check_split(manifest, ranks())  # before it meets the others
+    manifest.on_rank(ranks())  # refuses before it meets the others
     team = Team(torch.device(device))
     verify, drafter = open_torch(directory, manifest, threads, draft, device, exact, team.split)
     if team.rank:

@@ -127,12 +127,12 @@ def requests_of(
     requests = []
     for tokens in prompts:
         check_prompt(tokens, serving)
-        room = serving.max_model_len - len(tokens)
+        room, fits = serving.max_model_len - len(tokens), serving.service.longest - len(tokens)
         for choice in range(body.choices):
             request = Request(
                 tokens=tokens,
                 sampling=replace(llm.default_sampling, **chosen, seed=(seed + choice) % 2**63),
-                max_new_tokens=max(1, room if max_tokens is None else min(max_tokens, room)),
+                max_new_tokens=max(1, min(room, fits) if max_tokens is None else min(max_tokens, room)),
                 stop=body.stops,
                 stop_token_ids=tuple(body.stop_token_ids or ()),
                 draft=body.draft is not False,

@@ -82,13 +82,18 @@ class RemoteService:
         return generation
 
     @property
+    def longest(self) -> int:
+        """Most tokens of a text. The replicas may have memory for fewer."""
+        return self.llm.manifest.max_seq_len
+
+    @property
     def places(self) -> int:
         """Requests that can run or wait at once."""
         return self._most
 
     def load(self) -> Load:
         """What this process knows: the replicas have the rest."""
-        return Load(0, 0, len(self._open), 0.0, 0, 0, 0, 0)
+        return Load(0, 0, len(self._open), 0.0, 0, 0, 0, 0, 0)
 
     def controller_state(self) -> dict[str, Any]:
         """Nothing: each replica learns for itself."""

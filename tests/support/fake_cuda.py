@@ -362,6 +362,8 @@ def install(machine: Machine) -> Iterator[Machine]:
     real = torch.tensor
 
     def tensor(data: Any, *, pin_memory: bool = False, **kwargs: Any) -> Tensor:  # torch's asks the driver for pinned memory
+        if pin_memory and isinstance(data, np.ndarray):
+            raise RuntimeError("Can't pin tensor constructed from numpy")  # seen on an H200 with torch 2.11
         made = real(data, **kwargs)
         return machine.pin(made) if pin_memory else made
 

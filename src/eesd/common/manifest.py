@@ -4,8 +4,9 @@ docs/engine-directory.md specifies the format. The module needs no torch.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, exit_caches
 from eesd.common.weights import Quantizations, StoredWeight, graph_shapes, stored_weight
 
@@ -190,6 +191,16 @@ class Manifest:
     linked: dict[str, LinkInfo]
     tools: dict[str, str]
     plans: dict[str, PlanInfo]
+
+    def on_rank(self, ranks: int) -> "Manifest":
+        """This manifest with the geometry of one of so many ranks: that of caches and buffers there, but not of weights.
+
+        Raises:
+            EESDError: The model cannot be split over so many ranks.
+        """
+        if ranks > 1 and len(self.verify) > 1:
+            raise EESDError("The directory has verify in stages; export it without --stages to split its layers over ranks.")
+        return replace(self, geometry=self.geometry.on_rank(ranks))
 
     @property
     def gpu_slots(self) -> int:
