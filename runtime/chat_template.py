@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
@@ -42,7 +42,13 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, answer: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        answer: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Render messages, and the beginning of the answer.
 
         Args:
@@ -51,6 +57,7 @@ class ChatTemplate:
             tools: Functions that the model may call, as in OpenAI's API. A template that does not read them shows nothing of
                 them; see :attr:`reads_tools`.
             answer: Whether an answer begins behind them.
+            variables: Values by the names that the template has for them, such as ``enable_thinking``; see :attr:`names`.
 
         Raises:
             EESDError: A message is not plain data with a role, the template refuses the messages or is no template, or it takes
@@ -63,7 +70,7 @@ class ChatTemplate:
         try:
             code, reads_parts, _ = self._compiled
             seen = conversation if reads_parts else [_without_parts(message) for message in conversation]
-            return self._run(code, seen, plain_tools, answer)
+            return self._run(code, {**variables, "messages": seen, "tools": plain_tools, "add_generation_prompt": answer})
         except EESDError:
             raise
         except Exception as error:  # a template is a program: it may fail in any way
@@ -73,24 +80,28 @@ class ChatTemplate:
     @property
     def reads_tools(self) -> bool:
         """Whether the template does anything with ``tools``. Raises :class:`EESDError` if it is no template."""
+        return "tools" in self.names
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the values that the template reads. Raises :class:`EESDError` if it is no template."""
         try:
             return self._compiled[2]
         except TemplateError as error:
             raise EESDError(f"The chat template cannot be used: {str(error)[:200].rstrip('.')}.") from None
 
-    def _run(self, code: CodeType, conversation: list[dict[str, Any]], tools: list[Any] | None, answer: bool) -> str:
+    def _run(self, code: CodeType, values: dict[str, Any]) -> str:
         environment = _environment()
         template = Template.from_code(environment, code, environment.make_globals(None))
-        values = {"messages": conversation, "tools": tools, "documents": None, "add_generation_prompt": answer}
-        return environment.concat(template.generate(**(values | self._special_tokens)))
+        return environment.concat(template.generate(**({"documents": None} | values | self._special_tokens)))
 
     @cached_property
-    def _compiled(self) -> tuple[CodeType, bool, bool]:
-        """The template as code, which belongs to no environment, and whether it reads the parts of a content, and tools."""
+    def _compiled(self) -> tuple[CodeType, bool, frozenset[str]]:
+        """The template as code, which belongs to no environment, whether it reads the parts of a content, and the names."""
         environment = _environment()
         tree = environment.parse(self.source)
-        reads_tools = any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(nodes.Name))
-        return environment.compile(tree), _reads_parts(tree), reads_tools
+        names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
+        return environment.compile(tree), _reads_parts(tree), names
 
 
 def _checked(message: Any, number: int) -> dict[str, Any]:

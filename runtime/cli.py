@@ -203,6 +203,7 @@ def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Specul
         exact=options["exact"],
         activations=options["activations"],
         kv_cache_dtype=options["kv_cache_dtype"],
+        plain_content=options.get("plain_content", False),
     )
     if llm.engines.notice:
         notice(llm.engines.notice)

@@ -183,6 +183,7 @@ def load(
     activations: str | None = None,
     kv_cache_dtype: str | None = None,
     prefix_memory: int = 0,
+    plain_content: bool = False,
 ) -> "LLM":
     """Open an engine directory that ``eesd-export`` wrote.
 
@@ -202,12 +203,15 @@ def load(
         kv_cache_dtype: ``float32`` or ``float16``: the KV cache on the CPU. Default: float32.
         prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. A
             :class:`~eesd.runtime.batch.service.Service` has its own.
+        plain_content: Text of chat messages that spells a special token is tokenized as plain text, so that it can end no
+            turn and begin none. A template for which this cannot be done is refused.
 
     Raises:
         EESDError: The directory or an argument cannot be used.
     """
     directory = check_path("engine_dir", engine_dir, "the output directory of eesd-export")
     check_flag("verify_hashes", verify_hashes)
+    check_flag("plain_content", plain_content)
     if exact is not None:
         check_flag("exact", exact)
     check_choice("generation_config", generation_config, GENERATION_CONFIGS)
@@ -218,7 +222,7 @@ def load(
     draft = isinstance(speculation, Speculation) and speculation.head_drafts
     engines = open_engines(directory, manifest, backend, threads, draft, exact, activations, kv_cache_dtype)
     default = models_sampling(directory) if generation_config == "auto" else GREEDY
-    llm = LLM(directory, manifest, engines, speculation, default, prefix_memory)
+    llm = LLM(directory, manifest, engines, speculation, default, prefix_memory, plain_content)
     release_freed_memory()  # what packing weights and reading the tokenizer took for a while
     return llm
 
@@ -265,6 +269,7 @@ class LLM:
         speculation: Speculation | None,
         default_sampling: Sampling = GREEDY,
         prefix_memory: int = 0,
+        plain_content: bool = False,
     ) -> None:
         self.directory = directory
         self.manifest = manifest
@@ -272,7 +277,8 @@ class LLM:
         self.default_sampling = default_sampling
         # Read now: later the directory may have been exported again, with another tokenizer.
         self.draft_columns = DraftColumns(load_draft_vocab(directory, manifest))
-        self._codec = TextCodec(directory, manifest.max_seq_len) if (directory / "tokenizer.json").exists() else None
+        has_tokenizer = (directory / "tokenizer.json").exists()
+        self._codec = TextCodec(directory, manifest.max_seq_len, plain_content) if has_tokenizer else None
         self._idle: list[KVCache] = []
         self.prefixes = PrefixCache(prefix_memory) if prefix_memory else None
         self.observer: Observer | None = None

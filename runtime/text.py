@@ -3,19 +3,21 @@
 import codecs
 import json
 import re
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.json_input import read_json_object, read_text
 from eesd.common.manifest import SPECIAL_TOKENS
 from eesd.runtime.chat_template import ChatTemplate, Message, Tool
+from eesd.runtime.plain_content import PlainContent
 
 HALF = "\ufffd"
 """Bytes that are no character decode to this."""
@@ -28,6 +30,7 @@ class TextCodec:
     Args:
         directory: Engine directory.
         most_tokens: A text that must have more, by its characters, is refused before it is tokenized. None: no limit.
+        plain_content: Chat messages and tools cannot write special tokens: only the template does.
 
     Attributes:
         tokenizer: The tokenizer.
@@ -35,10 +38,10 @@ class TextCodec:
         tool_template: The chat template for messages with tools: the one called ``tool_use`` if there is one, else the same.
 
     Raises:
-        EESDError: There is no tokenizer, or a file is damaged.
+        EESDError: There is no tokenizer, or a file is damaged, or ``plain_content`` cannot be had with this template.
     """
 
-    def __init__(self, directory: Path, most_tokens: int | None = None) -> None:
+    def __init__(self, directory: Path, most_tokens: int | None = None, plain_content: bool = False) -> None:
         path = directory / "tokenizer.json"
         if not path.exists():
             raise EESDError(f"{directory} has no tokenizer.json; give token ids, or export from a model that has one.")
@@ -56,18 +59,34 @@ class TextCodec:
         tokens = {name: _content(path, name, config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
         self.chat_template = ChatTemplate(named["default"], tokens) if "default" in named else None
         self.tool_template = ChatTemplate(named["tool_use"], tokens) if "tool_use" in named else self.chat_template
+        self._plain = PlainContent(self.tokenizer, self._read) if plain_content and self.chat_template else None
+        for template in (self.chat_template, self.tool_template):
+            if self._plain is not None and template is not None:
+                self._plain.check(template)
 
-    def encode(self, prompt: str | Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: str | Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with the template's)."""
-        text = prompt if isinstance(prompt, str) else self.render(prompt, tools)
-        return self.ids(text, special=isinstance(prompt, str))
+        if isinstance(prompt, str):
+            return self.ids(prompt, special=True)
+        if self._plain is None:
+            return self.ids(self.render(prompt, tools, variables=variables), special=False)
+        return self._plain.read(partial(self.render, variables=variables), prompt, tools)
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with or without the tokenizer's own special tokens."""
+        return list(self._read(text, special=special).ids)
+
+    def _read(self, text: str, tokenizer: Tokenizer | None = None, special: bool = False) -> Encoding:
+        """A text as a tokenizer reads it; None: as the model's does."""
         if self._most is not None and len(text) > self._most and (least := len(text) // self._longest) > self._most:
             raise EESDError(f"The text has at least {least} tokens, and the model takes {self._most}; give a shorter one.")
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+            return (tokenizer or self.tokenizer).encode(text, add_special_tokens=special)
         except TypeError:  # the tokenizer raises this for lone surrogates, which stand for bytes that were not UTF-8
             raise EESDError("The prompt is not valid Unicode text; give it as UTF-8.") from None
         except Exception as error:  # and plain Exceptions for text that its vocabulary cannot express
@@ -78,12 +97,18 @@ class TextCodec:
         """Characters of the longest token. Listing a vocabulary takes long, so only a long text asks for it."""
         return max(map(len, self._vocabulary()), default=1)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, answer: bool = True) -> str:
-        """Chat messages as text, by the model's chat template; with ``answer`` up to where the model answers."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        answer: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Chat messages as text; see :meth:`~eesd.runtime.chat_template.ChatTemplate.render`."""
         template = self.chat_template if tools is None else self.tool_template
         if template is None:
             raise EESDError("This model has no chat template; give a plain prompt.")
-        return template.render(messages, tools, answer)
+        return template.render(messages, tools, answer, variables)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

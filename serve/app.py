@@ -13,10 +13,10 @@ from eesd.serve.http.errors import handle_errors
 from eesd.serve.http.gate import Gate
 from eesd.serve.http.observe import Observe, tracer_from_environment
 from eesd.serve.http.options import ServeOptions, Serving
-from eesd.serve.openai import chat, completions, tokens
+from eesd.serve.openai import chat, completions, responses, tokens
 from eesd.serve.page.routes import FILES, mount_page
 
-ROUTERS = (completions.router, chat.router, tokens.router, probes.router)
+ROUTERS = (completions.router, chat.router, responses.router, tokens.router, probes.router)
 
 
 def make_app(service: Service, options: ServeOptions) -> FastAPI:

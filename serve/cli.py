@@ -34,6 +34,7 @@ LEARNED = (
 )
 HOSTS = "Name that requests may be for; repeatable.  [default: those of this machine if --host is one of them, else any]"
 CONFIG = "TOML file with options, such as port = 8080. The command line and EESD_SERVE_* variables go before it."
+PLAIN = "Text of chat messages writes no special tokens, so that it can end no turn; refused if the template cannot have it."
 TRITON = "Write a model for Triton Inference Server into this repository instead of serving."
 
 
@@ -64,6 +65,7 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 @click.option("--api-key-file", type=cli.PATH, help=f"Keys that clients must send, one a line.  [default: {KEYS}, else none]")
 @click.option("--allowed-host", "hosts", multiple=True, help=HOSTS)
 @click.option("--metrics-open", is_flag=True, help="/metrics needs no key.")
+@click.option("--plain-content", is_flag=True, help=PLAIN)
 @click.option("--max-body-bytes", type=int, default=4 << 20, help="Largest body.")
 @click.option("--max-prompt-tokens", type=int, default=0, help="Longest prompt; 0: what the KV cache holds.")
 @click.option("--max-n", type=int, default=64, help="Most texts of one request: prompts times n.")
@@ -105,8 +107,9 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     speculation = speculation_of(options)
     log: Path | None = options["log_rounds"]
     if options["triton_repo"] is not None:
-        if log is not None:
-            raise EESDError("--log-rounds cannot be used with --triton-repo; leave it out.")
+        for option, given in (("--log-rounds", log is not None), ("--plain-content", options["plain_content"])):
+            if given:
+                raise EESDError(f"{option} cannot be used with --triton-repo; leave it out.")
         _write_triton_repository(engine_dir, batch, speculation, options)
         return
     try:

@@ -25,7 +25,7 @@ def server(engine: Path) -> Iterator[Served]:
 
 
 OPERATIONS = [
-    *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
+    *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")),
     *(("GET", path) for path in ("/v1/models", "/v1/models/{model}", "/tokenizer_info", "/health", "/ready", "/metrics")),
 ]
 PATIENCE = 300
@@ -54,7 +54,7 @@ def test_the_server_does_what_its_schema_says(server: Served, method: str, path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "path"), OPERATIONS[:4])
+@pytest.mark.parametrize(("method", "path"), OPERATIONS[:5])
 def test_the_server_does_what_its_schema_says_many_times(server: Served, method: str, path: str) -> None:
     ask(server, method, path, THOROUGH)
 
@@ -64,7 +64,7 @@ def test_every_operation_declares_its_errors(server: Served) -> None:
         schema = http.get("/openapi.json").json()
     found = {(method.upper(), path) for path, methods in schema["paths"].items() for method in methods}
     assert found == set(OPERATIONS)
-    for method, path in OPERATIONS[:4]:
+    for method, path in OPERATIONS[:5]:
         responses = schema["paths"][path][method.lower()]["responses"]
         assert responses.keys() == {"200", "400", "401", "404", "408", "413", "429", "500", "503"}
         for status, response in responses.items():

@@ -99,7 +99,7 @@ def test_calls_and_results_are_rendered_as_transformers_does(
     """Clients send arguments as text; templates expect them as JSON."""
     codec = codec_of(tmp_path, TEMPLATES[template])
     rendered: list[str] = []
-    monkeypatch.setattr(codec, "encode", lambda messages, tools: rendered.append(codec.render(messages, tools)))
+    monkeypatch.setattr(codec, "encode", lambda messages, tools, _: rendered.append(codec.render(messages, tools)))
     as_json: dict[str, Any] = {**CALL, "function": {"name": "weather", "arguments": {"city": "Bern"}}}
     reference: Any = AutoTokenizer.from_pretrained(tmp_path)
     for tools in (tools_of({"tools": TOOLS}, codec), None):

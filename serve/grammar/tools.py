@@ -12,7 +12,7 @@ from typing import Any
 
 from eesd.common.checks import check_flag, shown
 from eesd.common.errors import EESDError
-from eesd.runtime.chat_template import Message
+from eesd.runtime.chat_template import ChatTemplate, Message
 from eesd.runtime.constraint import ONE_LINE, GrammarConstraint, make_constraint, quoted
 from eesd.runtime.llm import LLM
 from eesd.runtime.text import TextCodec
@@ -174,17 +174,32 @@ def _format_of(codec: TextCodec) -> ToolFormat:
     return LLAMA if '"parameters": ' in template.source else HERMES
 
 
-def encode_chat(messages: Sequence[Message], tools: Tools | None, codec: TextCodec) -> list[int]:
+def encode_chat(messages: Sequence[Message], tools: Tools | None, codec: TextCodec, effort: str | None = None) -> list[int]:
     """Token ids of chat messages, calls and results among them, and of the tools.
 
+    Args:
+        messages: The messages.
+        tools: The functions.
+        codec: Tokenizer and chat template of the model.
+        effort: How much the model should think, for templates that read it; None: as the template has it.
+
     Raises:
-        EESDError: A message cannot be used, or the template refuses the messages.
+        EESDError: A message cannot be used, or the template refuses the messages, or it knows of no effort.
     """
     parsed = [_with_arguments(message) if isinstance(message, Mapping) else message for message in messages]
     template = codec.tool_template if tools else codec.chat_template
+    variables = {} if effort is None or template is None else _effort(effort, template)
     if template is None or template.reads_tools:
-        return codec.encode(parsed, tools.tools if tools else None)
-    return codec.encode(_told(_in_words(parsed), tools))
+        return codec.encode(parsed, tools.tools if tools else None, variables)
+    return codec.encode(_told(_in_words(parsed), tools), None, variables)
+
+
+def _effort(effort: str, template: ChatTemplate) -> dict[str, Any]:
+    """An effort as the variables of a template: ``reasoning_effort`` as it is, ``enable_thinking`` as false for ``none``."""
+    values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    if not (known := values.keys() & template.names):
+        raise EESDError("This model's chat template knows no reasoning effort; leave it out.")
+    return {name: values[name] for name in known}
 
 
 def _with_arguments(message: Message) -> Message:

@@ -38,9 +38,24 @@ router = APIRouter(route_class=JSONRoute)
 @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=ANSWERS)
 async def chat_completions(body: ChatBody, request: Request, serving: Annotated[Serving, Depends(serving_of)]) -> Response:
     """Answer chat messages."""
-    check_model(body.model, serving)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs; set it to true.", "top_logprobs", "invalid_value")
+    generations, readers = await begin(body, request, serving)
+    writers = [_Writer(body, serving, reader) for reader in readers]
+    if body.stream:
+        head = Head.new("chatcmpl", "chat.completion.chunk", serving)
+        return await event_stream(_chunks(body, head, generations, writers), serving.options.send_timeout)
+    head = Head.new("chatcmpl", "chat.completion", serving)
+    return json_response(await unless_left(request, _whole(body, head, generations, writers)))
+
+
+async def begin(body: ChatBody, request: Request, serving: Serving) -> tuple[Generations, list["Reader"]]:
+    """What answers a chat, in whichever form the client asked for it, and what reads the answers.
+
+    Raises:
+        APIError, EESDError: The server cannot do what is asked for.
+    """
+    check_model(body.model, serving)
     codec = serving.service.llm.codec
     tools = tools_of(body.given(), codec)
     tokens = await run_in_threadpool(_encode, body, tools, codec)
@@ -50,50 +65,61 @@ async def chat_completions(body: ChatBody, request: Request, serving: Annotated[
     requests = await run_in_threadpool(requests_of, body, [tokens], serving, most, logprobs, tools=tools, key=request.state.key)
     generations = Generations(serving, requests)
     request.state.generations = generations
-    writers = [_Writer(body, serving, choice, tools) for choice in generations.progress]
-    if body.stream:
-        head = Head.new("chatcmpl", "chat.completion.chunk", serving)
-        return await event_stream(_chunks(body, head, generations, writers), serving.options.send_timeout)
-    head = Head.new("chatcmpl", "chat.completion", serving)
-    return json_response(await unless_left(request, _whole(body, head, generations, writers)))
+    return generations, [Reader(choice, tools, codec, bool(body.stream)) for choice in generations.progress]
 
 
 def _encode(body: ChatBody, tools: Tools | None, codec: TextCodec) -> list[int]:
     """The messages as tokens. A template is a program and may take long, so it runs in a thread."""
-    return encode_chat([message.given() for message in body.messages], tools, codec)
+    return encode_chat([message.given() for message in body.messages], tools, codec, body.reasoning_effort)
+
+
+class Reader:
+    """Reads one answer: its text, and the calls in it.
+
+    Attributes:
+        progress: What has come.
+        tools: The functions that may be called.
+    """
+
+    def __init__(self, progress: Progress, tools: Tools | None, codec: TextCodec, streaming: bool) -> None:
+        self.progress, self.tools = progress, tools
+        self._parser = tools.parser(codec, streaming=streaming) if tools else None
+
+    def see(self, update: Update) -> list[ToolDelta]:
+        """Take an update in. Returns what it adds to the answer."""
+        text = self.progress.see(update)
+        if self._parser is None:
+            return [ToolDelta(text)] if text else []
+        deltas = self._parser.read(update)
+        if self._parser.calls and self.progress.finish_reason == "stop":
+            self.progress.finish_reason = "tool_calls"
+        return deltas
 
 
 class _Writer:
     """Makes the parts of one choice."""
 
-    def __init__(self, body: ChatBody, serving: Serving, progress: Progress, tools: Tools | None) -> None:
-        self._body, self._progress = body, progress
-        self._parser = tools.parser(serving.service.llm.codec, streaming=bool(body.stream)) if tools else None
+    def __init__(self, body: ChatBody, serving: Serving, reader: Reader) -> None:
+        self._body, self._reader, self._progress = body, reader, reader.progress
         self._said: list[ToolDelta] = []
-        self._tokens = TokenWriter(serving.codec, progress.request.tokens) if body.logprobs else None
+        self._tokens = TokenWriter(serving.codec, reader.progress.request.tokens) if body.logprobs else None
 
     def logprobs(self, outputs: Sequence[TokenOutput]) -> ChatLogprobs | None:
         return self._tokens.chat(outputs) if self._tokens else None
 
     def see(self, update: Update) -> list[Delta]:
         """Take an update in. Returns what it adds to the message."""
-        text = self._progress.see(update)
-        if self._parser is None:
-            return [Delta(content=text)] if text else []
-        deltas = self._parser.read(update)
+        deltas = self._reader.see(update)
         self._said += deltas
-        if self._parser.calls and self._progress.finish_reason == "stop":
-            self._progress.finish_reason = "tool_calls"
         return [Delta(**delta.to_dict()) for delta in deltas]
 
     def message(self, index: int) -> ChatChoice:
         """The whole choice."""
         progress = self._progress
-        message = ChatMessage(role="assistant", content="".join(progress.text))
-        if self._parser is not None:
-            message.content = "".join(delta.content for delta in self._said) or None
-            if calls := whole_calls(self._said):
-                message.tool_calls = [ToolCall(**call) for call in calls]
+        content = "".join(delta.content for delta in self._said)
+        message = ChatMessage(role="assistant", content=content if self._reader.tools is None else content or None)
+        if calls := whole_calls(self._said):
+            message.tool_calls = [ToolCall(**call) for call in calls]
         choice = ChatChoice(index=index, message=message, logprobs=self.logprobs(progress.outputs), **finished(progress))
         if self._body.return_token_ids:
             choice.token_ids = [output.token for output in progress.outputs]

@@ -92,6 +92,9 @@ class Message(Body):
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class ChatBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
@@ -100,6 +103,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64, description="Goes before max_tokens.")] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS, description="Needs logprobs.")] | None = None
+    reasoning_effort: Annotated[Effort, Field(description="For chat templates that read it.")] | None = None
 
 
 class TokenizeBody(Body):

@@ -79,16 +79,18 @@ def _load(service: Service) -> int:
 
 
 @contextmanager
-def served(engine: Path, options: ServeOptions = OPTIONS, batch: BatchOptions = BATCH) -> Iterator[Served]:
+def served(
+    engine: Path, options: ServeOptions = OPTIONS, batch: BatchOptions = BATCH, plain_content: bool = False
+) -> Iterator[Served]:
     """Serve an engine directory on a free port."""
-    service = Service(eesd.load(engine), batch)
+    service = Service(eesd.load(engine, plain_content=plain_content), batch)
     app = make_app(service, options)
     bound = bind("127.0.0.1", 0)
     thread = threading.Thread(target=serve, args=(app, bound, lambda: None))
     thread.start()
     try:
         eventually(lambda: _listens(bound.getsockname()))
-        yield Served(address_of(bound), app.state.serving, eesd.load(engine))
+        yield Served(address_of(bound), app.state.serving, eesd.load(engine, plain_content=plain_content))
     finally:
         app.state.serving.draining = True
         thread.join(30)

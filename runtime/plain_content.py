@@ -1,0 +1,156 @@
+"""Chat messages whose text writes no special token: who spells ``<|im_end|>`` in a message gets letters, and ends no turn.
+
+A template may trim a content, split it or look into it, so it must see the content nearly as it is. A mark goes into each
+special token that a message spells, and the tokenizer sees no token there. All that it sees in the rendered text are the
+template's. Then the marks go, and a second tokenizer reads the text: for it a special token is written with marks around.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer
+
+from eesd.common.checks import shown
+from eesd.common.errors import EESDError
+from eesd.common.json_input import MAX_DEPTH
+from eesd.runtime.chat_template import ChatTemplate, Message, Tool
+
+MARK = "\ufdd0"
+"""No character of Unicode: it is free for use inside a program."""
+_TURNS = {"system": "eesd-turn-0", "user": "eesd-turn-1", "assistant": "eesd-turn-2"}
+_LAST = "eesd-turn-3"
+_REMEDY = "leave plain_content out"
+_MADE = "The chat template makes a special token of the text of these messages; send another text."
+
+
+class PlainContent:
+    """Reads chat messages whose texts write no special token.
+
+    Args:
+        tokenizer: The model's.
+        encode: Reads a text with a tokenizer, without tokens of its own.
+
+    Raises:
+        EESDError: The tokenizer has no special tokens, or they cannot be kept apart from text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, encode: Callable[[str, Tokenizer], Encoding]) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token: item.content for token, item in added.items() if item.special}
+        names = sorted(self._special.values(), key=len, reverse=True)
+        if not names:
+            raise EESDError(f"The tokenizer has no special tokens to keep apart from text; {_REMEDY}.")
+        for name in names:
+            if len(name) < 2 or name[0].isalnum() or name[0].isspace():
+                raise EESDError(f"The special token {shown(name)} cannot be kept apart from text; {_REMEDY}.")
+        self._first = re.compile("|".join({re.escape(name[0]) for name in names}))
+        self._spelled = re.compile("|".join(map(re.escape, names)))
+        self._encode, self._seen = encode, tokenizer
+        self._marked, self._unknown = _marked_tokenizer(tokenizer, names)
+        for token, name in self._special.items():
+            if self._marked.token_to_id(_around(name)) != token:
+                raise EESDError(f"The special token {shown(name)} cannot be kept apart from text; {_REMEDY}.")
+
+    def check(self, template: ChatTemplate) -> None:
+        """Raises :class:`EESDError` unless the template ends each turn with a special token. Else any text can end one."""
+        turns = [{"role": role, "content": text} for role, text in _TURNS.items()] + [{"role": "user", "content": _LAST}]
+        try:
+            text = template.render(turns)
+        except EESDError:  # not every template knows system messages
+            text = template.render(turns[1:])
+        starts = sorted(at for turn in turns if (at := text.find(turn["content"])) >= 0)
+        special = [start for start, _ in self._tokens(text)]
+        for at, following in zip(starts, [*starts[1:], len(text)], strict=False):
+            if not text.startswith(_TURNS["system"], at) and not any(at < start < following for start in special):
+                raise EESDError(f"The chat template ends a turn with text that a message can write, too; {_REMEDY}.")
+
+    def read(
+        self,
+        render: Callable[[Sequence[Message], Sequence[Tool] | None], str],
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+    ) -> list[int]:
+        """Token ids of chat messages and tools. They are those of the rendered text where no text spells a special token.
+
+        Raises:
+            EESDError: ``render`` raises it, or the template makes a special token of what no text spells.
+        """
+        given = (messages, tools)
+        text = render(*_each_text(given, lambda text: self._spelled.sub(_broken, text)))
+        found = self._tokens(text)
+        # No special token can begin in these texts, whatever the template does to them. But it sees other texts.
+        safe = _each_text(given, lambda text: self._first.sub(_broken, text))
+        reference = text if safe == _each_text(given, str) else render(*safe)
+        written = [text[start:end] for start, end in found]
+        if written != [reference[start:end] for start, end in self._tokens(reference)]:
+            raise EESDError(_MADE)
+        if json.dumps(MARK)[1:-1] in text.lower():
+            raise EESDError(f"The chat template writes texts in another form than they have; {_REMEDY}.")
+        pieces, at = list[str](), 0
+        for start, end in found:
+            pieces += [text[at:start].replace(MARK, ""), _around(text[start:end])]
+            at = end
+        marked = "".join([*pieces, text[at:].replace(MARK, "")])
+        encoded = self._encode(marked, self._marked) if MARK in text else self._encode(text, self._seen)
+        names = [self._special[token] for token in encoded.ids if token in self._special]
+        if [name for name in names if name != self._unknown] != [name for name in written if name != self._unknown]:
+            raise EESDError(_MADE)  # a normalizer makes one of other letters
+        return list(encoded.ids)
+
+    def _tokens(self, text: str) -> list[tuple[int, int]]:
+        """Where the special tokens of a text begin and end."""
+        found, encoding = [], self._encode(text, self._seen)
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            name = self._special.get(token)
+            if name is not None and (at := text.find(name, start, end)) >= 0:  # else it stands for an unknown letter
+                found.append((at, at + len(name)))
+        return found
+
+
+def _broken(match: re.Match[str]) -> str:
+    return f"{match[0][0]}{MARK}{match[0][1:]}"
+
+
+def _around(name: str) -> str:
+    return f"{MARK}{name}{MARK}"
+
+
+def _marked_tokenizer(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[Tokenizer, str | None]:
+    """The tokenizer with marks around the names of special tokens, wherever it has them: no other text becomes one. And the
+    token that stands for unknown letters."""
+    document = json.loads(tokenizer.to_str())
+    new = {name: _around(name) for name in names}
+    for added in document["added_tokens"]:
+        added["content"] = new.get(added["content"], added["content"])
+    model = document["model"]
+    unknown = model.get("unk_token")
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {new.get(name, name): token for name, token in model["vocab"].items()}
+    else:
+        unknown = None if model.get("unk_id") is None else model["vocab"][model["unk_id"]][0]
+        model["vocab"] = [[new.get(name, name), score] for name, score in model["vocab"]]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = new.get(model["unk_token"], model["unk_token"])
+    if model.get("merges"):
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [pair for pair in pairs if "".join(pair) not in new]
+    document["post_processor"] = None
+    try:
+        return Tokenizer.from_str(json.dumps(document)), unknown
+    except Exception as error:  # the library raises plain Exceptions
+        raise EESDError(f"The tokenizer's special tokens cannot be kept apart from text ({error}); {_REMEDY}.") from None
+
+
+def _each_text(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+    """A copy whose texts are changed. What is no plain data stays as it is, and is refused later."""
+    if isinstance(value, str):
+        if MARK in value:
+            raise EESDError(f"A message holds U+{ord(MARK):04X}, which is no character; leave it out.")
+        return change(str.__str__(value))
+    if depth > MAX_DEPTH:
+        return value
+    if isinstance(value, Mapping):
+        return {_each_text(key, change, depth + 1): _each_text(item, change, depth + 1) for key, item in value.items()}
+    return [_each_text(item, change, depth + 1) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,173 @@
+"""A request of the Responses API as the chat request that it is."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from eesd.common.checks import shown
+from eesd.serve.http.errors import APIError
+from eesd.serve.openai.response_schemas import ContentPart, InputItem, ResponsesBody, TextOptions
+from eesd.serve.openai.schemas import ChatBody, GenerationBody
+
+WHOLE = "send the whole input"
+REFUSED = {
+    "previous_response_id": f"This server keeps no responses; leave previous_response_id out, and {WHOLE}.",
+    "conversation": f"This server keeps no conversations; leave conversation out, and {WHOLE}.",
+    "background": "background is not supported; leave it out, and wait for the response.",
+    "prompt": "This server has no stored prompts; leave prompt out, and send input.",
+}
+"""Fields that ask for what a server without memory cannot do."""
+LOGPROBS = "message.output_text.logprobs"
+TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
+
+
+def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
+    """The chat request.
+
+    Args:
+        body: What the client sent.
+        knows_developer: Whether the chat template has messages of the role ``developer``. If not, they are those of the system.
+
+    Raises:
+        APIError: The request asks for what this server does not do.
+    """
+    extra = body.model_extra or {}
+    for name, message in REFUSED.items():
+        if extra.get(name):
+            raise _refusal(name, message)
+    if body.truncation == "auto":
+        raise _refusal("truncation", "truncation 'auto' is not supported; give 'disabled', and an input that fits.")
+    for name in ("n", "return_token_ids"):
+        if getattr(body, name) not in (None, False, 1):
+            raise _refusal(name, f"{name} is not supported in responses; leave it out, or ask for chat completions.")
+    messages = _messages(body.input)
+    if body.instructions is not None:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    if not knows_developer:
+        messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+    shared = {name: getattr(body, name) for name in GenerationBody.model_fields if name not in ("n", "stream_options")}
+    unknown = {name: value for name, value in extra.items() if name not in ChatBody.model_fields and name not in REFUSED}
+    logprobs = LOGPROBS in (body.include or ())
+    values = {
+        "messages": messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(body.text) if body.text else None,
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+        "logprobs": logprobs or None,
+        "top_logprobs": body.top_logprobs if logprobs else None,
+    }
+    return ChatBody.model_validate({name: value for name, value in (unknown | shared | values).items() if value is not None})
+
+
+def _refusal(param: str, message: str) -> APIError:
+    return APIError(400, message, param, "unsupported_value")
+
+
+def _messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    thought: dict[str, Any] = {}
+    for number, item in enumerate(given, 1):
+        kind = item.type or ("message" if item.role is not None else None)
+        read = _READERS.get(kind or "")
+        if kind == "reasoning":
+            thought = {"reasoning_content": _text(item.content, number, "reasoning without text", joined=True)}
+        elif read is None:
+            raise _refusal("input", _unknown(kind, number))
+        else:
+            message = read(item, number)
+            if thought and message["role"] == "assistant":
+                message |= thought
+            if message.get("tool_calls") and messages and messages[-1]["role"] == "assistant" and not thought:
+                messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # the same answer
+            else:
+                messages.append(message)
+            thought = {}
+    return messages
+
+
+def _unknown(kind: str | None, number: int) -> str:
+    if kind == "item_reference":
+        wanted = f"{WHOLE} (clients do so with store: false)"
+        return f"Input item {number} is a reference, and this server keeps no responses; {wanted}."
+    return f"Input item {number} is of type {shown(kind)}; this version reads messages, function calls and their outputs."
+
+
+def _message(item: InputItem, number: int) -> dict[str, Any]:
+    if item.role is None:
+        raise APIError(400, f"Input item {number} has no role; give one, such as user.", "input", "invalid_value")
+    return {"role": item.role, "content": _text(item.content, number, "a message without content")}
+
+
+def _call(item: InputItem, number: int) -> dict[str, Any]:
+    if item.call_id is None or item.name is None or item.arguments is None:
+        message = f"Input item {number} is a function call without call_id, name or arguments; give all three."
+        raise APIError(400, message, "input", "invalid_value")
+    call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def _output(item: InputItem, number: int) -> dict[str, Any]:
+    if item.call_id is None:
+        message = f"Input item {number} is the output of a function without call_id; give that of the call."
+        raise APIError(400, message, "input", "invalid_value")
+    return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, number, "no output", joined=True)}
+
+
+_READERS: dict[str, Callable[[InputItem, int], dict[str, Any]]] = {
+    "message": _message,
+    "function_call": _call,
+    "function_call_output": _output,
+}
+
+
+def _text(given: str | Sequence[ContentPart] | None, number: int, nothing: str, joined: bool = False) -> Any:
+    """A content as chat messages have it: a text, or several parts unless they are ``joined``."""
+    if given is None or (joined and not given and given != ""):
+        raise APIError(400, f"Input item {number} has {nothing}; give text.", "input", "invalid_value")
+    if isinstance(given, str):
+        return given
+    texts = []
+    for part in given:
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in TEXTS | {"refusal"}:
+            message = f"Input item {number} has a part of type {shown(part.type)}; this version reads text only."
+            raise _refusal("input", message)
+        if text is None:
+            raise APIError(400, f"Input item {number} has a part without text; give it.", "input", "invalid_value")
+        texts.append(text)
+    if joined or len(texts) < 2:
+        return "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise _refusal("tools", f"The tool {shown(tool.get('type'))} is not supported; this server knows functions only.")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def _tool_choice(given: str | dict[str, Any] | None) -> Any:
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") != "function":
+        message = f"tool_choice of type {shown(given.get('type'))} is not supported; give none, auto, required, or a function."
+        raise _refusal("tool_choice", message)
+    return {"type": "function", "function": {name: value for name, value in given.items() if name == "name"}}
+
+
+def _response_format(text: TextOptions) -> dict[str, Any] | None:
+    if text.verbosity not in (None, "medium"):
+        raise _refusal("text", f"text.verbosity {shown(text.verbosity)} is not supported; leave it out.")
+    if text.format is None:
+        return None
+    if text.format.type != "json_schema":
+        return {"type": text.format.type}
+    inner = text.format.model_extra or {}
+    if inner.get("schema") is None:
+        raise APIError(400, "text.format has no schema; give it as schema.", "text", "invalid_value")
+    return {"type": "json_schema", "json_schema": inner}

@@ -1,0 +1,159 @@
+"""Bodies of ``POST /v1/responses``, its answers, and the events of its streams."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from eesd.runtime.request import MAX_LOGPROBS
+from eesd.serve.openai.schemas import INT64, Body, ChatLogprob, Effort, GenerationBody, Many, ResponseMetrics
+
+Objects = Annotated[list[dict[str, Any]], Field(max_length=1 << 10, fail_fast=True)]
+Strings = Annotated[list[str], Field(max_length=1 << 10, fail_fast=True)]
+
+
+class ContentPart(Body):
+    """A part of a content: ``input_text``, ``output_text``, ``refusal``, ..."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+Parts = Annotated[list[ContentPart], Field(fail_fast=True)]
+
+
+class InputItem(Body):
+    """A message (``role``, ``content``), or by ``type`` a ``function_call``, its output, or ``reasoning``."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | Parts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Parts | None = None
+
+
+class TextFormat(Body):
+    """The form of the output; ``schema`` if ``type`` is ``json_schema``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Body):
+    effort: Annotated[Effort, Field(description="For chat templates that read it.")] | None = None
+
+
+class ResponsesBody(GenerationBody):
+    """``POST /v1/responses``: what needs no memory of earlier responses."""
+
+    input: str | Annotated[list[InputItem], Many]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT64)] | None = None
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[Strings, Field(description="message.output_text.logprobs; others change nothing.")] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    store: Annotated[bool, Field(description="Nothing is stored.")] | None = None
+    user: str | None = None
+
+
+class OutputText(BaseModel):
+    type: str
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatLogprob]
+
+
+class OutputItem(BaseModel):
+    """A message of the model, or a call of a function. ``arguments`` is JSON, as the model wrote it."""
+
+    id: str
+    type: str
+    status: str
+    role: str | None = None
+    content: list[OutputText] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+
+
+class InputDetails(BaseModel):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(BaseModel):
+    """Reasoning is part of the text here, and not counted apart: ``reasoning_tokens`` is 0."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class IncompleteDetails(BaseModel):
+    """Why a text was cut off. ``stop_reason`` is ``deadline`` if its time was over."""
+
+    reason: str
+    stop_reason: str | None = None
+
+
+class ResponsesError(BaseModel):
+    code: str
+    message: str
+
+
+class ResponsesAnswer(BaseModel):
+    """A response. ``status`` is ``in_progress``, ``completed``, ``incomplete`` or ``failed``. Most fields echo the request."""
+
+    id: str
+    object: str
+    created_at: int
+    status: str
+    model: str
+    output: list[OutputItem]
+    error: ResponsesError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    usage: ResponsesUsage | None = None
+    metrics: ResponseMetrics | None = None
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    user: str | None
+
+
+class ResponsesEvent(BaseModel):
+    """An event of a stream. What else it has depends on its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int

@@ -1,0 +1,245 @@
+"""``POST /v1/responses``: OpenAI's Responses API without memory, over what answers chats."""
+
+import json
+from collections.abc import Iterator
+from time import time
+from typing import Annotated, Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from eesd.runtime.request import Update
+from eesd.serve.grammar.tool_calls import ToolDelta
+from eesd.serve.http.errors import ANSWERS, APIError, as_api_error
+from eesd.serve.http.json_route import JSONRoute, serving_of
+from eesd.serve.http.observe import LOGGER
+from eesd.serve.http.options import Serving
+from eesd.serve.http.streaming import Events, event_stream, json_bytes, json_response, unless_left
+from eesd.serve.openai.chat import Reader, begin
+from eesd.serve.openai.generations import Generations
+from eesd.serve.openai.logprobs import TokenWriter
+from eesd.serve.openai.response_input import as_chat
+from eesd.serve.openai.response_schemas import (
+    IncompleteDetails,
+    InputDetails,
+    OutputDetails,
+    OutputItem,
+    OutputText,
+    ResponsesAnswer,
+    ResponsesBody,
+    ResponsesError,
+    ResponsesEvent,
+    ResponsesUsage,
+)
+from eesd.serve.openai.schemas import ChatLogprob
+
+router = APIRouter(route_class=JSONRoute)
+Event = tuple[str, dict[str, Any]]
+"""The type of an event, and what it has besides its number."""
+
+
+@router.post("/v1/responses", response_model=ResponsesAnswer, responses=ANSWERS)
+async def responses(body: ResponsesBody, request: Request, serving: Annotated[Serving, Depends(serving_of)]) -> Response:
+    """Answer an input, with calls of functions or text. Nothing of it is kept."""
+    template = serving.codec.chat_template if serving.codec else None
+    chat = as_chat(body, template is not None and "developer" in template.source)
+    generations, (reader,) = await begin(chat, request, serving)
+    tokens = TokenWriter(serving.codec, reader.progress.request.tokens) if chat.logprobs else None
+    writer = _Writer(body, serving, generations, reader, tokens)
+    if body.stream:
+        return await event_stream(_events(writer, generations), serving.options.send_timeout)
+    return json_response(await unless_left(request, _whole(writer, generations)))
+
+
+async def _whole(writer: "_Writer", generations: Generations) -> ResponsesAnswer:
+    async with generations:
+        async for _, update in generations:
+            for _event in writer.see(update):
+                pass
+    return writer.answer(writer.status)
+
+
+async def _events(writer: "_Writer", generations: Generations) -> Events:
+    """The events of a stream. What is refused before the first one has a status; what fails later is two last events."""
+    number = 0
+
+    def numbered(events: Iterator[Event]) -> Iterator[bytes]:
+        nonlocal number
+        for kind, fields in events:
+            data = json_bytes(ResponsesEvent(type=kind, sequence_number=number, **fields))
+            number += 1
+            yield b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+    async with generations:
+        for piece in numbered(writer.begin()):
+            yield piece
+        try:
+            async for _, update in generations:
+                for piece in numbered(writer.see(update)):
+                    yield piece
+        except Exception as error:  # the status has been sent
+            api_error = as_api_error(error)
+            if api_error.status == 500:
+                LOGGER.error("A stream failed.", exc_info=error)
+            for piece in numbered(writer.fail(api_error)):
+                yield piece
+            return
+    for piece in numbered(writer.end()):
+        yield piece
+
+
+class _Writer:
+    """Makes the output of a response, and the events that tell it."""
+
+    def __init__(
+        self, body: ResponsesBody, serving: Serving, generations: Generations, reader: Reader, tokens: TokenWriter | None
+    ) -> None:
+        self._body, self._generations, self._reader, self._tokens = body, generations, reader, tokens
+        self._id, self._created, self._model = f"resp_{uuid4().hex}", int(time()), serving.model_name
+        self._items: list[OutputItem] = []
+        self._pieces: list[str] = []
+        """What the open item has so far: its text or its arguments."""
+        self._open = False
+        self._logprobs: list[ChatLogprob] = []
+        """Of the open text, and of what comes before the next piece of text."""
+        self._told = 0
+
+    @property
+    def status(self) -> str:
+        return "incomplete" if self._reader.progress.finish_reason == "length" else "completed"
+
+    def begin(self) -> Iterator[Event]:
+        """What comes when the request has been accepted."""
+        for kind in ("response.created", "response.in_progress"):
+            yield kind, {"response": self.answer("in_progress")}
+
+    def see(self, update: Update) -> Iterator[Event]:
+        """Take an update in. Yields what it adds to the output; all of it must be read."""
+        deltas = self._reader.see(update)
+        if self._tokens:
+            self._logprobs += self._tokens.chat(update.tokens).content
+        for delta in deltas:
+            yield from self._take(delta)
+        if self._reader.progress.finish_reason:
+            if not self._items:
+                yield from self._begin_text()
+            yield from self._close(self.status)
+
+    def end(self) -> Iterator[Event]:
+        """The last event."""
+        yield f"response.{self.status}", {"response": self.answer(self.status)}
+
+    def fail(self, error: APIError) -> Iterator[Event]:
+        """The last events if something went wrong."""
+        yield "error", {"code": error.code or "server_error", "message": error.message, "param": error.param}
+        code = "invalid_prompt" if error.status < 500 else "server_error"
+        list(self._close("incomplete"))  # what there is
+        answer = self.answer("failed")
+        answer.error = ResponsesError(code=code, message=error.message)
+        yield "response.failed", {"response": answer}
+
+    def _take(self, delta: ToolDelta) -> Iterator[Event]:
+        if delta.content:
+            if not self._open or self._items[-1].type != "message":
+                yield from self._close("completed")
+                yield from self._begin_text()
+            self._pieces.append(delta.content)
+            new, self._told = self._logprobs[self._told :], len(self._logprobs)
+            yield "response.output_text.delta", {**self._place(0), "delta": delta.content, "logprobs": new}
+        if delta.id:
+            yield from self._close("completed")
+            item = OutputItem(id=f"fc_{uuid4().hex}", type="function_call", status="in_progress")
+            item.call_id, item.name, item.arguments = delta.id, delta.name, ""
+            yield from self._begin(item)
+        if delta.arguments:
+            self._pieces.append(delta.arguments)
+            yield "response.function_call_arguments.delta", {**self._place(), "delta": delta.arguments}
+
+    def _begin_text(self) -> Iterator[Event]:
+        message = OutputItem(id=f"msg_{uuid4().hex}", type="message", status="in_progress", role="assistant", content=[])
+        yield from self._begin(message)
+        yield "response.content_part.added", {**self._place(0), "part": _output_text("", [])}
+
+    def _begin(self, item: OutputItem) -> Iterator[Event]:
+        self._items.append(item)
+        self._open = True
+        yield "response.output_item.added", {"output_index": len(self._items) - 1, "item": item}
+
+    def _close(self, status: str) -> Iterator[Event]:
+        """End the open item, if there is one."""
+        if not self._open:
+            return
+        item, value, self._open, self._pieces = self._items[-1], "".join(self._pieces), False, []
+        if item.type == "message":
+            part = _output_text(value, self._logprobs)
+            yield "response.output_text.done", {**self._place(0), "text": value, "logprobs": part.logprobs}
+            yield "response.content_part.done", {**self._place(0), "part": part}
+            item.content, item.status = [part], status
+        else:
+            yield "response.function_call_arguments.done", {**self._place(), "name": item.name, "arguments": value}
+            item.arguments, item.status = value, "completed" if _is_whole(value) else "incomplete"
+        self._logprobs, self._told = [], 0
+        yield "response.output_item.done", {"output_index": len(self._items) - 1, "item": item}
+
+    def _place(self, content: int | None = None) -> dict[str, Any]:
+        """What an event within the last item says of its place."""
+        inside = {} if content is None else {"content_index": content}
+        return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1, **inside}
+
+    def answer(self, status: str) -> ResponsesAnswer:
+        """The response as far as it has come."""
+        body, progress, ended = self._body, self._reader.progress, status != "in_progress"
+        details = {"reason": "max_output_tokens"} | ({"stop_reason": "deadline"} if progress.stop_reason == "deadline" else {})
+        sampling = progress.request.sampling
+        return ResponsesAnswer(
+            id=self._id,
+            object="response",
+            created_at=self._created,
+            status=status,
+            model=self._model,
+            output=self._items if ended else [],
+            error=None,
+            incomplete_details=IncompleteDetails(**details) if status == "incomplete" else None,
+            usage=_usage(self._generations) if ended else None,
+            background=False,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=None,
+            reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            store=False,
+            temperature=sampling.temperature,
+            text={"format": body.text.format.given() if body.text and body.text.format else {"type": "text"}},
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=sampling.top_p,
+            truncation="disabled",
+            user=body.user,
+            **({"metrics": self._generations.metrics()} if ended else {}),
+        )
+
+
+def _output_text(text: str, logprobs: list[ChatLogprob]) -> OutputText:
+    return OutputText(type="output_text", text=text, annotations=[], logprobs=logprobs)
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _usage(generations: Generations) -> ResponsesUsage:
+    usage = generations.usage(1)
+    cached = usage.prompt_tokens_details.cached_tokens
+    return ResponsesUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputDetails(cached_tokens=cached, cache_write_tokens=0),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputDetails(reasoning_tokens=0),
+        total_tokens=usage.total_tokens,
+    )
