@@ -111,8 +111,9 @@ def test_graphs_are_standard_and_every_backend_decodes_without_a_change(
     logits = [of_backend(directory, "torch"), of_backend(directory, "ort")]
     with without_operators():
         logits.append(of_backend(directory, "ort"))
+    share = 0.05 if dtype == "float16" else 0.1  # where processors multiply bfloat16 themselves, torch rounds more
     for other in logits[1:]:
-        np.testing.assert_allclose(other, logits[0], rtol=0, atol=0.05 * np.abs(logits[0]).max())
+        np.testing.assert_allclose(other, logits[0], rtol=0, atol=share * np.abs(logits[0]).max())
 
 
 def of_backend(directory: Path, backend: str) -> NDArray[np.float32]:
