@@ -21,7 +21,7 @@ from eesd.model.rotary import rotary_tables
 STEPS = 32
 """Steps before the host looks for texts that have ended. Until then their rows are idle."""
 PREFILL_TOKENS = 1 << 15
-"""Tokens that are prefilled together, with those that pad shorter prompts."""
+"""Most tokens that are prefilled together. What pads shorter prompts counts, too."""
 WARM_UP = 3
 """Steps before the one that is captured."""
 

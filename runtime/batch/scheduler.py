@@ -188,7 +188,7 @@ class Scheduler:
         return (slots + more) * self._slot_bytes
 
     def _has_room(self, tokens: int) -> bool:
-        """Whether a request of so many tokens may begin or go on beside the others, and all may grow a little."""
+        """Whether there is memory for a text of so many tokens beside the others, with ``HEADROOM`` for each to grow."""
         rows = self._rows()
         most = self._llm.manifest.max_tree_nodes + HEADROOM
         return not rows or self._bytes(rows, tokens + most + HEADROOM * len(rows)) <= self._options.kv_memory

@@ -39,15 +39,15 @@ class Load:
             head's calibration expected to be.
     """
 
-    queued: int
-    prefilling: int
-    running: int
-    kv_used: float
-    rounds: int
-    prefix_queries: int
-    prefix_hits: int
-    drafted: int
-    pauses: int
+    queued: int = 0
+    prefilling: int = 0
+    running: int = 0
+    kv_used: float = 0.0
+    rounds: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    drafted: int = 0
+    pauses: int = 0
     judged: int = 0
     right: int = 0
     expected: float = 0.0

@@ -3,7 +3,7 @@
 A block has four matrix products, of joined weights, instead of seven, and six kernels beside them instead of some fifty.
 Calls of more tokens than a round has, as for a prompt, use torch's attention.
 
-That file needs Triton, and this one can be imported without it.
+It needs Triton, so it is imported only where that works.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from torch.nn.functional import linear
 
 from eesd.model.decoder import KV, Block, Inputs, RMSNorm, attend
 from eesd.model.graphs import Draft, Verify
+from eesd.runtime.engines.torch_block_kernels import add_and_normalize, gate, normalize, rotate_and_write
+from eesd.runtime.engines.torch_block_kernels import attend as attend_in_splits
 from eesd.runtime.engines.torch_quantized import ComputedBefore, QuantizedLinear
 
 MOST_NODES = 64
@@ -28,8 +30,6 @@ class FusedNorm(RMSNorm):
         self.weight, self.eps = norm.weight, norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        from eesd.runtime.engines.torch_block_kernels import normalize
-
         return normalize(x, self.weight, self.eps)
 
 
@@ -91,8 +91,6 @@ class FusedBlock(Block):
             self.attention_norm = FusedNorm(block.post_attention_layernorm)
 
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
-        from eesd.runtime.engines.torch_block_kernels import add_and_normalize
-
         attended, cache = self._attended(x, inputs, cache)
         x, normed = add_and_normalize(x, attended, self.attention_norm.weight, self.eps)
         return x + self._mlp(normed), cache
@@ -113,8 +111,6 @@ class FusedBlock(Block):
         return cache
 
     def _attended(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
-        from eesd.runtime.engines.torch_block_kernels import attend as attend_in_splits
-
         q = self._rotated(self.qkv_proj(self.input_norm(x)), inputs, cache)
         if x.shape[1] <= MOST_NODES:
             y = attend_in_splits(q, cache, inputs.attn_mask, inputs.write_indices)
@@ -125,14 +121,10 @@ class FusedBlock(Block):
 
     def _rotated(self, x: Tensor, inputs: Inputs, cache: KV) -> Tensor:
         """Write keys and values of x [B, n, (H + 2 KV) D]; the queries [B, n, H, D]."""
-        from eesd.runtime.engines.torch_block_kernels import rotate_and_write
-
         tables = inputs.cos, inputs.sin
         return rotate_and_write(x, tables, inputs.position_ids, inputs.write_indices, self.norms, self.eps, cache)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        from eesd.runtime.engines.torch_block_kernels import gate
-
         added: Tensor = self.down_proj(gate(self.gate_up_proj(x)))
         return added
 

@@ -44,10 +44,11 @@ def arranged(weight: Quantized, quantization: Quantization, device: torch.device
     """
     kind, bits = quantization.weights, BITS[quantization.weights]
     blocks, outputs = weight.scales.shape
-    inputs, levels = blocks * quantization.block, weight.levels.to(device)
+    inputs = blocks * quantization.block
+    levels = weight.levels.to(device)
     if bits == 4:
-        levels = torch.stack((levels & 15, levels >> 4), -1)
-    levels = levels.view(-1)[: inputs * outputs].view(inputs, outputs)
+        levels = unpack(levels, "uint4", inputs * outputs).to(torch.uint8)
+    levels = levels.view(inputs, outputs)
     signed = not kind.startswith("u")
     middle = 1 << (bits - 1) if signed else 0
     zeros = None if weight.zeros is None else unpack(weight.zeros.to(device), kind, blocks * outputs).to(torch.uint8)

@@ -45,7 +45,6 @@ from eesd.model.parallel import Split, split_blocks
 from eesd.model.quantize import Quantized, dequantize
 from eesd.runtime.engines.device import explain_out_of_memory
 from eesd.runtime.engines.graph_file import read_graph
-from eesd.runtime.engines.torch_fused import fuse
 from eesd.runtime.engines.torch_quantized import (
     TYPES,
     ComputedBefore,
@@ -128,6 +127,8 @@ def load_modules(
         verify = Verify(*verifier, manifest.stage_layers[number]).eval()
         drafting = [Draft(*modules, manifest.draft_top_k).eval() for modules in drafter]
         if kernels:
+            from eesd.runtime.engines.torch_fused import fuse
+
             fuse(verify, *drafting)
         cos, sin = (_tensor(weights[name]).to(device, getattr(torch, manifest.dtype)) for name in ROTARY_TABLES)
         stages.append(StageModules(verify, drafting[0] if drafting else None, (cos, sin)))

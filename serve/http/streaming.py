@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from eesd.serve.http.errors import ClientLeftError, as_api_error
+from eesd.serve.http.errors import APIError, ClientLeftError, as_api_error
 from eesd.serve.http.observe import LOGGER
 
 T = TypeVar("T")
@@ -45,6 +45,14 @@ async def event_stream(events: Events, send_timeout: float) -> Response:
     return _EventStream(events, send_timeout)
 
 
+def stream_error(error: Exception) -> APIError:
+    """What tells a client that a stream failed whose status has been sent. The server's own faults are logged."""
+    api_error = as_api_error(error)
+    if api_error.status == 500:
+        LOGGER.error("A stream failed.", exc_info=error)
+    return api_error
+
+
 class _EventStream(Response):
     media_type = "text/event-stream"
 
@@ -70,10 +78,7 @@ class _EventStream(Response):
         except ClientLeftError:
             raise
         except Exception as error:  # the status has been sent
-            api_error = as_api_error(error)
-            if api_error.status == 500:
-                LOGGER.error("A stream failed.", exc_info=error)
-            await self._piece(send, b"data: " + api_error.body + b"\n\n")
+            await self._piece(send, b"data: " + stream_error(error).body + b"\n\n")
         await send({"type": "http.response.body", "body": b""})
 
     async def _piece(self, send: Send, piece: bytes) -> None:

@@ -11,11 +11,10 @@ from fastapi.responses import Response
 
 from eesd.runtime.request import Update
 from eesd.serve.grammar.tool_calls import ToolDelta
-from eesd.serve.http.errors import ANSWERS, APIError, as_api_error
+from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
-from eesd.serve.http.observe import LOGGER
 from eesd.serve.http.options import Serving
-from eesd.serve.http.streaming import Events, event_stream, json_bytes, json_response, unless_left
+from eesd.serve.http.streaming import Events, event_stream, json_bytes, json_response, stream_error, unless_left
 from eesd.serve.openai.chat import Reader, begin
 from eesd.serve.openai.generations import Generations
 from eesd.serve.openai.logprobs import TokenWriter
@@ -79,10 +78,7 @@ async def _events(writer: "_Writer", generations: Generations) -> Events:
                 for piece in numbered(writer.see(update)):
                     yield piece
         except Exception as error:  # the status has been sent
-            api_error = as_api_error(error)
-            if api_error.status == 500:
-                LOGGER.error("A stream failed.", exc_info=error)
-            for piece in numbered(writer.fail(api_error)):
+            for piece in numbered(writer.fail(stream_error(error))):
                 yield piece
             return
     for piece in numbered(writer.end()):

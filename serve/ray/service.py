@@ -93,7 +93,7 @@ class RemoteService:
 
     def load(self) -> Load:
         """What this process knows: the replicas have the rest."""
-        return Load(0, 0, len(self._open), 0.0, 0, 0, 0, 0, 0)
+        return Load(running=len(self._open))
 
     def controller_state(self) -> dict[str, Any]:
         """Nothing: each replica learns for itself."""

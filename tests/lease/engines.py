@@ -17,7 +17,6 @@ from eesd.runtime.engines.device import DeviceStream, device_streams
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
 from eesd.runtime.engines.torch_engine import ROWS, TorchStageRunner
-from eesd.runtime.engines.torch_fused import fuse
 from eesd.runtime.engines.torch_weights import has_kernels
 
 TOP_K = 8
@@ -93,6 +92,8 @@ def random_engines(
     if fused is None:
         fused = has_kernels(manifest, stream.device)
     if fused:
+        from eesd.runtime.engines.torch_fused import fuse
+
         fuse(of_verify, of_draft)
     on_gpu, positions = stream.on_gpu, manifest.gpu_slots
     tables = tuple(table.to(stream.device, dtype) for table in rotary_tables(manifest.geometry, positions))

@@ -20,7 +20,6 @@ from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.torch_engine import open_torch
-from eesd.runtime.engines.torch_fused import FusedBlock
 from eesd.runtime.llm import Speculation
 from lease import Lease
 from lease.engines import llama, made_up, random_engines
@@ -59,15 +58,18 @@ def one_pass(lease: Lease) -> dict[str, Any]:
 def _fused(lease: Lease) -> dict[str, Any]:
     """Logits of blocks with kernels of their own against torch's, in 16 bits: with a group of queries and without."""
     found: dict[str, Any] = {}
-    for dtype, heads in (("float16", 4), ("bfloat16", 2)) if lease.on_gpu else ():
+    if not lease.on_gpu:
+        return found
+    from eesd.runtime.engines.torch_fused import fuse
+
+    for dtype, heads in (("float16", 4), ("bfloat16", 2)):
         manifest = made_up(llama(3, 256, 512, heads, 2, 512), ExitConfig(1), dtype, 1024, 8)
-        plain, fused = (random_engines(manifest, lease.device, fused=fused) for fused in (False, True))
-        for there, here in zip(_modules(fused), _modules(plain), strict=True):
-            for blocks, others in ((there.model.layers, here.model.layers), (there.exit_head.blocks, here.exit_head.blocks)):
-                for index, block in enumerate(others):
-                    blocks[index] = FusedBlock(block, False)
-            there.load_state_dict(here.state_dict(), strict=False)
-        logits = [_logits(verify) for verify, _ in (plain, fused)]
+        engines = random_engines(manifest, lease.device, fused=False)
+        verify, _ = engines
+        verify.cuda_graphs = False  # they would keep the blocks that they captured
+        logits = [_logits(verify)]
+        fuse(*_modules(engines))
+        logits.append(_logits(verify))
         found[f"fused, {dtype}"] = {
             "largest difference": float(np.abs(logits[0] - logits[1]).max()),
             "deviation": float(logits[0].std()),
