@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eesd.common.manifest import MASKED
-from eesd.model.decoder import Decoder, Inputs
+from eesd.model.decoder import Decoder, Inputs, capped
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.rotary import rotary_tables
 
@@ -120,7 +120,8 @@ class _TorchRows:
         inputs = self._inputs(at[:, None], at, mask)
         views = [(k[:, :, :used], v[:, :, :used]) for k, v in self._caches]
         x = self._hidden(torch.tensor(tokens)[:, None], inputs, views)[:, 0]
-        return list(self._decoder.lm_head(self._decoder.model.norm(x)).float().cpu().numpy())
+        logits = self._decoder.lm_head(self._decoder.model.norm(x)).float()
+        return list(capped(logits, self._decoder.geometry.logit_cap).cpu().numpy())
 
     def keep(self, rows: Sequence[int]) -> None:
         self._caches = [(k[rows], v[rows]) for k, v in self._caches]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad, rms_norm, scaled_dot_product_attention, silu
 
+from eesd.common.geometry import Geometry
 from eesd.distill.continuing import BLOCK, RandomNumbers, padded
 from eesd.distill.teacher import wide_logits
 from eesd.model.decoder import Block, Decoder, RMSNorm
@@ -24,6 +25,11 @@ PREFILL_TOKENS = 1 << 15
 """Most tokens that are prefilled together. What pads shorter prompts counts, too."""
 WARM_UP = 3
 """Steps before the one that is captured."""
+
+
+def can_write(geometry: Geometry) -> bool:
+    """Whether a model has only parts that :class:`DeviceWriter` computes: those of Llama."""
+    return not geometry.other_parts and geometry.embedding_scale == 1 and not geometry.logit_cap
 
 
 class DeviceWriter:

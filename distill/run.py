@@ -38,7 +38,7 @@ from eesd.distill.data import (
     read_rows,
     split_documents,
 )
-from eesd.distill.device_writer import DeviceWriter
+from eesd.distill.device_writer import DeviceWriter, can_write
 from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.forecast import Forecast, forecast, product_rate
@@ -177,7 +177,8 @@ class Run:
             return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
         if self.accelerator.device.type == "cpu" and self.is_main:
             notice(SLOWLY)
-        return TorchWriter(self.decoder) if self.accelerator.device.type == "cpu" else DeviceWriter(self.decoder)
+        simple = self.accelerator.device.type == "cpu" or not can_write(self.checkpoint.geometry)
+        return TorchWriter(self.decoder) if simple else DeviceWriter(self.decoder)
 
     def _write_prompts(self, writer: AnyWriter) -> list[Path]:
         """Let the model write its own prompts, on the main process; returns their files."""

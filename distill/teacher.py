@@ -24,7 +24,7 @@ from eesd.distill.data import Rows, shard_name
 from eesd.distill.options import first_difference
 from eesd.distill.packed_states import SCALES, pack_states, unpack_states
 from eesd.distill.stored import damaged, saving
-from eesd.model.decoder import KV, Decoder, Inputs
+from eesd.model.decoder import KV, Decoder, Inputs, capped
 from eesd.model.inputs import causal_inputs, empty_caches
 
 LOGITS_PER_CHUNK = 1 << 25
@@ -193,7 +193,8 @@ class Teacher(nn.Module):
 
     def _top_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities [n, K] from LM head inputs [n, hidden]."""
-        return self._choose(wide_logits(x, self.decoder.lm_head.weight), self.top_k)
+        logits = wide_logits(x, self.decoder.lm_head.weight)
+        return self._choose(capped(logits, self.decoder.geometry.logit_cap), self.top_k)
 
 
 def wide_logits(x: Tensor, weight: Tensor) -> Tensor:

@@ -132,6 +132,10 @@ def export(
             other files.
     """
     check_output(output)
+    try:
+        checkpoint.geometry.check_window(options.max_tree_nodes)
+    except ValueError as error:
+        raise EESDError(f"{checkpoint.path} cannot be exported so: {error}; give a smaller --max-tree-nodes.") from None
     splits = split_layers(checkpoint.geometry, head.config, options.dtype, options.quantization, options.stages)
     sources = weight_sources(checkpoint, head, options.max_seq_len)
     linked = linkable_tensors(sources, options.dtype) if options.link_weights else {}

@@ -56,7 +56,8 @@ def split_layers(
         )
 
     def nbytes(shapes: Mapping[str, Shape]) -> int:
-        return sum(stored_weight(name, shape, dtype, quantization).nbytes for name, shape in shapes.items())
+        wide = geometry.wide_norms
+        return sum(stored_weight(name, shape, dtype, quantization, wide_norms=wide).nbytes for name, shape in shapes.items())
 
     def graph(layers: range, draft: bool) -> dict[str, Shape]:
         # Every device has rotary tables: count none.

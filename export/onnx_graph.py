@@ -173,7 +173,7 @@ def trace(
         _pack_linear(model.graph, options.quantization)
         RemoveUnusedNodesPass()(model)
     _rename_weights(model.graph, geometry, options, draft=name == "draft")
-    weights = _stored_weights(model.graph, options, linked)
+    weights = _stored_weights(model.graph, options, linked, geometry.wide_norms)
     _use_stored_layout(model.graph, weights)
     RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)
@@ -388,7 +388,9 @@ def _rename_weights(graph: ir.Graph, geometry: Geometry, options: ExportOptions,
             graph.initializers[name] = value
 
 
-def _stored_weights(graph: ir.Graph, options: ExportOptions, linked: frozenset[str]) -> tuple[StoredWeight, ...]:
+def _stored_weights(
+    graph: ir.Graph, options: ExportOptions, linked: frozenset[str], wide_norms: bool
+) -> tuple[StoredWeight, ...]:
     """Remove weights that are not used any more, and decide how each of the others is stored."""
     weights = []
     for name in list(graph.initializers):
@@ -399,7 +401,8 @@ def _stored_weights(graph: ir.Graph, options: ExportOptions, linked: frozenset[s
             del graph.initializers[name]
             continue
         assert value.shape is not None
-        weights.append(stored_weight(name, value.shape.numpy(), options.dtype, options.quantization, name in linked))
+        shape, linked_here = value.shape.numpy(), name in linked
+        weights.append(stored_weight(name, shape, options.dtype, options.quantization, linked_here, wide_norms))
     return tuple(weights)
 
 

@@ -163,9 +163,9 @@ def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest, draf
 
 
 def _stored_value(name: str, shape: tuple[int, ...], source: TensorSource, manifest: Manifest) -> Tensor:
-    weight = stored_weight(name, shape, manifest.dtype, manifest.quantization)
+    weight = stored_weight(name, shape, manifest.dtype, manifest.quantization, wide_norms=manifest.geometry.wide_norms)
     if weight.quantization is None:
-        return source.read().to(getattr(torch, manifest.dtype)).float()
+        return source.read().to(getattr(torch, weight.dtype)).float()
     kind = weight.quantization.weights
     found = quantized(source, weight)
     return dequantize(found, kind).t() if weight.transposed else dequantize(found, kind, 1)

@@ -29,12 +29,11 @@ from eesd.model import exit_head, exit_head_file
 from eesd.model.config import REMEDY, ModelConfig, load_config, parse_config
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
+from eesd.model.family import Tensors, divided, halves_apart
 from eesd.model.gguf_file import GgufTensor, read_gguf
 from eesd.model.gguf_model import config_fields, model_tensors
 from eesd.model.packed import PARTS, PackedTensor, Packing
 from eesd.model.safetensors_file import CheckpointTensor, read_header
-
-Tensors = dict[str, CheckpointTensor | PackedTensor | GgufTensor]
 
 
 class Checkpoint:
@@ -57,8 +56,9 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        config, self.tensors = _open_file(path) if path.is_file() else _open_directory(path)
+        config, stored = _open_file(path) if path.is_file() else _open_directory(path)
         geometry = config.geometry
+        self.tensors = divided(halves_apart(config.family.tensors(stored, geometry), geometry), config.divided)
         if geometry.tied_embeddings:
             geometry = replace(geometry, tied_embeddings=self._tie())
         self._check_shapes(geometry)

@@ -12,19 +12,22 @@ from typing import Any
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, models_generation_config, parse_generation_config
-from eesd.common.geometry import ARCHITECTURES, LARGEST_SIZE, Geometry
+from eesd.common.geometry import LARGEST_SIZE, Geometry
 from eesd.common.json_input import Fields, read_json_object
+from eesd.model.families import FAMILIES
+from eesd.model.family import Family, Sizes
 from eesd.model.packed import Packing, read_packing
 from eesd.model.rope_config import read_rope
 
 REMEDY = "give a complete Hugging Face model directory, or fetch the file again"
 
-SUPPORTED = tuple(ARCHITECTURES.values())
-
+ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""The decoder's activations by their names in transformers."""
 NO_EFFECT = frozenset(
     (
         *("_attn_implementation", "_name_or_path", "attention_dropout", "attn_implementation", "chunk_size_feed_forward"),
         *("id2label", "initializer_range", "label2id", "model_max_length", "name_or_path", "output_attentions"),
+        *("embd_pdrop", "resid_pdrop"),
         *("output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "tokenizer_class"),
         *("torchscript", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache"),
     )
@@ -48,6 +51,7 @@ class ModelConfig:
     """The configuration of a checkpoint.
 
     Attributes:
+        family: Its family.
         geometry: Geometry of the decoder.
         max_positions: Number of positions that the model supports.
         dtype: Element type of the checkpoint, such as ``bfloat16``. None if the config does not say.
@@ -55,9 +59,11 @@ class ModelConfig:
         eos_token_ids: Tokens that end a text.
         notices: Sentences about fields that are ignored. The export shows them.
         packing: How quantized weights are stored; None if there are none.
+        divided: What tensors are divided by when they are read, by their names.
         generation: Fields of ``generation_config.json``; without the file, the same fields of ``config.json``.
     """
 
+    family: Family
     geometry: Geometry
     max_positions: int
     dtype: str | None
@@ -65,6 +71,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     notices: tuple[str, ...] = ()
     packing: Packing | None = None
+    divided: Mapping[str, float] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -95,125 +102,88 @@ def parse_config(fields: Fields, path: Path) -> ModelConfig:
         EESDError: A field is missing or damaged, or the decoder does not implement the architecture or one of its options.
     """
     try:
-        return _read(fields, _architecture(fields))
+        return _read(fields, _family(fields))
     except KeyError as error:
         raise EESDError(f"{path} has no {error.args[0]!r}; the file is incomplete, fetch it again.") from None
     except (ValueError, OverflowError) as error:
         raise EESDError(f"{path} cannot be used: {error}.") from None
 
 
-def _architecture(fields: Fields) -> str:
-    """The architecture, which ``model_type`` and ``architectures`` must agree on. transformers goes by ``model_type`` alone."""
+def _family(fields: Fields) -> Family:
+    """The family, which ``model_type`` and ``architectures`` must agree on. transformers goes by ``model_type`` alone."""
     names, model_type = fields.take("architectures", None), fields.text("model_type")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ValueError(f"architectures is {shown(names)}, and must be a list of names")
-    named = names[0] if names else ARCHITECTURES.get(model_type or "", f"of model_type {model_type!r}")
-    if named not in SUPPORTED:
-        raise EESDError(f"The architecture {named[:80]} is not supported; supported are {', '.join(SUPPORTED)}.")
-    if model_type is not None and ARCHITECTURES.get(model_type) != named:
+    family = FAMILIES.get(model_type or "")
+    named = names[0] if names else family.architecture if family else f"of model_type {model_type!r}"
+    known = next((one for one in FAMILIES.values() if one.architecture == named), None)
+    if known is None:
+        supported = ", ".join(one.architecture for one in FAMILIES.values())
+        raise EESDError(f"The architecture {named[:80]} is not supported; supported are {supported}.")
+    if model_type is not None and family != known:
         raise ValueError(f"model_type is {model_type!r}, which is not the model type of the architecture {named}")
-    return named
+    return known
 
 
-def _read(fields: Fields, architecture: str) -> ModelConfig:
+def _read(fields: Fields, family: Family) -> ModelConfig:
     for name, reason in REFUSED.items():
         if fields.take(name, None) is not None:
             raise ValueError(f"it has the field {name}: {reason}")
     quantized = fields.take("quantization_config", None)
     packing = None if quantized is None else read_packing(quantized)
-    activation = fields.take("hidden_act", "silu")
-    if activation not in ("silu", "swish"):  # two names of the same function
-        raise ValueError(f"the activation {shown(activation)} is not supported; supported is 'silu'")
-    bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.flag("attention_bias")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    layers = fields.integer("num_hidden_layers")
-    rope = read_rope(fields, fields.integer("max_position_embeddings", _POSITIONS[architecture], most=LARGEST_SIZE))
+    layers, head_dim = fields.integer("num_hidden_layers"), _head_dim(fields, family, hidden, heads)
+    positions = fields.integer("max_position_embeddings", family.positions, most=LARGEST_SIZE)
+    rope = read_rope(family.rope_fields(fields), positions, head_dim, family)
     dtype, torch_dtype = fields.text("dtype"), fields.text("torch_dtype")
-    geometry = Geometry(
-        architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=_kv_heads(fields, architecture) or heads,
-        head_dim=_head_dim(fields, architecture, hidden, heads),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tied_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=bias or architecture == "Qwen2ForCausalLM",
-        output_bias=bias,
-        mlp_bias=architecture == "LlamaForCausalLM" and fields.flag("mlp_bias"),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-    )
-    window = _window(fields, architecture, layers)
+    sizes = {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": fields.integer("num_key_value_heads", family.kv_heads, optional=family.kv_heads_null) or heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("rms_norm_eps", family.eps),
+        "tied_embeddings": fields.flag("tie_word_embeddings", family.tied),
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rotated": rope.rotated,
+        "activation": _activation(fields, family),
+    }
+    own = family.own(fields, Sizes(layers, hidden, sizes["rms_norm_eps"]))
     return ModelConfig(
-        geometry=geometry,
-        max_positions=min(rope.positions, window or rope.positions),
+        family=family,
+        geometry=Geometry(**{"architecture": family.architecture} | sizes | own.parts),
+        max_positions=min(rope.positions, own.positions or rope.positions),
         dtype=dtype or torch_dtype,
         bos_token_id=fields.integer("bos_token_id", None, optional=True, least=-1),
         eos_token_ids=fields.token_ids("eos_token_id") or (),
-        notices=(*rope.notices, *_notices(fields, architecture, packing.unknown if packing else ())),
+        notices=(*rope.notices, *own.notices, *_notices(fields, family, packing.unknown if packing else ())),
         packing=packing,
+        divided=own.divided,
     )
 
 
-_POSITIONS = {
-    "LlamaForCausalLM": 2048,
-    "MistralForCausalLM": 131072,
-    "Qwen2ForCausalLM": 32768,
-    "Qwen3ForCausalLM": 32768,
-}
-"""``max_position_embeddings`` where a config does not say."""
-_KV_HEADS = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
-"""``num_key_value_heads`` where a config does not say; null, and Llama's default, mean as many as heads."""
+def _activation(fields: Fields, family: Family) -> str:
+    name, default = family.activation
+    given = fields.take(name, default)
+    found = ACTIVATION_NAMES.get(given) if isinstance(given, str) else None
+    if found is None:
+        raise ValueError(
+            f"the activation {shown(given)} is not supported; supported are {', '.join(map(repr, ACTIVATION_NAMES))}"
+        )
+    return found
 
 
-def _kv_heads(fields: Fields, architecture: str) -> int | None:
-    """Number of key-value heads; None for as many as heads."""
-    null = architecture != "MistralForCausalLM"
-    count: int | None = fields.integer("num_key_value_heads", _KV_HEADS.get(architecture), optional=null)
-    return count
-
-
-def _head_dim(fields: Fields, architecture: str, hidden: int, heads: int) -> int:
-    given: int | None = fields.integer("head_dim", 128 if architecture == "Qwen3ForCausalLM" else None, optional=True)
+def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
+    given: int | None = fields.integer("head_dim", family.head_dim, optional=True)
     if given is None and hidden % heads:
         raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden}, and there is no head_dim")
     return given or hidden // heads
 
 
-def _window(fields: Fields, architecture: str, layers: int) -> int | None:
-    """Length of the sliding window, if any layer has one. Up to this length, sliding attention equals full attention."""
-    if architecture in ("LlamaForCausalLM", "MistralForCausalLM"):  # have no switch: the window alone decides
-        # The window of a Llama config is in no mask of transformers, but its KV cache forgets what lies before it.
-        default = 4096 if architecture == "MistralForCausalLM" else None
-        window: int | None = fields.integer("sliding_window", default, optional=True)
-        kinds = fields.take("layer_types", None)
-        if kinds is not None and (architecture == "MistralForCausalLM" or kinds != ["full_attention"] * layers):
-            raise ValueError(f"layer_types is {shown(kinds)}, which is not supported for {architecture}")  # nor by transformers
-        return window
-    window = fields.integer("sliding_window", 4096, optional=True, least=0)
-    if not fields.flag("use_sliding_window"):
-        window = None
-    first = fields.integer("max_window_layers", 28, least=0)
-    types = fields.take("layer_types", None)
-    if types is None:
-        types = ["full_attention" if window is None or index < first else "sliding_attention" for index in range(layers)]
-    if not isinstance(types, list) or len(types) != layers:
-        raise ValueError(f"layer_types must be a list with an entry for each of the {layers} layers")
-    other = next((kind for kind in types if kind not in ("full_attention", "sliding_attention")), None)
-    if other is not None:
-        raise ValueError(f"layer_types has {shown(other)}; supported are full_attention and sliding_attention")
-    if "sliding_attention" not in types:
-        return None
-    if not window:
-        raise ValueError("layer_types has sliding_attention, but there is no sliding window")
-    return window
-
-
-def _notices(fields: Fields, architecture: str, of_packing: Sequence[str]) -> list[str]:
+def _notices(fields: Fields, family: Family, of_packing: Sequence[str]) -> list[str]:
     """Sentences about the fields that nobody took, those of ``quantization_config`` included."""
     left = [name for name in fields.left if name not in NO_EFFECT]
     foreign = [name for name in left if name in OTHER_FAMILIES and fields.raw[name] is not False]
@@ -221,7 +191,7 @@ def _notices(fields: Fields, architecture: str, of_packing: Sequence[str]) -> li
     unknown += [f"quantization_config.{name}" for name in of_packing]
     notices = []
     if foreign:
-        notices.append(f"config.json: {architecture} has no {', '.join(foreign)}; ignored, as transformers does.")
+        notices.append(f"config.json: {family.architecture} has no {', '.join(foreign)}; ignored, as transformers does.")
     if unknown:
         names = ", ".join(shown(name) for name in unknown[:8]) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
         notices.append(f"config.json: unknown fields are ignored, as transformers does: {names}.")

@@ -1,23 +1,25 @@
 """The decoder over static KV caches: one definition for training, checking, export and the torch engine.
 
-A block is the Llama block: RMSNorm, rotary attention with grouped heads, SwiGLU. Each layer has a cache [B, KV, S, D] for keys
-and one for values. A pass writes the keys and values of its ``n`` new tokens at ``write_indices``, and attention sees all S
-slots through an additive mask [B, 1, n, S]. Positions and visibility are inputs, so the same pass serves a prompt, a single
-token, a chain or a token tree.
+A block is the Llama block: RMSNorm, rotary attention with grouped heads, SwiGLU; or has other parts in their places, as the
+geometry says. Each layer has a cache [B, KV, S, D] for keys and one for values. A pass writes the keys and values of its ``n``
+new tokens at ``write_indices``, and attention sees all S slots through an additive mask [B, 1, n, S]. Positions and visibility
+are inputs, so the same pass serves a prompt, a single token, a chain or a token tree.
 
-Parameters have their Hugging Face names. The four operations that engines fuse (norm, rotary embedding, cache write, attention)
-are exported as single ONNX opset 24 operators, so ``torch.onnx.export`` writes the graph that engines run.
+Parameters have the names of Llama's in a Hugging Face checkpoint. The four operations that engines fuse (norm, rotary
+embedding, cache write, attention) are exported as single ONNX opset 24 operators, so ``torch.onnx.export`` writes the graph
+that engines run.
 
 A token's results must not depend on how many tokens a pass has: then drafting changes no bit of any logit. Matrix products and
 norms of ONNX Runtime keep this by themselves, attention only with two queries or more: see :func:`fold_mask`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from eesd.common.geometry import Geometry
+from eesd.common.geometry import FULL, SLIDING, UNROTATED, Geometry
+from eesd.common.manifest import MASKED
 
 
 @dataclass
@@ -25,8 +27,8 @@ class Inputs:
     """The inputs of a pass that all layers share.
 
     Attributes:
-        cos: Rotary table [S, D/2].
-        sin: Rotary table [S, D/2].
+        cos: Rotary table [S, D/2], and where sliding layers have one of their own, that beside it: [S, D].
+        sin: Rotary table of the same shape.
         position_ids: Position of each token in the text, [B, n].
         write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
         attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does not.
@@ -34,6 +36,8 @@ class Inputs:
         logit_rows: Which of the n tokens get logits from verify, [R]; the same ones in every sequence. None: all of them.
         whole: Whether the pass has its sequences from their first tokens on, and each token sees those up to itself. It uses
             neither caches nor a mask then, and GPUs have fast kernels for such an attention.
+        near: The same inputs for sliding layers, once one has asked for them.
+        folded: The arguments that :func:`fold_mask` had.
     """
 
     cos: Tensor
@@ -44,21 +48,64 @@ class Inputs:
     query_mask: Tensor | None = None
     logit_rows: Tensor | None = None
     whole: bool = False
+    near: "Inputs | None" = field(default=None, repr=False)
+    folded: tuple[int, int] = (1, 1)
+
+    def within(self, window: int) -> "Inputs":
+        """These inputs for layers whose tokens see ``window`` tokens, their own included: made once, and kept in ``near``.
+
+        The slots of tokens that a round has not committed are behind the window of none of its nodes, as long as the window is
+        longer than a round: so a slot's number stands for its position, wherever a node of a tree lies.
+        """
+        if self.near is None:
+            hidden = slot_numbers(self.attn_mask) <= self.position_ids[:, None, :, None] - window
+            mask = torch.minimum(self.attn_mask, hidden.to(self.attn_mask.dtype) * MASKED)
+            self.near = replace(self, attn_mask=mask, query_mask=None)
+            if self.query_mask is not None:
+                self.near = fold_mask(self.near, *self.folded)
+        return self.near
 
 
 KV = tuple[Tensor, Tensor]
 """The key cache and the value cache of one layer, each [B, KV, S, D]."""
 
 
-class RMSNorm(nn.Module):
-    """Root mean square normalization; statistics in float32."""
+def slot_numbers(mask: Tensor) -> Tensor:
+    """The numbers of the slots [S], int64, that a mask [B, 1, n, S] has columns for."""
+    slots = mask.shape[3]
+    if not torch.compiler.is_exporting():
+        return torch.arange(slots, device=mask.device)
+    # Range counts slots when the graph runs; what is traced would be a constant.
+    ends = [torch.zeros((), dtype=torch.int64), _slots_of(mask), torch.ones((), dtype=torch.int64)]
+    numbers: Tensor = torch.onnx.ops.symbolic("Range", ends, dtype=torch.int64, shape=(slots,), version=11)
+    return numbers
 
-    def __init__(self, size: int, eps: float) -> None:
+
+def _slots_of(mask: Tensor) -> Tensor:
+    shape: Tensor = torch.onnx.ops.symbolic("Shape", (mask,), {"start": 3, "end": 4}, dtype=torch.int64, shape=(1,), version=23)
+    return shape.squeeze(0)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalization; statistics in float32.
+
+    Args:
+        size: Number of values.
+        eps: What is added to the mean square.
+        wide: Whether the weight is float32, whatever the type of x, and only the product is rounded to that type.
+    """
+
+    def __init__(self, size: int, eps: float, wide: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32 if wide else None))
+        self.eps, self.wide = eps, wide
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.wide:
+            return self._normed(x.float()).to(x.dtype)
+        return self._normed(x)
+
+    def _normed(self, x: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
             normed: Tensor = torch.onnx.ops.symbolic(
                 "RMSNormalization",
@@ -74,11 +121,41 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-def rotate(x: Tensor, inputs: Inputs) -> Tensor:
-    """Apply the rotary embedding to x [B, H, n, D]. The two halves of D are rotated, as in Hugging Face checkpoints."""
+class JointNorm(RMSNorm):
+    """The norm of queries or keys x [B, H, n, D] over all heads together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.transpose(1, 2)
+        return super().forward(heads.flatten(2)).view(heads.shape).transpose(1, 2)
+
+
+class Embeddings(nn.Embedding):
+    """The embedding table, whose rows are read times a factor."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry.vocab_size, geometry.hidden_size)
+        self.scale = geometry.embedding_scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = super().forward(ids)
+        return x if self.scale == 1 else (x.float() * self.scale).to(x.dtype)
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """Values between -cap and cap: those near 0 stay, nearly. 0 is no cap."""
+    return x if not cap else cap * torch.tanh(x / cap)
+
+
+def rotate(x: Tensor, inputs: Inputs, local: bool = False) -> Tensor:
+    """Apply the rotary embedding to x [B, H, n, D], that of sliding layers if ``local``. The two halves of D are rotated."""
+    half = x.shape[-1] // 2
+    columns = slice(half, 2 * half) if local else slice(0, half)
+    tables = inputs.cos, inputs.sin
+    if tables[0].shape[1] > half:
+        tables = tables[0][:, columns], tables[1][:, columns]
     if torch.compiler.is_exporting():
-        return torch.onnx.ops.rotary_embedding(x, inputs.cos, inputs.sin, inputs.position_ids)
-    cos, sin = inputs.cos[inputs.position_ids][:, None], inputs.sin[inputs.position_ids][:, None]
+        return torch.onnx.ops.rotary_embedding(x, *tables, inputs.position_ids)
+    cos, sin = (table[inputs.position_ids][:, None] for table in tables)
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
@@ -113,10 +190,26 @@ def fold_mask(inputs: Inputs, group: int, kv_heads: int) -> Inputs:
     if kv_heads == 1 and torch.compiler.is_exporting() and mask.dtype != torch.float32:
         return inputs  # TensorRT-RTX has no kernel for it
     again = [mask[:, :, :1]] if group == 1 and torch.compiler.is_exporting() else []
-    return replace(inputs, query_mask=torch.cat([mask] * group + again, 2))
+    return replace(inputs, query_mask=torch.cat([mask] * group + again, 2), near=None, folded=(group, kv_heads))
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs) -> Tensor:
+@dataclass(frozen=True)
+class Scores:
+    """How attention makes scores of products of queries and keys.
+
+    Attributes:
+        scale: What they are multiplied by; None: D ** -0.5.
+        cap: See :func:`capped`.
+    """
+
+    scale: float | None = None
+    cap: float = 0.0
+
+
+PLAIN = Scores()
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs, scores: Scores = PLAIN) -> Tensor:
     """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D]; [B, H, n, D]. Torch reads only as
     many of the first slots as the mask has columns.
 
@@ -124,20 +217,37 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs) -> Tensor:
     """
     mask, kv_heads = inputs.query_mask, keys.shape[1]
     if mask is None and torch.compiler.is_exporting():
-        return _attention(q, keys, values, inputs.attn_mask)
+        return _attention(q, keys, values, inputs.attn_mask, scores)
     if mask is not None and q.shape[1] == kv_heads and torch.compiler.is_exporting():
-        return _attention(torch.cat((q, q[:, :, :1]), 2), keys, values, mask)[:, :, :-1]
+        return _attention(torch.cat((q, q[:, :, :1]), 2), keys, values, mask, scores)[:, :, :-1]
     if mask is None:
         mask = inputs.attn_mask.repeat(1, 1, q.shape[1] // kv_heads, 1)
-    return _attention(q.reshape(q.shape[0], kv_heads, -1, q.shape[3]), keys, values, mask).reshape(q.shape)
+    return _attention(q.reshape(q.shape[0], kv_heads, -1, q.shape[3]), keys, values, mask, scores).reshape(q.shape)
 
 
-def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
     """One attention operator, with as many heads in q as in the caches or a multiple of them."""
+    scale = scores.scale or q.shape[-1] ** -0.5
     if torch.compiler.is_exporting():
-        return torch.onnx.ops.attention(q, keys, values, mask, scale=q.shape[-1] ** -0.5)[0]
+        return torch.onnx.ops.attention(q, keys, values, mask, scale=scale, softcap=scores.cap)[0]
     slots = mask.shape[3]
-    return nn.functional.scaled_dot_product_attention(q, keys[:, :, :slots], values[:, :, :slots], attn_mask=mask)
+    keys, values = keys[:, :, :slots], values[:, :, :slots]
+    if scores.cap:  # torch's attention has none
+        weights = (capped(q @ keys.transpose(2, 3) * scale, scores.cap) + mask).float().softmax(-1)
+        return weights.to(q.dtype) @ values
+    return nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: int = 0) -> Tensor:
+    """Grouped-query attention of whole sequences, each token to those up to itself, or to ``window`` of them."""
+    if not (scores.cap or window):
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scores.scale)
+    at = torch.arange(q.shape[2], device=q.device)
+    before = at[:, None] - at
+    hidden = (before < 0) | (before >= window) if window else before < 0
+    group = q.shape[1] // k.shape[1]
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, MASKED)[None, None]
+    return _attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), mask, scores)
 
 
 def joint_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> Tensor:
@@ -148,17 +258,24 @@ def joint_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> Tensor:
 class Attention(nn.Module):
     """Self-attention over static caches."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, kind: str = FULL) -> None:
         super().__init__()
-        self.head_dim = geometry.head_dim
+        self.head_dim, self.rotates = geometry.head_dim, kind != UNROTATED
+        self.window = geometry.window if kind == SLIDING else 0
+        self.local = kind == SLIDING and geometry.local_theta > 0
+        self.scores = Scores(geometry.attention_scale or None, geometry.attention_cap)
         hidden, width = geometry.hidden_size, geometry.num_heads * geometry.head_dim
         kv_width = geometry.num_kv_heads * geometry.head_dim
         self.q_proj = nn.Linear(hidden, width, bias=geometry.qkv_bias)
         self.k_proj = nn.Linear(hidden, kv_width, bias=geometry.qkv_bias)
         self.v_proj = nn.Linear(hidden, kv_width, bias=geometry.qkv_bias)
         self.o_proj = nn.Linear(width, hidden, bias=geometry.output_bias)
-        self.q_norm = RMSNorm(geometry.head_dim, geometry.rms_norm_eps) if geometry.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(geometry.head_dim, geometry.rms_norm_eps) if geometry.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (self._norm(geometry, size) for size in (width, kv_width))
+
+    def _norm(self, geometry: Geometry, width: int) -> nn.Module:
+        if geometry.qk_norm_joint:
+            return JointNorm(width, geometry.rms_norm_eps, geometry.wide_norms)
+        return RMSNorm(self.head_dim, geometry.rms_norm_eps, geometry.wide_norms) if geometry.qk_norm else nn.Identity()
 
     def write_kv(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
         """Project x [B, n, hidden] to keys and values, and write them into the caches."""
@@ -168,13 +285,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         """Return the attention output [B, n, hidden] and the written caches."""
         q, k, v = self._heads(x, (self.q_proj, self.k_proj, self.v_proj))
-        q = rotate(self.q_norm(q), inputs)
+        q = self._rotated(self.q_norm(q), inputs)
         if inputs.whole:
-            k = rotate(self.k_norm(k), inputs)
-            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            y = attend_whole(q, self._rotated(self.k_norm(k), inputs), v, self.scores, self.window)
         else:
             cache = self._write(k, v, inputs, cache)
-            y = attend(q, *cache, inputs)
+            y = attend(q, *cache, inputs.within(self.window) if self.window else inputs, self.scores)
         return self.o_proj(y.transpose(1, 2).flatten(2)), cache
 
     def _heads(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
@@ -184,35 +300,47 @@ class Attention(nn.Module):
 
     def _write(self, k: Tensor, v: Tensor, inputs: Inputs, cache: KV) -> KV:
         return (
-            write_cache(cache[0], rotate(self.k_norm(k), inputs), inputs.write_indices),
+            write_cache(cache[0], self._rotated(self.k_norm(k), inputs), inputs.write_indices),
             write_cache(cache[1], v, inputs.write_indices),
         )
 
+    def _rotated(self, x: Tensor, inputs: Inputs) -> Tensor:
+        return rotate(x, inputs, self.local) if self.rotates else x
+
+
+def activate(gate: Tensor, activation: str) -> Tensor:
+    """What an MLP's other half is multiplied by."""
+    return nn.functional.silu(gate) if activation == "silu" else nn.functional.gelu(gate, approximate="tanh")
+
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward network."""
+    """SwiGLU feed-forward network, or one with another activation."""
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
+        self.activation = geometry.activation
         self.gate_proj = nn.Linear(geometry.hidden_size, geometry.intermediate_size, bias=geometry.mlp_bias)
         self.up_proj = nn.Linear(geometry.hidden_size, geometry.intermediate_size, bias=geometry.mlp_bias)
         self.down_proj = nn.Linear(geometry.intermediate_size, geometry.hidden_size, bias=geometry.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = joint_linear(x, (self.gate_proj, self.up_proj)).chunk(2, -1)
-        down: Tensor = self.down_proj(nn.functional.silu(gate) * up)
+        down: Tensor = self.down_proj(activate(gate, self.activation) * up)
         return down
 
 
 class Block(nn.Module):
     """One decoder block. Maps x [B, n, hidden] and the layer's caches to the new x and the written caches."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, kind: str = FULL) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
-        self.self_attn = Attention(geometry)
-        self.post_attention_layernorm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
+        before, behind = geometry.norm_before, geometry.norm_behind
+        self.input_layernorm = make_norm(geometry, before)
+        self.self_attn = Attention(geometry, kind)
+        self.post_self_attn_layernorm = make_norm(geometry, behind)
+        self.post_attention_layernorm = make_norm(geometry, before)
         self.mlp = MLP(geometry)
+        self.post_mlp_layernorm = make_norm(geometry, behind)
 
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         x, cache = self.attend(x, inputs, cache)
@@ -221,11 +349,11 @@ class Block(nn.Module):
     def attend(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         """The first half: x with what the tokens before each add, and the written cache."""
         attended, cache = self.self_attn(self.input_layernorm(x), inputs, cache)
-        return x + attended, cache
+        return x + self.post_self_attn_layernorm(attended), cache
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """The second half: the MLP, for each token alone."""
-        added: Tensor = self.mlp(self.post_attention_layernorm(x))
+        added: Tensor = self.post_mlp_layernorm(self.mlp(self.post_attention_layernorm(x)))
         return x + added
 
     def write_kv(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
@@ -233,14 +361,19 @@ class Block(nn.Module):
         return self.self_attn.write_kv(self.input_layernorm(x), inputs, cache)
 
 
+def make_norm(geometry: Geometry, there: bool = True) -> nn.Module:
+    """A norm of hidden states; without one they stay as they are."""
+    return RMSNorm(geometry.hidden_size, geometry.rms_norm_eps, geometry.wide_norms) if there else nn.Identity()
+
+
 class Backbone(nn.Module):
     """Embeddings, blocks and final norm: ``model.*`` in a checkpoint."""
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(geometry.vocab_size, geometry.hidden_size)
-        self.layers = nn.ModuleList(Block(geometry) for _ in range(geometry.num_layers))
-        self.norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
+        self.embed_tokens = Embeddings(geometry)
+        self.layers = nn.ModuleList(Block(geometry, geometry.kind(layer)) for layer in range(geometry.num_layers))
+        self.norm = make_norm(geometry)
 
 
 class Decoder(nn.Module):
@@ -261,4 +394,4 @@ class Decoder(nn.Module):
         for block, cache in zip(self.model.layers, caches, strict=True):
             x, cache = block(x, inputs, cache)
             written.append(cache)
-        return self.lm_head(self.model.norm(x)), written
+        return capped(self.lm_head(self.model.norm(x)), self.geometry.logit_cap), written

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from eesd.common.geometry import Geometry
-from eesd.model.decoder import KV, Inputs, RMSNorm, write_cache
+from eesd.model.decoder import KV, Inputs, make_norm, write_cache
 
 
 class DeepState(nn.Module):
@@ -21,7 +21,7 @@ class DeepState(nn.Module):
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
-        self.norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
+        self.norm = make_norm(geometry)
         self.state_proj = nn.Linear(geometry.hidden_size, 2 * geometry.num_kv_heads * geometry.head_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding, linear
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, deep_fault, draft_columns
 from eesd.common.weights import DRAFT_VOCAB, FINAL_NORM, LM_HEAD, block_shapes, lm_head_name
-from eesd.model.decoder import KV, Block, Decoder, Inputs, RMSNorm
+from eesd.model.decoder import KV, Block, Decoder, Inputs, make_norm
 from eesd.model.deep_states import DeepState, carry_deep_states, deep_states, write_deep_states
 
 
@@ -32,8 +32,8 @@ class ExitHead(nn.Module):
     def __init__(self, geometry: Geometry, exit_config: ExitConfig) -> None:
         super().__init__()
         self.exit_config = exit_config
-        self.blocks = nn.ModuleList(Block(geometry) for _ in range(exit_config.blocks))
-        self.norm = RMSNorm(geometry.hidden_size, geometry.rms_norm_eps)
+        self.blocks = nn.ModuleList(Block(geometry, kind) for kind in geometry.head_kinds(exit_config.blocks))
+        self.norm = make_norm(geometry)
         columns = draft_columns(geometry, exit_config)
         self.lm_head = nn.Linear(geometry.hidden_size, columns, bias=False) if exit_config.own_lm_head else None
         ids = torch.zeros(exit_config.draft_vocab, dtype=torch.int64) if exit_config.draft_vocab else None

@@ -205,6 +205,13 @@ class GgufTensor:
             )
         return torch.float32
 
+    def rows(self, start: int, stop: int) -> "GgufTensor":
+        """Some rows of a tensor whose rows are in order: bytes of its file, too."""
+        assert self._order is None
+        row = self.nbytes // max(self.shape[0], 1)
+        offset, shape = self._stored.offset + start * row, (stop - start, *self.shape[1:])
+        return GgufTensor(replace(self._stored, offset=offset, nbytes=(stop - start) * row, shape=shape))
+
     @property
     def quantization(self) -> Quantization | None:
         """The quantization that keeps the levels of a linear weight as they are; None for a tensor of floats."""

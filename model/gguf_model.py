@@ -16,12 +16,13 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import RopeScaling
 from eesd.common.json_input import Fields
 from eesd.common.weights import EMBEDDINGS, FINAL_NORM, LM_HEAD
+from eesd.model.families import FAMILIES
 from eesd.model.gguf_file import GgufFile, GgufTensor
 from eesd.model.rotary import llama3_frequencies
 from eesd.model.safetensors_file import DTYPES, CheckpointTensor
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""The supported values of ``general.architecture``. Mistral's models are llama there."""
+GGUF_FAMILIES = {family.gguf.architecture: family for family in FAMILIES.values() if family.gguf}
+"""The families by ``general.architecture``. Mistral's models are llama there."""
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -75,22 +76,21 @@ def _fields(file: GgufFile) -> dict[str, Any]:
     if parts not in (0, 1):
         raise ValueError(f"it is one of {shown(parts)} parts; join them with llama-gguf-split --merge")
     architecture = general.take("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"the architecture {shown(architecture)} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    family = GGUF_FAMILIES.get(architecture) if isinstance(architecture, str) else None
+    if family is None or family.gguf is None:
+        raise ValueError(f"the architecture {shown(architecture)} is not supported; supported are {', '.join(GGUF_FAMILIES)}")
     prefix = f"{architecture}."
     own = _Own({name.removeprefix(prefix): value for name, value in file.metadata.items() if name.startswith(prefix)}, prefix)
     raw: dict[str, Any] = {name: own.integer(key) for key, name in _SIZES.items()}
-    raw |= {"model_type": architecture, "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon")}
+    raw |= {"model_type": family.model_type, "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon")}
     raw["num_key_value_heads"] = own.integer("attention.head_count_kv", raw["num_attention_heads"])
     raw["head_dim"] = _head_dim(own, raw["hidden_size"], raw["num_attention_heads"])
     raw["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     raw["rope_theta"] = own.number("rope.freq_base", 10000.0)
     raw["rope_scaling"] = _rope_scaling(own, file, raw)
-    if architecture != "qwen2":  # which always has biases
-        raw["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if architecture == "llama":
-        raw["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    raw |= {name: f"blk.0.{tensor}.bias" in file.tensors for name, tensor in family.gguf.biases.items()}
+    raw |= family.gguf.fields(own, raw)
     if not own.flag("attention.causal", True):
         raise ValueError("its attention is not causal, which is not supported")
     other = next((name for name in own.left if own.raw[name] and name not in _NO_EFFECT), None)
@@ -179,23 +179,25 @@ def model_tensors(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Checkp
         config: What :func:`config_fields` returned.
     """
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    gguf = FAMILIES[config["model_type"]].gguf
+    assert gguf is not None
     tensors: dict[str, CheckpointTensor | GgufTensor] = {}
     for own_name, tensor in file.tensors.items():
         if own_name == _ROPE_FACTORS:
             continue
-        name = _hugging_face_name(own_name)
-        rotated = name.split(".")[-2] if config["model_type"] == "llama" and "." in name else ""
+        name = _hugging_face_name(own_name, _BLOCK | gguf.names)
+        rotated = name.split(".")[-2] if gguf.interleaved and "." in name else ""
         order = _rotary_order(tensor.shape[0], heads[rotated]) if rotated in heads else None
         tensors[name] = tensor if order is None and tensor.stored in DTYPES else GgufTensor(tensor, order)
     return tensors
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, block: Mapping[str, str]) -> str:
     module, _, part = name.rpartition(".")
     if module in _TENSORS:
         return _TENSORS[module] if part == "weight" else name
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)", module, re.ASCII)
-    return f"model.layers.{int(found[1])}.{_BLOCK[found[2]]}.{part}" if found and found[2] in _BLOCK else name
+    return f"model.layers.{int(found[1])}.{block[found[2]]}.{part}" if found and found[2] in block else name
 
 
 def _rotary_order(rows: int, heads: int) -> Tensor | None:

@@ -18,7 +18,7 @@ head with deep layers needs a single stage: the deep cache is the draft's, and w
 import torch
 from torch import Tensor, nn
 
-from eesd.model.decoder import KV, Decoder, Inputs, fold_mask
+from eesd.model.decoder import KV, Decoder, Inputs, capped, fold_mask
 from eesd.model.exit_head import ExitHead
 
 
@@ -37,6 +37,7 @@ class Draft(nn.Module):
         self.model = decoder.model
         self.lm_head = decoder.lm_head
         self.exit_head = head
+        self.geometry = decoder.geometry
         self.top_k = top_k
         self.folded = folded
         self.kv_heads = decoder.geometry.num_kv_heads
@@ -83,6 +84,7 @@ class Verify(nn.Module):
         self.model = decoder.model
         self.lm_head = decoder.lm_head
         self.exit_head = head
+        self.geometry = decoder.geometry
         self.layers = range(decoder.geometry.num_layers) if layers is None else layers
         self.kv_heads = decoder.geometry.num_kv_heads
         self.group = decoder.geometry.num_heads // self.kv_heads
@@ -118,5 +120,5 @@ class Verify(nn.Module):
         if self.layers.stop == len(self.model.layers):
             if inputs.logit_rows is not None:
                 x = x.index_select(1, inputs.logit_rows)
-            x = self.lm_head(self.model.norm(x)).float()
+            x = capped(self.lm_head(self.model.norm(x)).float(), self.geometry.logit_cap)
         return x, written + exit_caches

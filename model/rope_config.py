@@ -11,9 +11,7 @@ from typing import Any
 from eesd.common.checks import shown
 from eesd.common.geometry import LARGEST_SIZE, RopeScaling
 from eesd.common.json_input import Fields
-
-SUPPORTED = ("default", "linear", "llama3", "yarn")
-"""Scalings whose frequencies do not depend on the length of the text, so that tokens in the KV cache stay valid."""
+from eesd.model.family import Family
 
 
 @dataclass(frozen=True)
@@ -23,50 +21,71 @@ class Rope:
     Attributes:
         theta: Base of the frequencies.
         scaling: Scaling of the frequencies, or None.
-        positions: Number of positions that it is meant for.
+        positions: Number of positions that it is meant for, and up to which its frequencies stay the same: keys in the KV cache
+            must stay valid when a text grows.
+        rotated: Pairs of values of a head that are rotated; 0: all.
         notices: Sentences about values that are ignored.
     """
 
     theta: float
     scaling: RopeScaling | None
     positions: int
+    rotated: int
     notices: tuple[str, ...]
 
 
-def read_rope(fields: Fields, positions: int) -> Rope:
+def read_rope(fields: Fields, positions: int, head_dim: int, family: Family) -> Rope:
     """Read the rotary embedding.
 
     Args:
         fields: The fields of ``config.json``.
         positions: ``max_position_embeddings``.
+        head_dim: Values of a head.
+        family: The model's family.
 
     Raises:
         ValueError: A value has another type or is out of range, or the scaling is not supported.
     """
     chosen, notices = _choose(fields)
-    theta = fields.take("rope_theta", 10000.0)
+    theta = fields.take("rope_theta", family.theta)
     own = Fields({"rope_theta": theta} | chosen)
     theta = own.number("rope_theta")
     kind = own.take("rope_type", own.take("type", "default"))
-    if kind not in SUPPORTED:
+    if kind not in family.ropes:
         raise ValueError(
-            f"the rope scaling {shown(kind)} is not supported, because its frequencies depend on the length of the text or "
-            f"are unknown; supported are {', '.join(SUPPORTED)}"
+            f"the rope scaling {shown(kind)} is not supported for {family.architecture}; supported are "
+            f"{', '.join(family.ropes)}"
         )
-    rotated = own.number("partial_rotary_factor", fields.take("partial_rotary_factor", 1.0), optional=True)
-    if rotated not in (None, 1.0):
-        raise ValueError("partial rotary embeddings are not supported; the whole head must be rotated")
-    original = fields.take("original_max_position_embeddings", None)
+    kind = family.rope_names.get(kind, kind)
+    rotated = _rotated(own, fields, head_dim, family)
+    original = fields.take("original_max_position_embeddings", family.original_positions)
     if original is not None:  # outside of the rope's own values it wins, as in transformers
         own = Fields({**own.raw, "original_max_position_embeddings": original})
-    scaling = _scaling(own, kind, theta, positions)
+    scaling = _scaling(own, kind, theta, positions, rotated or head_dim // 2)
     own.taken |= {"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"}
     if own.left:
         ignored = ", ".join(shown(name) for name in own.left[:8])
         notices += (f"config.json: the rope type {kind} has no {ignored}; ignored, as transformers does.",)
     if kind == "yarn" and scaling is not None:
         positions = max(positions, int(scaling.factor * scaling.original_max_position))
-    return Rope(theta, scaling, positions, notices)
+    if kind in ("dynamic", "longrope"):
+        short = positions if scaling is None else min(positions, scaling.original_max_position)
+        notices += (f"config.json: {kind} has other frequencies for more than {short} tokens, so longer texts are refused.",)
+        positions = short
+    return Rope(theta, scaling, positions, rotated, notices)
+
+
+def _rotated(own: Fields, fields: Fields, head_dim: int, family: Family) -> int:
+    """Pairs of values of a head that are rotated; 0: all."""
+    part = own.number("partial_rotary_factor", fields.take("partial_rotary_factor", 1.0), optional=True)
+    if part in (None, 1.0):
+        return 0
+    if not family.partial_rotary:
+        raise ValueError(f"partial rotary embeddings are not supported for {family.architecture}; the whole head is rotated")
+    size = int(head_dim * part)
+    if not 0 < size <= head_dim or size % 2:
+        raise ValueError(f"partial_rotary_factor is {part}: {size} of {head_dim} values cannot be rotated in pairs")
+    return size // 2
 
 
 def _choose(fields: Fields) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -86,13 +105,18 @@ def _choose(fields: Fields) -> tuple[dict[str, Any], tuple[str, ...]]:
     return scaling or parameters, ()
 
 
-def _scaling(own: Fields, kind: str, theta: float, positions: int) -> RopeScaling | None:
+def _scaling(own: Fields, kind: str, theta: float, positions: int, pairs: int) -> RopeScaling | None:
     """The scaling of the frequencies, from the values of the rope."""
     if kind == "default":
+        return None
+    if kind == "dynamic":
+        _positive(own, "factor")
         return None
     if kind == "linear":
         return RopeScaling("linear", _positive(own, "factor"))
     original = own.integer("original_max_position_embeddings", positions, most=LARGEST_SIZE)
+    if kind == "longrope":
+        return _longrope(own, original, positions, pairs)
     if kind == "llama3":
         low, high = _positive(own, "low_freq_factor"), _positive(own, "high_freq_factor")
         if low >= high:
@@ -111,6 +135,24 @@ def _scaling(own: Fields, kind: str, theta: float, positions: int) -> RopeScalin
         attention_factor=_attention_factor(own, factor),
         truncate=own.flag("truncate", True),
     )
+
+
+def _longrope(own: Fields, original: int, positions: int, pairs: int) -> RopeScaling:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753) for texts of up to the original positions."""
+    divisors = {}
+    for name in ("short_factor", "long_factor"):
+        divisors[name] = own.take(name)
+        if not isinstance(divisors[name], list) or len(divisors[name]) != pairs:
+            raise ValueError(f"{name} must be a list of {pairs} numbers, one for each pair of values that is rotated")
+    short = tuple(_positive(Fields({"short_factor": one}), "short_factor") for one in divisors["short_factor"])
+    factor = own.number("factor", None, optional=True)
+    factor = positions / original if factor is None else factor
+    if original < 2:
+        raise ValueError(f"original_max_position_embeddings is {original}, and must be at least 2 for longrope")
+    given = own.number("attention_factor", None, optional=True)
+    if given is None:
+        given = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeScaling("longrope", factor, original, attention_factor=given, divisors=short)
 
 
 def _positive(own: Fields, name: str, default: float | None = None) -> float:

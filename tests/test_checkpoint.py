@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from eesd.common.errors import EESDError
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.config import SUPPORTED, load_config
+from eesd.model.config import load_config
+from eesd.model.families import FAMILIES as SUPPORTED_FAMILIES
 from eesd.model.safetensors_file import read_header
 
+SUPPORTED = tuple(family.architecture for family in SUPPORTED_FAMILIES.values())
 FamilyDir = Callable[[str], Path]
 WEIGHTS = "model.safetensors"
 
@@ -125,7 +127,8 @@ def test_eos_ids_of_the_generation_config_take_precedence(
         ({"architectures": ..., "model_type": ...}, ("not supported", *SUPPORTED)),
         ({"architectures": ["MistralForCausalLM"]}, ("model_type is 'llama'", "MistralForCausalLM")),
         ({"architectures": 5}, ("architectures is 5", "list")),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, ("'longrope'", "linear", "llama3", "yarn")),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "long_factor": []}}, ("'short_factor'",)),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": []}}, ("a list of 8 numbers",)),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("kinds of layers", "full_attention")),
         ({"rope_parameters": "linear"}, ("rope_parameters is 'linear'", "object")),
         ({"rope_parameters": {"rope_type": "yarn"}}, ("'factor'",)),
@@ -164,10 +167,7 @@ def test_eos_ids_of_the_generation_config_take_precedence(
         ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "unquantized")),
         ({"quantization_config": {"quant_method": "gptq"}}, ("config.json", "'bits'")),
         ({"per_layer_config": {"0": {}}}, ("per_layer_config",)),
-        (
-            {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            ("'dynamic'", "length of the text", "linear"),
-        ),
+        ({"rope_parameters": ..., "rope_scaling": {"type": "ntk", "factor": 2.0}}, ("'ntk'", "LlamaForCausalLM", "linear")),
         ({"rope_parameters": {"rope_type": "linear"}}, ("config.json", "'factor'")),
         ({"rope_parameters": ..., "partial_rotary_factor": 0.5}, ("partial rotary",)),
         ({"hidden_act": "gelu"}, ("'gelu'", "'silu'")),
@@ -200,6 +200,17 @@ def test_a_scaled_model_has_the_positions_that_the_scaling_is_for(model_dir: Pat
     """Model cards tell people to add the scaling, not to change the positions."""
     edit_json(model_dir / "config.json", rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256})
     assert load_config(model_dir).max_positions == 1024
+
+
+def test_scalings_that_depend_on_the_length_limit_the_positions_to_those_where_they_do_not(model_dir: Path) -> None:
+    """Their frequencies change when a text grows, and keys in the KV cache would be wrong."""
+    edit_json(model_dir / "config.json", rope_scaling={"type": "dynamic", "factor": 2.0})
+    config = load_config(model_dir)
+    assert (config.max_positions, config.geometry.rope_scaling) == (256, None)
+    assert any("dynamic has other frequencies for more than 256 tokens" in notice for notice in config.notices)
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    edit_json(model_dir / "config.json", rope_scaling={"type": "longrope"} | factors)
+    assert load_config(model_dir).max_positions == 64
 
 
 def test_fields_and_tensors_that_are_ignored_are_reported(family_dir: FamilyDir, tmp_path: Path) -> None:

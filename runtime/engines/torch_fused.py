@@ -132,10 +132,13 @@ class FusedBlock(Block):
 def fuse(*modules: Draft | Verify) -> None:
     """Replace the blocks and norms that have weights, and are not replaced yet: a draft and a verify may share them.
 
-    What its graph does not use has no weights, and stays as it is.
+    What its graph does not use has no weights, and stays as it is. Blocks with other parts than Llama's stay as they are, too:
+    the kernels know no others.
     """
     for module in modules:
         head = module.exit_head
+        if module.geometry.other_parts:
+            continue
         for blocks in (module.model.layers, head.blocks):
             for index, block in enumerate(blocks):
                 assert isinstance(block, Block)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eesd.common.geometry import ARCHITECTURES
+from eesd.model.families import FAMILIES
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 3, 32, 40, 61
 POSITIONS, ORIGINAL = 96, 24
@@ -199,11 +199,11 @@ def cases(count: int, seed: int) -> Iterator[Case]:
 
 
 def _case(rng: random.Random, seed: int) -> Case:
-    family, tie = rng.choice(list(ARCHITECTURES)), rng.choice(TIES)
+    family, tie = rng.choice(("llama", "mistral", "qwen2", "qwen3")), rng.choice(TIES)
     heads, kv, size = rng.choice(((4, 4, None), (4, 2, None), (4, 1, None), (2, 2, 16), (4, 2, 12), (4, 2, 8), (1, 1, None)))
     config: dict[str, Any] = {
         "model_type": family,
-        "architectures": [ARCHITECTURES[family]],
+        "architectures": [FAMILIES[family].architecture],
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,

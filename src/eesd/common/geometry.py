@@ -15,15 +15,16 @@ class RopeScaling:
     """Scaling of the rotary frequencies, with a rule that does not depend on the length of the text.
 
     Attributes:
-        kind: ``linear``, ``llama3`` or ``yarn``.
+        kind: ``linear``, ``llama3``, ``yarn`` or ``longrope``.
         factor: How much longer texts become.
         original_max_position: Positions of the model before the scaling (llama3, yarn).
         low_freq_factor: Waves that turn less often than this within the original positions are scaled (llama3).
         high_freq_factor: Waves that turn more often are not (llama3).
         beta_fast: Dimensions whose waves turn more often than this are not scaled (yarn).
         beta_slow: Dimensions whose waves turn less often are (yarn).
-        attention_factor: Factor of cos and sin (yarn).
+        attention_factor: Factor of cos and sin (yarn, longrope).
         truncate: Whether the bounds of the dimensions between are rounded to integers (yarn).
+        divisors: Of each frequency (longrope): those of texts within the original positions.
     """
 
     kind: str
@@ -35,24 +36,37 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""The supported architectures by their ``model_type``."""
+FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
+"""Kinds of layers: with the rotary embedding and all tokens before a token; with those in a window, and the local rotary base
+if there is one; without a rotary embedding."""
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""What gates the MLP."""
 MOST_LAYERS, LARGEST_SIZE = 4096, 1 << 24
 """Bounds for what a file may say about a model, so that a damaged one cannot take all memory."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything that the modules of a Llama-like decoder depend on.
+    """Everything that the modules of a decoder depend on. The defaults are those of Llama.
 
-    Covers Llama 2 and 3, CodeLlama, Mistral, Qwen2, Qwen2.5 and Qwen3.
+    Attributes:
+        architecture: Name of the architecture in transformers; nothing is computed from it.
+        qk_norm: Whether queries and keys are normalized before they are rotated, each head alone.
+        qk_norm_joint: Whether they are normalized over all heads together instead.
+        norm_before, norm_behind: Whether a norm stands before attention and MLP, and behind each, before its sum with x.
+        wide_norms: Whether norms have float32 weights and multiply in float32, whatever the directory's element type is.
+        activation: One of :data:`ACTIVATIONS`.
+        embedding_scale: Factor of what is read from the embedding table.
+        attention_scale: Factor of the scores; 0: D ** -0.5.
+        attention_cap: Scores s become ``cap * tanh(s / cap)``; 0: they stay.
+        logit_cap: The same for the model's logits. The exit head has no cap: it learns the logits that are capped.
+        rotated: Leading values of a head's halves that are rotated, two times so many in all; 0: all of them.
+        layer_kinds: Kind of each layer, or of more layers than there are; empty: all are ``full``.
+        window: Tokens that a sliding layer sees, its own included.
+        local_theta: Base of the frequencies in sliding layers, which are not scaled; 0: they have those of the others.
 
     Raises:
         ValueError: A value is out of range, or does not fit the others.
@@ -68,12 +82,25 @@ class Geometry:
     head_dim: int
     rms_norm_eps: float
     tied_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     rope_theta: float
     rope_scaling: RopeScaling | None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_joint: bool = False
+    norm_before: bool = True
+    norm_behind: bool = False
+    wide_norms: bool = False
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    attention_scale: float = 0.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    rotated: int = 0
+    layer_kinds: tuple[str, ...] = ()
+    window: int = 0
+    local_theta: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -87,12 +114,71 @@ class Geometry:
             raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}, and must be at least 0 and below 1")
         if not 0 < self.rope_theta < inf:
             raise ValueError(f"rope_theta is {self.rope_theta}, and must be above 0")
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Check what Llama does not have."""
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {self.activation[:40]!r}, and must be one of {', '.join(ACTIVATIONS)}")
+        for name in ("embedding_scale", "attention_scale", "attention_cap", "logit_cap", "local_theta"):
+            if not 0 <= getattr(self, name) <= 1e9:
+                raise ValueError(f"{name} is {getattr(self, name)}, and must be between 0 and 1e9")
+        if not 0 <= self.rotated <= self.head_dim // 2:
+            raise ValueError(f"{2 * self.rotated} of a head's {self.head_dim} values cannot be rotated")
+        if self.layer_kinds and len(self.layer_kinds) < self.num_layers:
+            raise ValueError(f"there are kinds of {len(self.layer_kinds)} layers, and {self.num_layers} layers")
+        if not {*self.layer_kinds} <= {FULL, SLIDING, UNROTATED} or len(self.layer_kinds) > MOST_LAYERS:
+            raise ValueError("a kind of layer is unknown")
+        if (SLIDING in self.layer_kinds) != (self.window > 0):
+            raise ValueError(f"the window is {self.window}, which does not fit the kinds of layers")
+        if not (self.norm_before or self.norm_behind):
+            raise ValueError("a block has no norm")
+
+    def check_window(self, nodes: int) -> None:
+        """Raise ValueError unless the window is longer than a round of so many drafted nodes, which then is inside of it."""
+        if 0 < self.window <= nodes:
+            raise ValueError(f"the window of {self.window} tokens is not longer than a round of {nodes} drafted nodes")
+
+    def kind(self, layer: int) -> str:
+        """Kind of a layer; of an exit head's block, that of the layer which it starts from (:meth:`head_kinds`)."""
+        return self.layer_kinds[layer] if self.layer_kinds else FULL
+
+    def head_kinds(self, blocks: int) -> list[str]:
+        """Kinds of an exit head's blocks: those of the last layers, from which an untrained head has its weights."""
+        return [self.kind(layer) for layer in range(self.num_layers - blocks, self.num_layers)]
+
+    @property
+    def score_scale(self) -> float:
+        """What the scores of attention are multiplied by."""
+        return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def rotary_columns(self) -> int:
+        """Columns of the rotary tables: D / 2, and where sliding layers have a base of their own as many again behind these."""
+        return self.head_dim // 2 * (2 if self.local_theta else 1)
+
+    @property
+    def other_parts(self) -> tuple[str, ...]:
+        """What a block computes otherwise than Llama's, in words. Kernels that know Llama's block alone must not run it."""
+        parts = {
+            "norms over all heads": self.qk_norm_joint,
+            "norms behind attention and MLP": self.norm_behind,
+            "norms in float32": self.wide_norms,
+            "another activation": self.activation != "silu",
+            "another scale of attention": self.attention_scale != 0,
+            "capped scores": self.attention_cap != 0,
+            "layers of several kinds": bool(self.layer_kinds),
+        }
+        return tuple(name for name, there in parts.items() if there)
 
     def on_rank(self, ranks: int) -> "Geometry":
         """What each of so many ranks has of a split model. Raises :class:`EESDError` if they cannot have equal parts."""
         for what, size in (("key-value heads", self.num_kv_heads), ("columns of the MLP", self.intermediate_size)):
             if size % ranks:
                 raise EESDError(f"{ranks} ranks do not divide the model's {size} {what}; give another number.")
+        if ranks > 1 and self.other_parts:
+            parts = ", ".join(self.other_parts)
+            raise EESDError(f"{self.architecture} cannot be split over ranks, as it has {parts}; start one process.")
         return replace(
             self,
             num_heads=self.num_heads // ranks,

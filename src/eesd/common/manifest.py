@@ -10,7 +10,7 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, exit_caches
 from eesd.common.weights import Quantizations, StoredWeight, graph_shapes, stored_weight
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DRAFT_VOCAB_FILE = "draft_vocab.bin"
@@ -242,7 +242,10 @@ class Manifest:
         shapes = graph_shapes(
             self.geometry, self.exit_head, self.max_seq_len, layers, draft, self.dtype, self.quantization, packed
         )
-        return {name: stored_weight(name, shape, self.dtype, self.quantization) for name, shape in shapes.items()}
+        wide = self.geometry.wide_norms
+        return {
+            name: stored_weight(name, shape, self.dtype, self.quantization, wide_norms=wide) for name, shape in shapes.items()
+        }
 
     def weight_bytes(self, graph: GraphInfo) -> int:
         """Bytes of the weights that ``graph`` uses, scales, zero points and minimums included."""

@@ -1,7 +1,7 @@
 """Reading ``manifest.json``: every value is checked before anything uses it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -10,7 +10,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
-from eesd.common.geometry import ARCHITECTURES, deep_fault, draft_caches, draft_columns, exit_caches
+from eesd.common.geometry import Geometry, deep_fault, draft_caches, draft_columns, exit_caches
 from eesd.common.json_input import read_json
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
@@ -102,7 +102,19 @@ def _without_deep_layers(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {"format_version": 8, "exit_head": {**head, "deep": []} if isinstance(head, dict) else head}
 
 
-_OLDER = {5: _without_draft_vocab, 6: _without_minimums, 7: _without_deep_layers}
+def _without_families(raw: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of version 8 as one of version 9, whose model can have other parts than Llama's and its relatives."""
+    geometry = raw.get("geometry")
+    if isinstance(geometry, dict):
+        parts = {one.name: one.default for one in fields(Geometry) if one.default is not MISSING}
+        geometry = parts | {"layer_kinds": []} | geometry
+        scaling = geometry.get("rope_scaling")
+        if isinstance(scaling, dict):
+            geometry["rope_scaling"] = scaling | {"divisors": []}
+    return raw | {"format_version": 9, "geometry": geometry}
+
+
+_OLDER = {5: _without_draft_vocab, 6: _without_minimums, 7: _without_deep_layers, 8: _without_families}
 """What makes a manifest of an older version one of the next."""
 
 
@@ -115,10 +127,11 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
             raise ValueError(f"{name} must be between 1 and {most}")
     if manifest.max_seq_len <= manifest.max_tree_nodes:
         raise ValueError("max_seq_len has no room for the nodes of a round")
-    if manifest.dtype not in DTYPES or manifest.geometry.architecture not in ARCHITECTURES.values():
-        raise ValueError("the element type or the architecture is unknown")
+    if manifest.dtype not in DTYPES:
+        raise ValueError("the element type is unknown")
     if not (1 <= exit_head.layer < num_layers and 1 <= exit_head.blocks <= num_layers):  # before anything is sized by them
         raise ValueError("the exit head does not fit the model")
+    manifest.geometry.check_window(manifest.max_tree_nodes)
     if fault := deep_fault(num_layers, exit_head):
         raise ValueError(fault)
     if exit_head.deep and len(manifest.verify) > 1:

@@ -199,8 +199,8 @@ class StoredWeight:
     Attributes:
         name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the exit head's.
         shape: Shape in the checkpoint; [out, in] for a linear layer.
-        dtype: Element type of the weight, or of its scales: the directory's, but float32 for the rotary tables and int64 for
-            the draft vocabulary. The quantization may name another one for scales.
+        dtype: Element type of the weight, or of its scales: the directory's, but float32 for the rotary tables and for norms
+            that the geometry says so of, and int64 for the draft vocabulary. The quantization may name another one for scales.
         transposed: Whether the weight is stored as [in, out], the layout that MatMul takes. Linked weights are not, and the
             embedding table is not.
         quantization: None if the weight is stored in ``dtype``.
@@ -260,7 +260,12 @@ def is_linear(name: str) -> bool:
 
 
 def stored_weight(
-    name: str, shape: Iterable[int], dtype: str, quantization: Quantizations, linked: bool = False
+    name: str,
+    shape: Iterable[int],
+    dtype: str,
+    quantization: Quantizations,
+    linked: bool = False,
+    wide_norms: bool = False,
 ) -> StoredWeight:
     """Decide how an engine directory stores a weight.
 
@@ -270,9 +275,10 @@ def stored_weight(
         dtype: Element type of the directory.
         quantization: Quantization of the directory's weights.
         linked: Whether the weight stays in the checkpoint's own file, and so in its layout.
+        wide_norms: Whether norms are float32; see the geometry.
     """
     shape = tuple(shape)
-    if name in ROTARY_TABLES:
+    if name in ROTARY_TABLES or (wide_norms and name.endswith("norm.weight")):
         return StoredWeight(name, shape, "float32")  # rounded where they are used; see the module that is traced
     if name == EXIT_HEAD + DRAFT_VOCAB:
         return StoredWeight(name, shape, "int64")
@@ -337,15 +343,18 @@ def lm_head_name(geometry: Geometry) -> str:
 
 
 def block_shapes(geometry: Geometry) -> dict[str, Shape]:
-    """Name and shape of every weight of one decoder block, as in a Hugging Face checkpoint."""
+    """Name and shape of every weight of one decoder block, by the names that Llama's have in a Hugging Face checkpoint."""
     hidden, inner, head = geometry.hidden_size, geometry.intermediate_size, geometry.head_dim
     widths = {"q": geometry.num_heads * head, "k": geometry.num_kv_heads * head, "v": geometry.num_kv_heads * head}
-    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    norms = {"input_layernorm": geometry.norm_before, "post_attention_layernorm": geometry.norm_before}
+    norms |= {"post_self_attn_layernorm": geometry.norm_behind, "post_mlp_layernorm": geometry.norm_behind}
+    shapes: dict[str, Shape] = {f"{name}.weight": (hidden,) for name, there in norms.items() if there}
     for part, width in widths.items():
         shapes |= _linear(f"self_attn.{part}_proj", hidden, width, geometry.qkv_bias)
     shapes |= _linear("self_attn.o_proj", widths["q"], hidden, geometry.output_bias)
-    if geometry.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    if geometry.qk_norm or geometry.qk_norm_joint:
+        sizes = (widths["q"], widths["k"]) if geometry.qk_norm_joint else (head, head)
+        shapes |= {f"self_attn.{part}_norm.weight": (size,) for part, size in zip("qk", sizes, strict=True)}
     for name, inputs, outputs in (("gate_proj", hidden, inner), ("up_proj", hidden, inner), ("down_proj", inner, hidden)):
         shapes |= _linear(f"mlp.{name}", inputs, outputs, geometry.mlp_bias)
     return shapes
@@ -408,7 +417,7 @@ def graph_shapes(
         packed: Whether layers that read the same input and are quantized alike are packed. Linked weights are not.
     """
     layers, base = list(layers), model_shapes(geometry)
-    shapes: dict[str, Shape] = dict.fromkeys(ROTARY_TABLES, (slots, geometry.head_dim // 2))
+    shapes: dict[str, Shape] = dict.fromkeys(ROTARY_TABLES, (slots, geometry.rotary_columns))
     shapes |= layer_shapes(geometry, layers)
     head = {EXIT_HEAD + name: shape for name, shape in exit_head_shapes(geometry, exit_config).items()}
     ends = []

@@ -1,0 +1,15 @@
+"""Mistral: a window over all layers, up to which it is Llama. llama.cpp calls it llama."""
+
+from eesd.common.checks import shown
+from eesd.common.json_input import Fields
+from eesd.model.family import Family, Own, Sizes, take_window
+
+
+def _own(fields: Fields, _: Sizes) -> Own:
+    kinds = fields.take("layer_types", None)
+    if kinds is not None:
+        raise ValueError(f"layer_types is {shown(kinds)}, which is not supported for MistralForCausalLM")  # nor by transformers
+    return Own(positions=take_window(fields, 4096))
+
+
+MISTRAL = Family("mistral", "MistralForCausalLM", positions=131072, kv_heads=8, kv_heads_null=False, own=_own)

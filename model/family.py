@@ -1,0 +1,259 @@
+"""What a model type of transformers has of its own: a family.
+
+A family is a file of ``families/``. It says which fields its ``config.json`` has beyond those that all have, with which
+defaults, which parts of the decoder they choose (:class:`~eesd.common.geometry.Geometry`), and how its tensors become those
+that the decoder names. ARCHITECTURE.md says how to add one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eesd.common.checks import shown
+from eesd.common.errors import EESDError
+from eesd.common.geometry import FULL, SLIDING, Geometry
+from eesd.common.json_input import Fields
+from eesd.model.gguf_file import GgufTensor
+from eesd.model.packed import PackedTensor
+from eesd.model.safetensors_file import FINGERPRINTED, CheckpointTensor
+
+
+class ChangedTensor:
+    """A tensor whose values are changed, in float32, when it is read."""
+
+    dtype = torch.float32
+
+    def __init__(self, stored: "StoredTensor", change: Callable[[Tensor], Tensor]) -> None:
+        self.name, self.shape, self.nbytes = stored.name, stored.shape, stored.nbytes
+        self._stored, self._change = stored, change
+        _ = stored.dtype  # refuses types that cannot be read
+
+    def read(self) -> Tensor:
+        return self._change(self._stored.read().float())
+
+    def head(self) -> bytes:
+        """The first kilobyte, for the fingerprint."""
+        return self.read().view(-1).view(torch.uint8).numpy().tobytes()[:FINGERPRINTED]
+
+
+StoredTensor = CheckpointTensor | PackedTensor | GgufTensor | ChangedTensor
+Tensors = dict[str, StoredTensor]
+"""The tensors of a checkpoint by name."""
+
+
+class Own(NamedTuple):
+    """What a family's own fields say.
+
+    Attributes:
+        parts: Values of the geometry that are not Llama's.
+        positions: Number of positions beyond which the decoder does not compute what transformers does; None: no such limit.
+        notices: Sentences for the user of the checkpoint.
+        divided: What tensors are divided by when they are read, by their names.
+    """
+
+    parts: Mapping[str, Any] = {}
+    positions: int | None = None
+    notices: tuple[str, ...] = ()
+    divided: Mapping[str, float] = {}
+
+
+class Sizes(NamedTuple):
+    """What a family's own fields may depend on: number of layers, size of hidden states, epsilon of norms."""
+
+    layers: int
+    hidden: int
+    eps: float
+
+
+def _no_fields(_: Fields, __: Sizes) -> Own:
+    return Own()
+
+
+def _as_stored(tensors: Tensors, _: Geometry) -> Tensors:
+    return tensors
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """How llama.cpp stores a family.
+
+    Attributes:
+        architecture: Value of ``general.architecture``.
+        names: Names in a Hugging Face checkpoint of a block's modules, for those that differ from Llama's.
+        biases: Flags of ``config.json``, and for each the module of a block that has a bias if the flag is true.
+        fields: Takes the metadata of the architecture that Llama does not have; the fields of ``config.json`` for them.
+        interleaved: Whether q and k are stored for a rotation of neighbouring rows.
+    """
+
+    architecture: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
+    fields: Callable[[Fields, Mapping[str, Any]], dict[str, Any]] = lambda own, raw: {}
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model type has of its own.
+
+    Attributes:
+        model_type: Its name in transformers.
+        architecture: Its class in transformers.
+        positions: ``max_position_embeddings`` where a config does not say.
+        kv_heads: ``num_key_value_heads`` where a config does not say; None: as many as heads.
+        kv_heads_null: Whether null stands for as many as heads.
+        head_dim: ``head_dim`` where a config does not say; None: hidden_size / num_attention_heads.
+        theta: ``rope_theta`` where a config does not say.
+        eps: ``rms_norm_eps`` where a config does not say.
+        tied: ``tie_word_embeddings`` where a config does not say.
+        activation: Name of the field with the activation, and the activation if a config does not say.
+        ropes: Scalings of the rotary embedding.
+        rope_names: What some of them are called by other families.
+        original_positions: ``original_max_position_embeddings`` where a config does not say; None: it has no such field.
+        partial_rotary: Whether a part of each head can stay unrotated.
+        rope_fields: The fields that the rotary embedding is read from, of those of the config.
+        own: Takes the fields that others do not have.
+        tensors: Makes the tensors that the decoder names of those that are stored.
+        gguf: How llama.cpp stores it; None: not at all, or as another family.
+    """
+
+    model_type: str
+    architecture: str
+    positions: int
+    kv_heads: int | None = None
+    kv_heads_null: bool = True
+    head_dim: int | None = None
+    theta: float = 10000.0
+    eps: float = 1e-6
+    tied: bool = False
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    original_positions: int | None = None
+    partial_rotary: bool = False
+    rope_fields: Callable[[Fields], Fields] = lambda fields: fields
+    own: Callable[[Fields, Sizes], Own] = _no_fields
+    tensors: Callable[[Tensors, Geometry], Tensors] = _as_stored
+    gguf: Gguf | None = None
+
+
+def attention_biases(fields: Fields) -> dict[str, Any]:
+    """The parts for ``attention_bias``: biases of q, k, v and o."""
+    bias = fields.flag("attention_bias")
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def take_kinds(fields: Fields, types: list[str]) -> dict[str, Any]:
+    """The parts for ``sliding_window`` and layers of these types."""
+    window: int | None = fields.integer("sliding_window", 4096, optional=True)
+    if "sliding_attention" not in types:
+        return {}
+    if window is None:
+        raise ValueError("layer_types has sliding_attention, but there is no sliding window")
+    return {"layer_kinds": tuple(SLIDING if one == "sliding_attention" else FULL for one in types), "window": window}
+
+
+def take_positive(fields: Fields, name: str, default: float | None) -> float:
+    """A number above 0 of a size that makes sense."""
+    value = fields.number(name, default)
+    if not 1e-6 <= value <= 1e6:
+        raise ValueError(f"{name} is {value}, and must be from 1e-6 to 1e6")
+    return float(value)
+
+
+def take_window(fields: Fields, default: int | None = None) -> int | None:
+    """``sliding_window`` of a family whose layers all have it: so many positions are as without it."""
+    window: int | None = fields.integer("sliding_window", default, optional=True)
+    return window
+
+
+def take_layer_types(fields: Fields, layers: int) -> list[str] | None:
+    """``layer_types`` with an entry for each layer; None if there are none."""
+    types = fields.take("layer_types", None)
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != layers:
+        raise ValueError(f"layer_types must be a list with an entry for each of the {layers} layers")
+    other = next((kind for kind in types if kind not in ("full_attention", "sliding_attention")), None)
+    if other is not None:
+        raise ValueError(f"layer_types has {shown(other)}; supported are full_attention and sliding_attention")
+    return types
+
+
+def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    """Tensors whose modules have other names than Llama's: those that ``names`` says, of modules of a block."""
+    found = {}
+    for name, tensor in tensors.items():
+        layer, block, rest = name.partition(".layers.")
+        number, _, own = rest.partition(".")
+        module, _, kind = own.rpartition(".")
+        found[f"{layer}{block}{number}.{names[module]}.{kind}" if module in names else name] = tensor
+    return found
+
+
+def divided(tensors: Tensors, by: Mapping[str, float]) -> Tensors:
+    """The tensors, some of them divided by a number."""
+    made = {name: _divided(tensors[name], number) for name, number in by.items() if number != 1 and name in tensors}
+    return tensors | made
+
+
+def _divided(tensor: StoredTensor, number: float) -> ChangedTensor:
+    return ChangedTensor(tensor, lambda values: values / number)
+
+
+def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
+    """Some rows of a tensor: bytes of its file, too."""
+    if isinstance(tensor, GgufTensor):
+        return tensor.rows(start, stop)
+    if not isinstance(tensor, CheckpointTensor):
+        raise EESDError(f"{tensor.name} is quantized and holds several weights, which is not supported; give it unquantized.")
+    row = tensor.nbytes // max(tensor.shape[0], 1)
+    return replace(
+        tensor, offset=tensor.offset + start * row, nbytes=(stop - start) * row, shape=(stop - start, *tensor.shape[1:])
+    )
+
+
+def split(tensors: Tensors, module: str, parts: Mapping[str, int]) -> Tensors:
+    """The tensors with a block's module in parts, each with so many rows. One of another size stays whole, and is refused."""
+    found = {}
+    for name, tensor in tensors.items():
+        before, there, kind = name.partition(f".{module}.")
+        if not there or len(tensor.shape) == 0 or tensor.shape[0] != sum(parts.values()):
+            found[name] = tensor
+            continue
+        start = 0
+        for part, rows in parts.items():
+            found[f"{before}.{part}.{kind}"] = rows_of(tensor, start, start + rows)
+            start += rows
+    return found
+
+
+def halves_apart(tensors: Tensors, geometry: Geometry) -> Tensors:
+    """The tensors of a model that rotates a part of each head, with the rows of q and k in the order of our tables.
+
+    Value i of such a head turns with value i + r, of 2r that are rotated. Here the two stand at i and i + D / 2, as in a head
+    that is rotated whole; those that are not rotated stand behind them, with angles of 0.
+    """
+    rotated, half = geometry.rotated, geometry.head_dim // 2
+    if not rotated or rotated == half:
+        return tensors
+    still = torch.arange(2 * rotated, geometry.head_dim)
+    first, second = torch.arange(rotated), torch.arange(rotated, 2 * rotated)
+    head = torch.cat((first, still[: half - rotated], second, still[half - rotated :]))
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        part = name.split(".")[-2] if "." in name else ""
+        if part in ("q_proj", "k_proj", "q_norm", "k_norm") and tensor.shape and tensor.shape[0] % geometry.head_dim == 0:
+            heads = torch.arange(tensor.shape[0] // geometry.head_dim)[:, None] * geometry.head_dim
+            found[name] = reordered(tensor, (heads + head).reshape(-1))
+    return found
+
+
+def reordered(tensor: StoredTensor, order: Tensor) -> GgufTensor:
+    """A tensor with its rows in another order."""
+    if isinstance(tensor, CheckpointTensor):
+        return GgufTensor(tensor, order)
+    raise EESDError(f"{tensor.name} is quantized, and its rows cannot be reordered; give it unquantized.")

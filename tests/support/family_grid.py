@@ -1,0 +1,156 @@
+"""Random small checkpoints of the families that have parts of their own, written by transformers' classes for them."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from support.tiny_checkpoints import randomise
+
+VOCABULARY, POSITIONS, ORIGINAL = 61, 96, 40
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """A random config of a model type; the weights follow from the seed."""
+
+    model_type: str
+    options: Options
+    seed: int
+
+    def write(self, directory: Path) -> Path:
+        """Write it with ``save_pretrained``."""
+        config = AutoConfig.for_model(self.model_type, **self.options)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        randomise(model, self.seed)
+        if self.model_type.startswith("gemma"):  # whose norms are stored less 1
+            for name, parameter in model.named_parameters():
+                parameter.data -= float(name.endswith("norm.weight"))
+        dtype = random.Random(self.seed).choice((torch.float32, torch.bfloat16, torch.float16))
+        model.to(dtype).save_pretrained(directory, max_shard_size=random.Random(-self.seed).choice(("1GB", "20KB")))
+        return directory
+
+
+def family_cases(model_type: str, count: int, seed: int) -> list[FamilyCase]:
+    """``count`` random cases of a family."""
+    found = []
+    for number in range(count):
+        rng = random.Random(f"{model_type}-{seed}-{number}")
+        options = _sizes(rng)
+        options |= OPTIONS[model_type](rng, options)
+        found.append(FamilyCase(model_type, options, seed * 1000 + number))
+    return found
+
+
+def _sizes(rng: random.Random) -> Options:
+    heads, kv, size = rng.choice(((4, 4, 8), (4, 2, 8), (4, 1, 8), (2, 2, 16), (3, 1, 12), (1, 1, 32), (6, 3, 6)))
+    layers = rng.choice((2, 3, 5))
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": heads * size,
+        "intermediate_size": rng.choice((40, 37, 64)),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": POSITIONS,
+        "rms_norm_eps": rng.choice((1e-3, 1e-5, 1e-6)),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "bos_token_id": 1,
+        "eos_token_id": rng.choice((2, [2, 5])),
+        "pad_token_id": 0,
+    }
+
+
+def _biases(rng: random.Random, *names: str) -> Options:
+    return {name: rng.random() < 0.3 for name in names}
+
+
+def _rope(rng: random.Random) -> Options:
+    """A rotary embedding for families that have Llama's scalings."""
+    theta = {"rope_theta": rng.choice((500.0, 10000.0, 1e6))}
+    scalings: list[Options] = [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
+        {"rope_type": "dynamic", "factor": 2.0},
+    ]
+    return {"rope_parameters": rng.choice(scalings) | theta}
+
+
+def _phi3(rng: random.Random, sizes: Options) -> Options:
+    size = sizes["hidden_size"] // sizes["num_attention_heads"]
+    part = rng.choice([part for part in (1.0, 0.75, 0.5) if int(size * part) % 2 == 0])
+    rope: Options = {"rope_type": "default", "partial_rotary_factor": part, "rope_theta": rng.choice((10000.0, 500.0))}
+    options: Options = {"sliding_window": rng.choice((None, None, 50))}
+    if rng.random() < 0.5:
+        factors = [[1.0 + rng.random() for _ in range(int(size * part) // 2)] for _ in range(2)]
+        rope |= {"rope_type": "longrope", "short_factor": factors[0], "long_factor": [4 * one for one in factors[1]]}
+        options["original_max_position_embeddings"] = ORIGINAL
+    return options | {"rope_parameters": rope}
+
+
+def _granite(rng: random.Random, _: Options) -> Options:
+    return _rope(rng) | _biases(rng, "attention_bias", "mlp_bias") | {
+        "embedding_multiplier": rng.choice((1.0, 12.0, 0.3)),
+        "attention_multiplier": rng.choice((1.0, 0.0625, 0.3)),
+        "residual_multiplier": rng.choice((1.0, 0.22, 0.5)),
+        "logits_scaling": rng.choice((1.0, 8.0, 3.0)),
+    }  # fmt: skip
+
+
+def _smollm3(rng: random.Random, sizes: Options) -> Options:
+    layers = sizes["num_hidden_layers"]
+    rotates = rng.choice((None, [rng.randrange(2) for _ in range(layers)], [1] * layers))
+    window = rng.choice((None, None, 30))
+    return _rope(rng) | _biases(rng, "attention_bias", "mlp_bias") | {
+        "no_rope_layers": rotates,
+        "no_rope_layer_interval": rng.choice((2, 3, 4)),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+    }  # fmt: skip
+
+
+def _olmo2(rng: random.Random, _: Options) -> Options:
+    return _rope(rng) | _biases(rng, "attention_bias")
+
+
+def _gemma(rng: random.Random, sizes: Options) -> Options:
+    kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(sizes["num_hidden_layers"])]
+    return _biases(rng, "attention_bias") | {
+        "head_dim": rng.choice((8, 16)),
+        "query_pre_attn_scalar": rng.choice((8, 16, 50)),
+        "sliding_window": rng.choice((9, 30, 200)),
+        "layer_types": rng.choice((None, kinds)),
+        "final_logit_softcapping": rng.choice((None, 2.0, 30.0)),
+        "attn_logit_softcapping": rng.choice((None, 2.0, 50.0)),
+    }
+
+
+def _gemma2(rng: random.Random, sizes: Options) -> Options:
+    return _rope(rng) | _gemma(rng, sizes)
+
+
+def _gemma3(rng: random.Random, sizes: Options) -> Options:
+    full = rng.choice(({"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}))
+    thetas = rng.choice(((1e6, 10000.0), (500.0, 100.0)))
+    ropes = {
+        "full_attention": full | {"rope_theta": thetas[0]},
+        "sliding_attention": {"rope_type": "default", "rope_theta": thetas[1]},
+    }
+    return {"rope_parameters": ropes} | _gemma(rng, sizes)
+
+
+OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
+    "phi3": _phi3,
+    "granite": _granite,
+    "smollm3": _smollm3,
+    "olmo2": _olmo2,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+}
+"""What each family varies in, by its ``model_type``."""
