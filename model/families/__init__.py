@@ -1,5 +1,6 @@
 """The families that can be read: one file each, which says what its models have of their own."""
 
+from eesd.model.families.granite import GRANITE
 from eesd.model.families.llama import LLAMA
 from eesd.model.families.mistral import MISTRAL
 from eesd.model.families.phi3 import PHI3
@@ -7,5 +8,5 @@ from eesd.model.families.qwen2 import QWEN2
 from eesd.model.families.qwen3 import QWEN3
 from eesd.model.family import Family
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE)}
 """By ``model_type``."""

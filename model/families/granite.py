@@ -1,0 +1,30 @@
+"""Granite (dense): four factors. None costs a step: each becomes a part of something that the decoder has.
+
+* ``attention_multiplier`` is the scale of attention.
+* ``residual_multiplier`` m: all that is added to x is multiplied by m. The decoder computes x / m, to which the same is added
+  as it is. Norms give the same of x and of x / m with an epsilon of ``eps / m ** 2``.
+* ``embedding_multiplier`` is then divided by m. The table itself stays as it is: the LM head is often tied to it.
+* ``logits_scaling`` divides the final norm's weight. Of powers of two, as in all published models, this is exact; of others
+  norms are float32 in every directory.
+"""
+
+from math import frexp
+
+from eesd.common.json_input import Fields
+from eesd.common.weights import FINAL_NORM
+from eesd.model.family import Family, Own, Sizes, attention_biases, take_positive
+
+
+def _own(fields: Fields, sizes: Sizes) -> Own:
+    residual, logits = (take_positive(fields, name, 1.0) for name in ("residual_multiplier", "logits_scaling"))
+    parts = attention_biases(fields) | {
+        "mlp_bias": fields.flag("mlp_bias"),
+        "attention_scale": take_positive(fields, "attention_multiplier", 1.0),
+        "embedding_scale": take_positive(fields, "embedding_multiplier", 1.0) / residual,
+        "rms_norm_eps": sizes.eps / residual**2,
+        "wide_norms": frexp(logits)[0] != 0.5,
+    }
+    return Own(parts, divided={FINAL_NORM: logits})
+
+
+GRANITE = Family("granite", "GraniteForCausalLM", positions=2048, own=_own)
