@@ -6,7 +6,8 @@ from eesd.model.families.mistral import MISTRAL
 from eesd.model.families.phi3 import PHI3
 from eesd.model.families.qwen2 import QWEN2
 from eesd.model.families.qwen3 import QWEN3
+from eesd.model.families.smollm3 import SMOLLM3
 from eesd.model.family import Family
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3)}
 """By ``model_type``."""
