@@ -1,0 +1,18 @@
+"""OLMo 2: norms stand behind attention and MLP, and those of queries and keys go over all heads."""
+
+from eesd.common.geometry import Geometry
+from eesd.common.json_input import Fields
+from eesd.model.family import Family, Own, Sizes, Tensors, attention_biases, renamed
+
+NAMES = {"post_attention_layernorm": "post_self_attn_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
+
+
+def _own(fields: Fields, _: Sizes) -> Own:
+    return Own(attention_biases(fields) | {"norm_before": False, "norm_behind": True, "qk_norm_joint": True})
+
+
+def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
+    return renamed(tensors, NAMES)
+
+
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", positions=2048, eps=1e-5, own=_own, tensors=_tensors)
