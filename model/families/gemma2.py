@@ -1,0 +1,81 @@
+"""Gemma 2: four norms a block, whose weights are stored less 1; GeGLU; caps; every other layer has a window."""
+
+from typing import Any
+
+from torch import Tensor
+
+from eesd.common.geometry import Geometry
+from eesd.common.json_input import Fields
+from eesd.model.family import (
+    ChangedTensor,
+    Family,
+    Own,
+    Sizes,
+    Tensors,
+    attention_biases,
+    renamed,
+    take_kinds,
+    take_layer_types,
+    take_positive,
+)
+
+NAMES = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+
+
+def take_parts(fields: Fields, sizes: Sizes, final_cap: float | None) -> dict[str, Any]:
+    """The parts that Gemma 2 and 3 share, with the logits' cap where a config does not say."""
+    fields.take("hidden_act", None)  # transformers reads hidden_activation alone
+    if fields.take("use_bidirectional_attention", None):
+        raise ValueError("use_bidirectional_attention is not supported; a token must see only those before it")
+    if sizes.hidden % fields.integer("num_attention_heads"):
+        raise ValueError("num_attention_heads does not divide hidden_size, which transformers refuses")
+    return attention_biases(fields) | {
+        "norm_behind": True,
+        "wide_norms": True,
+        "embedding_scale": sizes.hidden**0.5,
+        "attention_scale": take_positive(fields, "query_pre_attn_scalar", 256.0) ** -0.5,
+        "logit_cap": take_cap(fields, "final_logit_softcapping", final_cap),
+    }
+
+
+def take_cap(fields: Fields, name: str, default: float | None) -> float:
+    """A cap; null is none."""
+    return 0.0 if fields.take(name, default) is None else take_positive(fields, name, default)
+
+
+def _own(fields: Fields, sizes: Sizes) -> Own:
+    types = take_layer_types(fields, sizes.layers)
+    if types is None:
+        types = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(sizes.layers)]
+    parts = take_parts(fields, sizes, 30.0) | take_kinds(fields, types)
+    return Own(parts | {"attention_cap": take_cap(fields, "attn_logit_softcapping", 50.0)})
+
+
+def tensors_of_gemma(tensors: Tensors, _: Geometry) -> Tensors:
+    """The tensors with the decoder's names, and the norms' whole weights."""
+    return {
+        name: ChangedTensor(tensor, _plus_one) if name.endswith("norm.weight") else tensor
+        for name, tensor in renamed(tensors, NAMES).items()
+    }
+
+
+def _plus_one(weight: Tensor) -> Tensor:
+    return weight + 1
+
+
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    positions=8192,
+    kv_heads=4,
+    kv_heads_null=False,
+    head_dim=256,
+    tied=True,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    own=_own,
+    tensors=tensors_of_gemma,
+)
