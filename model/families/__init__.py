@@ -1,6 +1,7 @@
 """The families that can be read: one file each, which says what its models have of their own."""
 
 from eesd.model.families.gemma2 import GEMMA2
+from eesd.model.families.gemma3 import GEMMA3
 from eesd.model.families.granite import GRANITE
 from eesd.model.families.llama import LLAMA
 from eesd.model.families.mistral import MISTRAL
@@ -12,6 +13,6 @@ from eesd.model.families.smollm3 import SMOLLM3
 from eesd.model.family import Family
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, OLMO2, GEMMA2)
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, OLMO2, GEMMA2, GEMMA3)
 }
 """By ``model_type``."""
