@@ -1,4 +1,5 @@
-"""Graphs of this project's operators, made from a directory's manifest: five nodes a layer, which read packed weights.
+"""Graphs of this project's operators, made from a directory's manifest: five nodes a layer, which read packed weights. Norms
+behind attention and MLP, and what else only some families have, are standard nodes between them.
 
 A graph on disk is standard ONNX, and says the same in some twenty-five nodes a layer. What it computes follows from the
 manifest (geometry, exit head, layers), so this graph is written down from that, and not found by matching nodes: there is
@@ -14,11 +15,14 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from eesd.common.geometry import ExitConfig, Geometry, exit_caches
+from eesd.common.geometry import FULL, SLIDING, UNROTATED, ExitConfig, Geometry, exit_caches
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.weights import DEEP_IN, DRAFT, DRAFT_VOCAB, EMBEDDINGS, EXIT_HEAD, FINAL_NORM, LM_HEAD
 from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN
+
+GATINGS = {"silu": 1, "gelu_tanh": 2}
+"""The operators' numbers of activations."""
 
 
 class Columns(NamedTuple):
@@ -114,7 +118,8 @@ class _Builder:
         elif layers.stop == self._geometry.num_layers:
             inputs.append(_input("logit_rows", [None]))
             self._node("Gather", [x, "logit_rows"], "last", domain="", axis=0)
-            self._product("last", [self._columns(LM_HEAD)], "logits", norm=FINAL_NORM)
+            name = "uncapped" if self._geometry.logit_cap else "logits"
+            self._cap(self._product("last", [self._columns(LM_HEAD)], name, norm=FINAL_NORM))
             outputs = [_output("logits")]
         else:
             self._node("Identity", [x], "hidden_out", domain="")
@@ -123,15 +128,41 @@ class _Builder:
 
     def _embed(self, ids: str) -> str:
         table = self._columns(EMBEDDINGS)
-        return self._node("Embed", [ids, self._packed(table)], "embedded", matrices=self._numbers([table]))
+        x = self._node("Embed", [ids, self._packed(table)], "embedded", matrices=self._numbers([table]))
+        scale = self._geometry.embedding_scale
+        return x if scale == 1 else self._node("Mul", [x, self._number("embedding_scale", scale)], "scaled", domain="")
+
+    def _cap(self, logits: str) -> None:
+        """The model's logits between its caps, if it has some, called ``logits``."""
+        if cap := self._geometry.logit_cap:
+            number = self._number("logit_cap", cap)
+            small = self._node("Div", [logits, number], "logits_in_caps", domain="")
+            self._node("Mul", [self._node("Tanh", [small], "logits_in_one", domain=""), number], "logits", domain="")
+
+    def _number(self, name: str, value: float) -> str:
+        self._constant(name, np.array([value], np.float32))
+        return name
+
+    def _joined(self, y: str, norm: str, x: str, name: str) -> str:
+        """x plus the norm of y."""
+        return self._node("Add", [x, self._norm(y, norm)], name, domain="")
+
+    def _norm(self, x: str, norm: str) -> str:
+        return self._node(
+            "RMSNormalization", [x, self._small(norm)], f"{norm}.normed", domain="", axis=-1, stash_type=1,
+            epsilon=self._geometry.rms_norm_eps,
+        )  # fmt: skip
 
     def _block(self, prefix: str, x: str, cache: int, more: str = "") -> str:
+        before, behind = self._geometry.norm_before, self._geometry.norm_behind
         attended = self._attention(prefix, x, cache)
-        x = self._node("Add", [x, more], f"{prefix}sum", domain="") if more else x
-        x = self._product(
+        out = self._product(
             attended, [self._columns(f"{prefix}self_attn.o_proj.weight")], f"{prefix}attended", bias=["self_attn.o_proj.bias"],
-            prefix=prefix, residual=x,
+            prefix=prefix, residual="" if behind else self._sum(prefix, x, more),
         )  # fmt: skip
+        if behind:
+            out = self._joined(out, f"{prefix}post_self_attn_layernorm.weight", self._sum(prefix, x, more), f"{prefix}joined")
+        x = out
         inner, width = f"{prefix}mlp.", self._geometry.intermediate_size
         packed = self._find(f"{inner}gate_up_proj.weight")
         if packed is not None:
@@ -139,11 +170,17 @@ class _Builder:
         else:
             parts = [self._columns(f"{inner}{name}_proj.weight") for name in ("gate", "up")]
         gated = self._product(
-            x, parts, f"{prefix}gated", norm=f"{prefix}post_attention_layernorm.weight", prefix=prefix, swiglu=1,
+            x, parts, f"{prefix}gated", norm=f"{prefix}post_attention_layernorm.weight" if before else "", prefix=prefix,
+            gating=GATINGS[self._geometry.activation],
             bias=["mlp.gate_up_proj.bias"] if packed is not None else ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
         )  # fmt: skip
         down = [self._columns(f"{inner}down_proj.weight")]
-        return self._product(gated, down, f"{prefix}out", bias=["mlp.down_proj.bias"], prefix=prefix, residual=x)
+        residual = "" if behind else x
+        out = self._product(gated, down, f"{prefix}out", bias=["mlp.down_proj.bias"], prefix=prefix, residual=residual)
+        return self._joined(out, f"{prefix}post_mlp_layernorm.weight", x, f"{prefix}end") if behind else out
+
+    def _sum(self, prefix: str, x: str, more: str) -> str:
+        return self._node("Add", [x, more], f"{prefix}sum", domain="") if more else x
 
     def _attention(self, prefix: str, x: str, cache: int, attends: bool = True) -> str:
         """Keys and values of x into a cache, and what queries attend to."""
@@ -155,23 +192,57 @@ class _Builder:
             modules = [f"self_attn.{name}_proj" for name in wanted]
         parts = [self._columns(f"{prefix}{module}.weight") for module in modules]
         qkv = self._product(
-            x, parts, f"{prefix}qkv", norm=f"{prefix}input_layernorm.weight", bias=[f"{module}.bias" for module in modules],
-            prefix=prefix,
+            x, parts, f"{prefix}qkv", norm=f"{prefix}input_layernorm.weight" if self._geometry.norm_before else "",
+            bias=[f"{module}.bias" for module in modules], prefix=prefix,
         )  # fmt: skip
-        geometry = self._geometry
+        geometry, kind = self._geometry, self._kind(cache)
         norms = [self._small(f"{prefix}self_attn.{name}_norm.weight") for name in ("q", "k")]
+        if geometry.qk_norm_joint:
+            qkv, norms = self._normed_together(prefix, qkv, wanted), [self._small(), self._small()]
         return self._node(
             "Attention",
-            [qkv, "tokens", "paths", self._small("cos"), self._small("sin"), *norms],
+            [qkv, "tokens", "paths", *self._tables(kind), *norms],
             f"{prefix}attention",
             heads=geometry.num_heads if attends else 0,
             kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim,
             slots=slots_of(self.manifest),
             layer=cache,
-            scale=geometry.head_dim**-0.5,
+            scale=geometry.score_scale,
+            cap=geometry.attention_cap,
+            window=geometry.window if kind == SLIDING else 0,
             epsilon=geometry.rms_norm_eps,
         )
+
+    def _kind(self, cache: int) -> str:
+        """Kind of the layer, or of the exit head's block, that has this cache."""
+        layers = self._geometry.num_layers
+        return self._geometry.kind(cache) if cache < layers else self._geometry.head_kinds(self._exit.blocks)[cache - layers]
+
+    def _tables(self, kind: str) -> list[str]:
+        """The rotary tables of a kind of layers; empty ones for those that are not rotated."""
+        if kind == UNROTATED:
+            return [self._small()] * 2
+        half, local = self._geometry.head_dim // 2, self._geometry.local_theta > 0
+        if not local:
+            return [self._small("cos"), self._small("sin")]
+        columns, names = slice(half, None) if kind == SLIDING else slice(half), []
+        for table in ("cos", "sin"):
+            names.append(f"{table}_of_{SLIDING if kind == SLIDING else FULL}")
+            if self.weights is not None and names[-1] not in self.initializers:
+                self._constant(names[-1], self.weights.small[table][:, columns])
+        return names
+
+    def _normed_together(self, prefix: str, qkv: str, wanted: Sequence[str]) -> str:
+        """Queries and keys normalized over all heads, beside the values."""
+        heads = {"q": self._geometry.num_heads, "k": self._geometry.num_kv_heads, "v": self._geometry.num_kv_heads}
+        sizes = f"{prefix}sizes_of_{''.join(wanted)}"
+        self._constant(sizes, np.array([heads[name] * self._geometry.head_dim for name in wanted], np.int64))
+        parts = [f"{prefix}{name}" for name in wanted]
+        self.nodes.append(helper.make_node("Split", [qkv, sizes], parts, axis=-1))
+        for index, name in enumerate(wanted[:-1]):
+            parts[index] = self._norm(parts[index], f"{prefix}self_attn.{name}_norm.weight")
+        return self._node("Concat", parts, f"{prefix}qkv_normed", domain="", axis=-1)
 
     def _write_exit_caches(self, x: str) -> None:
         """What verify computes of the exit head: the keys and values of its blocks."""
@@ -221,7 +292,7 @@ class _Builder:
         bias: Sequence[str] = (),
         prefix: str = "",
         residual: str = "",
-        swiglu: int = 0,
+        gating: int = 0,
     ) -> str:
         """x, normalized if there is a norm, times the parts side by side."""
         found = [self._find(prefix + one) for one in bias]
@@ -231,7 +302,7 @@ class _Builder:
         given = [x, self._small(norm) if norm else self._small(), joined, residual or self._small()]
         inputs = [*given, *map(self._packed, parts)]
         epsilon = self._geometry.rms_norm_eps
-        return self._node("Product", inputs, name, epsilon=epsilon, swiglu=swiglu, matrices=self._numbers(parts))
+        return self._node("Product", inputs, name, epsilon=epsilon, gating=gating, matrices=self._numbers(parts))
 
     def _find(self, name: str) -> str | None:
         """The name that a weight has in this graph: its own, or that of the draft's copy."""
@@ -280,8 +351,8 @@ class _Builder:
         if self.weights is None:
             return b""
         graph = helper.make_graph(self.nodes, "eesd", inputs, outputs, [*self.initializers.values()])
-        opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
-        model: onnx.ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=10, producer_name="eesd")
+        opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+        model: onnx.ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=11, producer_name="eesd")
         data: bytes = model.SerializeToString()
         return data
 

@@ -30,7 +30,7 @@ from eesd.runtime.engines.stored_values import read_tensor, to_float32
 if TYPE_CHECKING:
     from eesd.runtime.engines.operator_graph import Columns
 
-LAYOUT = 2
+LAYOUT = 3
 """Version of packed weights and graphs. Another one makes them again."""
 _NAME = re.compile("cpu-[0-9a-f]{16}")
 WEIGHTS, SIZES = "weights.bin", "sizes.json"

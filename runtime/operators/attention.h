@@ -29,6 +29,10 @@ template <int Most, typename Work> static void in_blocks(int64_t count, const Wo
 }
 
 static void rotate(const float *x, const float *cos, const float *sin, int64_t half, float *y) {
+  if (!cos) {
+    memcpy(y, x, 2 * half * sizeof(float));
+    return;
+  }
   for (int64_t i = 0; i < half; i++) {
     const float first = x[i], second = x[half + i];
     y[i] = first * cos[i] - second * sin[i];
@@ -47,7 +51,7 @@ template <typename Cell> static void write_cells(const Attention &job, int64_t f
   for (int64_t t = first_token; t < last_token; t++) {
     const Token &token = job.tokens[t];
     const float *x = job.qkv + t * (job.heads + 2 * job.kv_heads) * size;
-    const float *cos = job.cos + token.position * half, *sin = job.sin + token.position * half;
+    const float *cos = job.cos ? job.cos + token.position * half : nullptr, *sin = job.sin ? job.sin + token.position * half : nullptr;
     for (int64_t h = 0; h < job.heads; h++, x += size) {
       if (job.q_norm) normalize(x, job.q_norm, job.epsilon, size, normed);
       rotate(job.q_norm ? normed : x, cos, sin, half, job.q + (t * job.heads + h) * width);
@@ -169,14 +173,25 @@ static void add_all_values(const Tiles<Cell> &tiles, int64_t width, int64_t firs
   for (; d < width; d += 16) add_values<Q, 1>(tiles.values, width, first, last, weights, out, d, ahead);
 }
 
-// The softmax weights of a query over `seen` positions of a chunk, in place of the scores. Gives the maximum and the sum.
-static void weigh(float *scores, int64_t seen, float *result) {
+// Scores that are large become the cap: s = cap - 2 cap / (exp(2 s / cap) + 1), which is cap tanh(s / cap).
+static void limit(float *scores, int64_t end, float cap) {
+  for (int64_t j = 0; j < end; j += 16) {
+    const Floats s = load(scores + j), grown = exponential(div(add(s, s), all(cap)));
+    store(scores + j, sub(all(cap), div(all(cap + cap), add(grown, all(1.f)))));
+  }
+}
+
+// The softmax weights of a query over the positions `first` to `seen` - 1 of a chunk, in place of the scores. Gives the maximum
+// and the sum.
+static void weigh(float *scores, int64_t first, int64_t seen, float *result) {
   const int64_t end = (seen + 15) / 16 * 16;
+  for (int64_t j = 0; j < first; j++) scores[j] = -3e38f;
   for (int64_t j = seen; j < end; j++) scores[j] = -3e38f;
   Floats most = load(scores);
   for (int64_t j = 16; j < end; j += 16) most = larger(load(scores + j), most);
   result[0] = largest_lane(most);
   for (int64_t j = 0; j < end; j += 16) store(scores + j, exponential(sub(load(scores + j), all(result[0]))));
+  for (int64_t j = 0; j < first; j++) scores[j] = 0;
   for (int64_t j = seen; j < end; j++) scores[j] = 0;
   Floats sum = load(scores);
   for (int64_t j = 16; j < end; j += 16) sum = add(sum, load(scores + j));
@@ -196,10 +211,10 @@ static void merge(float *part, const float *chunk, int64_t width) {
     store(part + d, fma(load(part + d), old_factor, mul(load(chunk + d), factor)));
 }
 
-// A query over one chunk: the positions of the chunk that it sees, and where its part [2 + width] goes.
+// A query over one chunk: the positions of the chunk that it sees, `first` to `seen` - 1, and where its part [2 + width] goes.
 struct Query {
   const float *q;
-  int64_t seen;
+  int64_t first, seen;
   float *part;
 };
 
@@ -221,7 +236,8 @@ static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Q
       score_tiles<number.value>(tiles.keys + tile, q + i, job.head_dim, job.scale, scores + i * CHUNK + tile * 16, ahead);
     });
   for (int64_t i = 0; i < count; i++) {
-    weigh(scores + i * CHUNK, queries[i].seen, queries[i].part);
+    if (job.cap > 0) limit(scores + i * CHUNK, (queries[i].seen + 15) / 16 * 16, job.cap);
+    weigh(scores + i * CHUNK, queries[i].first, queries[i].seen, queries[i].part);
     for (int64_t d = 0; d < job.width; d += 16) store(out[i] + d, all(0));
   }
   in_blocks<QUERY_BLOCK>(count, [&](int64_t i, auto number) {
@@ -251,10 +267,15 @@ static void attend_tokens(const Attention &job, int64_t first, int64_t last, int
   float *own[QUERIES];
   for (int64_t i = 0, count = 0; i < stop; i++) {
     const int64_t t = first + i / group, head = kv * group + i % group, seen = job.tokens[t].seen() - start;
-    if (seen > 0) {
+    const int64_t from = job.window && seen > job.window ? seen - job.window : 0;  // the window begins there
+    if (from >= CHUNK && !folds) {
+      float *part = job.part(t, head, job.chunks == 1 ? 0 : chunk);
+      memset(part, 0, (2 + job.width) * sizeof(float));
+      part[0] = -3e38f;
+    } else if (from < CHUNK && seen > 0) {
       own[count] = job.part(t, head, job.chunks == 1 ? 0 : chunk);
       float *part = folds ? scratch + count * (2 + job.width) : own[count];
-      queries[count++] = {job.q + (t * job.heads + head) * job.width, least(seen, CHUNK), part};
+      queries[count++] = {job.q + (t * job.heads + head) * job.width, from, least(seen, CHUNK), part};
     }
     if (count < QUERIES && (i + 1 < stop || count == 0)) continue;
     attend_chunk(job, tiles, queries, count);

@@ -101,11 +101,14 @@ struct Preparation {
   int32_t *sums[2];
 };
 
-// y = x W + bias + residual, or for a gate and an up part silu(x gate) (x up).
+// What a gate g and an up part u beside each other become: g / (1 + exp(-g)) u, or with the tanh approximation of GELU.
+enum Gating : int { APART, SILU, GELU };
+
+// y = x W + bias + residual, or for a gate and an up part silu(x gate) (x up), or gelu.
 struct Product {
   const Matrix *parts;
   int64_t num_parts;
-  bool swiglu;
+  Gating gating;
   Activations a;
   const float *bias, *residual;  // [outputs], [rows, outputs]; or null
   float *y;
@@ -126,8 +129,9 @@ struct Attention {
   const Token *tokens;
   int64_t heads, kv_heads, head_dim, width, slots, layer;  // width: head_dim, rounded up to a multiple of 16
   bool float16;                                            // of caches; otherwise float32
-  float scale, epsilon;
-  const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2]; [head_dim] or null
+  float scale, cap, epsilon;                               // cap: of scores, or 0
+  int64_t window;                                          // places that a token sees, or 0 for all
+  const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2], null: heads are not rotated; [head_dim] or null
   const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without heads only keys and values
   float *q;                                  // [tokens, heads, width]
   float *partial;                            // [tokens, heads, chunks, 2 + width]: maximum, sum, weighted values

@@ -114,13 +114,14 @@ class Multiply {
   static constexpr const char *name = "Product";
   static constexpr ort::Type outputs[] = {ort::FLOAT};
   explicit Multiply(const Node &node)
-      : epsilon_(node.real("epsilon")), swiglu_(node.integer("swiglu") != 0), parts_(read_matrices(node, 4)),
+      : epsilon_(node.real("epsilon")), gating_(static_cast<Gating>(node.integer("gating"))), parts_(read_matrices(node, 4)),
         inputs_(parts_[0].inputs) {
     for (const Matrix &part : parts_) columns_ += part.outputs, panels_ += part.panels(), levels_ |= part.has_levels();
     norm_ = node.floats(1, inputs_, "the norm has another size");
     bias_ = node.floats(2, columns_, "the bias has another size");
     outputs_ = columns_;
-    if (!swiglu_) return;
+    check(gating_ >= APART && gating_ <= GELU, "the gating is unknown");
+    if (gating_ == APART) return;
     check(parts_.size() == 2 && parts_[0].outputs == parts_[1].outputs, "gate and up have the same size");
     check(parts_[0].has_levels() == parts_[1].has_levels() && (levels_ || parts_[0].format == parts_[1].format),
           "gate and up are of one kind");
@@ -142,7 +143,7 @@ class Multiply {
                          {memory.take<int32_t>(blocks), memory.take<int32_t>(2 * blocks)}};
     call.parallel(rows, rows < FEW || !(norm_ || levels_) ? 1 : settings_.threads,
                   [&](int64_t first, int64_t last) { settings_.kernels->prepare(ready, first, last); });
-    Product job = {parts_.data(), static_cast<int64_t>(parts_.size()), swiglu_,
+    Product job = {parts_.data(), static_cast<int64_t>(parts_.size()), gating_,
                    {norm_ ? ready.normed : ready.x, int8 ? ready.levels : nullptr, ready.scales,
                     {ready.sums[0], ready.sums[1]}, {ready.shares[0], ready.shares[1]}},
                    bias_, residual.size() ? residual.floats() : nullptr, nullptr, rows, outputs_};
@@ -154,13 +155,14 @@ class Multiply {
  private:
   const Settings settings_ = settings;
   float epsilon_;
-  bool swiglu_, levels_ = false;
+  Gating gating_;
+  bool levels_ = false;
   std::vector<Matrix> parts_;
   int64_t inputs_, outputs_ = 0, columns_ = 0, panels_ = 0;
   const float *norm_, *bias_;
 };
 
-// qkv [T, (H + 2 KV) D], tokens [T, 5] int64, paths [T, P] int32, cos and sin [S, D / 2], norms of q and k [D] or [0]
+// qkv [T, (H + 2 KV) D], tokens [T, 5] int64, paths [T, P] int32, cos and sin [S, D / 2] or [0], norms of q and k [D] or [0]
 // -> y [T, H D]. A row of tokens: address of the cache, position, slot, context, length of the path.
 class Attend {
  public:
@@ -174,6 +176,9 @@ class Attend {
     job_.slots = positive(node, "slots");
     job_.layer = node.integer("layer");
     job_.scale = node.real("scale");
+    job_.cap = node.real("cap");
+    job_.window = node.integer("window");
+    check(job_.cap >= 0 && job_.window >= 0 && job_.window < LIMIT, "the cap or the window is out of range");
     job_.epsilon = node.real("epsilon");
     check(job_.heads >= 0 && job_.heads < LIMIT && job_.heads % job_.kv_heads == 0, "heads is no multiple of kv_heads");
     check(job_.width <= MAX_WIDTH && job_.head_dim % 2 == 0, "a head has at most 256 values, an even number");
@@ -181,7 +186,7 @@ class Attend {
     const Tensor cos = node.constant(3), sin = node.constant(4);
     positions_ = cos.size() / (job_.head_dim / 2);
     check(cos.type == ort::FLOAT && sin.type == ort::FLOAT && cos.size() == sin.size(), "cos and sin are tables of float32");
-    job_.cos = cos.floats(), job_.sin = sin.floats();
+    if (positions_) job_.cos = cos.floats(), job_.sin = sin.floats();
     job_.q_norm = node.floats(5, job_.head_dim, "the norm of queries has another size");
     job_.k_norm = node.floats(6, job_.head_dim, "the norm of keys has another size");
   }
@@ -233,7 +238,7 @@ class Attend {
     for (Token &token : tokens) {
       token = {reinterpret_cast<void *>(row[0]), row[1], row[2], row[3], path, row[4]};
       check(row[0] && row[0] % 64 == 0, "a cache is not aligned to 64 bytes");
-      check(token.position >= 0 && token.position < positions_, "a position is behind the last one");
+      check(token.position >= 0 && (token.position < positions_ || !positions_), "a position is behind the last one");
       check(token.slot >= 0 && token.slot < job_.slots, "a slot is not in the cache");
       check(token.context >= 0 && token.context <= job_.slots, "a context is longer than the cache");
       check(token.path_length >= 0 && token.path_length <= paths.shape[1] && token.seen() > 0, "a path has another length");

@@ -132,6 +132,13 @@ static void put(const Product &job, int64_t row, int rows, int64_t column, int64
   }
 }
 
+// A gate divided by what makes it silu(gate), or gelu(gate).
+static inline Floats activated(Floats g, Gating gating) {
+  Floats a = g;
+  if (gating == GELU) a = mul(g, fma(mul(g, g), all(0.0713548163f), all(1.59576912f)));
+  return div(g, add(all(1.f), exponential(sub(all(0), a))));
+}
+
 // Gate and up beside each other become silu(gate) up, in the place of the gate.
 static void gate(const Product &job, int rows, int64_t column, int64_t columns, float *out) {
   for (int m = 0; m < rows; m++, out += 2 * PANEL) {
@@ -140,7 +147,7 @@ static void gate(const Product &job, int rows, int64_t column, int64_t columns, 
       g = add(g, load_some(job.bias + column, columns));
       u = add(u, load_some(job.bias + job.outputs + column, columns));
     }
-    store(out, mul(div(g, add(all(1.f), exponential(sub(all(0), g)))), u));
+    store(out, mul(activated(g, job.gating), u));
   }
 }
 
@@ -154,8 +161,8 @@ static void multiply_block(const Product &job, const Matrix *const w[2], const i
     const int rows = (int)least(EESD_ROWS, last_row - row);
     multiply_some[rows](w, panels, count, job.a, row, out);
     const int64_t column = panels[0] * PANEL, columns = least(PANEL, w[0]->outputs - column);
-    if (job.swiglu) {
-      const Product plain = {nullptr, 0, false, job.a, nullptr, job.residual, job.y, job.rows, job.outputs};
+    if (job.gating) {
+      const Product plain = {nullptr, 0, APART, job.a, nullptr, job.residual, job.y, job.rows, job.outputs};
       gate(job, rows, column, columns, out);
       put(plain, row, rows, column, columns, out);
       continue;
@@ -172,14 +179,14 @@ static void multiply(const Product &job, int64_t first_panel, int64_t last_panel
   for (int64_t row = 0; row < job.rows; row += row_block) {
     const int64_t last_row = least(row + row_block, job.rows);
     int64_t before = 0, offset = 0;
-    for (const Matrix *w = job.parts; w < job.parts + (job.swiglu ? 1 : job.num_parts); w++) {
+    for (const Matrix *w = job.parts; w < job.parts + (job.gating ? 1 : job.num_parts); w++) {
       const int64_t last = least(last_panel - before, w->panels());
       for (int64_t p = first_panel > before ? first_panel - before : 0; p < last;) {
-        const int pair = job.swiglu || p + 1 < last ? 2 : 1;
-        const Matrix *const both[2] = {w, job.swiglu ? w + 1 : w};
-        const int64_t panels[2] = {p, job.swiglu ? p : p + 1};
+        const int pair = job.gating || p + 1 < last ? 2 : 1;
+        const Matrix *const both[2] = {w, job.gating ? w + 1 : w};
+        const int64_t panels[2] = {p, job.gating ? p : p + 1};
         multiply_block(job, both, panels, pair, offset, row, last_row);
-        p += job.swiglu ? 1 : pair;
+        p += job.gating ? 1 : pair;
       }
       before += w->panels();
       offset += w->outputs;
