@@ -169,15 +169,18 @@ static void add_all_values(const Tiles<Cell> &tiles, int64_t width, int64_t firs
   for (; d < width; d += 16) add_values<Q, 1>(tiles.values, width, first, last, weights, out, d, ahead);
 }
 
-// The softmax weights of a query over `seen` positions of a chunk, in place of the scores. Gives the maximum and the sum.
-static void weigh(float *scores, int64_t seen, float *result) {
+// The softmax weights of a query over `seen` positions of a chunk, in place of the scores; that of the first one is 0 if it is
+// `hidden`. Gives the maximum and the sum.
+static void weigh(float *scores, bool hidden, int64_t seen, float *result) {
   const int64_t end = (seen + 15) / 16 * 16;
+  if (hidden) scores[0] = -3e38f;
   for (int64_t j = seen; j < end; j++) scores[j] = -3e38f;
   Floats most = load(scores);
   for (int64_t j = 16; j < end; j += 16) most = larger(load(scores + j), most);
   result[0] = largest_lane(most);
   for (int64_t j = 0; j < end; j += 16) store(scores + j, exponential(sub(load(scores + j), all(result[0]))));
   for (int64_t j = seen; j < end; j++) scores[j] = 0;
+  if (hidden) scores[0] = 0;
   Floats sum = load(scores);
   for (int64_t j = 16; j < end; j += 16) sum = add(sum, load(scores + j));
   result[1] = add_lanes(sum);
@@ -196,9 +199,11 @@ static void merge(float *part, const float *chunk, int64_t width) {
     store(part + d, fma(load(part + d), old_factor, mul(load(chunk + d), factor)));
 }
 
-// A query over one chunk: the positions of the chunk that it sees, and where its part [2 + width] goes.
+// A query over one chunk: the positions of the chunk that it sees, but not the first one if that is hidden, and where its part
+// [2 + width] goes.
 struct Query {
   const float *q;
+  bool hidden;
   int64_t seen;
   float *part;
 };
@@ -221,7 +226,7 @@ static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Q
       score_tiles<number.value>(tiles.keys + tile, q + i, job.head_dim, job.scale, scores + i * CHUNK + tile * 16, ahead);
     });
   for (int64_t i = 0; i < count; i++) {
-    weigh(scores + i * CHUNK, queries[i].seen, queries[i].part);
+    weigh(scores + i * CHUNK, queries[i].hidden, queries[i].seen, queries[i].part);
     for (int64_t d = 0; d < job.width; d += 16) store(out[i] + d, all(0));
   }
   in_blocks<QUERY_BLOCK>(count, [&](int64_t i, auto number) {
@@ -254,7 +259,8 @@ static void attend_tokens(const Attention &job, int64_t first, int64_t last, int
     if (seen > 0) {
       own[count] = job.part(t, head, job.chunks == 1 ? 0 : chunk);
       float *part = folds ? scratch + count * (2 + job.width) : own[count];
-      queries[count++] = {job.q + (t * job.heads + head) * job.width, least(seen, CHUNK), part};
+      const bool hidden = job.hides_first && chunk == 0 && seen > 1;
+      queries[count++] = {job.q + (t * job.heads + head) * job.width, hidden, least(seen, CHUNK), part};
     }
     if (count < QUERIES && (i + 1 < stop || count == 0)) continue;
     attend_chunk(job, tiles, queries, count);

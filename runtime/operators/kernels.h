@@ -126,6 +126,7 @@ struct Attention {
   const Token *tokens;
   int64_t heads, kv_heads, head_dim, width, slots, layer;  // width: head_dim, rounded up to a multiple of 16
   bool float16;                                            // of caches; otherwise float32
+  bool hides_first;                                        // whether only the first token of a text sees itself
   float scale, epsilon;
   const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2]; [head_dim] or null
   const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without heads only keys and values
