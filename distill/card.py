@@ -57,7 +57,7 @@ def _facts(head: ExitHead, rows: Rows, training: TrainingOptions, processes: int
 
 
 def _described(config: ExitConfig, weights: int) -> str:
-    blocks = "one block" if config.blocks == 1 else f"{config.blocks} blocks"
+    blocks = {0: "norm", 1: "one block"}.get(config.blocks, f"{config.blocks} blocks")
     deep = f", deep layers {', '.join(map(str, config.deep))}" if config.deep else ""
     lm_head = "its own LM head" if config.own_lm_head else "the model's LM head"
     tokens = f"{config.draft_vocab:,} tokens" if config.draft_vocab else "all tokens"

@@ -31,7 +31,12 @@ INTERVAL = click.IntRange(1, 10**9)
     help="Number of model layers before the exit head (N).  [default: 4, or fewer]",
 )
 @click.option("-o", "--output", type=cli.PATH, required=True, help="Directory for the head, checkpoints and metrics.")
-@click.option("--blocks", type=click.IntRange(1, 1000), help="Number of decoder blocks in the head (E).  [default: 1]")
+@click.option(
+    "--blocks",
+    type=click.IntRange(0, 1000),
+    help="Number of decoder blocks in the head (E). 0 with --steps 0: the model's own norm and LM head, for models that were "
+    "trained to exit early.  [default: 1]",
+)
 @click.option(
     "--own-lm-head/--shared-lm-head",
     default=None,
@@ -113,7 +118,7 @@ INTERVAL = click.IntRange(1, 10**9)
     "--steps",
     type=click.IntRange(0, 10**9),
     default=4000,
-    help="Training steps. 0: only evaluate and calibrate the --init-head.",
+    help="Training steps. 0: only evaluate and calibrate the --init-head, or with --blocks 0 the model's own exit.",
 )
 @click.option("--batch", type=click.IntRange(1, 65536), default=8, help="Rows in a forward pass, on each process.")
 @click.option("--accumulate", type=click.IntRange(1, 65536), default=1, help="Forward passes in a step.")
@@ -170,7 +175,7 @@ def _run(run: Run, layers: tuple[int, ...], blocks: tuple[int, ...], node: float
     if run.training.steps:
         run.train(_report(run))
     else:
-        run.copy_initial_head()
+        run.write_initial_head()
     _evaluate(run)
 
 

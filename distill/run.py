@@ -52,7 +52,7 @@ from eesd.distill.trainer import Report, Trainer
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead, check_exit
-from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, read_exit_config, save_config
+from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, read_exit_config, save, save_config
 from eesd.model.hub import find_model
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.engines import operators
@@ -127,9 +127,11 @@ class Run:
 
     @cached_property
     def rows(self) -> Rows:
-        """All rows, validation rows included. Empty if nothing is trained and validation has its own prompts."""
+        """All rows, validation rows included. Empty if nothing needs them: validation has its own prompts, nothing is trained,
+        and no draft vocabulary is chosen."""
         vocab_size, length = self.checkpoint.geometry.vocab_size, self.training.length
-        if not self.training.steps and self.data.validation:
+        chooses = self.init_head is None and self.training.draft_vocab
+        if not (self.training.steps or chooses) and self.data.validation:
             return split_documents((), length)
         rows = read_rows(self.data.files or self._generate_rows(), self.codec, vocab_size, length)
         if not self.data.mixed:
@@ -399,14 +401,21 @@ class Run:
         with self.progress("training", self.training.steps) as advance:
             trainer.run(self.intervals, report, advance)
 
-    def copy_initial_head(self) -> None:
-        """Copy the head in ``init_head`` into the output directory, unless it is there already.
+    def write_initial_head(self) -> None:
+        """Copy the head in ``init_head`` into the output directory, unless it is there already. Without one the head is the
+        model's own norm and LM head, with the draft vocabulary that the options say.
 
         Raises:
             EESDError: The head has another shape than the options say, or weights that are not finite.
         """
+        if self.init_head is None:
+            rows = self.validation_and_training_rows(self.training.layers)[1] if self.training.draft_vocab else self.rows
+            if self.is_main:
+                save(self._new_head(self.training, rows), self.output)
+            self.accelerator.wait_for_everyone()
+            return
         head = self.given_head(self.training)
-        assert self.init_head is not None and head is not None
+        assert head is not None
         if not all(value.isfinite().all() for value in head.state_dict().values()):
             raise EESDError(f"The head in {self.init_head} has weights that are not finite; train it again.")
         self.output.mkdir(parents=True, exist_ok=True)
@@ -489,8 +498,14 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
     if training.steps and not any(given_data):
         options["self_prompt"] = max(1, options["own_rows"] // 2)
     data = DataOptions(**renamed, **{name: options[name] for name in same_names})
-    if not training.steps and options["init_head"] is None:
+    if not training.steps and training.blocks and options["init_head"] is None:
         raise EESDError("--steps 0 trains nothing; give the head to calibrate with --init-head DIR.")
+    if not training.steps and options["init_head"] is None and training.draft_vocab and not any(given_data):
+        raise EESDError(
+            "--draft-vocab takes the tokens that text uses most; give text with --data FILE or --self-generate FILE."
+        )
+    if training.steps and not training.blocks:
+        raise EESDError("A head without blocks is the model's own norm and LM head; give --steps 0, or --blocks of at least 1.")
     if all(given_data) or not (training.steps or data.validation or any(given_data)):
         raise EESDError(
             "Give either --data FILE (rows to train on), or prompts for the model: --self-generate FILE or --self-prompt N."

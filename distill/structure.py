@@ -32,9 +32,10 @@ def structure(options: Mapping[str, Any], geometry: Geometry, given: ExitConfig 
         return {name: stored["layer" if name == "exit_layer" else name] for name in NAMES} | said
     usual = {"exit_layer": min(EXIT_LAYER, max(1, geometry.num_layers // 4)), "blocks": 1} | said
     large = geometry.vocab_size > LARGE_VOCABULARY
-    usual.setdefault("draft_vocab", max(LEAST_DRAFTED, geometry.vocab_size // 4) if large else 0)
-    usual.setdefault("own_lm_head", 0 < usual["draft_vocab"] < geometry.vocab_size)  # it reads as much as the model's rows
-    usual.setdefault("deep", deep_layers(geometry.num_layers, usual["exit_layer"]))
+    trains = usual["blocks"] > 0  # else it is the model's own norm and LM head
+    usual.setdefault("draft_vocab", max(LEAST_DRAFTED, geometry.vocab_size // 4) if large and trains else 0)
+    usual.setdefault("own_lm_head", trains and 0 < usual["draft_vocab"] < geometry.vocab_size)  # reads no more
+    usual.setdefault("deep", deep_layers(geometry.num_layers, usual["exit_layer"]) if trains else ())
     return usual
 
 

@@ -168,7 +168,8 @@ def _skip_check(reason: str) -> None:
 
 def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     """Warn if some attentions or cache updates of the graph are not single kernels, which makes decoding slow."""
-    first_stage = graph == manifest.verify[0]  # it writes the cache of the last exit block without an attention
+    # The first stage writes the cache of the last exit block without an attention.
+    first_stage = graph == manifest.verify[0] and manifest.exit_head.blocks > 0
     without = first_stage + bool(manifest.exit_head.deep)  # nothing attends to the deep cache
     attentions, updates = len(graph.caches) - without, 2 * len(graph.caches)
     if not plan.fused_attentions and plan.fused_cache_updates == updates:

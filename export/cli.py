@@ -39,6 +39,11 @@ from eesd.common.weights import (
 
 QUANTIZED_OR_NONE = (*QUANTIZED, "none")
 KEEP = "keep"
+OWN_HEAD = Path("own")
+EARLY_EXIT = "layerskip"
+"""In the names of models that were trained to exit early (arXiv 2404.16710)."""
+LEAST_AGREEMENT = 0.25
+"""Of a draft's first tokens, the part from which on drafting can be worth something."""
 LARGE_MODEL = 1_000_000_000
 """Weights of a model whose draft has 4 bits unless the options say otherwise."""
 
@@ -58,7 +63,12 @@ if TYPE_CHECKING:  # --help must not load torch
     type=click.IntRange(1, 10_000),
     help="Number of layers before the exit head (N).  [default: from the exit head]",
 )
-@click.option("--exit-head", type=PATH, help="Directory of a trained exit head.  [default: the model directory]")
+@click.option(
+    "--exit-head",
+    type=PATH,
+    help="Directory of a trained exit head; own: the model's norm and LM head, for models that were trained to exit early.  "
+    "[default: the model directory; own with --exit-layer if the model's name says LayerSkip]",
+)
 @click.option("-o", "--output", type=PATH, default=Path("plans"), help="Engine directory to write.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
 @click.option(
@@ -143,7 +153,7 @@ def main(
     if layers is not None:
         checkpoint = checkpoint.first_layers(layers)
     config = checkpoint.config
-    head = _choose_head(checkpoint, exit_layer, exit_head)
+    head = _choose_head(checkpoint, model, exit_layer, exit_head)
     slots = max_seq_len or min(config.max_positions, DEFAULT_SLOTS)
     top_k = min(draft_top_k, draft_columns(config.geometry, head.config))
     kind = dtype or checkpoint.dtype
@@ -166,6 +176,8 @@ def main(
         report += _pack(output, manifest, pack)
     types = _types(options, own=checkpoint.quantization is not None)
     click.echo(f"{output}: {config.geometry.architecture}, {types}, exit after layer {head.config.layer}, {slots} slots")
+    if not head.config.blocks:
+        click.echo("draft: the model's own final norm and LM head behind its exit layer, without an exit head")
     if unquantized:
         widths = " and ".join(map(str, unquantized))
         click.echo(f"weights with {widths} inputs stay {options.dtype}: not a multiple of {BLOCK}")
@@ -283,13 +295,19 @@ def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[
     return widths
 
 
-def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path | None) -> Head:
-    """Open the exit head in ``directory`` or else in the model directory; without either make an untrained one."""
-    from eesd.export.engine_dir import stored_head, untrained_head
+def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, directory: Path | None) -> Head:
+    """Open the exit head in ``directory`` or else in the model directory. Without either a model that exits early by training,
+    as its ``name`` says, needs none, and others get an untrained one."""
+    from eesd.export.engine_dir import early_exit, stored_head, untrained_head
     from eesd.model.exit_head_file import CONFIG_FILE
 
     if directory is None and (checkpoint.path / CONFIG_FILE).exists():
         directory = checkpoint.path
+    exits_early = EARLY_EXIT in Path(name).name.lower()
+    if directory == OWN_HEAD or (directory is None and exits_early):
+        if exit_layer is None:
+            raise EESDError("The draft with the model's own norm and LM head needs a layer to exit after; give --exit-layer N.")
+        return early_exit(checkpoint, exit_layer)
     if directory is not None:
         head = stored_head(checkpoint, directory)
         if exit_layer not in (None, head.config.layer):
@@ -299,7 +317,10 @@ def _choose_head(checkpoint: Checkpoint, exit_layer: int | None, directory: Path
             )
         return head
     if exit_layer is None:
-        raise EESDError("The model has no trained exit head; give --exit-head DIR or --exit-layer N.")
+        raise EESDError(
+            "The model has no trained exit head; give --exit-head DIR or --exit-layer N, for a model that was trained to exit "
+            "early with --exit-head own."
+        )
     return untrained_head(checkpoint, exit_layer)
 
 
@@ -325,7 +346,7 @@ def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]
 
 def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head, wanted: bool | None) -> list[str]:
     """Run the parity check, and return lines that report its result. Raises EESDError if a graph is wrong."""
-    from eesd.export.parity import check_bits, compare_graphs, compare_graphs_memory, quantization_drift
+    from eesd.export.parity import check_bits, compare_graphs, compare_graphs_memory, draft_agreement, quantization_drift
 
     if wanted is False:
         return []
@@ -343,6 +364,14 @@ def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: He
     lines.append(
         f"verify: logits of calls of 1 to {manifest.max_tree_nodes + 1} tokens {check_bits(directory, manifest).chains}"
     )
+    if not head.config.blocks:
+        same, positions = draft_agreement(manifest, checkpoint, head)
+        lines.append(f"draft: its most likely token is the model's at {same} of {positions} positions of a sampled text")
+        if same < LEAST_AGREEMENT * positions:
+            lines.append(
+                f"this model was not trained to exit after layer {head.config.layer}: drafting will gain nothing; give another "
+                "--exit-layer, or train an exit head with eesd-distill"
+            )
     if (manifest.quantization.layers or manifest.quantization.head) and checkpoint.quantization is None:
         drift = quantization_drift(manifest, checkpoint, head)
         lines.append(

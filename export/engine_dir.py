@@ -100,7 +100,16 @@ def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
 
 def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:
     """Make an exit head after ``layer`` layers from the model's last layer, final norm and LM head."""
-    config = ExitConfig(layer=layer, base=checkpoint.fingerprint())
+    return _models_own(checkpoint, ExitConfig(layer=layer, base=checkpoint.fingerprint()))
+
+
+def early_exit(checkpoint: Checkpoint, layer: int) -> Head:
+    """The exit after ``layer`` layers of a model that was trained for it: its own final norm and LM head, and no block."""
+    return _models_own(checkpoint, ExitConfig(layer=layer, blocks=0, base=checkpoint.fingerprint(), trained=True))
+
+
+def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:
+    """A head with the model's own weights."""
     exit_head.check_exit(checkpoint.geometry, config)
     names = exit_head.initial_names(checkpoint.geometry, config)
     return Head(config, {name: checkpoint.tensors[base] for name, base in names.items()})

@@ -218,6 +218,7 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
     slot = slot_bytes(manifest, manifest.num_caches)
     geometry, exit_head = manifest.geometry, manifest.exit_head
     deep = f", deep layers {', '.join(map(str, exit_head.deep))}" if exit_head.deep else ""
+    blocks = f"{exit_head.blocks} block(s)" if exit_head.blocks else "the model's own norm and LM head"
     trained = "" if exit_head.trained else "  (untrained: train it with eesd-distill)"
     rows = {
         "model": f"{manifest.model} ({geometry.architecture})",
@@ -225,7 +226,7 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
             f"{geometry.num_layers} layers, hidden size {geometry.hidden_size}, {geometry.num_heads} heads and "
             f"{geometry.num_kv_heads} KV heads of {geometry.head_dim}, vocabulary {geometry.vocab_size}"
         ),
-        "exit head": f"after layer {exit_head.layer}, {exit_head.blocks} block(s){deep}{trained}",
+        "exit head": f"after layer {exit_head.layer}, {blocks}{deep}{trained}",
         "draft vocabulary": _draft_vocab(manifest),
         "calibration": "prior of this head" if exit_head.calibration else "default prior",
         "element type": manifest.dtype,

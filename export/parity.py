@@ -126,22 +126,47 @@ def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -
         checkpoint: The base model.
         head: The exit head.
     """
+    decoder, _ = _stored_modules(checkpoint, head, replace(manifest, quantization=UNQUANTIZED))
+    ids, exact = _sampled_text(decoder, checkpoint, manifest)
+    del decoder  # otherwise both models are in memory
+    decoder, _ = _stored_modules(checkpoint, head, manifest)
+    geometry, length = checkpoint.geometry, len(ids)
+    caches = empty_caches(geometry, 1, length, geometry.num_layers)
+    found = decoder(torch.tensor([ids]), causal_inputs(geometry, 1, length, length), caches)[0][0]
+    deviation = exact.std(-1, correction=0).square().mean().sqrt()
+    same = int((found.argmax(-1) == exact.argmax(-1)).sum())
+    return QuantizationDrift(float((found - exact).square().mean().sqrt() / deviation), same, length)
+
+
+@torch.no_grad()
+def draft_agreement(manifest: Manifest, checkpoint: Checkpoint, head: Head) -> tuple[int, int]:
+    """At how many of so many positions of a text that the model samples the draft's most likely token is the model's.
+
+    Args:
+        manifest: Manifest of the engine directory.
+        checkpoint: The base model.
+        head: Its exit head, without deep layers.
+    """
+    decoder, _ = _stored_modules(checkpoint, head, manifest)
+    ids, exact = _sampled_text(decoder, checkpoint, manifest)
+    del decoder
+    draft = Draft(*_stored_modules(checkpoint, head, manifest, draft=True), 1).eval()
+    geometry, length = checkpoint.geometry, len(ids)
+    caches = empty_caches(geometry, 1, length, len(manifest.draft.caches))
+    _, found, _, _ = draft(torch.tensor([ids]), causal_inputs(geometry, 1, length, length), caches)
+    return int((found[0, :, 0] == exact.argmax(-1)).sum()), length
+
+
+def _sampled_text(decoder: Decoder, checkpoint: Checkpoint, manifest: Manifest) -> tuple[list[int], Tensor]:
+    """Tokens that a model samples at temperature 1, and its logits behind each [n, V]."""
     geometry, length = checkpoint.geometry, min(_TEXT_LENGTH, manifest.max_seq_len)
     generator = torch.Generator().manual_seed(0)
-    decoder, _ = _stored_modules(checkpoint, head, replace(manifest, quantization=UNQUANTIZED))
     caches, ids, rows = empty_caches(geometry, 1, length, geometry.num_layers), [checkpoint.config.bos_token_id or 0], []
     for position in range(length):
         logits, caches = decoder(torch.tensor([ids[-1:]]), causal_inputs(geometry, 1, 1, length, position), caches)
         rows.append(logits[0, 0])
         ids.append(int(torch.multinomial(rows[-1].softmax(-1), 1, generator=generator)))
-    exact = torch.stack(rows)
-    del decoder  # otherwise both models are in memory
-    decoder, _ = _stored_modules(checkpoint, head, manifest)
-    caches = empty_caches(geometry, 1, length, geometry.num_layers)
-    found = decoder(torch.tensor([ids[:-1]]), causal_inputs(geometry, 1, length, length), caches)[0][0]
-    deviation = exact.std(-1, correction=0).square().mean().sqrt()
-    same = int((found.argmax(-1) == exact.argmax(-1)).sum())
-    return QuantizationDrift(float((found - exact).square().mean().sqrt() / deviation), same, length)
+    return ids[:-1], torch.stack(rows)
 
 
 def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest, draft: bool = False) -> tuple[Decoder, ExitHead]:

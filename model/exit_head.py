@@ -1,7 +1,8 @@
 """The exit head: predicts the next token from the hidden state after layer N.
 
 It consists of E decoder blocks, a norm, and the base model's LM head or its own. With a draft vocabulary it predicts only Vd of
-the V tokens. It is stored in a checkpoint of its own: ``exit_head_file.py``.
+the V tokens. It is stored in a checkpoint of its own: ``exit_head_file.py``. Without blocks it has no caches: that is the early
+exit of models that were trained for it (LayerSkip, arXiv 2404.16710).
 
 A head with deep layers also reads the deep state of the token before the root: ``deep_states.py``.
 """
@@ -91,6 +92,8 @@ class ExitHead(nn.Module):
 
     def attend(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
         """Run all that needs the other tokens: up to behind the last attention, for x [B, n, hidden]."""
+        if not self.blocks:
+            return x, []
         written = []
         for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
             x, cache = block(x, inputs, cache)
@@ -102,7 +105,7 @@ class ExitHead(nn.Module):
         """Run the rest, for each token alone: x and the deep state before its root, both with the same leading dimensions."""
         if self.deep_in_proj is not None and state is not None:
             x = x + self.deep_in_proj(state)
-        features: Tensor = self.norm(self._last.feed_forward(x))
+        features: Tensor = self.norm(self._last.feed_forward(x) if self.blocks else x)
         return features
 
     @property
@@ -117,6 +120,8 @@ class ExitHead(nn.Module):
         The first E - 1 blocks run; the last one only computes its keys and values. The verify pass calls this with its hidden
         state after layer N, so that the draft finds filled caches.
         """
+        if not self.blocks:
+            return []
         written = []
         for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
             x, cache = block(x, inputs, cache)
@@ -138,8 +143,8 @@ def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:
             f"The exit layer must be between 1 and {geometry.num_layers - 1} for this {geometry.num_layers}-layer model; "
             f"{layer} was given."
         )
-    if not 1 <= blocks <= geometry.num_layers:
-        raise EESDError(f"The exit head must have between 1 and {geometry.num_layers} blocks; {blocks} were given.")
+    if not 0 <= blocks <= geometry.num_layers:
+        raise EESDError(f"The exit head must have between 0 and {geometry.num_layers} blocks; {blocks} were given.")
     if fault := deep_fault(geometry.num_layers, exit_config):
         raise EESDError(f"The exit head cannot have the deep layers {', '.join(map(str, exit_config.deep))}: {fault}.")
 

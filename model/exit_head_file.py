@@ -59,7 +59,7 @@ def read_exit_config(directory: Path, base: str) -> ExitConfig:
     try:
         config = ExitConfig(
             layer=fields.integer("layer"),
-            blocks=fields.integer("blocks", 1),
+            blocks=fields.integer("blocks", 1, least=0),
             own_lm_head=fields.flag("own_lm_head"),
             base=fields.text("base") or "",
             trained=fields.flag("trained"),

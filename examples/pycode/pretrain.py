@@ -5,6 +5,9 @@
 Uses Muon for the blocks' matrices, AdamW for embeddings and norms, and bf16 autocast. The trapezoidal learning rate schedule
 follows the time, so a slow machine trains fewer steps with the complete schedule. Writes a Hugging Face directory and
 ``training.json`` with the validation losses. Every five minutes the weights are saved to ``<output>-partial``.
+
+With ``--early-exit`` the model learns to exit early through its own norm and LM head, by the recipe of LayerSkip (arXiv
+2404.16710): layers are dropped, later ones more often, and every few layers also have a loss.
 """
 
 import json
@@ -34,6 +37,46 @@ def loss_of(model: torch.nn.Module, rows: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+
+
+class EarlyExits:
+    """Layer dropout and early-exit losses of a model in training.
+
+    Layer l of L is dropped for a text with the probability ``dropout * (2 ** (l / (L - 1)) - 1)``. The loss of an exit after
+    layer l has the weight ``scale * (0 + 1 + ... + l)``, that of the last one the sum before it and L - 1 more. Of every
+    ``rotation`` layers one has a loss in a step, in turn. Weights are divided by their sum.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, scale: float, dropout: float, rotation: int) -> None:
+        self.model, self.scale, self.dropout, self.rotation = model, scale, dropout, rotation
+        self.step, self.states = 0, list[Tensor]()
+        for index, layer in enumerate(model.model.layers):
+            layer.register_forward_hook(lambda _, given, found, index=index: self._behind(index, given[0], found))
+
+    def _behind(self, index: int, before: Tensor, after: Tensor) -> Tensor:
+        if not self.model.training:
+            return after
+        chance = self.dropout * (2 ** (index / (len(self.model.model.layers) - 1)) - 1)
+        kept = torch.rand(len(after), 1, 1) >= chance
+        self.states.append(torch.where(kept, after, before))
+        return self.states[-1]
+
+    def loss(self, rows: Tensor) -> Tensor:
+        self.states, last = [], len(self.model.model.layers) - 1
+        self.model.train()
+        with torch.autocast("cpu", torch.bfloat16):
+            self.model.model(input_ids=rows[:, :-1], use_cache=False)
+            total, weights = torch.zeros(()), 0.0
+            for index, state in enumerate(self.states):
+                if index < last and (index + self.step) % self.rotation:
+                    continue
+                weight = self.scale * index * (index + 1) / 2 if index < last else last + self.scale * last * (last - 1) / 2
+                logits = self.model.lm_head(self.model.model.norm(state)).float()
+                total = total + weight * torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+                weights += weight
+        self.step += 1
+        self.model.eval()
+        return total / weights
 
 
 @torch.no_grad()
@@ -89,6 +132,9 @@ def save(model: LlamaForCausalLM, data: Path, output: Path) -> None:
 @click.option("--decay", default=0.55, show_default=True, help="Fraction of the time with a falling learning rate.")
 @click.option("--resume", type=click.Path(path_type=Path), help="Start from these weights, with a new schedule.")
 @click.option("--compiled/--eager", default=True, show_default=True, help="Use torch.compile.")
+@click.option("--early-exit", default=0.0, show_default=True, help="Weight of the losses of early exits, such as 0.2.")
+@click.option("--layer-dropout", default=0.1, show_default=True, help="With --early-exit: how often the last layer is dropped.")
+@click.option("--rotation", default=8, show_default=True, help="With --early-exit: of so many layers one has a loss in a step.")
 @click.option("--seed", default=0, show_default=True)
 def main(
     data: Path,
@@ -105,6 +151,9 @@ def main(
     decay: float,
     resume: Path | None,
     compiled: bool,
+    early_exit: float,
+    layer_dropout: float,
+    rotation: int,
     seed: int,
 ) -> None:
     """Train the base model."""
@@ -130,7 +179,8 @@ def main(
             parameter.data.mul_(1 / math.sqrt(2 * layers))
     if resume is not None:
         model.load_state_dict(LlamaForCausalLM.from_pretrained(resume, dtype=torch.float32).state_dict())
-    runner = torch.compile(model, dynamic=False) if compiled else model
+    runner = torch.compile(model, dynamic=False) if compiled and not early_exit else model
+    exits = EarlyExits(model, early_exit, layer_dropout, rotation) if early_exit else None
     optimizers = make_optimizers(model, lr, adam_lr)
     train, heldout = np.load(data / "train.npy"), np.load(data / "heldout.npy")
     rows = batches(train, length, micro, seed)
@@ -151,7 +201,7 @@ def main(
                 group["lr"] = base * schedule(progress, decay)
         losses = []
         for _ in range(accumulate):
-            loss = loss_of(runner, next(rows))
+            loss = loss_of(runner, next(rows)) if exits is None else exits.loss(next(rows))
             (loss / accumulate).backward()
             losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

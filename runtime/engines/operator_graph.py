@@ -246,11 +246,11 @@ class _Builder:
 
     def _write_exit_caches(self, x: str) -> None:
         """What verify computes of the exit head: the keys and values of its blocks."""
-        layers = self._geometry.num_layers
-        for block in range(self._exit.blocks - 1):
+        layers, last = self._geometry.num_layers, self._exit.blocks - 1
+        for block in range(last):
             x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, layers + block)
-        last = self._exit.blocks - 1
-        self._attention(f"{EXIT_HEAD}blocks.{last}.", x, layers + last, attends=False)
+        if self._exit.blocks:
+            self._attention(f"{EXIT_HEAD}blocks.{last}.", x, layers + last, attends=False)
 
     def _write_deep_states(self, hidden: Sequence[str]) -> None:
         state = ""

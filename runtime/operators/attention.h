@@ -267,7 +267,8 @@ static void attend_tokens(const Attention &job, int64_t first, int64_t last, int
   float *own[QUERIES];
   for (int64_t i = 0, count = 0; i < stop; i++) {
     const int64_t t = first + i / group, head = kv * group + i % group, seen = job.tokens[t].seen() - start;
-    const int64_t from = job.window && seen > job.window ? seen - job.window : 0;  // the window begins there
+    int64_t from = job.window && seen > job.window ? seen - job.window : 0;  // the window begins there
+    if (job.hides_first && chunk == 0 && from == 0 && seen > 1) from = 1;
     if (from >= CHUNK && !folds) {
       float *part = job.part(t, head, job.chunks == 1 ? 0 : chunk);
       memset(part, 0, (2 + job.width) * sizeof(float));

@@ -129,6 +129,7 @@ struct Attention {
   const Token *tokens;
   int64_t heads, kv_heads, head_dim, width, slots, layer;  // width: head_dim, rounded up to a multiple of 16
   bool float16;                                            // of caches; otherwise float32
+  bool hides_first;                                        // whether only the first token of a text sees itself
   float scale, cap, epsilon;                               // cap: of scores, or 0
   int64_t window;                                          // places that a token sees, or 0 for all
   const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2], null: heads are not rotated; [head_dim] or null

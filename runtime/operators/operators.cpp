@@ -175,6 +175,7 @@ class Attend {
     job_.width = (job_.head_dim + 15) / 16 * 16;
     job_.slots = positive(node, "slots");
     job_.layer = node.integer("layer");
+    job_.hides_first = node.integer("hides_first", 0) != 0;
     job_.scale = node.real("scale");
     job_.cap = node.real("cap");
     job_.window = node.integer("window");
@@ -265,18 +266,19 @@ class Attend {
   Attention job_ = {};
 };
 
-// Where deep states lie: a layer of the caches [layers, 2, kv_heads, slots, width], whose keys lie in tiles [slots / 16, width, 16].
-// A state has the keys of all heads, then the values.
+// Where states lie: in the caches [layers, 2, kv_heads, slots, width], whose keys lie in tiles [slots / 16, width, 16], from a layer
+// on. A state has the keys of all heads, then the values, then those of the next layer, as many as it has numbers.
 class DeepCache {
  public:
   explicit DeepCache(const Node &node)
       : kv_heads_(positive(node, "kv_heads")), head_dim_(positive(node, "head_dim")), slots_(positive(node, "slots")),
-        layer_(node.integer("layer")) {
+        layer_(node.integer("layer")), size_(node.integer("size", 2 * kv_heads_ * head_dim_)) {
+    check(size_ > 0 && size_ < LIMIT, "a state has no number");
     check(kv_heads_ < LIMIT && head_dim_ <= MAX_WIDTH && slots_ < LIMIT && slots_ % 16 == 0, "slots are a multiple of 16");
     check(layer_ >= 0 && layer_ < LIMIT, "the layer is out of range");
   }
 
-  int64_t size() const { return 2 * kv_heads_ * head_dim_; }
+  int64_t size() const { return size_; }
 
   // The number of tokens. Every number of theirs is checked, because it becomes an address.
   int64_t checked(const Tensor &tokens) const {
@@ -284,10 +286,12 @@ class DeepCache {
     const int64_t *row = static_cast<const int64_t *>(tokens.data);
     for (int64_t t = 0; t < tokens.shape[0]; t++, row += 5) {
       check(row[0] && row[0] % 64 == 0, "a cache is not aligned to 64 bytes");
-      check(row[2] >= 0 && row[2] < slots_, "a slot is not in the cache");
+      checked_slot(row[2]);
     }
     return tokens.shape[0];
   }
+
+  void checked_slot(int64_t slot) const { check(slot >= 0 && slot < slots_, "a slot is not in the cache"); }
 
   // work(number of the token, its cache, its slot) for each token in order.
   template <typename Work> void each(const Tensor &tokens, const Work &work) const {
@@ -308,20 +312,19 @@ class DeepCache {
  private:
   // work(cell, i) for the numbers i of a slot's state.
   template <typename Cell, typename Work> void cells(void *cache, int64_t slot, const Work &work) const {
-    const int64_t width = (head_dim_ + 15) / 16 * 16, part = kv_heads_ * slots_ * width;
-    Cell *keys = static_cast<Cell *>(cache) + 2 * layer_ * part + slot / 16 * width * 16 + slot % 16;
-    Cell *values = static_cast<Cell *>(cache) + (2 * layer_ + 1) * part + slot * width;
-    for (int64_t h = 0, i = 0; h < kv_heads_; h++)
-      for (int64_t d = 0; d < head_dim_; d++, i++) work(keys[h * slots_ * width + d * 16], i);
-    for (int64_t h = 0, i = size() / 2; h < kv_heads_; h++)
-      for (int64_t d = 0; d < head_dim_; d++, i++) work(values[h * slots_ * width + d], i);
+    const int64_t width = (head_dim_ + 15) / 16 * 16, head = slots_ * width;
+    for (int64_t i = 0, h = 2 * layer_ * kv_heads_; i < size_; h++) {  // h: a head of keys or of values, of all layers
+      const bool is_key = h / kv_heads_ % 2 == 0;
+      Cell *first = static_cast<Cell *>(cache) + h * head + (is_key ? slot / 16 * width * 16 + slot % 16 : slot * width);
+      for (int64_t d = 0; d < head_dim_ && i < size_; d++, i++) work(first[is_key ? d * 16 : d], i);
+    }
   }
 
-  int64_t kv_heads_, head_dim_, slots_, layer_;
+  int64_t kv_heads_, head_dim_, slots_, layer_, size_;
   const bool float16_ = settings.float16_caches;
 };
 
-// states [T, 2 KV D], tokens [T, 5] int64 -> [T, 0]. Writes each state into the slot of its token.
+// states [T, size], tokens [T, 5] int64 -> [T, 0]. Writes each state into the slot of its token.
 class WriteState {
  public:
   static constexpr const char *name = "WriteState";
@@ -340,7 +343,7 @@ class WriteState {
   DeepCache cache_;
 };
 
-// tokens [T, 5] int64 -> states [T, 2 KV D]: what the slot before each token has, zeros before the first slot. Each is copied into
+// tokens [T, 5] int64 -> states [T, size]: what the slot before each token has, zeros before the first slot. Each is copied into
 // the token's own slot, so tokens in consecutive slots, of this call or the next, get the state before the first of them.
 class CarryState {
  public:
@@ -357,6 +360,38 @@ class CarryState {
       if (slot > 0) cache_.get(cache, slot - 1, state);
       else std::fill(state, state + size, 0.0f);
       cache_.put(state, cache, slot);
+    });
+  }
+
+ private:
+  DeepCache cache_;
+};
+
+// tokens [T, 5] int64, paths [T, P] int32, and what must have been written before -> states [T, size]: what the slot of the token
+// that each token follows has, zeros for the first one of a text.
+class ParentState {
+ public:
+  static constexpr const char *name = "ParentState";
+  static constexpr ort::Type outputs[] = {ort::FLOAT};
+  explicit ParentState(const Node &node) : cache_(node) {}
+
+  void run(const Call &call) const {
+    const Tensor tokens = call.input(0), paths = call.input(1);
+    const int64_t count = cache_.checked(tokens), size = cache_.size();
+    check(paths.type == ort::INT32 && paths.shape.size() == 2 && paths.shape[0] == count, "paths are [T, P] int32");
+    const int64_t *row = static_cast<const int64_t *>(tokens.data);
+    const int32_t *path = static_cast<const int32_t *>(paths.data);
+    std::vector<int64_t> parents;
+    for (int64_t t = 0; t < count; t++, row += 5, path += paths.shape[1]) {
+      check(row[4] >= 0 && row[4] <= paths.shape[1], "a path has another length");
+      parents.push_back(row[4] > 1 ? path[row[4] - 2] : row[4] == 1 ? row[3] - 1 : row[2] - 1);
+      if (parents.back() != -1) cache_.checked_slot(parents.back());
+    }
+    float *states = call.output<float>(0, {count, size});
+    cache_.each(tokens, [&](int64_t t, void *cache, int64_t) {
+      const int64_t parent = parents[static_cast<size_t>(t)];
+      if (parent >= 0) cache_.get(cache, parent, states + t * size);
+      else std::fill(states + t * size, states + (t + 1) * size, 0.0f);
     });
   }
 
@@ -472,7 +507,8 @@ __attribute__((visibility("default"))) ort::Status *RegisterCustomOps(ort::Optio
     bool wrong = eesd::failed(ort::call<ort::CREATE_DOMAIN>(eesd::table, "eesd", &made));
     for (const ort::CustomOp *op :
          {eesd::custom_op<eesd::Embed>(), eesd::custom_op<eesd::Multiply>(), eesd::custom_op<eesd::Attend>(),
-          eesd::custom_op<eesd::Choose>(), eesd::custom_op<eesd::WriteState>(), eesd::custom_op<eesd::CarryState>()})
+          eesd::custom_op<eesd::Choose>(), eesd::custom_op<eesd::WriteState>(), eesd::custom_op<eesd::CarryState>(),
+          eesd::custom_op<eesd::ParentState>()})
       wrong = wrong || eesd::failed(ort::call<ort::ADD_TO_DOMAIN>(eesd::table, made, op));
     return wrong ? nullptr : made;
   }();

@@ -198,7 +198,7 @@ class ExitConfig:
 
     Attributes:
         layer: N, the number of base layers before the head.
-        blocks: E, the number of decoder blocks in the head.
+        blocks: E, the number of decoder blocks in the head. 0: norm and LM head follow layer N, as LayerSkip trains models for.
         own_lm_head: Whether the head has its own LM head. If not, it uses the base model's. In an engine directory a draft
             vocabulary always has an LM head of its own: the rows of its tokens.
         base: Fingerprint of the base model.
@@ -224,6 +224,8 @@ def deep_fault(num_layers: int, exit_config: ExitConfig) -> str | None:
     deep = exit_config.deep
     if list(deep) != sorted(set(deep)) or not all(exit_config.layer < layer <= num_layers for layer in deep):
         return f"deep layers must ascend, from {exit_config.layer + 1} to at most {num_layers}"
+    if deep and not exit_config.blocks:
+        return "a head without blocks has no attention behind which they could be added"
     return None
 
 

@@ -129,7 +129,7 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("max_seq_len has no room for the nodes of a round")
     if manifest.dtype not in DTYPES:
         raise ValueError("the element type is unknown")
-    if not (1 <= exit_head.layer < num_layers and 1 <= exit_head.blocks <= num_layers):  # before anything is sized by them
+    if not (1 <= exit_head.layer < num_layers and 0 <= exit_head.blocks <= num_layers):  # before anything is sized by them
         raise ValueError("the exit head does not fit the model")
     manifest.geometry.check_window(manifest.max_tree_nodes)
     if fault := deep_fault(num_layers, exit_head):

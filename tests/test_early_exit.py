@@ -1,0 +1,173 @@
+"""Models that were trained to exit early (LayerSkip): their own norm and LM head draft, with every backend, in every way."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from support import tiny_models
+from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
+from support.distilling import SMALL
+from support.on_cache import OnCache
+from transformers import AutoModelForCausalLM
+
+from eesd import BatchOptions, Sampling, Service
+from eesd.common.manifest_reader import load_manifest
+from eesd.distill.acceptance import ValidationSet, replay_acceptance
+from eesd.distill.cli import main as distill_main
+from eesd.export.cli import main as export_main
+from eesd.export.inspect import main as inspect_main
+from eesd.model.checkpoint import Checkpoint
+from eesd.runtime.engines import operators
+from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.llm import Speculation, load
+
+TEXT = np.random.default_rng(5).integers(3, 90, 24).tolist()
+SIZE = 40
+COMMAND = ("--max-seq-len", 256, "--quantize-draft", "none")
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose second layer changes little, so an exit after the first one is often right. Its name says LayerSkip."""
+    directory = tmp_path_factory.mktemp("early")
+    model = tiny_models.build(directory / "layerskip-tiny", 97, layers=2, damping=0.05, seed=0)
+    add_tokenizer(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def plans(early: Path) -> Path:
+    return export_engine(early, early.parent / "plans", *COMMAND)
+
+
+@pytest.fixture(scope="module")
+def reduced_head(early: Path) -> Path:
+    """The model's own exit over some tokens, calibrated."""
+    np.save(early.parent / "rows.npy", np.random.default_rng(1).integers(3, 60, (32, 25)).astype(np.uint16))
+    command = ("--model", early, "--exit-layer", 1, "--blocks", 0, "--steps", 0, "--draft-vocab", SIZE, *SMALL)
+    succeed(distill_main, *command, "--data", early.parent / "rows.npy", "-o", early.parent / "head")
+    return early.parent / "head"
+
+
+@pytest.fixture(scope="module")
+def reduced(early: Path, reduced_head: Path) -> Path:
+    return export_engine(early, early.parent / "reduced", "--exit-head", reduced_head, *COMMAND)
+
+
+def exit_logits(model: Path) -> NDArray[np.float32]:
+    """The logits [T, V] of an exit after the first layer, as transformers has them."""
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        states = reference.model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states[1]
+        logits: NDArray[np.float32] = reference.lm_head(reference.model.norm(states))[0].numpy()
+    return logits
+
+
+@pytest.mark.parametrize("backend", ["ort", "torch", "ort-standard"])
+def test_the_draft_is_the_models_own_exit(early: Path, plans: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "ort-standard":
+        monkeypatch.setattr(operators, "missing", lambda: "left out")
+    manifest = load_manifest(plans)
+    assert manifest.num_caches == 2 and manifest.draft.caches == (0,) and manifest.exit_head.blocks == 0
+    engines = open_engines(plans, manifest, backend.removesuffix("-standard"), 1, draft=True)
+    cache = engines.verify.new_kv_caches()[0]
+    cache.reserve(64)
+    assert engines.draft is not None
+    verify, draft = OnCache(engines.verify, cache), OnCache(engines.draft, cache)
+    expected = exit_logits(early)
+    verify.prefill(TEXT[:10], 0)
+    for at in range(10, 14):
+        np.testing.assert_allclose(draft.forward([TEXT[at]], [at], at, at).logits[0], expected[at], atol=2e-4)
+
+
+@pytest.mark.parametrize("backend", ["ort", "torch"])
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        Speculation("fixed:k=4", guard=False, drafter="exit"),
+        Speculation("fixed:k=3", tree_width=3, guard=False, drafter="exit"),
+        Speculation(tree_width=2, tree_budget=True),
+        Speculation(),
+    ],
+)
+@pytest.mark.parametrize("directory", ["plans", "reduced"])
+def test_drafting_changes_no_token(
+    request: pytest.FixtureRequest, directory: str, backend: str, speculation: Speculation
+) -> None:
+    llm = load(request.getfixturevalue(directory), backend, threads=1)
+    accepted = 0
+    for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
+        plain = llm.with_speculation(None).generate(TEXT[:6], max_new_tokens=40, sampling=sampling, ignore_eos=True)
+        found = llm.with_speculation(speculation).generate(TEXT[:6], max_new_tokens=40, sampling=sampling, ignore_eos=True)
+        assert found.tokens == plain.tokens
+        accepted += found.stats.accepted_tokens
+    if speculation.drafter == "exit":
+        assert accepted > 8
+
+
+def test_a_service_gives_what_a_request_gets_alone(plans: Path) -> None:
+    llm = load(plans, "ort", threads=1)
+    service = Service(llm, BatchOptions(max_rows=3))
+    prompts = [TEXT[:4], TEXT[3:9], TEXT[5:20]]
+    asked = [llm.request(one, max_new_tokens=30, ignore_eos=True) for one in prompts]
+    with ThreadPoolExecutor() as pool:
+        served = list(pool.map(service.generate, asked))
+    service.close()
+    for prompt, one in zip(prompts, served, strict=True):
+        assert one.tokens == llm.with_speculation(None).generate(prompt, max_new_tokens=30, ignore_eos=True).tokens
+
+
+def test_stages_share_the_draft(early: Path, plans: Path, tmp_path: Path) -> None:
+    staged = export_engine(early, tmp_path / "plans", *COMMAND, "--stages", 2)
+    speculation = Speculation("fixed:k=3", guard=False, drafter="exit")
+    llms = [load(one, "ort", threads=1, speculation=speculation) for one in (plans, staged)]
+    whole, cut = (llm.generate(TEXT[:6], max_new_tokens=30, ignore_eos=True) for llm in llms)
+    assert (whole.tokens, whole.stats.accepted_tokens) == (cut.tokens, cut.stats.accepted_tokens)
+
+
+def test_a_calibrated_exit_knows_how_often_it_is_right(early: Path, reduced_head: Path, reduced: Path) -> None:
+    """Replayed counts are the engines'; the draft vocabulary has the most used tokens."""
+    (stored,) = reduced_head.glob("validation-*.safetensors")
+    validation, checkpoint = ValidationSet.load(stored), Checkpoint(early)
+    head = checkpoint.exit_head(reduced_head)
+    assert head.exit_config.blocks == 0 and head.exit_config.trained and head.draft_vocab is not None
+    assert len(head.draft_vocab) == SIZE and load_manifest(reduced).exit_head.draft_vocab == SIZE
+    replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, checkpoint.lm_head()), 5)
+    llm = load(reduced, "ort", threads=1, speculation=Speculation("fixed:k=5", guard=False, drafter="exit"))
+    accepted = rounds = 0
+    for tokens, start, end in zip(validation.tokens, validation.starts, validation.ends, strict=True):
+        completion = llm.generate(tokens[:start].tolist(), max_new_tokens=int(end - start), ignore_eos=True)
+        accepted, rounds = accepted + completion.stats.accepted_tokens, rounds + completion.stats.rounds
+    assert (accepted, rounds) == (sum(replayed.accepted), replayed.rounds) and accepted > 10
+
+
+def test_the_export_says_what_drafts(early: Path, tmp_path: Path, family_dir: Callable[[str], Path]) -> None:
+    """By the model's name, or because it was asked for; and whether it can be worth anything."""
+    options = ("--output", tmp_path / "plans", "--check")
+    found = succeed(export_main, "--model", early, "--exit-layer", 1, *options)
+    assert "the model's own final norm and LM head" in found.output and "not trained" not in found.output
+    same, positions = (int(found.output.split("is the model's at ")[1].split(" of ")[i].split()[0]) for i in (0, 1))
+    assert same > positions / 2
+    assert "the model's own norm and LM head" in succeed(inspect_main, tmp_path / "plans").output
+    plain = family_dir("llama-bias")
+    found = succeed(export_main, "--model", plain, "--exit-layer", 1, "--exit-head", "own", *options)
+    assert "was not trained to exit after layer 1" in found.output
+    found = succeed(export_main, "--model", plain, "--exit-layer", 1, *options[:2], "--no-check")
+    assert "own final norm" not in found.output and load_manifest(tmp_path / "plans").exit_head.blocks == 1
+
+
+def test_what_makes_no_draft_is_refused(early: Path, tmp_path: Path, family_dir: Callable[[str], Path]) -> None:
+    assert_refused(run(export_main, "--model", early, "--output", tmp_path / "plans"), "--exit-layer N")
+    plain = ("--model", family_dir("llama-bias"), "--output", tmp_path / "plans")
+    assert_refused(run(export_main, *plain, "--exit-head", "own"), "--exit-layer N")
+    assert_refused(run(export_main, *plain), "no trained exit head", "--exit-head own")
+    assert_refused(run(export_main, *plain, "--exit-head", "own", "--exit-layer", 99), "exit layer")
+    command = ("--model", early, "--exit-layer", 1, "--blocks", 0, "-o", tmp_path / "head")
+    assert_refused(run(distill_main, *command, "--steps", 5), "head without blocks")
+    deep = ("--steps", 0, "--deep", "2", "--data", early.parent / "rows.npy")
+    assert_refused(run(distill_main, *command, *deep), "without blocks")
