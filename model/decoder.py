@@ -74,6 +74,17 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+def numbers(x: Tensor, axis: int) -> Tensor:
+    """0, 1, ... for the places of a tensor along an axis, int64."""
+    if not torch.compiler.is_exporting():
+        return torch.arange(x.shape[axis], device=x.device)
+    size = torch.onnx.ops.symbolic("Shape", (x,), {"start": axis, "end": axis + 1}, dtype=torch.int64, shape=(1,), version=23)
+    size = torch.onnx.ops.symbolic("Squeeze", (size,), {}, dtype=torch.int64, shape=(), version=23)
+    ends = size * 0, size, size * 0 + 1  # constants of their own would be weights
+    found: Tensor = torch.onnx.ops.symbolic("Range", ends, {}, dtype=torch.int64, shape=(x.shape[axis],), version=11)
+    return found
+
+
 def rotate(x: Tensor, inputs: Inputs) -> Tensor:
     """Apply the rotary embedding to x [B, H, n, D]. The two halves of D are rotated, as in Hugging Face checkpoints."""
     if torch.compiler.is_exporting():

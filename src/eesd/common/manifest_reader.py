@@ -10,7 +10,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
-from eesd.common.geometry import ARCHITECTURES, deep_fault, draft_caches, draft_columns, exit_caches
+from eesd.common.geometry import ARCHITECTURES, deep_fault, draft_caches, draft_columns, eagle_fault, exit_caches
 from eesd.common.json_input import read_json
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
@@ -102,7 +102,13 @@ def _without_deep_layers(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {"format_version": 8, "exit_head": {**head, "deep": []} if isinstance(head, dict) else head}
 
 
-_OLDER = {5: _without_draft_vocab, 6: _without_minimums, 7: _without_deep_layers}
+def _without_eagle(raw: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of version 8 as one of version 9, whose head can be one of EAGLE-3."""
+    head = raw.get("exit_head")
+    return raw | {"format_version": 9, "exit_head": {**head, "eagle": None} if isinstance(head, dict) else head}
+
+
+_OLDER = {5: _without_draft_vocab, 6: _without_minimums, 7: _without_deep_layers, 8: _without_eagle}
 """What makes a manifest of an older version one of the next."""
 
 
@@ -117,12 +123,13 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("max_seq_len has no room for the nodes of a round")
     if manifest.dtype not in DTYPES or manifest.geometry.architecture not in ARCHITECTURES.values():
         raise ValueError("the element type or the architecture is unknown")
-    if not (1 <= exit_head.layer < num_layers and 0 <= exit_head.blocks <= num_layers):  # before anything is sized by them
+    least = 0 if exit_head.eagle else 1
+    if not (least <= exit_head.layer < num_layers and 0 <= exit_head.blocks <= num_layers):  # before anything is sized by them
         raise ValueError("the exit head does not fit the model")
-    if fault := deep_fault(num_layers, exit_head):
+    if fault := deep_fault(num_layers, exit_head) or eagle_fault(manifest.geometry, exit_head):
         raise ValueError(fault)
-    if exit_head.deep and len(manifest.verify) > 1:
-        raise ValueError("deep layers in several stages")
+    if exit_head.read_layers and len(manifest.verify) > 1:
+        raise ValueError("states of layers in several stages")
     if not _draft_vocab_fits(manifest):
         raise ValueError("the draft vocabulary")
     _check_quantization(manifest.quantization)
