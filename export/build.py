@@ -12,6 +12,7 @@ import click
 from eesd.common.cli import PATH, command
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
+from eesd.common.geometry import state_caches
 from eesd.common.integrity import verify_files
 from eesd.common.machine import available_memory, compute_capability, free_gpu_memory
 from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, PlanInfo
@@ -170,7 +171,7 @@ def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     """Warn if some attentions or cache updates of the graph are not single kernels, which makes decoding slow."""
     # The first stage writes the cache of the last exit block without an attention.
     first_stage = graph == manifest.verify[0] and manifest.exit_head.blocks > 0
-    without = first_stage + bool(manifest.exit_head.deep)  # nothing attends to the deep cache
+    without = first_stage + state_caches(manifest.geometry, manifest.exit_head)
     attentions, updates = len(graph.caches) - without, 2 * len(graph.caches)
     if not plan.fused_attentions and plan.fused_cache_updates == updates:
         notice(

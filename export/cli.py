@@ -66,7 +66,7 @@ if TYPE_CHECKING:  # --help must not load torch
 @click.option(
     "--exit-head",
     type=PATH,
-    help="Directory of a trained exit head; own: the model's norm and LM head, for models that were trained to exit early.  "
+    help="Directory of a trained exit head or of a published EAGLE-3 head; own: the model's norm and LM head, for models that were trained to exit early.  "
     "[default: the model directory; own with --exit-layer if the model's name says LayerSkip]",
 )
 @click.option("-o", "--output", type=PATH, default=Path("plans"), help="Engine directory to write.")
@@ -175,7 +175,9 @@ def main(
         bar.update(task, description="packing the weights for the CPU", total=None)
         report += _pack(output, manifest, pack)
     types = _types(options, own=checkpoint.quantization is not None)
-    click.echo(f"{output}: {config.geometry.architecture}, {types}, exit after layer {head.config.layer}, {slots} slots")
+    read = ", ".join(map(str, head.config.read_layers))
+    drafts = f"EAGLE-3 over the layers {read}" if head.config.eagle else f"exit after layer {head.config.layer}"
+    click.echo(f"{output}: {config.geometry.architecture}, {types}, {drafts}, {slots} slots")
     if not head.config.blocks:
         click.echo("draft: the model's own final norm and LM head behind its exit layer, without an exit head")
     if unquantized:
@@ -298,7 +300,8 @@ def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[
 def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, directory: Path | None) -> Head:
     """Open the exit head in ``directory`` or else in the model directory. Without either a model that exits early by training,
     as its ``name`` says, needs none, and others get an untrained one."""
-    from eesd.export.engine_dir import early_exit, stored_head, untrained_head
+    from eesd.export.engine_dir import eagle_head, early_exit, stored_head, untrained_head
+    from eesd.model.eagle_file import is_eagle
     from eesd.model.exit_head_file import CONFIG_FILE
 
     if directory is None and (checkpoint.path / CONFIG_FILE).exists():
@@ -308,6 +311,10 @@ def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, dire
         if exit_layer is None:
             raise EESDError("The draft with the model's own norm and LM head needs a layer to exit after; give --exit-layer N.")
         return early_exit(checkpoint, exit_layer)
+    if directory is not None and not (directory / CONFIG_FILE).exists() and is_eagle(directory):
+        if exit_layer is not None:
+            raise EESDError("An EAGLE-3 head stands behind the embeddings; leave --exit-layer out.")
+        return eagle_head(checkpoint, directory)
     if directory is not None:
         head = stored_head(checkpoint, directory)
         if exit_layer not in (None, head.config.layer):

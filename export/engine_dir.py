@@ -28,7 +28,7 @@ from eesd.common.manifest import (
     LinkInfo,
     Manifest,
 )
-from eesd.common.weights import EXIT_HEAD, LM_HEAD, StoredWeight, checkpoint_names, lm_head_name, model_shapes
+from eesd.common.weights import EXIT_HEAD, HEAD_TABLES, LM_HEAD, StoredWeight, checkpoint_names, lm_head_name, model_shapes
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
 from eesd.export.weights import (
@@ -43,6 +43,7 @@ from eesd.export.weights import (
 )
 from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint, exit_head_tensors, stored_draft_vocab
+from eesd.model.eagle_file import read_eagle
 from eesd.model.rotary import rotary_tables
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.decoding.sampling import Sampling
@@ -96,6 +97,13 @@ def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
         whole = checkpoint.tensors[lm_head_name(checkpoint.geometry)]
         sources[LM_HEAD] = ComputedTensor(lambda: whole.read()[ids])
     return Head(replace(config, own_lm_head=True), sources, ids)
+
+
+def eagle_head(checkpoint: Checkpoint, directory: Path) -> Head:
+    """Open an EAGLE-3 head as others publish it. Raises :class:`EESDError` if it is damaged, not supported, or of another model."""
+    config, tensors, ids = read_eagle(checkpoint, directory)
+    sources: dict[str, TensorSource] = dict(tensors)
+    return Head(config, sources, ids)
 
 
 def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:
@@ -200,6 +208,10 @@ def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, 
     sources |= {EXIT_HEAD + name: source for name, source in head.sources.items()}
     sources["cos"] = ComputedTensor(lambda: rotary_tables(checkpoint.geometry, slots)[0])
     sources["sin"] = ComputedTensor(lambda: rotary_tables(checkpoint.geometry, slots)[1])
+    if head.config.eagle:
+        block = head.config.eagle.block
+        for index, name in enumerate(HEAD_TABLES):
+            sources[name] = ComputedTensor(lambda index=index: rotary_tables(block, slots)[index])
     return sources
 
 

@@ -217,7 +217,7 @@ def memory_table(manifest: Manifest, devices: list[DeviceMemory], batch: int, ra
 def _summary(directory: Path, manifest: Manifest) -> Table:
     slot = slot_bytes(manifest, manifest.num_caches)
     geometry, exit_head = manifest.geometry, manifest.exit_head
-    deep = f", deep layers {', '.join(map(str, exit_head.deep))}" if exit_head.deep else ""
+    deep = f", deep layers {', '.join(map(str, exit_head.read_layers))}" if exit_head.read_layers else ""
     blocks = f"{exit_head.blocks} block(s)" if exit_head.blocks else "the model's own norm and LM head"
     trained = "" if exit_head.trained else "  (untrained: train it with eesd-distill)"
     rows = {
@@ -226,7 +226,7 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
             f"{geometry.num_layers} layers, hidden size {geometry.hidden_size}, {geometry.num_heads} heads and "
             f"{geometry.num_kv_heads} KV heads of {geometry.head_dim}, vocabulary {geometry.vocab_size}"
         ),
-        "exit head": f"after layer {exit_head.layer}, {blocks}{deep}{trained}",
+        "exit head": f"EAGLE-3{deep}" if exit_head.eagle else f"after layer {exit_head.layer}, {blocks}{deep}{trained}",
         "draft vocabulary": _draft_vocab(manifest),
         "calibration": "prior of this head" if exit_head.calibration else "default prior",
         "element type": manifest.dtype,

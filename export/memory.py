@@ -43,10 +43,10 @@ def split_layers(
         EESDError: The model cannot be split into that many stages.
     """
     layers, before_exit = geometry.num_layers, exit_config.layer
-    if exit_config.deep and stages > 1:
+    if exit_config.read_layers and stages > 1:
         raise EESDError(
-            f"--stages {stages} cannot be used with this exit head: it reads states after the layers "
-            f"{', '.join(map(str, exit_config.deep))}, which another device would have; give a head without deep layers."
+            f"--stages {stages} cannot be used with this head: it reads states after the layers "
+            f"{', '.join(map(str, exit_config.read_layers))}, which another device would have; give a head without deep layers."
         )
     most = layers - before_exit + 1
     if not 1 <= stages <= most:
@@ -54,6 +54,9 @@ def split_layers(
             f"--stages must be between 1 and {most} for this {layers}-layer model with its exit after layer {before_exit} "
             f"(the first stage holds what the draft uses); {stages} was given."
         )
+
+    if stages == 1:
+        return [range(layers)]
 
     def nbytes(shapes: Mapping[str, Shape]) -> int:
         wide = geometry.wide_norms

@@ -30,7 +30,9 @@ from eesd.common.manifest import (
 )
 from eesd.common.weights import (
     FACTOR,
+    HEAD_TABLES,
     MINIMUMS,
+    ROTARY_TABLES,
     SCALES,
     UNQUANTIZED,
     ZEROS,
@@ -45,7 +47,7 @@ from eesd.export.constants import constant, is_constant, values_of
 from eesd.export.heads import part_heads
 from eesd.export.weights import TensorLocation
 from eesd.model.decoder import KV, Decoder, Inputs
-from eesd.model.exit_head import ExitHead
+from eesd.model.eagle import make_head
 from eesd.model.graphs import Draft, Verify
 from eesd.model.rotary import rotary_tables
 
@@ -194,7 +196,7 @@ def _traced(
     """The graph as torch writes it: the draft if its number of candidates and ``folded`` are given, else layers of verify."""
     untied = replace(geometry, tied_embeddings=False)  # a quantized LM head is not the embedding table
     with FakeTensorMode(), _default_dtype(getattr(torch, dtype)):
-        decoder, head = Decoder(untied), ExitHead(geometry, exit_config)
+        decoder, head = Decoder(untied), make_head(geometry, exit_config, slots)
         module: Draft | Verify = Verify(decoder, head, layers) if draft is None else Draft(decoder, head, *draft)
         engine = _EngineModule(module, *rotary_tables(geometry, slots)).eval()
         first, rows = layers.start == 0, draft is None and layers.stop == geometry.num_layers
@@ -527,7 +529,8 @@ def to_proto(graph: Graph, locations: Mapping[str, TensorLocation]) -> onnx.Mode
             assert value.dtype is not None and value.shape is not None
             value.const_value = ir.ExternalTensor(*locations[name], value.dtype, shape=value.shape, name=name)
     graph.model.producer_name = "eesd"
-    rotary_shape = graph.model.graph.initializers["cos"].shape
+    tables = graph.model.graph.initializers
+    rotary_shape = tables[HEAD_TABLES[0] if HEAD_TABLES[0] in tables else ROTARY_TABLES[0]].shape
     assert rotary_shape is not None
     graph.model.metadata_props[SLOTS_PROPERTY] = str(rotary_shape[0])
     return ir.to_proto(graph.model)

@@ -23,6 +23,7 @@ from eesd.export.engine_dir import Head, weight_sources
 from eesd.export.weights import TensorSource, joined, quantized
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder, Inputs
+from eesd.model.eagle import make_head
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.inputs import causal_inputs, empty_caches
@@ -174,7 +175,7 @@ def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest, draf
     geometry = checkpoint.geometry
     sources = weight_sources(checkpoint, head, manifest.max_seq_len)
     with torch.device("meta"):
-        modules = Decoder(replace(geometry, tied_embeddings=False)), ExitHead(geometry, head.config)
+        modules = Decoder(replace(geometry, tied_embeddings=False)), make_head(geometry, head.config, _TREE_SLOTS)
     for module, prefix in zip(modules, ("", EXIT_HEAD), strict=True):
         state = {}
         for name, parameter in module.named_parameters():
@@ -184,6 +185,8 @@ def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest, draf
             state[name] = _stored_value(stored, shape, source, manifest)
         module.load_state_dict(state, strict=False, assign=True)
     modules[1].draft_vocab = head.draft_vocab
+    if head.config.eagle:
+        modules[1].cos, modules[1].sin = rotary_tables(head.config.eagle.block, manifest.max_seq_len)
     return modules
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from eesd.common.geometry import state_caches
 from eesd.common.machine import cores
 from eesd.common.manifest import GraphInfo, Manifest
-from eesd.common.weights import BITS, EMBEDDINGS, ROTARY_TABLES, StoredWeight
+from eesd.common.weights import BITS, EMBEDDINGS, HEAD_TABLES, ROTARY_TABLES, StoredWeight
 from eesd.export.memory import is_split, rank_bytes, slot_bytes
 
 KERNELS_PER_BLOCK, OTHER_KERNELS = 12, 10
@@ -154,7 +155,7 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int =
         ranks: Of so many ranks, each reads that much.
     """
     weights = sum(rank_bytes(weight, ranks) for weight in _weights_read(manifest, graph))
-    read = len(graph.caches) - bool(manifest.exit_head.deep)  # of the deep cache a single slot
+    read = len(graph.caches) - state_caches(manifest.geometry, manifest.exit_head)  # of caches of states a single slot
     return weights + slots * slot_bytes(manifest, read) // ranks
 
 
@@ -170,7 +171,7 @@ def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
     is_head = graph == manifest.verify[-1] or (graph == manifest.draft and not manifest.exit_head.own_lm_head)
     if not (tied and is_head):
         weights.pop(EMBEDDINGS, None)
-    return [weight for name, weight in weights.items() if name not in ROTARY_TABLES]
+    return [weight for name, weight in weights.items() if name not in (*ROTARY_TABLES, *HEAD_TABLES)]
 
 
 def _kernels(manifest: Manifest, graph: GraphInfo) -> int:

@@ -210,7 +210,7 @@ def _open_directory(directory: Path) -> tuple[ModelConfig, Tensors]:
         raise EESDError(f"{directory} is not a directory; give a Hugging Face model directory or a GGUF file.")
     config = load_config(directory)
     stored: dict[str, CheckpointTensor] = {}
-    for path in _weight_files(directory):
+    for path in weight_files(directory):
         stored.update(read_header(path))
     return config, dict(stored) if config.packing is None else _packed(stored, config.packing)
 
@@ -247,7 +247,7 @@ def _check_biases(biases: Iterable[CheckpointTensor]) -> None:
             raise EESDError(f"{bias.path}: the architecture has no {bias.name}, and it is not zero; it is not supported.")
 
 
-def _weight_files(directory: Path) -> Iterator[Path]:
+def weight_files(directory: Path) -> Iterator[Path]:
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").is_file():  # wins over an index, as in transformers
         yield directory / "model.safetensors"

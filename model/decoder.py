@@ -58,7 +58,7 @@ class Inputs:
         longer than a round: so a slot's number stands for its position, wherever a node of a tree lies.
         """
         if self.near is None:
-            hidden = slot_numbers(self.attn_mask) <= self.position_ids[:, None, :, None] - window
+            hidden = numbers(self.attn_mask, 3) <= self.position_ids[:, None, :, None] - window
             mask = torch.minimum(self.attn_mask, hidden.to(self.attn_mask.dtype) * MASKED)
             self.near = replace(self, attn_mask=mask, query_mask=None)
             if self.query_mask is not None:
@@ -70,20 +70,15 @@ KV = tuple[Tensor, Tensor]
 """The key cache and the value cache of one layer, each [B, KV, S, D]."""
 
 
-def slot_numbers(mask: Tensor) -> Tensor:
-    """The numbers of the slots [S], int64, that a mask [B, 1, n, S] has columns for."""
-    slots = mask.shape[3]
+def numbers(x: Tensor, axis: int) -> Tensor:
+    """0, 1, ... for the places of a tensor along an axis, int64."""
     if not torch.compiler.is_exporting():
-        return torch.arange(slots, device=mask.device)
-    # Range counts slots when the graph runs; what is traced would be a constant.
-    ends = [torch.zeros((), dtype=torch.int64), _slots_of(mask), torch.ones((), dtype=torch.int64)]
-    numbers: Tensor = torch.onnx.ops.symbolic("Range", ends, dtype=torch.int64, shape=(slots,), version=11)
-    return numbers
-
-
-def _slots_of(mask: Tensor) -> Tensor:
-    shape: Tensor = torch.onnx.ops.symbolic("Shape", (mask,), {"start": 3, "end": 4}, dtype=torch.int64, shape=(1,), version=23)
-    return shape.squeeze(0)
+        return torch.arange(x.shape[axis], device=x.device)
+    size = torch.onnx.ops.symbolic("Shape", (x,), {"start": axis, "end": axis + 1}, dtype=torch.int64, shape=(1,), version=23)
+    size = torch.onnx.ops.symbolic("Squeeze", (size,), {}, dtype=torch.int64, shape=(), version=23)
+    ends = size * 0, size, size * 0 + 1  # constants of their own would be weights
+    found: Tensor = torch.onnx.ops.symbolic("Range", ends, {}, dtype=torch.int64, shape=(x.shape[axis],), version=11)
+    return found
 
 
 class RMSNorm(nn.Module):

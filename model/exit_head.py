@@ -128,9 +128,16 @@ class ExitHead(nn.Module):
             written.append(cache)
         return [*written, self._last.write_kv(x, inputs, caches[-1])]
 
-    def write_deep(self, hidden: Sequence[Tensor], inputs: Inputs, cache: KV) -> KV:
-        """Write the deep cache from the hidden states after the deep layers, each [B, n, hidden]. Verify calls this."""
-        return write_deep_states(deep_states(self.deep, hidden), inputs, cache)
+    def write_states(self, embedded: Tensor, hidden: Sequence[Tensor], inputs: Inputs, caches: list[KV]) -> list[KV]:
+        """Write what verify knows of the layers that the head reads: here the deep cache. Verify calls this.
+
+        Args:
+            embedded: The embeddings of the tokens [B, n, hidden], for heads that read them.
+            hidden: Their states after each of the layers, [B, n, hidden].
+            inputs: Shared inputs.
+            caches: The head's caches that are not written yet.
+        """
+        return [write_deep_states(deep_states(self.deep, hidden), inputs, caches[-1])]
 
 
 def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:

@@ -11,8 +11,10 @@ does not have it for long caches, and copies a cache that it reads otherwise: on
 Verify computes logits only for the tokens that its caller names: nobody reads those of a prompt, and the LM head is a large
 part of a small model.
 
+A head of EAGLE-3 (``eagle.py``) stands behind the embeddings: its draft runs no base layer.
+
 Verify can be split by layers into stages that run on different devices. The first stage has every cache that the draft uses. A
-head with deep layers needs a single stage: the deep cache is the draft's, and written behind the last deep layer.
+head that reads states of layers needs a single stage: their caches are the draft's, and written behind the last of these layers.
 """
 
 import torch
@@ -105,18 +107,18 @@ class Verify(nn.Module):
         inputs = fold_mask(inputs, self.group, self.kv_heads)
         if self.layers.start == 0:
             x = self.model.embed_tokens(x)
-        written = []
+        embedded, written = x, []
         exit_caches: list[KV] = []
-        deep: list[Tensor] = []
+        states: list[Tensor] = []
         for index, cache in zip(self.layers, caches[:count], strict=True):
             x, cache = self.model.layers[index](x, inputs, cache)
             written.append(cache)
             if index == head.layer - 1:
                 exit_caches = self.exit_head.write_kv(x, inputs, caches[count : count + head.blocks])
-            if index + 1 in head.deep:
-                deep.append(x)
-        if deep:
-            exit_caches.append(self.exit_head.write_deep(deep, inputs, caches[-1]))
+            if index + 1 in head.read_layers:
+                states.append(x)
+        if states:
+            exit_caches += self.exit_head.write_states(embedded, states, inputs, caches[count + len(exit_caches) :])
         if self.layers.stop == len(self.model.layers):
             if inputs.logit_rows is not None:
                 x = x.index_select(1, inputs.logit_rows)

@@ -17,7 +17,18 @@ from onnx import TensorProto, helper, numpy_helper
 
 from eesd.common.geometry import FULL, SLIDING, UNROTATED, ExitConfig, Geometry, exit_caches
 from eesd.common.manifest import GraphInfo, Manifest
-from eesd.common.weights import DEEP_IN, DRAFT, DRAFT_VOCAB, EMBEDDINGS, EXIT_HEAD, FINAL_NORM, LM_HEAD
+from eesd.common.weights import (
+    DEEP_IN,
+    DRAFT,
+    DRAFT_VOCAB,
+    EMBEDDINGS,
+    EXIT_HEAD,
+    FINAL_NORM,
+    FUSE,
+    HEAD_TABLES,
+    LM_HEAD,
+    ROTARY_TABLES,
+)
 from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN
 
@@ -103,15 +114,17 @@ class _Builder:
         first = _input(x, [None] if layers.start == 0 else [None, self._geometry.hidden_size], layers.start == 0)
         if layers.start == 0:
             x = self._embed(x)
-        deep = []
+        embedded, states = x, []
         for layer in layers:
             x = self._block(f"model.layers.{layer}.", x, layer)
             if layer == self._exit.layer - 1 and not self._draft:
                 self._write_exit_caches(x)
-            if layer + 1 in self._exit.deep:
-                deep.append(x)
-        if deep:
-            self._write_deep_states(deep)
+            if layer + 1 in self._exit.read_layers:
+                states.append(x)
+        if states and self._exit.eagle:
+            self._write_eagle(embedded, states)
+        elif states:
+            self._write_deep_states(states)
         inputs, outputs = [first, _input("tokens", [None, 5]), _input("paths", [None, None], kind=TensorProto.INT32)], []
         if self._draft:
             outputs = self._predict_draft(x)
@@ -154,16 +167,18 @@ class _Builder:
         )  # fmt: skip
 
     def _block(self, prefix: str, x: str, cache: int, more: str = "") -> str:
-        before, behind = self._geometry.norm_before, self._geometry.norm_behind
-        attended = self._attention(prefix, x, cache)
-        out = self._product(
+        attended = self._attention(prefix, x, cache, self._geometry)
+        return self._behind_attention(prefix, attended, self._sum(prefix, x, more), self._geometry)
+
+    def _behind_attention(self, prefix: str, attended: str, residual: str, geometry: Geometry) -> str:
+        before, behind = geometry.norm_before, geometry.norm_behind
+        x = self._product(
             attended, [self._columns(f"{prefix}self_attn.o_proj.weight")], f"{prefix}attended", bias=["self_attn.o_proj.bias"],
-            prefix=prefix, residual="" if behind else self._sum(prefix, x, more),
+            prefix=prefix, residual="" if behind else residual,
         )  # fmt: skip
         if behind:
-            out = self._joined(out, f"{prefix}post_self_attn_layernorm.weight", self._sum(prefix, x, more), f"{prefix}joined")
-        x = out
-        inner, width = f"{prefix}mlp.", self._geometry.intermediate_size
+            x = self._joined(x, f"{prefix}post_self_attn_layernorm.weight", residual, f"{prefix}joined")
+        inner, width = f"{prefix}mlp.", geometry.intermediate_size
         packed = self._find(f"{inner}gate_up_proj.weight")
         if packed is not None:
             parts = [Columns(packed, 0, width), Columns(packed, width, 2 * width)]
@@ -171,7 +186,7 @@ class _Builder:
             parts = [self._columns(f"{inner}{name}_proj.weight") for name in ("gate", "up")]
         gated = self._product(
             x, parts, f"{prefix}gated", norm=f"{prefix}post_attention_layernorm.weight" if before else "", prefix=prefix,
-            gating=GATINGS[self._geometry.activation],
+            gating=GATINGS[geometry.activation],
             bias=["mlp.gate_up_proj.bias"] if packed is not None else ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
         )  # fmt: skip
         down = [self._columns(f"{inner}down_proj.weight")]
@@ -182,8 +197,8 @@ class _Builder:
     def _sum(self, prefix: str, x: str, more: str) -> str:
         return self._node("Add", [x, more], f"{prefix}sum", domain="") if more else x
 
-    def _attention(self, prefix: str, x: str, cache: int, attends: bool = True) -> str:
-        """Keys and values of x into a cache, and what queries attend to."""
+    def _attention(self, prefix: str, x: str, cache: int, geometry: Geometry, attends: bool = True, eagle: bool = False) -> str:
+        """Keys and values of x into a cache, and what queries attend to. What an EAGLE-3 head reads is normalized before."""
         wanted = ("q", "k", "v") if attends else ("k", "v")
         packed = f"self_attn.{'qkv' if attends else 'kv'}_proj"
         if self._find(f"{prefix}{packed}.weight") is not None:
@@ -191,17 +206,16 @@ class _Builder:
         else:
             modules = [f"self_attn.{name}_proj" for name in wanted]
         parts = [self._columns(f"{prefix}{module}.weight") for module in modules]
-        qkv = self._product(
-            x, parts, f"{prefix}qkv", norm=f"{prefix}input_layernorm.weight" if self._geometry.norm_before else "",
-            bias=[f"{module}.bias" for module in modules], prefix=prefix,
-        )  # fmt: skip
-        geometry, kind = self._geometry, self._kind(cache)
+        norm = "" if eagle or not geometry.norm_before else f"{prefix}input_layernorm.weight"
+        bias = [f"{module}.bias" for module in modules]
+        qkv = self._product(x, parts, f"{prefix}qkv", norm=norm, bias=bias, prefix=prefix)
+        kind = FULL if eagle else self._kind(cache)
         norms = [self._small(f"{prefix}self_attn.{name}_norm.weight") for name in ("q", "k")]
         if geometry.qk_norm_joint:
             qkv, norms = self._normed_together(prefix, qkv, wanted), [self._small(), self._small()]
         return self._node(
             "Attention",
-            [qkv, "tokens", "paths", *self._tables(kind), *norms],
+            [qkv, "tokens", "paths", *([self._small(table) for table in HEAD_TABLES] if eagle else self._tables(kind)), *norms],
             f"{prefix}attention",
             heads=geometry.num_heads if attends else 0,
             kv_heads=geometry.num_kv_heads,
@@ -212,6 +226,7 @@ class _Builder:
             cap=geometry.attention_cap,
             window=geometry.window if kind == SLIDING else 0,
             epsilon=geometry.rms_norm_eps,
+            hides_first=int(eagle),
         )
 
     def _kind(self, cache: int) -> str:
@@ -250,7 +265,7 @@ class _Builder:
         for block in range(last):
             x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, layers + block)
         if self._exit.blocks:
-            self._attention(f"{EXIT_HEAD}blocks.{last}.", x, layers + last, attends=False)
+            self._attention(f"{EXIT_HEAD}blocks.{last}.", x, layers + last, self._geometry, attends=False)
 
     def _write_deep_states(self, hidden: Sequence[str]) -> None:
         state = ""
@@ -258,22 +273,54 @@ class _Builder:
             prefix = f"{EXIT_HEAD}deep.{index}."
             parts = [self._columns(f"{prefix}state_proj.weight")]
             state = self._product(x, parts, f"{prefix}state", norm=f"{prefix}norm.weight", residual=state)
-        self._deep_cache("WriteState", [state, "tokens"], "deep_state")
+        self._states("WriteState", [state, "tokens"], "deep_state")
 
-    def _deep_cache(self, kind: str, inputs: Sequence[str], output: str) -> str:
-        """A node that writes or reads the deep cache."""
-        geometry, cache = self._geometry, exit_caches(self._geometry, self._exit)[-1]
+    def _states(self, kind: str, inputs: Sequence[str], output: str) -> str:
+        """A node that writes or reads states."""
+        geometry, cache = self._geometry, exit_caches(self._geometry, self._exit)[self._exit.blocks]
+        size = geometry.hidden_size if self._exit.eagle else 2 * geometry.num_kv_heads * geometry.head_dim
         return self._node(
             kind, inputs, output, kv_heads=geometry.num_kv_heads, head_dim=geometry.head_dim, slots=slots_of(self.manifest),
-            layer=cache,
+            layer=cache, size=size,
         )  # fmt: skip
+
+    def _write_eagle(self, embedded: str, states: Sequence[str]) -> None:
+        """What verify computes of an EAGLE-3 head: the fused states, and from those of the tokens before keys and values."""
+        joined = self._node("Concat", states, "states", domain="", axis=1)
+        fused = self._product(joined, [self._columns(f"{EXIT_HEAD}{FUSE}.weight")], "fused")
+        written = self._states("WriteState", [fused, "tokens"], "written")
+        self._eagle_attention(embedded, self._states("ParentState", ["tokens", "paths", written], "before"), attends=False)
+
+    def _eagle_attention(self, embedded: str, state: str, attends: bool) -> tuple[str, str]:
+        """What the block's queries attend to, and the norm of the state."""
+        assert self._exit.eagle is not None
+        prefix, block = f"{EXIT_HEAD}blocks.0.", self._exit.eagle.block
+        normed = [
+            self._node(
+                "SimplifiedLayerNormalization", [x, self._small(f"{prefix}{norm}.weight")], norm, domain="", axis=-1,
+                epsilon=block.rms_norm_eps, stash_type=1,
+            )
+            for x, norm in ((embedded, "input_layernorm"), (state, "hidden_norm"))
+        ]  # fmt: skip
+        read = self._node("Concat", normed, "read", domain="", axis=1)
+        return self._attention(prefix, read, self._geometry.num_layers, block, attends, eagle=True), normed[1]
+
+    def _eagle_block(self, embedded: str) -> str:
+        assert self._exit.eagle is not None
+        state = self._states("ParentState", ["tokens", "paths"], "before")
+        attended, normed = self._eagle_attention(embedded, state, attends=True)
+        residual = normed if self._exit.eagle.normed_residual else state
+        x = self._behind_attention(f"{EXIT_HEAD}blocks.0.", attended, residual, self._exit.eagle.block)
+        self._states("WriteState", [x, "tokens"], "written")
+        return x
 
     def _predict_draft(self, x: str) -> list[Any]:
         more = ""
         if self._exit.deep:
-            state = self._deep_cache("CarryState", ["tokens"], "deep_state")
+            state = self._states("CarryState", ["tokens"], "deep_state")
             more = self._product(state, [self._columns(f"{EXIT_HEAD}{DEEP_IN}.weight")], "more")
-        for block in range(self._exit.blocks):
+        x = self._eagle_block(x) if self._exit.eagle else x
+        for block in range(0 if self._exit.eagle else self._exit.blocks):
             last = block == self._exit.blocks - 1
             x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, self._geometry.num_layers + block, more if last else "")
         head = f"{EXIT_HEAD}{LM_HEAD}" if self._exit.own_lm_head else LM_HEAD
@@ -301,7 +348,8 @@ class _Builder:
         joined = self._small(*biases)
         given = [x, self._small(norm) if norm else self._small(), joined, residual or self._small()]
         inputs = [*given, *map(self._packed, parts)]
-        epsilon = self._geometry.rms_norm_eps
+        eagle = self._exit.eagle if norm.startswith(EXIT_HEAD) else None
+        epsilon = (eagle.block if eagle else self._geometry).rms_norm_eps
         return self._node("Product", inputs, name, epsilon=epsilon, gating=gating, matrices=self._numbers(parts))
 
     def _find(self, name: str) -> str | None:

@@ -22,7 +22,7 @@ from eesd.common.files import directory_written_whole
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
 from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
-from eesd.common.weights import FACTOR, FP4, FP8, MINIMUMS, SCALES, ZEROS
+from eesd.common.weights import FACTOR, FP4, FP8, HEAD_TABLES, MINIMUMS, ROTARY_TABLES, SCALES, ZEROS
 from eesd.runtime.engines.graph_file import read_graph
 from eesd.runtime.engines.panels import BFLOAT16, FLOAT16, FLOAT32, Levels, Packed, pack_floats, pack_levels
 from eesd.runtime.engines.stored_values import read_tensor, to_float32
@@ -171,7 +171,7 @@ class _Reader:
 
     def _matrices(self, wanted: bool) -> Iterator[str]:
         for name, weight in self._weights.items():
-            if (len(weight.shape) == 2 and name not in ("cos", "sin")) == wanted:
+            if (len(weight.shape) == 2 and name not in (*ROTARY_TABLES, *HEAD_TABLES)) == wanted:
                 yield name
 
     def _small(self, name: str) -> NDArray[Any]:

@@ -39,6 +39,7 @@ from eesd.common.weights import (
     parts_of,
 )
 from eesd.model.decoder import Decoder
+from eesd.model.eagle import make_head
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.parallel import Split, split_blocks
@@ -188,7 +189,8 @@ def _explain_mismatch(directory: Path) -> Iterator[None]:
 def _make_modules(manifest: Manifest, weights: Weights, graph: GraphInfo) -> tuple[Decoder, ExitHead]:
     """Make the modules of a graph with its weights. Parameters without a weight stay on the meta device."""
     with torch.device("meta"):
-        decoder, head = Decoder(manifest.geometry), ExitHead(manifest.geometry, manifest.exit_head)
+        decoder = Decoder(manifest.geometry)
+        head = make_head(manifest.geometry, manifest.exit_head, manifest.max_seq_len)
     used = {name.removeprefix(DRAFT): weights[name] for name in manifest.weights_of(graph)}
     own: dict[str, Tensor] = {}
     for name, weight in used.items():
@@ -262,7 +264,7 @@ def _unpacked(name: str, tensor: Tensor, manifest: Manifest) -> dict[str, Tensor
 def _outputs(name: str, outputs: int, manifest: Manifest) -> list[int]:
     """How many of a weight's outputs are of each of its parts."""
     parts = parts_of(name)
-    return [shape[0] for shape in part_shapes(parts, manifest.geometry)] if len(parts) > 1 else [outputs]
+    return [shape[0] for shape in part_shapes(parts, manifest.geometry, manifest.exit_head)] if len(parts) > 1 else [outputs]
 
 
 def _load_weight(

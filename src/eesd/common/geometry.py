@@ -193,8 +193,24 @@ def _check_size(name: str, value: int, most: int, least: int = 1) -> None:
 
 
 @dataclass(frozen=True)
+class Eagle:
+    """Structure of an EAGLE-3 head (arXiv 2503.01840), which reads the model's states and then its own.
+
+    Attributes:
+        layers: The layers whose hidden states verify fuses to what the head reads, ascending.
+        block: Sizes of its block, whose attention reads an embedding and a state side by side. Caches have one shape, so hidden
+            size, KV heads and their size are the model's.
+        normed_residual: Whether the block adds to the norm of the state, and not to the state itself.
+    """
+
+    layers: tuple[int, ...]
+    block: Geometry
+    normed_residual: bool = False
+
+
+@dataclass(frozen=True)
 class ExitConfig:
-    """Position and structure of an exit head.
+    """Position and structure of a head that drafts: an exit head, or one of EAGLE-3.
 
     Attributes:
         layer: N, the number of base layers before the head.
@@ -207,6 +223,8 @@ class ExitConfig:
         draft_vocab: Vd, the number of tokens that the head can predict. 0: the whole vocabulary.
         deep: Layers above N, ascending, whose hidden states verify puts into the deep cache, where the draft reads them. Empty:
             there is none.
+        eagle: What an EAGLE-3 head is. It has one block, its own LM head, and stands behind the embeddings: N is 0. None for an
+            exit head.
     """
 
     layer: int
@@ -217,6 +235,37 @@ class ExitConfig:
     calibration: CalibrationPrior | None = None
     draft_vocab: int = 0
     deep: tuple[int, ...] = ()
+    eagle: Eagle | None = None
+
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """The layers behind which verify writes states for the head, ascending."""
+        return self.eagle.layers if self.eagle else self.deep
+
+
+def eagle_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
+    """Why a model cannot have this EAGLE-3 head; None: it can."""
+    eagle = exit_config.eagle
+    if eagle is None:
+        return None
+    for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
+        own, models = getattr(eagle.block, name), getattr(geometry, name)
+        if own != models:
+            return f"its {name} is {own}, and the model's is {models}"
+    layers = eagle.layers
+    if not layers or list(layers) != sorted(set(layers)) or not all(1 <= layer <= geometry.num_layers for layer in layers):
+        return (
+            f"it reads states after the layers {', '.join(map(str, layers))}; they must ascend, from 1 to {geometry.num_layers}"
+        )
+    if (exit_config.layer, exit_config.blocks, exit_config.own_lm_head, exit_config.deep) != (0, 1, True, ()):
+        return "it must have one block and its own LM head"
+    return None
+
+
+def state_caches(geometry: Geometry, exit_config: ExitConfig) -> int:
+    """Caches that hold states, to which nothing attends: the deep cache, or as many as an EAGLE-3 head's state takes."""
+    width = 2 * geometry.num_kv_heads * geometry.head_dim
+    return -(-geometry.hidden_size // width) if exit_config.eagle else int(bool(exit_config.deep))
 
 
 def deep_fault(num_layers: int, exit_config: ExitConfig) -> str | None:
@@ -235,9 +284,9 @@ def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
 
 
 def exit_caches(geometry: Geometry, exit_config: ExitConfig) -> range:
-    """Indices of the exit head's caches: those of its blocks, L .. L+E-1, and with deep layers the deep cache L+E. The base
-    layers have the caches 0 .. L-1."""
-    return range(geometry.num_layers, geometry.num_layers + exit_config.blocks + bool(exit_config.deep))
+    """Indices of the exit head's caches: those of its blocks, L .. L+E-1, and those of states from L+E on. The base layers have
+    the caches 0 .. L-1."""
+    return range(geometry.num_layers, geometry.num_layers + exit_config.blocks + state_caches(geometry, exit_config))
 
 
 def draft_caches(geometry: Geometry, exit_config: ExitConfig) -> list[int]:

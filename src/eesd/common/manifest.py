@@ -198,6 +198,8 @@ class Manifest:
         Raises:
             EESDError: The model cannot be split over so many ranks.
         """
+        if ranks > 1 and self.exit_head.eagle:
+            raise EESDError("An EAGLE-3 head cannot be split over ranks; start one process, or export with an exit head.")
         if ranks > 1 and len(self.verify) > 1:
             raise EESDError("The directory has verify in stages; export it without --stages to split its layers over ranks.")
         return replace(self, geometry=self.geometry.on_rank(ranks))
@@ -252,13 +254,13 @@ class Manifest:
         return sum(weight.nbytes for weight in self.weights_of(graph).values())
 
     def base_layers(self, graph: GraphInfo) -> range:
-        """The base layers that ``graph`` runs."""
+        """The base layers that ``graph`` runs; the draft with an EAGLE-3 head runs none."""
         layers = [index for index in graph.caches if index < self.geometry.num_layers]
-        return range(layers[0], layers[-1] + 1)
+        return range(layers[0], layers[-1] + 1) if layers else range(0)
 
     @property
     def num_caches(self) -> int:
-        """One cache for each base layer and each exit block, and the deep cache if there is one."""
+        """One cache for each base layer and each block of the head, and those of states."""
         return self.geometry.num_layers + len(exit_caches(self.geometry, self.exit_head))
 
     @property

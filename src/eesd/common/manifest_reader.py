@@ -10,7 +10,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
-from eesd.common.geometry import Geometry, deep_fault, draft_caches, draft_columns, exit_caches
+from eesd.common.geometry import Geometry, deep_fault, draft_caches, draft_columns, eagle_fault, exit_caches
 from eesd.common.json_input import read_json
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
@@ -103,15 +103,17 @@ def _without_deep_layers(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_families(raw: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of version 8 as one of version 9, whose model can have other parts than Llama's and its relatives."""
-    geometry = raw.get("geometry")
+    """A manifest of version 8 as one of version 9, whose model can have other parts than Llama's and its relatives, and whose
+    head can be one of EAGLE-3."""
+    geometry, head = raw.get("geometry"), raw.get("exit_head")
     if isinstance(geometry, dict):
         parts = {one.name: one.default for one in fields(Geometry) if one.default is not MISSING}
         geometry = parts | {"layer_kinds": []} | geometry
         scaling = geometry.get("rope_scaling")
         if isinstance(scaling, dict):
             geometry["rope_scaling"] = scaling | {"divisors": []}
-    return raw | {"format_version": 9, "geometry": geometry}
+    head = {**head, "eagle": None} if isinstance(head, dict) else head
+    return raw | {"format_version": 9, "geometry": geometry, "exit_head": head}
 
 
 _OLDER = {5: _without_draft_vocab, 6: _without_minimums, 7: _without_deep_layers, 8: _without_families}
@@ -129,13 +131,14 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("max_seq_len has no room for the nodes of a round")
     if manifest.dtype not in DTYPES:
         raise ValueError("the element type is unknown")
-    if not (1 <= exit_head.layer < num_layers and 0 <= exit_head.blocks <= num_layers):  # before anything is sized by them
+    least = 0 if exit_head.eagle else 1
+    if not (least <= exit_head.layer < num_layers and 0 <= exit_head.blocks <= num_layers):  # before anything is sized by them
         raise ValueError("the exit head does not fit the model")
     manifest.geometry.check_window(manifest.max_tree_nodes)
-    if fault := deep_fault(num_layers, exit_head):
+    if fault := deep_fault(num_layers, exit_head) or eagle_fault(manifest.geometry, exit_head):
         raise ValueError(fault)
-    if exit_head.deep and len(manifest.verify) > 1:
-        raise ValueError("deep layers in several stages")
+    if exit_head.read_layers and len(manifest.verify) > 1:
+        raise ValueError("states of layers in several stages")
     if not _draft_vocab_fits(manifest):
         raise ValueError("the draft vocabulary")
     _check_quantization(manifest.quantization)

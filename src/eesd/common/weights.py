@@ -53,10 +53,14 @@ PACKED = {
 }
 """Linear layers that read the same input, and so are one product: name of the packed layer, and its parts in order."""
 
-_KV_MODULES = ("input_layernorm", "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
+_KV_MODULES = ("input_layernorm", "hidden_norm", "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
 """The modules of a block that compute its keys and values."""
-_DEEP = f"{EXIT_HEAD}deep."
-"""Prefix of the modules that make deep states, which the draft does not have."""
+FUSE = "fuse_proj"
+"""Name in an EAGLE-3 head of the product that makes one state of those of several layers."""
+_STATES = (f"{EXIT_HEAD}deep.", f"{EXIT_HEAD}{FUSE}.")
+"""Prefixes of the modules that make states, which the draft does not have."""
+HEAD_TABLES = (f"{EXIT_HEAD}cos", f"{EXIT_HEAD}sin")
+"""The rotary tables of an EAGLE-3 head, whose frequencies are its own."""
 DEEP_IN = "deep_in_proj"
 """Name in the exit head of the product that takes a deep state into the draft."""
 
@@ -278,7 +282,7 @@ def stored_weight(
         wide_norms: Whether norms are float32; see the geometry.
     """
     shape = tuple(shape)
-    if name in ROTARY_TABLES or (wide_norms and name.endswith("norm.weight")):
+    if name in (*ROTARY_TABLES, *HEAD_TABLES) or (wide_norms and name.endswith("norm.weight")):
         return StoredWeight(name, shape, "float32")  # rounded where they are used; see the module that is traced
     if name == EXIT_HEAD + DRAFT_VOCAB:
         return StoredWeight(name, shape, "int64")
@@ -302,9 +306,11 @@ def parts_of(name: str) -> tuple[str, ...]:
     return (name,)
 
 
-def part_shapes(parts: Iterable[str], geometry: Geometry) -> list[Shape]:
-    """Shapes of weights or biases of a block."""
+def part_shapes(parts: Sequence[str], geometry: Geometry, exit_config: ExitConfig) -> list[Shape]:
+    """Shapes of weights or biases of a block of the model or of a head."""
     shapes = block_shapes(geometry)
+    if exit_config.eagle and parts[0].startswith(EXIT_HEAD):
+        shapes = block_shapes(exit_config.eagle.block, 2)
     return [shapes[".".join(part.split(".")[-3:])] for part in parts]
 
 
@@ -342,15 +348,16 @@ def lm_head_name(geometry: Geometry) -> str:
     return EMBEDDINGS if geometry.tied_embeddings else LM_HEAD
 
 
-def block_shapes(geometry: Geometry) -> dict[str, Shape]:
-    """Name and shape of every weight of one decoder block, by the names that Llama's have in a Hugging Face checkpoint."""
+def block_shapes(geometry: Geometry, inputs: int = 1) -> dict[str, Shape]:
+    """Name and shape of every weight of one decoder block, by the names that Llama's have in a Hugging Face checkpoint. Its
+    attention reads so many ``inputs`` of the hidden size, side by side."""
     hidden, inner, head = geometry.hidden_size, geometry.intermediate_size, geometry.head_dim
     widths = {"q": geometry.num_heads * head, "k": geometry.num_kv_heads * head, "v": geometry.num_kv_heads * head}
     norms = {"input_layernorm": geometry.norm_before, "post_attention_layernorm": geometry.norm_before}
     norms |= {"post_self_attn_layernorm": geometry.norm_behind, "post_mlp_layernorm": geometry.norm_behind}
     shapes: dict[str, Shape] = {f"{name}.weight": (hidden,) for name, there in norms.items() if there}
     for part, width in widths.items():
-        shapes |= _linear(f"self_attn.{part}_proj", hidden, width, geometry.qkv_bias)
+        shapes |= _linear(f"self_attn.{part}_proj", inputs * hidden, width, geometry.qkv_bias)
     shapes |= _linear("self_attn.o_proj", widths["q"], hidden, geometry.output_bias)
     if geometry.qk_norm or geometry.qk_norm_joint:
         sizes = (widths["q"], widths["k"]) if geometry.qk_norm_joint else (head, head)
@@ -380,9 +387,12 @@ def model_shapes(geometry: Geometry) -> dict[str, Shape]:
 
 def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, Shape]:
     """Name and shape of every tensor that an exit head has, in a checkpoint and in the graphs."""
-    block = block_shapes(geometry)
+    hidden, eagle = geometry.hidden_size, exit_config.eagle
+    block = block_shapes(eagle.block, 2) | {"hidden_norm.weight": (hidden,)} if eagle else block_shapes(geometry)
     shapes = {f"blocks.{index}.{name}": shape for index in range(exit_config.blocks) for name, shape in block.items()}
-    shapes["norm.weight"] = (geometry.hidden_size,)
+    shapes["norm.weight"] = (hidden,)
+    if eagle:
+        shapes[f"{FUSE}.weight"] = (hidden, len(eagle.layers) * hidden)
     if exit_config.draft_vocab:
         shapes[DRAFT_VOCAB] = (exit_config.draft_vocab,)
     if exit_config.deep:
@@ -417,12 +427,14 @@ def graph_shapes(
         packed: Whether layers that read the same input and are quantized alike are packed. Linked weights are not.
     """
     layers, base = list(layers), model_shapes(geometry)
-    shapes: dict[str, Shape] = dict.fromkeys(ROTARY_TABLES, (slots, geometry.rotary_columns))
+    shapes: dict[str, Shape] = dict.fromkeys(ROTARY_TABLES if layers else (), (slots, geometry.rotary_columns))
+    if exit_config.eagle:
+        shapes |= dict.fromkeys(HEAD_TABLES, (slots, exit_config.eagle.block.rotary_columns))
     shapes |= layer_shapes(geometry, layers)
     head = {EXIT_HEAD + name: shape for name, shape in exit_head_shapes(geometry, exit_config).items()}
     ends = []
     if draft:
-        shapes |= {name: shape for name, shape in head.items() if not name.startswith(_DEEP)}
+        shapes |= {name: shape for name, shape in head.items() if not name.startswith(_STATES)}
         ends = [EMBEDDINGS] if exit_config.own_lm_head else [EMBEDDINGS, LM_HEAD]
     else:
         if layers[0] == 0:
@@ -462,6 +474,6 @@ def checkpoint_names(name: str, geometry: Geometry) -> tuple[str, ...]:
 def _written_by_verify(head: dict[str, Shape], blocks: int) -> dict[str, Shape]:
     """The weights with which verify writes the head's caches: all blocks, but of the last only keys and values; deep states."""
     last = f"{EXIT_HEAD}blocks.{blocks - 1}."
-    names = [name for name in head if name.startswith((f"{EXIT_HEAD}blocks.", _DEEP))]
+    names = [name for name in head if name.startswith((f"{EXIT_HEAD}blocks.", *_STATES))]
     used = [name for name in names if not name.startswith(last) or name.removeprefix(last).startswith(_KV_MODULES)]
     return {name: head[name] for name in used}

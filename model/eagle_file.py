@@ -1,0 +1,200 @@
+"""Reading EAGLE-3 heads as others publish them: ``config.json`` and safetensors in the layouts of SafeAILab, SpecForge and
+Speculators.
+
+They differ in names only. SafeAILab and SpecForge call the block ``midlayer``, Speculators ``layers.0``, and put its sizes into
+``transformer_layer_config``. SpecForge counts the layers that are read from 0, Speculators from 1; without a list they are 2, the
+middle and the third from the end, counted from 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from eesd.common.checks import shown
+from eesd.common.draft_vocab import are_draft_vocab
+from eesd.common.errors import EESDError
+from eesd.common.geometry import LARGEST_SIZE, Eagle, ExitConfig, Geometry, eagle_fault
+from eesd.common.json_input import Fields, read_json_object
+from eesd.common.weights import DRAFT_VOCAB, EMBEDDINGS, FUSE, exit_head_shapes
+from eesd.model.checkpoint import Checkpoint, weight_files
+from eesd.model.config import NO_EFFECT
+from eesd.model.families.llama import LLAMA
+from eesd.model.rope_config import read_rope
+from eesd.model.safetensors_file import CheckpointTensor, read_header
+
+CONFIG_FILE = "config.json"
+BLOCKS = ("midlayer.", "layers.0.")
+"""What the block is called."""
+_KINDS = ("LlamaForCausalLMEagle3", "Eagle3Speculator", "Eagle3DraftModel", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+COMPARED = 1024
+"""Rows of an embedding table that are compared."""
+_MAPS = ("d2t", "t2d", "embed_tokens.weight")
+_WITHOUT_EFFECT = (
+    *("architectures", "auto_map", "bos_token_id", "dtype", "embed_requires_grad", "eos_token_id", "max_window_layers"),
+    *("speculators_config", "speculators_model_type", "speculators_version", "tie_word_embeddings", "torch_dtype"),
+    *("use_sliding_window", "sliding_window", "has_no_defaults_at_init", "model_type", "layer_types", "ttt_steps"),
+)
+
+
+def is_eagle(directory: Path) -> bool:
+    """Whether a directory looks like one of a published EAGLE-3 head: it has a ``config.json`` with a draft vocabulary."""
+    path = directory / CONFIG_FILE
+    return path.is_file() and "draft_vocab_size" in read_json_object(path, "fetch the head again")
+
+
+def read_eagle(checkpoint: Checkpoint, directory: Path) -> tuple[ExitConfig, dict[str, CheckpointTensor], Tensor | None]:
+    """Read a head for a model.
+
+    Args:
+        checkpoint: The base model.
+        directory: The head's.
+
+    Returns:
+        Its configuration, its tensors by this project's names, and the ids of its draft vocabulary [Vd], int64, ascending; None
+        if it predicts all tokens.
+
+    Raises:
+        EESDError: It is damaged, has what is not supported, or belongs to a model of another shape.
+    """
+    path = directory / CONFIG_FILE
+    try:
+        config, columns = _read_config(Fields(read_json_object(path, "fetch the head again")), checkpoint)
+        if fault := eagle_fault(checkpoint.geometry, config):
+            raise ValueError(f"it is not a head of this model: {fault}")
+    except KeyError as error:
+        raise EESDError(f"{path} has no {error.args[0]!r}; the file is incomplete, fetch it again.") from None
+    except ValueError as error:
+        raise EESDError(f"The EAGLE-3 head {path} cannot be used: {error}.") from None
+    stored: dict[str, CheckpointTensor] = {}
+    for file in weight_files(directory):
+        stored |= read_header(file)
+    config = replace(config, draft_vocab=columns if columns < checkpoint.geometry.vocab_size else 0)
+    ids = _draft_vocab(stored, columns, checkpoint.geometry, directory) if config.draft_vocab else None
+    _check_embeddings(stored, checkpoint, directory)
+    return config, _tensors(stored, checkpoint.geometry, config, directory), ids
+
+
+def _read_config(fields: Fields, checkpoint: Checkpoint) -> tuple[ExitConfig, int]:
+    """What ``config.json`` says, and the number of tokens that the head predicts. Raises ValueError, KeyError."""
+    model = checkpoint.geometry
+    kinds = fields.take("architectures", None)
+    if kinds is not None and (not isinstance(kinds, list) or not kinds or kinds[0] not in _KINDS):
+        raise ValueError(f"the architecture {shown(kinds)} is not supported; supported are {', '.join(_KINDS)}")
+    columns = fields.integer("draft_vocab_size", most=LARGEST_SIZE)
+    normed_residual = fields.flag("norm_before_residual")
+    layers = _read_layers(fields, model.num_layers)
+    target = fields.integer("target_hidden_size", None, optional=True)
+    if target not in (None, model.hidden_size):
+        raise ValueError(f"it reads states of size {target}, and the model's have {model.hidden_size}")
+    _refuse_unknown(fields, ("transformer_layer_config",))
+    inner = fields.take("transformer_layer_config", None)
+    block = fields if inner is None else Fields(inner if isinstance(inner, dict) else {})
+    eagle = Eagle(layers, _read_block(block, model), normed_residual)
+    return ExitConfig(0, 1, True, checkpoint.fingerprint(), trained=True, eagle=eagle), columns
+
+
+def _read_layers(fields: Fields, count: int) -> tuple[int, ...]:
+    """The layers behind which states are read, counted from 1."""
+    own = fields.token_ids("eagle_aux_hidden_state_layer_ids")
+    nested = fields.take("eagle_config", None) or {}
+    if own is None and isinstance(nested, dict) and nested.get("eagle_aux_hidden_state_layer_ids") is not None:
+        own = tuple(index + 1 for index in Fields(nested).token_ids("eagle_aux_hidden_state_layer_ids") or ())
+    if isinstance(nested, dict) and nested.get("use_aux_hidden_state", True) is not True:
+        raise ValueError("it reads the last state only, as heads before EAGLE-3 do, which is not supported")
+    return own or (2, count // 2, count - 3)
+
+
+def _read_block(fields: Fields, model: Geometry) -> Geometry:
+    """The sizes of the block."""
+    kind = fields.text("model_type") or "llama"
+    if kind not in ("llama", "qwen3"):
+        raise ValueError(f"blocks of the model type {kind!r} are not supported; supported are llama and qwen3")
+    if fields.integer("num_hidden_layers", 1) != 1:
+        raise ValueError("it has several blocks, and one is supported")
+    if fields.take("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError("its activation is not silu")
+    if fields.take("use_sliding_window", False) and fields.take("sliding_window", None):
+        raise ValueError("it has a sliding window")
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", None, optional=True) or hidden // heads
+    rope = read_rope(fields, fields.integer("max_position_embeddings", 2048, most=LARGEST_SIZE), head_dim, LLAMA)
+    bias = fields.flag("attention_bias")
+    block = Geometry(
+        architecture=LLAMA.architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads", None, optional=True) or heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tied_embeddings=False,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=fields.flag("mlp_bias"),
+        qk_norm=kind == "qwen3",
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+    )
+    _refuse_unknown(fields, ())
+    return block
+
+
+def _refuse_unknown(fields: Fields, later: tuple[str, ...]) -> None:
+    """Refuse fields that are on and that nobody knows: variants of these heads are told by such. ``later`` ones are read later."""
+    known = {*NO_EFFECT, *_WITHOUT_EFFECT, *later}
+    on = [name for name in fields.left if name not in known and fields.raw[name] is True]
+    if on:
+        raise ValueError(f"it has {', '.join(map(shown, on[:3]))}, which is not supported")
+
+
+def _draft_vocab(stored: Mapping[str, CheckpointTensor], columns: int, geometry: Geometry, directory: Path) -> Tensor:
+    """The token of each column [Vd], int64: ``d2t`` holds how much larger its id is than the column's number."""
+    tensor = stored.get("d2t")
+    if tensor is None or tensor.stored != "I64" or tensor.shape != (columns,):
+        raise EESDError(f"The EAGLE-3 head in {directory} has no tensor d2t of {columns} integers; fetch it again.")
+    ids = torch.frombuffer(tensor.read_bytes(), dtype=torch.int64) + torch.arange(columns)
+    if not are_draft_vocab(ids.numpy(), geometry.vocab_size):
+        raise EESDError(
+            f"d2t of the EAGLE-3 head in {directory} does not name ascending tokens of this model; give a head of this model."
+        )
+    return ids
+
+
+def _check_embeddings(stored: Mapping[str, CheckpointTensor], checkpoint: Checkpoint, directory: Path) -> None:
+    """Refuse a head whose own embedding table is not the model's, apart from rounding: it is another model's, or was trained."""
+    own, models = stored.get("embed_tokens.weight"), checkpoint.tensors[EMBEDDINGS]
+    if own is None:
+        return
+    other = EESDError(
+        f"The EAGLE-3 head in {directory} has an embedding table of its own, which is not supported, or is of another model."
+    )
+    if own.shape != (checkpoint.geometry.vocab_size, checkpoint.geometry.hidden_size):
+        raise other
+    found, expected = (tensor.read()[:COMPARED].float() for tensor in (own, models))
+    if (found - expected).norm() > 0.1 * expected.norm():
+        raise other
+
+
+def _tensors(
+    stored: Mapping[str, CheckpointTensor], geometry: Geometry, config: ExitConfig, directory: Path
+) -> dict[str, CheckpointTensor]:
+    """The tensors by this project's names."""
+    prefix = next((one for one in BLOCKS if any(name.startswith(one) for name in stored)), BLOCKS[0])
+    renamed = {}
+    for name, tensor in stored.items():
+        if name not in _MAPS:
+            own = f"blocks.0.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
+            renamed[f"{FUSE}.weight" if own == "fc.weight" else own] = tensor
+    shapes = {name: shape for name, shape in exit_head_shapes(geometry, config).items() if name != DRAFT_VOCAB}
+    if unknown := sorted(renamed.keys() - shapes.keys()):
+        raise EESDError(f"The EAGLE-3 head in {directory} has the tensor {unknown[0]}, which is not supported.")
+    for name, shape in shapes.items():
+        if name not in renamed or renamed[name].shape != shape:
+            what = "fc.weight" if name == f"{FUSE}.weight" else name.replace("blocks.0.", prefix)
+            raise EESDError(f"The EAGLE-3 head in {directory} has no tensor {what} of shape {list(shape)}; it does not fit.")
+    return renamed

@@ -1,0 +1,139 @@
+"""EAGLE-3 heads with random weights in the layouts in which they are published, and what they compute, from the paper's text.
+
+The reference shares no code with the project: it recomputes everything of a text at every step, without caches.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+LAYOUTS = ("safeailab", "specforge", "speculators")
+
+
+def write_head(
+    directory: Path,
+    model: dict[str, Any],
+    layout: str,
+    draft_vocab: int = 0,
+    seed: int = 0,
+    embeddings: Tensor | None = None,
+    **changes: Any,
+) -> Path:
+    """Write a random head for a model with this ``config.json``; ``changes`` are fields of the block's sizes."""
+    hidden, vocab = model["hidden_size"], model["vocab_size"]
+    sizes: dict[str, Any] = {name: model[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
+    sizes |= {"num_key_value_heads": model["num_key_value_heads"], "head_dim": model["head_dim"], "rms_norm_eps": 1e-5}
+    sizes |= {"intermediate_size": 80, "num_hidden_layers": 1, "hidden_act": "silu", "max_position_embeddings": 256}
+    sizes |= {"model_type": "llama", "rope_theta": 5000.0, "attention_bias": False} | changes
+    columns = draft_vocab or vocab
+    heads, kv, size = sizes["num_attention_heads"] * sizes["head_dim"], sizes["num_key_value_heads"] * sizes["head_dim"], 80
+    random = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, inputs: int) -> Tensor:
+        return torch.randn(rows, inputs, generator=random) / inputs**0.5
+
+    def norm() -> Tensor:
+        return 1 + 0.2 * torch.randn(hidden, generator=random)
+
+    block = "layers.0." if layout == "speculators" else "midlayer."
+    tensors = {
+        "fc.weight": matrix(hidden, 3 * hidden),
+        "norm.weight": norm(),
+        "lm_head.weight": 3 * matrix(columns, hidden),
+        f"{block}self_attn.q_proj.weight": matrix(heads, 2 * hidden),
+        f"{block}self_attn.k_proj.weight": matrix(kv, 2 * hidden),
+        f"{block}self_attn.v_proj.weight": matrix(kv, 2 * hidden),
+        f"{block}self_attn.o_proj.weight": matrix(hidden, heads),
+        f"{block}mlp.gate_proj.weight": matrix(size, hidden),
+        f"{block}mlp.up_proj.weight": matrix(size, hidden),
+        f"{block}mlp.down_proj.weight": matrix(hidden, size),
+        **{f"{block}{name}.weight": norm() for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+    }
+    chosen = np.sort(np.random.default_rng(seed).choice(vocab, columns, replace=False))
+    if draft_vocab:
+        tensors["d2t"] = torch.from_numpy(chosen - np.arange(columns))
+        tensors["t2d"] = torch.from_numpy(np.isin(np.arange(vocab), chosen))
+    if embeddings is not None:
+        tensors["embed_tokens.weight"] = embeddings
+    config: dict[str, Any] = {"draft_vocab_size": columns}
+    if layout == "speculators":
+        config |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": sizes}
+        config |= {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+    elif layout == "specforge":
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], **sizes}
+        config |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3], "use_aux_hidden_state": True}}
+    else:
+        config |= {"architectures": ["LlamaForCausalLM"], **sizes}
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: value.contiguous() for name, value in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+class Reference:
+    """What a head predicts, by the paper and its appendix, in float32."""
+
+    def __init__(self, tensors: dict[str, Tensor], config: dict[str, Any], embeddings: Tensor, layers: tuple[int, ...]) -> None:
+        """``layers``: the layers of the model whose states it reads, counted from 1."""
+        self.weights = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
+        self.sizes, self.embeddings, self.layers = config.get("transformer_layer_config", config), embeddings, layers
+        self.normed_residual = bool(config.get("norm_before_residual"))
+
+    def drafted(self, states: list[Tensor], tokens: list[int], known: int) -> Tensor:
+        """Logits [Vd] behind the last of the tokens, of which the model's states are known for the first ``known`` ones.
+
+        Token i + 1 goes with the feature of token i: the fused states of the model, or behind those the head's own output. So
+        the head's sequence begins with the second token.
+
+        Args:
+            states: Hidden states behind each layer, [tokens, hidden]; 0: the embeddings.
+            tokens: The text, then what was drafted.
+            known: At least 1.
+        """
+        features = torch.cat([states[layer][:known] for layer in self.layers], -1) @ self.weights["fc.weight"].T
+        while True:
+            output = self._block(torch.tensor(tokens[1 : len(features) + 1]), features)
+            if len(features) == len(tokens) - 1:
+                logits: Tensor = self._norm(output[-1], "norm") @ self.weights["lm_head.weight"].T
+                return logits
+            features = torch.cat([features, output[-1:]])
+
+    def _block(self, tokens: Tensor, features: Tensor) -> Tensor:
+        sizes, count = self.sizes, len(tokens)
+        heads, kv, width = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
+        embedded, normed = (
+            self._norm(self.embeddings[tokens], "midlayer.input_layernorm"),
+            self._norm(features, "midlayer.hidden_norm"),
+        )
+        read = torch.cat([embedded, normed], -1)
+        q, k, v = (read @ self.weights[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv")
+        angles = torch.arange(count)[:, None] / sizes["rope_theta"] ** (torch.arange(0, width, 2) / width)
+
+        def turned(x: Tensor, number: int) -> Tensor:
+            first, second = x.view(count, number, width).chunk(2, -1)
+            cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+            return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+        q, k, v = turned(q, heads), turned(k, kv), v.view(count, kv, width)
+        attended = []
+        for head in range(heads):
+            own = head * kv // heads
+            scores = q[:, head] @ k[:, own].T / width**0.5
+            scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
+            attended.append(scores.softmax(-1) @ v[:, own])
+        x = (normed if self.normed_residual else features) + torch.cat(attended, -1) @ self._matrix("self_attn.o_proj")
+        y = self._norm(x, "midlayer.post_attention_layernorm")
+        gate = y @ self._matrix("mlp.gate_proj")
+        found: Tensor = x + (torch.sigmoid(gate) * gate * (y @ self._matrix("mlp.up_proj"))) @ self._matrix("mlp.down_proj")
+        return found
+
+    def _matrix(self, name: str) -> Tensor:
+        return self.weights[f"midlayer.{name}.weight"].T
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).sqrt() * self.weights[f"{name}.weight"]
