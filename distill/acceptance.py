@@ -21,7 +21,7 @@ from torch.nn.functional import linear, pad
 from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
 from eesd.distill.ages import AGES
-from eesd.distill.continuing import AnyWriter, continue_prompts, padded
+from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.distill.teacher import LOGITS_PER_CHUNK, TeacherCall, chunk_rows, full_sequence_inputs
 from eesd.model.deep_states import deep_states
@@ -157,7 +157,7 @@ class ValidationSet:
 
     @classmethod
     def make(
-        cls, writer: AnyWriter, prompts: Sequence[Sequence[int]], new_tokens: int, eos_token_ids: Sequence[int]
+        cls, writer: Writer, prompts: Sequence[Sequence[int]], new_tokens: int, eos_token_ids: Sequence[int]
     ) -> "ValidationSet":
         """Continue the prompts.
 
@@ -172,7 +172,8 @@ class ValidationSet:
         """
         greedy = [0.0] * len(prompts)
         limits = [len(prompt) + new_tokens for prompt in prompts]
-        texts = continue_prompts(writer, prompts, limits, greedy, np.random.default_rng, eos_token_ids, VALIDATION_ROWS)
+        writing = Writing(prompts, limits, greedy, np.random.default_rng, eos_token_ids, VALIDATION_ROWS)
+        texts = continue_prompts(writer, writing)
         tokens, ends = padded(texts, max(map(len, texts)))
         return cls(tokens, torch.tensor([len(prompt) for prompt in prompts]), ends, {})
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.json_input import read_json_object
-from eesd.distill.continuing import AnyWriter, continue_prompts, padded
+from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
 from eesd.distill.data import shard_name, shuffled_indices
 from eesd.distill.options import first_difference
 from eesd.distill.stored import damaged, load_tensors, saving
@@ -54,7 +54,7 @@ class GenerationOptions:
 
 
 def self_generate(
-    writer: AnyWriter,
+    writer: Writer,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     directory: Path,
@@ -91,7 +91,8 @@ def self_generate(
             temperatures = [options.temperatures[(start + i) % len(options.temperatures)] for i in range(count)]
             numbers = partial(_random_numbers, options.seed, start)
             limits = [options.length + 1] * count
-            texts = continue_prompts(writer, chosen, limits, temperatures, numbers, eos_token_ids, options.batch)
+            writing = Writing(chosen, limits, temperatures, numbers, eos_token_ids, options.batch)
+            texts = continue_prompts(writer, writing)
             tokens, lengths = padded([text[: options.length + 1] for text in texts], options.length + 1)
             shard = {"tokens": tokens.int(), "lengths": lengths, "temperatures": torch.tensor(temperatures)}
             with saving(path), written_whole(path) as temporary:

@@ -27,7 +27,7 @@ from eesd.common.terminal import notice
 from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, replay_acceptance
 from eesd.distill.calibrate import CalibrationResult, calibrate
 from eesd.distill.card import write_card
-from eesd.distill.continuing import AnyWriter, TorchWriter
+from eesd.distill.continuing import TorchWriter, Writer
 from eesd.distill.data import (
     Prompt,
     Rows,
@@ -171,7 +171,7 @@ class Run:
         """Whether this project's operators run the frozen model."""
         return self.accelerator.device.type == "cpu" and not operators.missing()
 
-    def _writer(self) -> AnyWriter:
+    def _writer(self) -> Writer:
         """What writes the model's own text: on a CPU this project's operators, which read the weights as they are stored."""
         if self._has_operators:
             return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
@@ -179,7 +179,7 @@ class Run:
             notice(SLOWLY)
         return TorchWriter(self.decoder) if self.accelerator.device.type == "cpu" else DeviceWriter(self.decoder)
 
-    def _write_prompts(self, writer: AnyWriter) -> list[Path]:
+    def _write_prompts(self, writer: Writer) -> list[Path]:
         """Let the model write its own prompts, on the main process; returns their files."""
         data = self.data
         if not data.self_prompt:
