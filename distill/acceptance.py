@@ -18,11 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
 from eesd.distill.ages import AGES
 from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
-from eesd.distill.stored import damaged, load_tensors, saving
+from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.distill.teacher import LOGITS_PER_CHUNK, TeacherCall, chunk_rows, full_sequence_inputs
 from eesd.model.deep_states import deep_states
 from eesd.model.exit_head import ExitHead
@@ -186,7 +185,7 @@ class ValidationSet:
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
         tensors = {f"hidden.{layer}": states for layer, states in self.hidden.items()}
-        with saving(path), written_whole(path) as temporary:
+        with saved_whole(path) as temporary:
             save_file(tensors | {"tokens": self.tokens, "starts": self.starts, "ends": self.ends}, temporary)
 
     @classmethod

@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
 from eesd.common.json_input import read_json_object
 from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
 from eesd.distill.data import shard_name, shuffled_indices
 from eesd.distill.options import first_difference
-from eesd.distill.stored import damaged, load_tensors, saving
+from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.runtime.decoding.sampling import philox
 
 SHARD_BATCHES = 4
@@ -95,7 +94,7 @@ def self_generate(
             texts = continue_prompts(writer, writing)
             tokens, lengths = padded([text[: options.length + 1] for text in texts], options.length + 1)
             shard = {"tokens": tokens.int(), "lengths": lengths, "temperatures": torch.tensor(temperatures)}
-            with saving(path), written_whole(path) as temporary:
+            with saved_whole(path) as temporary:
                 save_file(shard, temporary)
         elif number % processes == process:
             _check_shard(path, count)
@@ -125,5 +124,5 @@ def _check_stored_options(directory: Path, options: GenerationOptions) -> None:
         changed = first_difference(stored, entries)
         if changed:
             raise EESDError(f"{directory} has text generated with other options ({changed}); give another --own-text.")
-    with saving(path), written_whole(path) as temporary:
+    with saved_whole(path) as temporary:
         temporary.write_text(json.dumps(entries, indent=2) + "\n")

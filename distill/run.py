@@ -349,8 +349,8 @@ class Run:
         data, training, accelerator = self.data, self.training, self.accelerator
         written = 0 if data.files else int(data.own_rows * training.length * OWN_ROW)
         tokens = written or int(self.rows.lengths.sum())
-        rate = product_rate(accelerator.device, training.precision) * accelerator.num_processes
-        return forecast(self.checkpoint.geometry, training, written, tokens, self.offline is not None, rate)
+        rate, processes = product_rate(accelerator.device, training.precision), accelerator.num_processes
+        return forecast(self.checkpoint.geometry, training, written, tokens, self.offline is not None, processes, rate)
 
     def trainer(
         self,

@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
 from eesd.distill.continuing import Writer, Writing, continue_prompts
 from eesd.distill.generate import STREAM
 from eesd.distill.options import digest
-from eesd.distill.stored import saving
+from eesd.distill.stored import saved_whole
 from eesd.runtime.decoding.sampling import philox
 from eesd.runtime.text import TextCodec
 
@@ -83,7 +82,7 @@ def self_prompts(
         if not path.exists():
             turns = _user_turns(writer, codec, options, number, eos_token_ids, rows)
             lines = (json.dumps({"messages": [{"role": "user", "content": turn}]}) + "\n" for turn in turns)
-            with saving(path), written_whole(path) as temporary:
+            with saved_whole(path) as temporary:
                 temporary.write_text("".join(lines))
         written = path.read_bytes().count(b"\n")
         failures = 0 if written else failures + 1

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
 from eesd.common.json_input import read_json_object
 from eesd.distill.data import Rows, shard_name
 from eesd.distill.options import first_difference
 from eesd.distill.packed_states import SCALES, pack_states, unpack_states
-from eesd.distill.stored import damaged, saving
+from eesd.distill.stored import damaged, saved_whole
 from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.inputs import causal_inputs, empty_caches
 
@@ -283,7 +282,7 @@ class TargetCache:
             self._check(stored)
             if stored["rows"] == len(rows):
                 return
-        with saving(path), written_whole(path) as temporary:
+        with saved_whole(path) as temporary:
             temporary.write_text(json.dumps(self.meta, indent=2) + "\n")
 
     def _check(self, stored: dict[str, Any]) -> None:
@@ -368,7 +367,7 @@ class TargetCache:
             ]
             shard = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
             path = self.directory / shard_name(number)
-            with saving(path), written_whole(path) as temporary:
+            with saved_whole(path) as temporary:
                 save_file(shard, temporary)
             advance(1)
 

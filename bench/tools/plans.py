@@ -17,12 +17,12 @@ from typing import Any
 
 import click
 
-from eesd.bench.measure.stats import table
 from eesd.bench.tools.shapes import SHAPES, run_command, write_checkpoint
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.files import scratch_directory
 from eesd.common.manifest_reader import load_manifest
+from eesd.common.markdown import table
 from eesd.export import plans
 from eesd.runtime.engines.trt_flavours import capabilities_for
 from eesd.runtime.engines.trt_plans import LOGGER

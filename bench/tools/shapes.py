@@ -22,13 +22,14 @@ import click
 import numpy as np
 
 from eesd.bench.measure.results import describe_machine, write_json
-from eesd.bench.measure.stats import Interval, bootstrap, table
+from eesd.bench.measure.stats import Interval, bootstrap
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.files import scratch_directory
 from eesd.common.machine import torch_sees_gpu
 from eesd.common.manifest import MANIFEST_FILE, Manifest
 from eesd.common.manifest_reader import load_manifest
+from eesd.common.markdown import table
 from eesd.common.weights import DTYPES
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
 from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, Engines, default_threads, open_engines
