@@ -1,14 +1,15 @@
 """One of several processes that share a model's weights, with the kernels of GPUs in Triton's interpreter.
 
-``python tests/support/fused_rank.py DIRECTORY``, started for each rank. Rank 0 prints as JSON how far its logits are from those of
-torch's operators in one process.
+``python tests/support/fused_rank.py DIRECTORY``, started for each rank. Rank 0 prints as JSON how far its logits are from those
+of torch's operators in one process.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
-from support.interpreted import logits_of  # first, because Triton must know that it interprets
+os.environ["TRITON_INTERPRET"] = "1"
 
 from eesd.common.machine import ranks
 from eesd.common.manifest_reader import load_manifest
@@ -16,6 +17,7 @@ from eesd.model.parallel import Split
 from eesd.runtime.engines import torch_weights
 from eesd.runtime.engines.torch_engine import open_team, open_torch
 from eesd.runtime.engines.torch_fused import FusedBlock
+from support.interpreted import logits_of
 
 
 def main(directory: Path) -> None:
