@@ -171,7 +171,7 @@ def texts_of_rows(open_rows: Callable[[int, int], TextRows], writing: Writing) -
     """What :meth:`Writer.texts` gives, from rows whose tokens are chosen here.
 
     Args:
-        open_rows: Opens so many rows for texts of at most so many tokens.
+        open_rows: Opens rows: how many, and the most tokens of a text.
         writing: What to write.
     """
     waiting, limits = writing.waiting(), writing.limits

@@ -146,7 +146,7 @@ def build(
         graph: Graph to build the plan from.
         options: Options of the build.
         monitor: Creates a progress monitor, given the builder's base class for monitors.
-        attempts: What is tried in turn: each attention as one kernel (True), or from parts.
+        attempts: What is tried in turn: each attention as one kernel (True), or from parts where there is none.
 
     Returns:
         Description of the plan for the manifest.
@@ -246,8 +246,8 @@ def _save_timing_cache(config: Any, path: Path) -> None:
 def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, whole: bool) -> Iterator[Path]:
     """A temporary copy of the graph as plans need it. It lies beside the weights that it refers to.
 
-    The parser makes each attention one kernel, or the build fails; without ``whole`` it may also be built from parts. Fixed
-    dimensions are filled in, and attention reads the first slots only. TensorRT-RTX multiplies by int8 weights as they
+    The parser makes each attention one kernel, or the build fails; without ``whole`` it may also be built from parts: the
+    builder then still takes a kernel for each profile that has one. Fixed dimensions are filled in, and attention reads the first slots only. TensorRT-RTX multiplies by int8 weights as they
     are only if each output has one scale, so scales that are equal in all blocks are given as one.
     """
     import onnx

@@ -75,13 +75,7 @@ class FusedBlock(Block):
     """A decoder block with the same weights and calls."""
 
     def __init__(self, block: Block, kv_only: bool, add: Add = add_in_order) -> None:
-        """Take the weights of ``block``.
-
-        Args:
-            block: The block, or a rank's part of it.
-            kv_only: Whether only the weights for :meth:`write_kv` are there.
-            add: Adds what the parts give.
-        """
+        """``kv_only``: whether only the weights for :meth:`write_kv` are there. ``add``: of what ranks' parts of it give."""
         nn.Module.__init__(self)
         self._add = add
         attention, mlp = block.self_attn, block.mlp
@@ -149,12 +143,10 @@ def fuse(*modules: Draft | Verify) -> None:
                 part = block.own_part if isinstance(block, SplitBlock) else block
                 if isinstance(block, FusedBlock) or not _is_there(part.self_attn.k_proj):
                     continue
-                kv_only = not _is_there(part.mlp.down_proj)
-                if isinstance(block, SplitBlock):
-                    key = _tensor(part.self_attn.k_proj.weight).data_ptr(), kv_only
-                    blocks[index] = of_ranks.setdefault(key, FusedBlock(part, kv_only, block.add))
-                else:
-                    blocks[index] = FusedBlock(block, kv_only)
+                blocks[index] = fused = FusedBlock(part, not _is_there(part.mlp.down_proj), getattr(block, "add", add_in_order))
+                if part is not block:
+                    key = part.self_attn.k_proj.weight.data_ptr(), fused.kv_proj is None
+                    blocks[index] = of_ranks.setdefault(key, fused)
         for part in (module.model, head, *head.deep):
             if not isinstance(part.norm, FusedNorm) and not part.norm.weight.is_meta:
                 part.norm = FusedNorm(part.norm)
