@@ -22,7 +22,7 @@ from eesd.common.geometry import Geometry
 from eesd.distill.ages import AGES
 from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saved_whole
-from eesd.distill.teacher import LOGITS_PER_CHUNK, TeacherCall, chunk_rows, full_sequence_inputs
+from eesd.distill.teacher import TeacherCall, chunk_rows, full_sequence_inputs
 from eesd.model.deep_states import deep_states
 from eesd.model.exit_head import ExitHead
 
@@ -269,7 +269,7 @@ def _greedy_columns(head: ExitHead, lm_head: Tensor, features: Tensor) -> tuple[
     """From inputs of the LM head [n, hidden]: the most likely column, its probability, and its margin; each [n], on the CPU."""
     weight = (head.rows_of(lm_head) if head.lm_head is None else head.lm_head.weight).float()
     found = []
-    for chunk in torch.split(features, chunk_rows(len(weight), LOGITS_PER_CHUNK, features.device)):
+    for chunk in torch.split(features, chunk_rows(len(weight), features.device)):
         logits = linear(chunk, weight)
         (first, second), ids = (part.T for part in logits.topk(2))
         found.append((ids[0].cpu(), (first - logits.logsumexp(-1)).exp().cpu(), (first - second).cpu()))

@@ -321,11 +321,9 @@ class Run:
         Raises:
             EESDError: The head in ``init_head`` has another shape than the options say.
         """
-        given = self.given_head(training)
-        return self._new_head(training, rows) if given is None else given
-
-    def _new_head(self, training: TrainingOptions, rows: Rows) -> ExitHead:
-        ids = None
+        given, ids = self.given_head(training), None
+        if given is not None:
+            return given
         if training.draft_vocab:
             counts = count_next_tokens(rows, self.checkpoint.geometry.vocab_size)
             eos = self.checkpoint.config.eos_token_ids
@@ -388,12 +386,12 @@ class Run:
     def train(self, report: Report) -> None:
         """Train one head. ``report`` is called with each line of metrics."""
         self.output.mkdir(parents=True, exist_ok=True)
-        given = self.given_head(self.training)  # first, because it refuses a wrong --init-head before the long work
+        self.given_head(self.training)  # first, because it refuses a wrong --init-head before the long work
         if self.is_main and not any(self.output.glob("checkpoint-*")):
             click.echo(self.forecast())
         layers = self.training.layers
         validation, rows = self.validation_and_training_rows(layers)
-        head = self._new_head(self.training, rows) if given is None else given
+        head = self.initial_head(self.training, rows)
         trainer = self.trainer(head, self.training, rows, self.targets(rows, layers), validation, self.output)
         with self.progress("training", self.training.steps) as advance:
             trainer.run(self.intervals, report, advance)

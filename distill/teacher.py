@@ -93,9 +93,9 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def chunk_rows(columns: int, most: int, device: torch.device) -> int:
-    """Rows of logits in memory at a time, for ``most`` logits on a CPU."""
-    return max(1, most * (1 if device.type == "cpu" else DEVICE_CHUNKS) // columns)
+def chunk_rows(columns: int, device: torch.device) -> int:
+    """Rows of logits in memory at a time."""
+    return max(1, LOGITS_PER_CHUNK * (1 if device.type == "cpu" else DEVICE_CHUNKS) // columns)
 
 
 def storage_dtype(precision: str) -> torch.dtype:
@@ -179,7 +179,7 @@ class Teacher(nn.Module):
             x = backbone.norm(x)
         # Outside the autocast: rounded logits would change the label where two tokens are almost equally likely.
         flat = x.flatten(0, 1)
-        rows = chunk_rows(self.decoder.geometry.vocab_size, LOGITS_PER_CHUNK, ids.device)
+        rows = chunk_rows(self.decoder.geometry.vocab_size, ids.device)
         top = [self._top_tokens(chunk) for chunk in flat.chunk(-(-len(flat) // rows))]
         top_ids, top_logprobs = (torch.cat(part).view(*ids.shape, -1) for part in zip(*top, strict=True))
         return hidden, Targets(top_ids, top_logprobs, x.to(dtype) if self.keep_final else None)

@@ -246,9 +246,10 @@ def _save_timing_cache(config: Any, path: Path) -> None:
 def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, whole: bool) -> Iterator[Path]:
     """A temporary copy of the graph as plans need it. It lies beside the weights that it refers to.
 
-    The parser makes each attention one kernel, or the build fails; without ``whole`` it may also be built from parts: the
-    builder then still takes a kernel for each profile that has one. Fixed dimensions are filled in, and attention reads the first slots only. TensorRT-RTX multiplies by int8 weights as they
-    are only if each output has one scale, so scales that are equal in all blocks are given as one.
+    The parser makes each attention one kernel, or the build fails. Without ``whole`` it may also be built from parts; the
+    builder then still takes a kernel for each profile that has one. Fixed dimensions are filled in, and attention reads the
+    first slots only. TensorRT-RTX multiplies by int8 weights as they are only if each output has one scale, so scales that
+    are equal in all blocks are given as one.
     """
     import onnx
 
