@@ -18,12 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
 from eesd.distill.ages import AGES
-from eesd.distill.continuing import AnyWriter, continue_prompts, padded
-from eesd.distill.stored import damaged, load_tensors, saving
-from eesd.distill.teacher import LOGITS_PER_CHUNK, TeacherCall, chunk_rows, full_sequence_inputs
+from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
+from eesd.distill.stored import damaged, load_tensors, saved_whole
+from eesd.distill.teacher import TeacherCall, chunk_rows, full_sequence_inputs
 from eesd.model.deep_states import deep_states
 from eesd.model.exit_head import ExitHead
 
@@ -157,7 +156,7 @@ class ValidationSet:
 
     @classmethod
     def make(
-        cls, writer: AnyWriter, prompts: Sequence[Sequence[int]], new_tokens: int, eos_token_ids: Sequence[int]
+        cls, writer: Writer, prompts: Sequence[Sequence[int]], new_tokens: int, eos_token_ids: Sequence[int]
     ) -> "ValidationSet":
         """Continue the prompts.
 
@@ -172,7 +171,8 @@ class ValidationSet:
         """
         greedy = [0.0] * len(prompts)
         limits = [len(prompt) + new_tokens for prompt in prompts]
-        texts = continue_prompts(writer, prompts, limits, greedy, np.random.default_rng, eos_token_ids, VALIDATION_ROWS)
+        writing = Writing(prompts, limits, greedy, np.random.default_rng, eos_token_ids, VALIDATION_ROWS)
+        texts = continue_prompts(writer, writing)
         tokens, ends = padded(texts, max(map(len, texts)))
         return cls(tokens, torch.tensor([len(prompt) for prompt in prompts]), ends, {})
 
@@ -185,7 +185,7 @@ class ValidationSet:
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
         tensors = {f"hidden.{layer}": states for layer, states in self.hidden.items()}
-        with saving(path), written_whole(path) as temporary:
+        with saved_whole(path) as temporary:
             save_file(tensors | {"tokens": self.tokens, "starts": self.starts, "ends": self.ends}, temporary)
 
     @classmethod
@@ -269,7 +269,7 @@ def _greedy_columns(head: ExitHead, lm_head: Tensor, features: Tensor) -> tuple[
     """From inputs of the LM head [n, hidden]: the most likely column, its probability, and its margin; each [n], on the CPU."""
     weight = (head.rows_of(lm_head) if head.lm_head is None else head.lm_head.weight).float()
     found = []
-    for chunk in torch.split(features, chunk_rows(len(weight), LOGITS_PER_CHUNK, features.device)):
+    for chunk in torch.split(features, chunk_rows(len(weight), features.device)):
         logits = linear(chunk, weight)
         (first, second), ids = (part.T for part in logits.topk(2))
         found.append((ids[0].cpu(), (first - logits.logsumexp(-1)).exp().cpu(), (first - second).cpu()))

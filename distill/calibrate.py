@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.common import markdown
 from eesd.common.prior import FEATURES, CalibrationPrior
 from eesd.controllers.base import DraftStep
 from eesd.controllers.calibration import Calibrator, features, sigmoid
@@ -280,15 +281,11 @@ def _evaluate(
 
 def table(result: CalibrationResult) -> str:
     """A Markdown table of the qualities."""
-    lines = [
-        f"Calibration on {result.texts} validation texts, cross-validated in {FOLDS} folds:",
-        "",
-        "| label | prior | drafts | log-loss, prior alone | ECE, prior alone | log-loss, online | ECE, online |",
-        "|---|---|---|---|---|---|---|",
+    columns = ("label", "prior", "drafts", "log-loss, prior alone", "ECE, prior alone", "log-loss, online", "ECE, online")
+    rows = [
+        (name, kind, qualities[score].drafts, *(f"{value:.4f}" for value in qualities[score][1:]))
+        for score, name in zip(SCORES, ("accepted", "next accepted"), strict=True)
+        for kind, qualities in (("default", result.default), ("fitted", result.fitted))
     ]
-    for score, name in zip(SCORES, ("accepted", "next accepted"), strict=True):
-        for kind, qualities in (("default", result.default), ("fitted", result.fitted)):
-            quality = qualities[score]
-            metrics = " | ".join(f"{value:.4f}" for value in quality[1:])
-            lines.append(f"| {name} | {kind} | {quality.drafts} | {metrics} |")
-    return "\n".join(lines)
+    title = f"Calibration on {result.texts} validation texts, cross-validated in {FOLDS} folds:"
+    return "\n".join([title, "", *markdown.table(columns, rows)[:-1]])

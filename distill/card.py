@@ -1,14 +1,14 @@
 """The model card of a head: ``README.md`` beside its weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from eesd.common.files import written_whole
 from eesd.common.geometry import ExitConfig
+from eesd.common.markdown import table
 from eesd.distill.acceptance import Acceptance
 from eesd.distill.data import Rows
 from eesd.distill.options import TrainingOptions
-from eesd.distill.stored import saving
+from eesd.distill.stored import saved_whole
 from eesd.model.exit_head import ExitHead
 
 CARD_FILE = "README.md"
@@ -36,14 +36,14 @@ def write_card(
         acceptance: On the validation texts.
         kinds: The same by kind of prompt; empty if there is one kind.
     """
-    with saving(directory / CARD_FILE), written_whole(directory / CARD_FILE) as temporary:
-        table = _table(_facts(head, rows, training, processes, acceptance))
-        parts = [f"# Exit head of {model}", table, *([_kinds(kinds)] if len(kinds) > 1 else []), _use(model)]
+    with saved_whole(directory / CARD_FILE) as temporary:
+        facts = "\n".join(table(("", ""), _facts(head, rows, training, processes, acceptance).items())[:-1])
+        parts = [f"# Exit head of {model}", facts, *([_kinds(kinds)] if len(kinds) > 1 else []), _use(model)]
         temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def _facts(head: ExitHead, rows: Rows, training: TrainingOptions, processes: int, acceptance: Acceptance) -> dict[str, str]:
-    tokens, count = int(rows.lengths.sum()), training.batch * training.accumulate * processes
+    tokens, count = int(rows.lengths.sum()), training.rows_per_step(processes)
     seen = tokens / len(rows) * count * training.steps
     depths = " ".join(f"{value:.3f}" for value in acceptance.by_depth)
     return {
@@ -65,10 +65,8 @@ def _described(config: ExitConfig, weights: int) -> str:
 
 
 def _kinds(kinds: Mapping[str, Acceptance]) -> str:
-    lines = ["| held-out text | first token right | tokens per round |", "|---|---|---|"]
-    return "\n".join(
-        lines + [f"| {kind} | {one.by_depth[0]:.3f} | {one.tokens_per_round:.2f} |" for kind, one in kinds.items()]
-    )
+    rows = [(kind, f"{one.by_depth[0]:.3f}", f"{one.tokens_per_round:.2f}") for kind, one in kinds.items()]
+    return "\n".join(table(("held-out text", "first token right", "tokens per round"), rows)[:-1])
 
 
 def _use(model: str) -> str:
@@ -77,8 +75,3 @@ def _use(model: str) -> str:
         "    eesd-run --engine-dir plans/ --prompt '...' --compare\n\n"
         "The head changes speed, not text. `eesd-distill` wrote this card; `metrics.jsonl` and `curves.png` show all steps."
     )
-
-
-def _table(facts: Mapping[str, str]) -> str:
-    rows: Sequence[str] = [f"| {name} | {value} |" for name, value in facts.items()]
-    return "\n".join(["| | |", "|---|---|", *rows])

@@ -3,7 +3,9 @@
 A text has random numbers of its own, so it does not depend on how many rows there are, nor on which one it has.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED
 from eesd.model.decoder import Decoder, Inputs, capped
 from eesd.model.inputs import causal_inputs, empty_caches
@@ -26,6 +29,51 @@ BLOCK = 64
 Logits = NDArray[np.float32]
 RandomNumbers = Callable[[int], np.random.Generator]
 """Gives the random numbers of a text by its number."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What is to be written: prompts that a model continues.
+
+    Attributes:
+        prompts: Token ids of each prompt; lengths may differ.
+        limits: Maximum number of tokens of each text, its prompt included. A text also ends behind its first EOS token.
+        temperatures: Sampling temperature of each text. 0 is greedy.
+        numbers: The random numbers of each text.
+        eos_token_ids: Tokens that end a text.
+        rows: Most texts that are decoded together; None: all.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    limits: Sequence[int]
+    temperatures: Sequence[float]
+    numbers: RandomNumbers
+    eos_token_ids: Sequence[int]
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.prompts) == len(self.limits) == len(self.temperatures):
+            raise EESDError("Each prompt has a limit and a temperature of its own; give as many of each.")
+        if not all(map(len, self.prompts)):
+            raise EESDError("A prompt has no tokens, and a model continues at least one; give other prompts.")
+        if min(self.temperatures, default=0) < 0 or (self.rows is not None and self.rows < 1):
+            raise EESDError("Temperatures must be 0 or above, and rows at least 1.")
+
+    def waiting(self) -> list[int]:
+        """The prompts with room for a token, the first one last."""
+        return [index for index in reversed(range(len(self.prompts))) if len(self.prompts[index]) < self.limits[index]]
+
+    def random(self, index: int) -> np.random.Generator | None:
+        """The random numbers of a text; None if it is greedy."""
+        return self.numbers(index) if self.temperatures[index] else None
+
+
+class Writer(Protocol):
+    """A model that writes."""
+
+    def texts(self, writing: Writing) -> Iterator[tuple[int, list[int]]]:
+        """Each prompt's index and the prompt with its continuation, as they end. A prompt that fills its limit has none."""
+        ...
 
 
 class TextRows(Protocol):
@@ -47,41 +95,14 @@ class TextRows(Protocol):
         ...
 
 
-class Writer(Protocol):
-    """A model that writes."""
-
-    def rows(self, count: int, slots: int) -> TextRows:
-        """Rows for so many texts of at most ``slots`` tokens."""
-        ...
-
-
-class StreamWriter(Protocol):
-    """A model that writes and chooses the tokens itself."""
-
-    def texts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        temperatures: Sequence[float],
-        numbers: RandomNumbers,
-        eos_token_ids: Sequence[int],
-        rows: int | None = None,
-    ) -> Iterable[tuple[int, list[int]]]:
-        """The arguments of :func:`continue_prompts`; gives each text's index and the text, as they end."""
-        ...
-
-
-AnyWriter = Writer | StreamWriter
-
-
 class TorchWriter:
     """Writes with torch, on the decoder's device."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
-    def rows(self, count: int, slots: int) -> TextRows:
-        return _TorchRows(self._decoder, count, slots)
+    def texts(self, writing: Writing) -> Iterator[tuple[int, list[int]]]:
+        return texts_of_rows(partial(_TorchRows, self._decoder), writing)
 
 
 class _TorchRows:
@@ -138,42 +159,30 @@ class _TorchRows:
         return x
 
 
+def continue_prompts(writer: Writer, writing: Writing) -> list[list[int]]:
+    """Each prompt with its continuation."""
+    texts = [list(prompt) for prompt in writing.prompts]
+    for index, text in writer.texts(writing):
+        texts[index] = text
+    return texts
+
+
 @torch.inference_mode()
-def continue_prompts(
-    writer: AnyWriter,
-    prompts: Sequence[Sequence[int]],
-    limits: Sequence[int],
-    temperatures: Sequence[float],
-    numbers: RandomNumbers,
-    eos_token_ids: Sequence[int],
-    rows: int | None = None,
-) -> list[list[int]]:
-    """Continue all prompts.
+def texts_of_rows(open_rows: Callable[[int, int], TextRows], writing: Writing) -> Iterator[tuple[int, list[int]]]:
+    """What :meth:`Writer.texts` gives, from rows whose tokens are chosen here.
 
     Args:
-        writer: The model.
-        prompts: Token ids of each prompt; lengths may differ.
-        limits: Maximum number of tokens of each text, its prompt included. A text also ends behind its first EOS token.
-        temperatures: Sampling temperature of each text. 0 is greedy.
-        numbers: The random numbers of each text.
-        eos_token_ids: Tokens that end a text.
-        rows: Texts that are decoded together; None: all.
-
-    Returns:
-        Each prompt with its continuation.
+        open_rows: Opens rows: how many, and the most tokens of a text.
+        writing: What to write.
     """
-    texts = [list(prompt) for prompt in prompts]
-    if not hasattr(writer, "rows"):
-        for index, text in writer.texts(prompts, limits, temperatures, numbers, eos_token_ids, rows):
-            texts[index] = text
-        return texts
-    waiting = [index for index in reversed(range(len(texts))) if len(texts[index]) < limits[index]]
+    waiting, limits = writing.waiting(), writing.limits
     if not waiting:
-        return texts
-    busy = [waiting.pop() for _ in range(min(rows or len(waiting), len(waiting)))]
-    batch = writer.rows(len(busy), max(limits))
+        return
+    busy = [waiting.pop() for _ in range(min(writing.rows or len(waiting), len(waiting)))]
+    batch = open_rows(len(busy), max(limits))
+    texts = {index: list(writing.prompts[index]) for index in busy}
     batch.prefill(0, [texts[index][:-1] for index in busy])
-    random = {index: numbers(index) for index, temperature in enumerate(temperatures) if temperature}
+    random = {index: writing.random(index) for index in busy}
     ended: set[int] = set()
     while len(ended) < len(busy):
         logits = batch.step([texts[index][-1] for index in busy], [len(texts[index]) - 1 for index in busy])
@@ -181,12 +190,14 @@ def continue_prompts(
         for row, index in enumerate(busy):
             if row in ended:
                 continue
-            token = sample(logits[row], temperatures[index], random.get(index))
+            token = sample(logits[row], writing.temperatures[index], random[index])
             texts[index].append(token)
-            if token not in eos_token_ids and len(texts[index]) < limits[index]:
+            if token not in writing.eos_token_ids and len(texts[index]) < limits[index]:
                 continue
+            yield index, texts[index]
             if waiting:
-                busy[row] = waiting.pop()
+                busy[row] = following = waiting.pop()
+                texts[following], random[following] = list(writing.prompts[following]), writing.random(following)
                 begun.append(row)
             else:
                 ended.add(row)
@@ -196,7 +207,6 @@ def continue_prompts(
             kept = [row for row in range(len(busy)) if row not in ended]
             batch.keep(kept)
             busy, ended = [busy[row] for row in kept], set()
-    return texts
 
 
 def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:

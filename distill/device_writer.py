@@ -5,7 +5,7 @@ have ended, and gives their rows the next prompts. A text has the random numbers
 them as :func:`~eesd.distill.continuing.continue_prompts` does, so it is the same text wherever both compute the same logits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad, rms_norm, scaled_dot_product_attention, silu
 
 from eesd.common.geometry import Geometry
-from eesd.distill.continuing import BLOCK, RandomNumbers, padded
+from eesd.distill.continuing import BLOCK, Writing, padded
 from eesd.distill.teacher import wide_logits
 from eesd.model.decoder import Block, Decoder, RMSNorm
 from eesd.model.rotary import rotary_tables
@@ -40,47 +40,22 @@ class DeviceWriter:
         self._layers: list[_Layer] | None = None
 
     @torch.inference_mode()
-    def texts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        temperatures: Sequence[float],
-        numbers: RandomNumbers,
-        eos_token_ids: Sequence[int],
-        rows: int | None = None,
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Each prompt's index and the prompt with its continuation, as they end. A prompt that fills its limit has none.
-
-        The arguments are those of :func:`~eesd.distill.continuing.continue_prompts`.
-        """
+    def texts(self, writing: Writing) -> Iterator[tuple[int, list[int]]]:
+        """See :class:`~eesd.distill.continuing.Writer`."""
         if self._layers is None:
             self._layers = [_Layer.of(block) for block in self._decoder.model.layers if isinstance(block, Block)]
-        waiting = [index for index in reversed(range(len(prompts))) if len(prompts[index]) < limits[index]]
+        waiting = writing.waiting()
         if not waiting:
             return
-        state = _Rows(self._decoder, self._layers, min(rows or len(waiting), len(waiting)), max(limits), eos_token_ids)
+        state = _Rows(self._decoder, self._layers, min(writing.rows or len(waiting), len(waiting)), writing)
         busy: dict[int, int] = {}
         while waiting or busy:
-            starts = []
-            for row in range(state.count):
-                if row not in busy and waiting:
-                    busy[row] = index = waiting.pop()
-                    random = numbers(index) if temperatures[index] else None
-                    starts.append(_Start(row, prompts[index], limits[index], temperatures[index], random))
-            state.begin(starts)
+            free = [row for row in range(state.count) if row not in busy]
+            begun = {row: waiting.pop() for row in free[: len(waiting)]}
+            busy |= begun
+            state.begin(begun)
             for row, text in state.run(list(busy)).items():
                 yield busy.pop(row), text
-
-
-@dataclass(frozen=True)
-class _Start:
-    """A text that begins in a row."""
-
-    row: int
-    prompt: Sequence[int]
-    limit: int
-    temperature: float
-    numbers: np.random.Generator | None
 
 
 @dataclass(frozen=True)
@@ -130,10 +105,9 @@ def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
 class _Rows:
     """The texts of B rows and their caches [B, KV, S, D]."""
 
-    def __init__(
-        self, decoder: Decoder, layers: Sequence[_Layer], count: int, slots: int, eos_token_ids: Sequence[int]
-    ) -> None:
-        self.count, self._decoder, self._layers = count, decoder, layers
+    def __init__(self, decoder: Decoder, layers: Sequence[_Layer], count: int, writing: Writing) -> None:
+        self.count, self._decoder, self._layers, self._writing = count, decoder, layers, writing
+        slots = max(writing.limits)
         geometry, weight = decoder.geometry, decoder.lm_head.weight
         self._group = geometry.num_heads // geometry.num_kv_heads
         self._kernel = _kernel(weight.device, self._group, geometry.head_dim)
@@ -148,31 +122,32 @@ class _Rows:
             self._tokens, self._positions, self._limits = torch.zeros(3, count, dtype=torch.int64)
             self._temperatures = torch.zeros(count)
             self._done = torch.ones(count, dtype=torch.bool)
-        self._eos = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=weight.device)
+        self._eos = torch.tensor(list(writing.eos_token_ids), dtype=torch.int64, device=weight.device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def begin(self, starts: Sequence[_Start]) -> None:
-        """Put texts into rows."""
-        if not starts:
+    def begin(self, begun: Mapping[int, int]) -> None:
+        """Put texts into rows: the index of a text for each row."""
+        if not begun:
             return
-        width = self._texts.shape[1]
-        prompts, lengths = padded([start.prompt for start in starts], width)
-        uniforms = np.zeros((len(starts), width))
-        for number, start in enumerate(starts):
-            if start.numbers is not None:
-                uniforms[number, len(start.prompt) : start.limit] = start.numbers.random(start.limit - len(start.prompt))
+        width, writing, texts = self._texts.shape[1], self._writing, list(begun.values())
+        prompts, lengths = padded([writing.prompts[text] for text in texts], width)
+        limits, uniforms = [writing.limits[text] for text in texts], np.zeros((len(texts), width))
+        for number, (text, start) in enumerate(zip(texts, lengths.tolist(), strict=True)):
+            random = writing.random(text)
+            if random is not None:
+                uniforms[number, start : limits[number]] = random.random(limits[number] - start)
         device = self._texts.device
-        rows = torch.tensor([start.row for start in starts], device=device)
+        rows = torch.tensor(list(begun), device=device)
         self._texts[rows] = prompts.to(device)
         self._uniforms[rows] = torch.from_numpy(uniforms).to(device)
         self._tokens[rows] = prompts.gather(1, lengths[:, None] - 1)[:, 0].to(device)
         self._positions[rows] = lengths.to(device) - 1
-        self._limits[rows] = torch.tensor([start.limit for start in starts], device=device)
-        self._temperatures[rows] = torch.tensor([float(start.temperature) for start in starts], device=device)
+        self._limits[rows] = torch.tensor(limits, device=device)
+        self._temperatures[rows] = torch.tensor([float(writing.temperatures[text]) for text in texts], device=device)
         self._done[rows] = False
-        longest = sorted(range(len(starts)), key=lambda number: -len(starts[number].prompt))
+        longest = lengths.argsort(descending=True, stable=True).tolist()
         while longest:
-            read = len(starts[longest[0]].prompt) - 1
+            read = int(lengths[longest[0]]) - 1
             chosen = longest[: max(1, PREFILL_TOKENS // max(1, read))]
             del longest[: len(chosen)]
             if read:

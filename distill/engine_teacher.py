@@ -12,7 +12,6 @@ from eesd.distill.teacher import Targets, storage_dtype, top_tokens
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.operators import make_session
-from eesd.runtime.engines.packed import packed_directory
 
 GRAPH = "states.onnx"
 
@@ -46,8 +45,7 @@ class EngineTeacher:
         """
         self.layers, self._dtype = tuple(layers), storage_dtype(precision)
         self._top_k = min(top_k, checkpoint.geometry.vocab_size)
-        manifest = own_engine(checkpoint, directory, slots)
-        packed = packed_directory(directory, manifest)
+        packed, manifest = own_engine(checkpoint, directory, slots)
         [verify] = manifest.verify
         _add_states(packed / verify.file, packed / GRAPH, self.layers)
         self._session = make_session(packed / GRAPH, threads, int8_activations=True)

@@ -1,14 +1,13 @@
 """The model's own text from the CPU engine: weights as the checkpoint has them, and any number of texts in a call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from eesd.distill.continuing import Logits, TextRows
+from eesd.distill.continuing import Logits, TextRows, Writing, texts_of_rows
 from eesd.distill.own_engine import own_engine
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.cpu_engine import CpuEngine
-from eesd.runtime.engines.packed import packed_directory
 
 
 class EngineWriter:
@@ -19,10 +18,12 @@ class EngineWriter:
         self._checkpoint, self._directory, self._threads = checkpoint, directory, threads
         self._engine: CpuEngine | None = None
 
-    def rows(self, count: int, slots: int) -> TextRows:
+    def texts(self, writing: Writing) -> Iterator[tuple[int, list[int]]]:
+        return texts_of_rows(self._rows, writing)
+
+    def _rows(self, count: int, slots: int) -> TextRows:
         if self._engine is None or self._engine.manifest.max_seq_len < slots:
-            manifest = own_engine(self._checkpoint, self._directory, slots)
-            packed = packed_directory(self._directory, manifest)
+            packed, manifest = own_engine(self._checkpoint, self._directory, slots)
             self._engine = CpuEngine(packed, manifest, manifest.verify, self._threads)
         return _EngineRows(self._engine, count)
 

@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
 from eesd.common.json_input import read_json_object
-from eesd.distill.continuing import AnyWriter, continue_prompts, padded
+from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
 from eesd.distill.data import shard_name, shuffled_indices
 from eesd.distill.options import first_difference
-from eesd.distill.stored import damaged, load_tensors, saving
+from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.runtime.decoding.sampling import philox
 
 SHARD_BATCHES = 4
@@ -54,7 +53,7 @@ class GenerationOptions:
 
 
 def self_generate(
-    writer: AnyWriter,
+    writer: Writer,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     directory: Path,
@@ -91,10 +90,11 @@ def self_generate(
             temperatures = [options.temperatures[(start + i) % len(options.temperatures)] for i in range(count)]
             numbers = partial(_random_numbers, options.seed, start)
             limits = [options.length + 1] * count
-            texts = continue_prompts(writer, chosen, limits, temperatures, numbers, eos_token_ids, options.batch)
+            writing = Writing(chosen, limits, temperatures, numbers, eos_token_ids, options.batch)
+            texts = continue_prompts(writer, writing)
             tokens, lengths = padded([text[: options.length + 1] for text in texts], options.length + 1)
             shard = {"tokens": tokens.int(), "lengths": lengths, "temperatures": torch.tensor(temperatures)}
-            with saving(path), written_whole(path) as temporary:
+            with saved_whole(path) as temporary:
                 save_file(shard, temporary)
         elif number % processes == process:
             _check_shard(path, count)
@@ -124,5 +124,5 @@ def _check_stored_options(directory: Path, options: GenerationOptions) -> None:
         changed = first_difference(stored, entries)
         if changed:
             raise EESDError(f"{directory} has text generated with other options ({changed}); give another --own-text.")
-    with saving(path), written_whole(path) as temporary:
+    with saved_whole(path) as temporary:
         temporary.write_text(json.dumps(entries, indent=2) + "\n")

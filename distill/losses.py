@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from eesd.distill.ages import states_before
 from eesd.distill.options import LossOptions
-from eesd.distill.teacher import LOGITS_PER_CHUNK, Batch, autocast, chunk_rows
+from eesd.distill.teacher import Batch, autocast, chunk_rows
 from eesd.model.decoder import KV, Inputs
 from eesd.model.exit_head import ExitHead
 
@@ -40,7 +40,7 @@ def token_losses(
     Returns:
         The losses ``LOSS_NAMES`` [4, n] in nats, and whether the head's most likely token is the teacher's [n].
     """
-    rows = chunk_rows(len(lm_head), LOGITS_PER_CHUNK, features.device)
+    rows = chunk_rows(len(lm_head), features.device)
     if len(features) <= rows:
         return _chunk_losses(features, lm_head, top_ids, top_logprobs, next_tokens, temperature)
     chunks = zip(*(torch.split(tensor, rows) for tensor in (features, top_ids, top_logprobs, next_tokens)), strict=True)

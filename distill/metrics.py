@@ -6,7 +6,7 @@ from typing import Any
 
 from eesd.common.files import written_whole
 from eesd.common.json_input import json_lines, read_text
-from eesd.distill.stored import damaged, saving
+from eesd.distill.stored import damaged, saved_whole, saving
 
 
 class MetricsLog:
@@ -23,7 +23,7 @@ class MetricsLog:
             EESDError: The file is damaged.
         """
         kept = [line for line in self.lines() if line["step"] <= step]
-        with saving(self.path), written_whole(self.path) as temporary:
+        with saved_whole(self.path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         try:
             from torch.utils.tensorboard import SummaryWriter

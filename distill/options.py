@@ -107,6 +107,10 @@ class TrainingOptions:
         """The layers whose states the head reads: the exit layer, then the deep ones."""
         return (self.exit_layer, *self.deep)
 
+    def rows_per_step(self, processes: int) -> int:
+        """Rows that all processes together train on in a step."""
+        return self.batch * self.accumulate * processes
+
     def __post_init__(self) -> None:
         for name, minimum in (("steps", 0), ("batch", 1), ("accumulate", 1), ("top_k", 1)):
             if getattr(self, name) < minimum:

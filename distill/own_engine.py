@@ -10,6 +10,7 @@ from eesd.common.weights import DTYPES, Quantizations
 from eesd.export.engine_dir import export, untrained_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint
+from eesd.runtime.engines.packed import packed_directory
 
 LEAST_SLOTS = 1024
 """Slots of an engine, at least, if the model has so many positions: own prompts and own text then share it."""
@@ -17,18 +18,25 @@ LAYER = 1
 """The exit layer of its head, which nothing runs."""
 
 
-def own_engine(checkpoint: Checkpoint, directory: Path, slots: int) -> Manifest:
+def own_engine(checkpoint: Checkpoint, directory: Path, slots: int) -> tuple[Path, Manifest]:
     """Export the model into a directory, unless an engine of this model with enough slots is there.
 
     Args:
         checkpoint: The model. Levels of a quantized one stay as they are, and so do weights of 16 and 32 bits.
         directory: Anything else that is there is replaced.
         slots: Slots of the engine, at least.
+
+    Returns:
+        The directory that engines open, and its manifest.
     """
     manifest = _stored(checkpoint, directory)
-    if manifest is not None and manifest.max_seq_len >= slots:
-        return manifest
-    shutil.rmtree(directory, ignore_errors=True)
+    if manifest is None or manifest.max_seq_len < slots:
+        shutil.rmtree(directory, ignore_errors=True)
+        manifest = _export(checkpoint, directory, slots)
+    return packed_directory(directory, manifest), manifest
+
+
+def _export(checkpoint: Checkpoint, directory: Path, slots: int) -> Manifest:
     dtype = checkpoint.dtype if checkpoint.dtype in DTYPES else "float32"
     own = checkpoint.own_levels if dtype == "float32" else {}
     quantization = Quantizations(checkpoint.quantization, tensors=own)

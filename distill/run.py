@@ -27,7 +27,7 @@ from eesd.common.terminal import notice
 from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, replay_acceptance
 from eesd.distill.calibrate import CalibrationResult, calibrate
 from eesd.distill.card import write_card
-from eesd.distill.continuing import AnyWriter, TorchWriter
+from eesd.distill.continuing import TorchWriter, Writer
 from eesd.distill.data import (
     Prompt,
     Rows,
@@ -173,7 +173,7 @@ class Run:
         """Whether this project's operators run the frozen model."""
         return self.accelerator.device.type == "cpu" and not operators.missing()
 
-    def _writer(self) -> AnyWriter:
+    def _writer(self) -> Writer:
         """What writes the model's own text: on a CPU this project's operators, which read the weights as they are stored."""
         if self._has_operators:
             return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
@@ -182,7 +182,7 @@ class Run:
         simple = self.accelerator.device.type == "cpu" or not can_write(self.checkpoint.geometry)
         return TorchWriter(self.decoder) if simple else DeviceWriter(self.decoder)
 
-    def _write_prompts(self, writer: AnyWriter) -> list[Path]:
+    def _write_prompts(self, writer: Writer) -> list[Path]:
         """Let the model write its own prompts, on the main process; returns their files."""
         data = self.data
         if not data.self_prompt:
@@ -324,11 +324,9 @@ class Run:
         Raises:
             EESDError: The head in ``init_head`` has another shape than the options say.
         """
-        given = self.given_head(training)
-        return self._new_head(training, rows) if given is None else given
-
-    def _new_head(self, training: TrainingOptions, rows: Rows) -> ExitHead:
-        ids = None
+        given, ids = self.given_head(training), None
+        if given is not None:
+            return given
         if training.draft_vocab:
             counts = count_next_tokens(rows, self.checkpoint.geometry.vocab_size)
             eos = self.checkpoint.config.eos_token_ids
@@ -352,8 +350,8 @@ class Run:
         data, training, accelerator = self.data, self.training, self.accelerator
         written = 0 if data.files else int(data.own_rows * training.length * OWN_ROW)
         tokens = written or int(self.rows.lengths.sum())
-        rate = product_rate(accelerator.device, training.precision) * accelerator.num_processes
-        return forecast(self.checkpoint.geometry, training, written, tokens, self.offline is not None, rate)
+        rate, processes = product_rate(accelerator.device, training.precision), accelerator.num_processes
+        return forecast(self.checkpoint.geometry, training, written, tokens, self.offline is not None, processes, rate)
 
     def trainer(
         self,
@@ -391,12 +389,12 @@ class Run:
     def train(self, report: Report) -> None:
         """Train one head. ``report`` is called with each line of metrics."""
         self.output.mkdir(parents=True, exist_ok=True)
-        given = self.given_head(self.training)  # first, because it refuses a wrong --init-head before the long work
+        self.given_head(self.training)  # first, because it refuses a wrong --init-head before the long work
         if self.is_main and not any(self.output.glob("checkpoint-*")):
             click.echo(self.forecast())
         layers = self.training.layers
         validation, rows = self.validation_and_training_rows(layers)
-        head = self._new_head(self.training, rows) if given is None else given
+        head = self.initial_head(self.training, rows)
         trainer = self.trainer(head, self.training, rows, self.targets(rows, layers), validation, self.output)
         with self.progress("training", self.training.steps) as advance:
             trainer.run(self.intervals, report, advance)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.common import markdown
 from eesd.common.geometry import Geometry
 from eesd.distill.acceptance import DRAFTS_PER_ROUND, Acceptance, replay_acceptance
 from eesd.distill.options import TrainingOptions
@@ -149,13 +150,13 @@ def table(candidates: Sequence[Candidate]) -> str:
     """A Markdown table of the candidates, and the recommendation."""
     depths = len(candidates[0].acceptance.verified)
     names = ["exit layer", "blocks", *(f"depth {d}" for d in range(1, depths + 1)), "draft cost", "drafts", "speed-up", *LARGE]
-    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    rows = []
     for candidate in candidates:
         cells = [str(candidate.exit_layer), str(candidate.blocks)]
         cells += [f"{value:.3f}" for value in candidate.acceptance.by_depth]
         cells += [f"{candidate.draft_cost:.3f}", str(candidate.drafts), f"{candidate.speed_up:.2f}x"]
         cells += [f"{speed_up:.2f}x with {drafts}" for drafts, speed_up in candidate.large.values()]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     best = candidates[0]
     advice = f"Recommended: --exit-layer {best.exit_layer} --blocks {best.blocks} (predicted {best.speed_up:.2f}x)."
-    return "\n".join([*lines, "", advice])
+    return "\n".join([*markdown.table(names, rows), advice])

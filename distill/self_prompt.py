@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
-from eesd.distill.continuing import AnyWriter, continue_prompts
+from eesd.distill.continuing import Writer, Writing, continue_prompts
 from eesd.distill.generate import STREAM
 from eesd.distill.options import digest
-from eesd.distill.stored import saving
+from eesd.distill.stored import saved_whole
 from eesd.runtime.decoding.sampling import philox
 from eesd.runtime.text import TextCodec
 
@@ -47,7 +46,7 @@ class SelfPromptOptions:
 
 
 def self_prompts(
-    writer: AnyWriter,
+    writer: Writer,
     codec: TextCodec,
     options: SelfPromptOptions,
     directory: Path,
@@ -83,7 +82,7 @@ def self_prompts(
         if not path.exists():
             turns = _user_turns(writer, codec, options, number, eos_token_ids, rows)
             lines = (json.dumps({"messages": [{"role": "user", "content": turn}]}) + "\n" for turn in turns)
-            with saving(path), written_whole(path) as temporary:
+            with saved_whole(path) as temporary:
                 temporary.write_text("".join(lines))
         written = path.read_bytes().count(b"\n")
         failures = 0 if written else failures + 1
@@ -106,7 +105,7 @@ def around_turns(codec: TextCodec | None) -> tuple[str, str]:
 
 
 def _user_turns(
-    writer: AnyWriter, codec: TextCodec, options: SelfPromptOptions, number: int, eos_token_ids: Sequence[int], rows: int
+    writer: Writer, codec: TextCodec, options: SelfPromptOptions, number: int, eos_token_ids: Sequence[int], rows: int
 ) -> list[str]:
     """The different user turns of one file that the model has ended."""
     opening, closing = around_turns(codec)
@@ -119,9 +118,9 @@ def _user_turns(
     def numbers(text: int) -> np.random.Generator:
         return philox(options.seed, STREAM + 1, number * SHARD_TRIES + text)
 
-    texts = continue_prompts(writer, prompts, limits, [1.0] * len(prompts), numbers, tuple(ends), rows)
+    writing = Writing(prompts, limits, [1.0] * len(prompts), numbers, tuple(ends), rows)
     turns: dict[str, None] = {}
-    for start, prompt, text in zip(starts, prompts, texts, strict=True):
+    for start, prompt, text in zip(starts, prompts, continue_prompts(writer, writing), strict=True):
         turn = (start + codec.decode(text[len(prompt) : -1])).strip()
         if text[-1] in ends and len(text) > len(prompt) + 1 and turn:
             turns[turn] = None

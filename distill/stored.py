@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eesd.common.errors import EESDError
+from eesd.common.files import written_whole
 
 MAKE_AGAIN = "delete it, and the next run makes it again"
 
@@ -35,3 +36,10 @@ def saving(path: Path) -> Iterator[None]:
     except (SafetensorError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).removeprefix("Error while serializing: ")
         raise EESDError(f"{path} cannot be written ({reason}); free some space, and the same command continues.") from None
+
+
+@contextmanager
+def saved_whole(path: Path) -> Iterator[Path]:
+    """A temporary file that takes the name ``path`` when the block ends normally; errors name ``path``."""
+    with saving(path), written_whole(path) as temporary:
+        yield temporary

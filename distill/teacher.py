@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
 from eesd.common.geometry import Geometry
 from eesd.common.json_input import read_json_object
 from eesd.distill.data import Rows, shard_name
 from eesd.distill.options import first_difference
 from eesd.distill.packed_states import SCALES, pack_states, unpack_states
-from eesd.distill.stored import damaged, saving
+from eesd.distill.stored import damaged, saved_whole
 from eesd.model.decoder import KV, Decoder, Inputs, capped
 from eesd.model.inputs import causal_inputs, empty_caches
 
@@ -94,9 +93,9 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def chunk_rows(columns: int, most: int, device: torch.device) -> int:
-    """Rows of logits in memory at a time, for ``most`` logits on a CPU."""
-    return max(1, most * (1 if device.type == "cpu" else DEVICE_CHUNKS) // columns)
+def chunk_rows(columns: int, device: torch.device) -> int:
+    """Rows of logits in memory at a time."""
+    return max(1, LOGITS_PER_CHUNK * (1 if device.type == "cpu" else DEVICE_CHUNKS) // columns)
 
 
 def storage_dtype(precision: str) -> torch.dtype:
@@ -180,7 +179,7 @@ class Teacher(nn.Module):
             x = backbone.norm(x)
         # Outside the autocast: rounded logits would change the label where two tokens are almost equally likely.
         flat = x.flatten(0, 1)
-        rows = chunk_rows(self.decoder.geometry.vocab_size, LOGITS_PER_CHUNK, ids.device)
+        rows = chunk_rows(self.decoder.geometry.vocab_size, ids.device)
         top = [self._top_tokens(chunk) for chunk in flat.chunk(-(-len(flat) // rows))]
         top_ids, top_logprobs = (torch.cat(part).view(*ids.shape, -1) for part in zip(*top, strict=True))
         return hidden, Targets(top_ids, top_logprobs, x.to(dtype) if self.keep_final else None)
@@ -284,7 +283,7 @@ class TargetCache:
             self._check(stored)
             if stored["rows"] == len(rows):
                 return
-        with saving(path), written_whole(path) as temporary:
+        with saved_whole(path) as temporary:
             temporary.write_text(json.dumps(self.meta, indent=2) + "\n")
 
     def _check(self, stored: dict[str, Any]) -> None:
@@ -369,7 +368,7 @@ class TargetCache:
             ]
             shard = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
             path = self.directory / shard_name(number)
-            with saving(path), written_whole(path) as temporary:
+            with saved_whole(path) as temporary:
                 save_file(shard, temporary)
             advance(1)
 

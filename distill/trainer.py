@@ -260,11 +260,14 @@ class Trainer:
 
     def full_head(self) -> ExitHead:
         """A copy of the head, with the mean of its weights if it is averaged; with several processes, on the first one."""
-        state = self._averaged_state()
+        return self._with_state(self._averaged_state()).to(self.accelerator.device)
+
+    def _with_state(self, state: dict[str, Tensor]) -> ExitHead:
+        """A head with these weights, or with none that mean anything if there are none."""
         head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
         if state:
             head.load_state_dict(state)
-        return head.to(self.accelerator.device)
+        return head
 
     def _averaged_state(self) -> dict[str, Tensor]:
         """A copy of the head's weights, or of their mean if it is averaged; empty on other processes than the first."""
@@ -291,10 +294,8 @@ class Trainer:
         self.accelerator.wait_for_everyone()
 
     def _save_head(self, state: dict[str, Tensor]) -> None:
-        head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
-        head.load_state_dict(state)
         with saving(self.output / exit_head_file.WEIGHTS_FILE):
-            exit_head_file.save(head, self.output)
+            exit_head_file.save(self._with_state(state), self.output)
 
     def _checkpoints(self) -> list[Path]:
         """The directories of all checkpoints, oldest first."""

@@ -175,8 +175,9 @@ def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     attentions, updates = len(graph.caches) - without, 2 * len(graph.caches)
     if not plan.fused_attentions and plan.fused_cache_updates == updates:
         notice(
-            f"{graph.file}: {plan.flavour} has no attention of this shape as one kernel, so it is built from parts, which "
-            "write all scores to memory: slower, and more so the longer the cache. eesd-inspect --layers shows them."
+            f"{graph.file}: {plan.flavour} has no attention of this shape as one kernel for all calls. Where it has none, "
+            "attention is built from parts, which write all scores to memory: slower, and more so the longer the cache. "
+            "eesd-inspect --layers shows which."
         )
     elif plan.fused_attentions < attentions or plan.fused_cache_updates < updates:
         notice(

@@ -135,8 +135,9 @@ def check_precision(manifest: Manifest) -> None:
 
 
 def build(
-    directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Callable[[Any], Any]
-) -> PlanInfo:
+    directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Callable[[Any], Any],
+    attempts: tuple[bool, ...] = (True, False),
+) -> PlanInfo:  # fmt: skip
     """Build one plan and write it beside its graph.
 
     Args:
@@ -145,6 +146,7 @@ def build(
         graph: Graph to build the plan from.
         options: Options of the build.
         monitor: Creates a progress monitor, given the builder's base class for monitors.
+        attempts: What is tried in turn: each attention as one kernel (True), or from parts where there is none.
 
     Returns:
         Description of the plan for the manifest.
@@ -155,7 +157,7 @@ def build(
     trt = importlib.import_module(FLAVOURS[options.flavour])
     path, errors = directory / Path(graph.file).with_suffix(".plan").name, list[str]()
     with written_whole(path) as temporary:
-        for whole in (True, False):
+        for whole in attempts:
             found = _build_once(trt, directory, manifest, graph, options, monitor, whole, temporary, errors)
             if isinstance(found, Built):
                 return _plan_info(path.name, found, manifest, graph, options)
@@ -244,9 +246,10 @@ def _save_timing_cache(config: Any, path: Path) -> None:
 def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, whole: bool) -> Iterator[Path]:
     """A temporary copy of the graph as plans need it. It lies beside the weights that it refers to.
 
-    The parser makes each attention one kernel, or the build fails; without ``whole`` it may also be built from parts. Fixed
-    dimensions are filled in, and attention reads the first slots only. TensorRT-RTX multiplies by int8 weights as they
-    are only if each output has one scale, so scales that are equal in all blocks are given as one.
+    The parser makes each attention one kernel, or the build fails. Without ``whole`` it may also be built from parts; the
+    builder then still takes a kernel for each profile that has one. Fixed dimensions are filled in, and attention reads the
+    first slots only. TensorRT-RTX multiplies by int8 weights as they are only if each output has one scale, so scales that
+    are equal in all blocks are given as one.
     """
     import onnx
 

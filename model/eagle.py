@@ -101,7 +101,9 @@ class EagleHead(ExitHead):
         mask, slots = inputs.attn_mask, numbers(inputs.attn_mask, 3)
         hidden = (slots == 0) & (_own_slots(inputs) > 0)[:, None, :, None]
         mask = torch.where(hidden, MASKED, mask)
-        own = replace(inputs, cos=self.cos.to(mask.dtype), sin=self.sin.to(mask.dtype), attn_mask=mask, query_mask=None, near=None)
+        own = replace(
+            inputs, cos=self.cos.to(mask.dtype), sin=self.sin.to(mask.dtype), attn_mask=mask, query_mask=None, near=None
+        )
         return own if inputs.query_mask is None else fold_mask(own, self.group, self.kv_heads)
 
     def _write(self, states: Tensor, inputs: Inputs, caches: Sequence[KV]) -> list[KV]:

@@ -92,7 +92,7 @@ def _read_config(fields: Fields, checkpoint: Checkpoint) -> tuple[ExitConfig, in
     _refuse_unknown(fields, ("transformer_layer_config",))
     inner = fields.take("transformer_layer_config", None)
     block = fields if inner is None else Fields(inner if isinstance(inner, dict) else {})
-    eagle = Eagle(layers, _read_block(block, model), normed_residual)
+    eagle = Eagle(layers, _read_block(block), normed_residual)
     return ExitConfig(0, 1, True, checkpoint.fingerprint(), trained=True, eagle=eagle), columns
 
 
@@ -107,7 +107,7 @@ def _read_layers(fields: Fields, count: int) -> tuple[int, ...]:
     return own or (2, count // 2, count - 3)
 
 
-def _read_block(fields: Fields, model: Geometry) -> Geometry:
+def _read_block(fields: Fields) -> Geometry:
     """The sizes of the block."""
     kind = fields.text("model_type") or "llama"
     if kind not in ("llama", "qwen3"):

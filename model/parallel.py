@@ -88,21 +88,30 @@ class SplitBlock(Block):
             one = geometry.on_rank(split.ranks)
             self.attentions = nn.ModuleList(Attention(one) for _ in split.own)
             self.mlps = nn.ModuleList(MLP(one) for _ in split.own)
-        self._add = split.add
+        self.add = split.add
         for whole, parts in ((block.self_attn, self.attentions), (block.mlp, self.mlps)):
             for rank, part in zip(split.own, parts, strict=True):
                 state = {name: _part(name, value, rank, split.ranks, made) for name, value in whole.state_dict().items()}
                 part.load_state_dict(state, assign=True)
         self.requires_grad_(False)
 
+    @property
+    def own_part(self) -> Block:
+        """The part of the only rank in this process, as a block: what its attention and its MLP give is still to be added."""
+        part = Block.__new__(Block)
+        nn.Module.__init__(part)
+        [part.self_attn], [part.mlp] = self.attentions, self.mlps
+        part.input_layernorm, part.post_attention_layernorm = self.input_layernorm, self.post_attention_layernorm
+        return part
+
     def attend(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         normed = self.input_layernorm(x)
         parts = [attention(normed, inputs, own)[0] for attention, own in self._with_caches(cache)]
-        return x + self._add(parts), cache
+        return x + self.add(parts), cache
 
     def feed_forward(self, x: Tensor) -> Tensor:
         normed = self.post_attention_layernorm(x)
-        return x + self._add([mlp(normed) for mlp in self.mlps])
+        return x + self.add([mlp(normed) for mlp in self.mlps])
 
     def write_kv(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
         normed = self.input_layernorm(x)

@@ -24,7 +24,7 @@ import eesd
 from eesd.distill import teacher
 from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main
-from eesd.distill.continuing import AnyWriter, TorchWriter, continue_prompts
+from eesd.distill.continuing import TorchWriter, Writer, Writing, continue_prompts
 from eesd.distill.data import Rows, batch_indices, read_prompts, read_rows, split_documents
 from eesd.distill.device_writer import DeviceWriter
 from eesd.distill.engine_teacher import EngineTeacher
@@ -210,7 +210,7 @@ def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(learn
 def test_without_operators_torch_writes_and_says_so(learner: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc def"}\n')
     monkeypatch.setattr(operators, "missing", lambda: "They are not there.")
-    monkeypatch.setattr(EngineWriter, "rows", lambda *_: pytest.fail("the operators were used"))
+    monkeypatch.setattr(EngineWriter, "texts", lambda *_: pytest.fail("the operators were used"))
     arguments = ("--model", learner, "--exit-layer", 1, "--self-generate", tmp_path / "prompts.jsonl", *SMALL)
     result = succeed(main, *arguments, "--own-rows", 20, "--steps", 1, "-o", tmp_path / "out")
     assert SLOWLY in result.stderr and len(list((tmp_path / "out" / "own-text").glob("shard-*"))) == 1
@@ -240,7 +240,7 @@ def test_a_model_without_a_chat_template_writes_no_prompts(learner: Path, tmp_pa
 
 
 @pytest.fixture(params=["torch", "operators", "device"])
-def writer(request: pytest.FixtureRequest, learner: Path, tmp_path: Path) -> AnyWriter:
+def writer(request: pytest.FixtureRequest, learner: Path, tmp_path: Path) -> Writer:
     """All ways to write text."""
     checkpoint = Checkpoint(learner)
     if request.param == "device":
@@ -256,28 +256,28 @@ def needs_operators() -> None:
         pytest.skip(operators.missing())
 
 
-def test_continuations_in_a_batch_equal_those_of_single_prompts(writer: AnyWriter) -> None:
+def test_continuations_in_a_batch_equal_those_of_single_prompts(writer: Writer) -> None:
     """Also sampled ones, where a row takes another prompt when its text has ended, and at the end, when rows are dropped."""
     prompts = [[5, 6, 7], [10] * 70, [40, 41], [9], [50, 51, 52], [8, 9], [3] * 12, [7, 4]]
     limits = [23, 90, 7, 21, 30, 40, 12, 64]
     temperatures = [0, 0.7, 1, 0, 1, 0.7, 1, 0.7]
     alone = [
-        continue_prompts(writer, [prompt], [limit], [temperature], partial(numbers, number), (2,))[0]
+        continue_prompts(writer, Writing([prompt], [limit], [temperature], partial(numbers, number), (2,)))[0]
         for number, (prompt, limit, temperature) in enumerate(zip(prompts, limits, temperatures, strict=True))
     ]
     assert all(len(text) == limit or text[-1] == 2 for text, limit in zip(alone, limits, strict=True))
     for rows in (None, 1, 3, 5):
-        assert continue_prompts(writer, prompts, limits, temperatures, partial(numbers, 0), (2,), rows) == alone
+        assert continue_prompts(writer, Writing(prompts, limits, temperatures, partial(numbers, 0), (2,), rows)) == alone
 
 
 def numbers(first: int, text: int) -> np.random.Generator:
     return np.random.default_rng([7, first + text])
 
 
-def test_sampled_continuations_follow_the_model_distribution(learner: Path, writer: AnyWriter) -> None:
+def test_sampled_continuations_follow_the_model_distribution(learner: Path, writer: Writer) -> None:
     """2000 first tokens at temperature 1, compared with the model's distribution."""
     count = 2000
-    texts = continue_prompts(writer, [[5, 6, 7]] * count, [4] * count, [1] * count, partial(numbers, 0), (2,), 64)
+    texts = continue_prompts(writer, Writing([[5, 6, 7]] * count, [4] * count, [1] * count, partial(numbers, 0), (2,), 64))
     _, targets = Teacher(Checkpoint(learner).decoder(), [1], 97, "float32")(torch.tensor([[5, 6, 7]]))
     expected = torch.zeros(97).index_add(0, targets.top_ids[0, -1].long(), targets.top_logprobs[0, -1].float().exp())
     frequencies = torch.bincount(torch.tensor(texts)[:, 3], minlength=97) / count
@@ -301,7 +301,7 @@ def test_operators_write_what_an_engine_directory_generates(kind: str, learner: 
     for threads, rows in ((1, 1), (2, 8)):
         writer = EngineWriter(checkpoint, tmp_path / f"engine-{threads}", threads)
         texts += [
-            continue_prompts(writer, prompts, limits, temperatures, partial(numbers, 0), (), rows)
+            continue_prompts(writer, Writing(prompts, limits, temperatures, partial(numbers, 0), (), rows))
             for temperatures in ([0] * 11, [0, 0.7, 1, 0.7, 1, 0.7, 1, 0.7, 1, 0.7, 1])
         ]
     assert texts[:2] == texts[2:]
@@ -318,7 +318,7 @@ def test_operators_read_what_they_wrote(tmp_path: Path) -> None:
     checkpoint = Checkpoint(gguf_files.write(tmp_path / "model.gguf", Spec("llama", matrices="Q4_1")))
     length = EngineTeacher.CHUNK + 9
     writer = EngineWriter(checkpoint, tmp_path / "engine", 1)
-    texts = continue_prompts(writer, [[5, 6, 7], [40]], [length] * 2, [0, 0], partial(numbers, 0), ())
+    texts = continue_prompts(writer, Writing([[5, 6, 7], [40]], [length] * 2, [0, 0], partial(numbers, 0), ()))
     teacher = EngineTeacher(checkpoint, tmp_path / "engine", [1, 2], 3, "bf16", length, 2)
     _, targets = teacher(torch.tensor(texts))
     assert [ids[2:-1, 0].tolist() for ids in targets.top_ids] == [text[3:] for text in texts]
@@ -342,7 +342,7 @@ def test_an_engine_is_made_once_and_again_if_it_is_damaged_small_or_of_another_m
 
     def write(limit: int = 9) -> list[list[int]]:
         writer = EngineWriter(Checkpoint(learner), directory, 1)
-        return continue_prompts(writer, [[5, 6, 7]], [limit], [0], partial(numbers, 0), ())
+        return continue_prompts(writer, Writing([[5, 6, 7]], [limit], [0], partial(numbers, 0), ()))
 
     first = write()
     made = (directory / "manifest.json").stat().st_mtime_ns

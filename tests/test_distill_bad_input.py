@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from safetensors.numpy import save_file
 from support.command import assert_one_line, assert_refused, run, succeed
 from support.distilling import LENGTH, SMALL
 
+from eesd.common.errors import EESDError
 from eesd.distill import teacher
 from eesd.distill.cli import main
+from eesd.distill.continuing import Writing
 
 
 @pytest.fixture
@@ -158,3 +161,21 @@ def test_an_initial_head_of_another_shape_is_refused(start: tuple[object, ...], 
     rest = (*without(start, "-o"), "-o", tmp_path / "second", "--init-head", tmp_path / "out")
     assert_refused(run(main, *rest, "--blocks", 2), "--blocks 1")
     succeed(main, *rest)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompts": [[5]]}, "as many of each"),
+        ({"temperatures": [0.0]}, "as many of each"),
+        ({"prompts": [[5], []]}, "no tokens"),
+        ({"temperatures": [0.0, -1.0]}, "0 or above"),
+        ({"rows": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(change: dict[str, Any], words: str) -> None:
+    good: dict[str, Any] = {"prompts": [[5], [6]], "limits": [9, 9], "temperatures": [0.0, 1.0], "rows": 1}
+    rest = {"numbers": np.random.default_rng, "eos_token_ids": ()}
+    assert Writing(**good, **rest).waiting() == [1, 0]
+    with pytest.raises(EESDError, match=words):
+        Writing(**(good | change), **rest)

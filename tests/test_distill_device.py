@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eesd.distill import teacher as teacher_module
-from eesd.distill.continuing import TorchWriter, continue_prompts, sample
+from eesd.distill.continuing import TorchWriter, Writing, continue_prompts, sample
 from eesd.distill.device_writer import DeviceWriter, chosen_tokens
 from eesd.distill.teacher import Teacher, full_sequence_inputs, largest
 from eesd.model.checkpoint import Checkpoint
@@ -76,8 +76,8 @@ def test_a_gpus_writer_writes_what_torch_writes(family: str, family_dir: Callabl
     """With biases and norms of queries and keys, too."""
     decoder = Checkpoint(family_dir(family)).decoder()
     prompts, limits = [[5, 6, 7], [9], [10] * 30, [8, 9, 4]], [40, 3, 50, 20]
-    given = (prompts, limits, [0.0, 0.0, 0.7, 1.0], np.random.default_rng, (2,), 2)
-    assert continue_prompts(DeviceWriter(decoder), *given) == continue_prompts(TorchWriter(decoder), *given)
+    writing = Writing(prompts, limits, [0.0, 0.0, 0.7, 1.0], np.random.default_rng, (2,), 2)
+    assert continue_prompts(DeviceWriter(decoder), writing) == continue_prompts(TorchWriter(decoder), writing)
 
 
 def of_kernel(what: str) -> dict[str, Any]:

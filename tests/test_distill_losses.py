@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from eesd.common.errors import EESDError
-from eesd.distill import losses as losses_module
+from eesd.distill import teacher as teacher_module
 from eesd.distill.acceptance import replay_acceptance
 from eesd.distill.losses import LOSS_NAMES, hidden_state_loss, reach_weights, token_losses, total_loss
 from eesd.distill.options import LossOptions, TrainingOptions
@@ -64,7 +64,7 @@ def test_a_truncated_teacher_distribution_is_renormalised(case: dict[str, torch.
 def test_chunking_changes_neither_losses_nor_gradients(case: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     whole, agrees = losses_of(case)
     (expected,) = torch.autograd.grad(whole.sum(), case["features"])
-    monkeypatch.setattr(losses_module, "LOGITS_PER_CHUNK", 5 * VOCABULARY)
+    monkeypatch.setattr(teacher_module, "LOGITS_PER_CHUNK", 5 * VOCABULARY)
     chunked, chunked_agrees = losses_of(case)
     (gradient,) = torch.autograd.grad(chunked.sum(), case["features"])
     torch.testing.assert_close(chunked, whole)

@@ -1,7 +1,7 @@
 """What the kernels of plans read and write, from the log of TensorRT-RTX's builder. Skipped where that is not installed."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from support.synthetic import LLAMA_70B, write_checkpoint
 
 from eesd.common.manifest import LONG_CACHE, GraphInfo, Manifest
 from eesd.common.weights import EMBEDDINGS, ROTARY_TABLES
+from eesd.export import plans as build_plans
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 
@@ -119,6 +120,22 @@ def test_attention_is_one_kernel_in_every_layer_and_profile(built: Callable[...,
     _, plans = built(kind)
     assert sum(layer.is_attention for layer in plans["draft.onnx"]) == 2
     assert [sum(layer.is_attention for layer in profile(plans["verify.onnx"], number)) for number in (0, 1)] == [2, 2]
+
+
+@pytest.mark.slow
+def test_attention_that_may_be_built_from_parts_keeps_the_kernels_that_there_are(
+    family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a plan is slower only where there is no kernel. The manifest promises none."""
+    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", "--dtype", "float16", "--max-seq-len", 32, "--no-check")
+    manifest, plans = build_layers(directory)
+    assert all(plan.fused_attentions for plan in manifest.plans.values())
+    monkeypatch.setattr(build_plans, "build", partial(build_plans.build, attempts=(False,)))
+    manifest, others = build_layers(directory, "--force")
+    assert not any(plan.fused_attentions for plan in manifest.plans.values())
+    for name, layers in plans.items():
+        kernels = [[layer.profile for layer in some if layer.is_attention] for some in (layers, others[name])]
+        assert kernels[0] == kernels[1] != []
 
 
 @pytest.mark.parametrize("kind", slow_but(["none", "int8", "int4"], "none", "int8"))

@@ -16,12 +16,14 @@ import pytest
 import torch
 from support.command import export_engine
 from support.quantized_products import CASES
+from support.started_ranks import codes, started
 
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import UNQUANTIZED
 from eesd.runtime.engines import torch_quantized, torch_weights
 
 INTERPRETED = Path(__file__).parent / "support/interpreted.py"
+FUSED_RANK = Path(__file__).parent / "support/fused_rank.py"
 fault_of_kernel = torch_quantized.fault_of_kernel.__wrapped__
 COMPILED = Path(__file__).parent / "support/compiled_kernel.py"
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -67,6 +69,24 @@ def test_products_are_those_of_the_dequantized_weights(found: dict[str, Any]) ->
 @NEEDS_TRITON
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows(found: dict[str, Any]) -> None:
     assert all(product["rows do not depend on each other"] for product in found["products"].values())
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("kind", ["none", "int4"])
+def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
+    family_dir: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    """Each rank fuses its parts of the blocks, with biases. Where weights are split, quantized ones are dequantized."""
+    options = ("--dtype", "float16", "--max-seq-len", 64, "--quantize", kind, "--quantize-draft", kind)
+    directory = export_engine(family_dir("qwen3-bias"), tmp_path / "plans", *options)
+    with started(tmp_path, FUSED_RANK, directory) as processes:
+        assert codes(processes, 600) == [0, 0], (tmp_path / "0.err").read_text()[-2000:]
+    found = json.loads((tmp_path / "0.out").read_text())
+    for difference, deviation in zip(found["difference"], found["deviation"], strict=True):
+        assert deviation > 0.3 and difference < 0.05, "logits near zero would always agree"
+    verify, draft = found["fused"]
+    assert len(verify) == load_manifest(directory).geometry.num_layers > len(draft) > 0 and all((*verify, *draft))
+    assert found["shared"][: len(draft)] == [True] * len(draft), "the joined weights are there once"
 
 
 @NEEDS_TRITON

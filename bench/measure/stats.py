@@ -1,6 +1,6 @@
-"""Medians and ratios with bootstrap intervals (Efron 1979), and how tables show them."""
+"""Medians and ratios with bootstrap intervals (Efron 1979)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,9 +45,3 @@ def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
     over, under = np.asarray(above), np.asarray(below)
     chosen = resampled(len(over))
     return Interval(float(over.sum() / under.sum()), *bounds(over[chosen].sum(1) / under[chosen].sum(1)))
-
-
-def table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a Markdown table, and an empty line behind it."""
-    lines = [f"| {' | '.join(map(str, row))} |" for row in (columns, *rows)]
-    return [lines[0], "|---" * len(columns) + "|", *lines[1:], ""]

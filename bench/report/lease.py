@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eesd.bench.measure.stats import table
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.json_input import json_lines, read_text
+from eesd.common.markdown import table
 from eesd.export.predict import GPUS, KERNELS_PER_BLOCK, OTHER_KERNELS, Hardware
 
 Found = Mapping[str, Any]

@@ -5,13 +5,13 @@ from itertools import groupby
 from pathlib import Path
 
 from eesd.bench.measure.results import Configuration, Result, shown_machine
-from eesd.bench.measure.stats import table
 from eesd.bench.replay.costs import mean_call_costs
 from eesd.bench.replay.simulation import Simulation
 from eesd.bench.report.replays import replay_section
 from eesd.bench.report.stats import Summary, best_fixed_lengths, summarize
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
+from eesd.common.markdown import table
 
 DEEPEST = 8
 """Last depth of the acceptance tables."""

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from eesd.bench.measure.stats import table
 from eesd.bench.replay.replay import OFF, Ratio
 from eesd.bench.replay.simulation import CLAIRVOYANT, HINDSIGHT, Comparison, Simulation
 from eesd.bench.report.plots import regret
+from eesd.common.markdown import table
 
 DEFAULT_CONTROLLER = "cost-aware-ts"
 

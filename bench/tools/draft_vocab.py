@@ -9,11 +9,11 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.bench.measure.stats import table
 from eesd.bench.measure.tasks import read_texts
 from eesd.common import cli
 from eesd.common.draft_vocab import most_used
 from eesd.common.errors import EESDError
+from eesd.common.markdown import table
 from eesd.model.config import load_config
 from eesd.model.hub import find_model
 from eesd.runtime.text import TextCodec

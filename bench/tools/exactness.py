@@ -17,9 +17,9 @@ import click
 import numpy as np
 
 from eesd.bench.measure.results import describe_machine, read_json, shown_machine, write_json
-from eesd.bench.measure.stats import table
 from eesd.common.cli import PATH, command
 from eesd.common.manifest_reader import load_manifest
+from eesd.common.markdown import table
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.compare import LogitRecord
 from eesd.runtime.decoding.sampling import Sampling

@@ -25,9 +25,9 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.bench.measure.stats import table
 from eesd.common import cli
 from eesd.common.errors import EESDError
+from eesd.common.markdown import table
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.cpu_engine import CpuEngine

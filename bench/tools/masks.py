@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import click
 import numpy as np
 
-from eesd.bench.measure.stats import table
 from eesd.common import cli
+from eesd.common.markdown import table
 from eesd.runtime.constraint import GrammarConstraint, make_constraint, vocabulary_of
 from eesd.runtime.llm import LLM, load
 

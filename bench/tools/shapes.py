@@ -22,13 +22,14 @@ import click
 import numpy as np
 
 from eesd.bench.measure.results import describe_machine, write_json
-from eesd.bench.measure.stats import Interval, bootstrap, table
+from eesd.bench.measure.stats import Interval, bootstrap
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.files import scratch_directory
 from eesd.common.machine import torch_sees_gpu
 from eesd.common.manifest import MANIFEST_FILE, Manifest
 from eesd.common.manifest_reader import load_manifest
+from eesd.common.markdown import table
 from eesd.common.weights import DTYPES
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
 from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, Engines, default_threads, open_engines
@@ -40,6 +41,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 SHAPES = {
     "tiny": (256, 64, 96, 4, 4, 2),
     "1b": (128256, 2048, 8192, 16, 32, 8),
+    "8b": (128256, 4096, 14336, 32, 32, 8),
     "7b": (32000, 4096, 11008, 32, 32, 32),
     "13b": (32000, 5120, 13824, 40, 40, 40),
 }
@@ -51,12 +53,13 @@ MEMORY_BYTES = 1 << 29
 """What is copied or read to measure the bandwidth, larger than any cache."""
 
 
-def write_checkpoint(directory: Path, shape: str) -> None:
-    """Write a float16 Llama with random weights."""
+def write_checkpoint(directory: Path, shape: str, layers: int | None = None) -> None:
+    """Write a float16 Llama with random weights. ``layers``: how many it has instead of those of its shape."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = dict(zip(SIZES, SHAPES[shape], strict=True))
+    sizes["num_hidden_layers"] = layers or sizes["num_hidden_layers"]
     config = LlamaConfig(**sizes, max_position_embeddings=4096, tie_word_embeddings=shape == "1b", dtype="float16")
     LlamaForCausalLM._from_config(config, dtype=torch.float16).save_pretrained(directory)  # type: ignore[no-untyped-call]
 
@@ -74,15 +77,15 @@ def prepare(work: Path, shape: str, dtype: str, build: bool) -> Path:
             write_checkpoint(model, shape)
             layer = max(SHAPES[shape][3] // EXIT_SHARE, 1)
             sizes = ("--max-seq-len", SLOTS, "--max-tree-nodes", TREE_NODES, "--exit-layer", layer)
-            _run("eesd.export.cli", "--model", model, "--dtype", dtype, "--no-check", *sizes, "--output", output)
+            run_command("eesd.export.cli", "--model", model, "--dtype", dtype, "--no-check", *sizes, "--output", output)
         finally:
             shutil.rmtree(model, ignore_errors=True)
     if build:
-        _run("eesd.export.build", output)
+        run_command("eesd.export.build", output)
     return output
 
 
-def _run(module: str, *arguments: object) -> None:
+def run_command(module: str, *arguments: object) -> None:
     """Run a command of EESD in a separate process. Raises :class:`EESDError` with its message if it fails."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)

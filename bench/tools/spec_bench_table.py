@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from eesd.bench.measure.results import Saved, describe_machine, shown_machine
-from eesd.bench.measure.stats import Interval, bootstrap_ratio, table
+from eesd.bench.measure.stats import Interval, bootstrap_ratio
 from eesd.bench.replay.costs import COST_MODELS, CostModel
+from eesd.common.markdown import table
 
 PLAIN = "plain"
 REPRICED = ("8b", "70b")

@@ -27,7 +27,6 @@ from eesd.common.weights import (
     FUSE,
     HEAD_TABLES,
     LM_HEAD,
-    ROTARY_TABLES,
 )
 from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN

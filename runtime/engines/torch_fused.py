@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from eesd.model.decoder import KV, Block, Inputs, RMSNorm, attend
 from eesd.model.graphs import Draft, Verify
+from eesd.model.parallel import Add, SplitBlock, add_in_order
 from eesd.runtime.engines.torch_block_kernels import add_and_normalize, gate, normalize, rotate_and_write
 from eesd.runtime.engines.torch_block_kernels import attend as attend_in_splits
 from eesd.runtime.engines.torch_quantized import ComputedBefore, QuantizedLinear
@@ -73,9 +74,10 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 class FusedBlock(Block):
     """A decoder block with the same weights and calls."""
 
-    def __init__(self, block: Block, kv_only: bool) -> None:
-        """``kv_only``: whether only the weights for :meth:`write_kv` are there."""
+    def __init__(self, block: Block, kv_only: bool, add: Add = add_in_order) -> None:
+        """``kv_only``: whether only the weights for :meth:`write_kv` are there. ``add``: of what ranks' parts of it give."""
         nn.Module.__init__(self)
+        self._add = add
         attention, mlp = block.self_attn, block.mlp
         self.input_norm = FusedNorm(block.input_layernorm)
         self.norms: tuple[Tensor, Tensor] | None = None
@@ -116,8 +118,7 @@ class FusedBlock(Block):
             y = attend_in_splits(q, cache, inputs.attn_mask, inputs.write_indices)
         else:
             y = attend(q.transpose(1, 2), *cache, inputs).transpose(1, 2).flatten(2)
-        attended: Tensor = self.o_proj(y)
-        return attended, cache
+        return self._add([self.o_proj(y)]), cache
 
     def _rotated(self, x: Tensor, inputs: Inputs, cache: KV) -> Tensor:
         """Write keys and values of x [B, n, (H + 2 KV) D]; the queries [B, n, H, D]."""
@@ -125,25 +126,30 @@ class FusedBlock(Block):
         return rotate_and_write(x, tables, inputs.position_ids, inputs.write_indices, self.norms, self.eps, cache)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        added: Tensor = self.down_proj(gate(self.gate_up_proj(x)))
-        return added
+        return self._add([self.down_proj(gate(self.gate_up_proj(x)))])
 
 
 def fuse(*modules: Draft | Verify) -> None:
     """Replace the blocks and norms that have weights, and are not replaced yet: a draft and a verify may share them.
 
-    What its graph does not use has no weights, and stays as it is. Blocks with other parts than Llama's stay as they are, too:
-    the kernels know no others.
+    What its graph does not use has no weights, and stays as it is. So do models with other parts than Llama's and those with a
+    head of EAGLE-3: the kernels know no others. Of a split model, this process has the part of one rank.
     """
+    of_ranks: dict[tuple[int, bool], FusedBlock] = {}  # their joined weights are copies, which the modules shall share
     for module in modules:
         head = module.exit_head
-        if module.geometry.other_parts:
+        if module.geometry.other_parts or head.exit_config.eagle:
             continue
         for blocks in (module.model.layers, head.blocks):
             for index, block in enumerate(blocks):
                 assert isinstance(block, Block)
-                if not isinstance(block, FusedBlock) and _is_there(block.self_attn.k_proj):
-                    blocks[index] = FusedBlock(block, kv_only=not _is_there(block.mlp.down_proj))
+                part = block.own_part if isinstance(block, SplitBlock) else block
+                if isinstance(block, FusedBlock) or not _is_there(part.self_attn.k_proj):
+                    continue
+                blocks[index] = fused = FusedBlock(part, not _is_there(part.mlp.down_proj), getattr(block, "add", add_in_order))
+                if part is not block:
+                    key = part.self_attn.k_proj.weight.data_ptr(), fused.kv_proj is None
+                    blocks[index] = of_ranks.setdefault(key, fused)
         for part in (module.model, head, *head.deep):
             if not isinstance(part.norm, FusedNorm) and not part.norm.weight.is_meta:
                 part.norm = FusedNorm(part.norm)

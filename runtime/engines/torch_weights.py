@@ -109,7 +109,7 @@ def load_modules(
         EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the GPU.
     """
     if kernels is None:
-        kernels = split is None and has_kernels(manifest, devices[0])
+        kernels = (split is None or len(split.own) == 1) and has_kernels(manifest, devices[0])
     draft_vocab = [DRAFT_VOCAB_FILE] if manifest.exit_head.draft_vocab else []
     files = _map_files(directory, (WEIGHTS_FILE, *draft_vocab, *manifest.linked))
     stages = []
@@ -117,7 +117,7 @@ def load_modules(
         with_draft = draft and number == 0
         graphs = [graph, manifest.draft] if with_draft else [graph]
         with _explain_mismatch(directory):
-            stored = _load_weights(directory, manifest, graphs, files, kernels)
+            stored = _load_weights(directory, manifest, graphs, files, kernels and split is None)
         weights = _moved(stored, device if split is None else torch.device("cpu"))
         del stored  # dequantized weights
         with _explain_mismatch(directory):

@@ -9,7 +9,7 @@ import torch
 from click.testing import Result
 
 from eesd.distill.cli import main
-from eesd.distill.continuing import TorchWriter, continue_prompts, padded
+from eesd.distill.continuing import TorchWriter, Writing, continue_prompts, padded
 from eesd.model.checkpoint import Checkpoint
 from support import tiny_models
 from support.command import add_tokenizer, succeed
@@ -25,7 +25,7 @@ def build(directory: Path) -> tuple[Path, Path]:
     add_tokenizer(model)
     prompts = torch.randint(3, 97, (256, 6), generator=torch.Generator().manual_seed(0)).tolist()
     writer, temperatures = TorchWriter(Checkpoint(model).decoder()), [0, 0.7] * 128
-    texts = continue_prompts(writer, prompts, [LENGTH + 1] * 256, temperatures, np.random.default_rng, (2,))
+    texts = continue_prompts(writer, Writing(prompts, [LENGTH + 1] * 256, temperatures, np.random.default_rng, (2,)))
     tokens, _ = padded(texts, LENGTH + 1)
     np.save(directory / "own.npy", tokens.numpy().astype(np.uint16))
     return model, directory / "own.npy"

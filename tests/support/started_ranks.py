@@ -36,6 +36,6 @@ def _hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def codes(processes: list["subprocess.Popen[bytes]"]) -> list[int]:
-    """The exit codes, when all have ended."""
-    return [process.wait(120) for process in processes]
+def codes(processes: list["subprocess.Popen[bytes]"], seconds: float = 120) -> list[int]:
+    """The exit codes, when all have ended, each within so many seconds."""
+    return [process.wait(seconds) for process in processes]

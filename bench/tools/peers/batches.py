@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from eesd.bench.measure.results import describe_machine, shown_machine
-from eesd.bench.measure.stats import table
 from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.tools.peers.contestants import EESD, LLAMA_CPP, WORKERS, Contestant
 from eesd.bench.tools.peers.process import PeerError, Process, started
+from eesd.common.markdown import table
 from eesd.runtime.llm import load
 
 KIND = "batches"

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 from eesd.bench.measure.results import Saved, describe_machine, shown_machine
 from eesd.bench.measure.run import rotated
-from eesd.bench.measure.stats import bootstrap, table
+from eesd.bench.measure.stats import bootstrap
 from eesd.bench.tools.peers.contestants import EESD, LLAMA_CPP, Contestant, grouped
 from eesd.bench.tools.peers.process import Process, started
 from eesd.bench.tools.shapes import bandwidth
+from eesd.common.markdown import table
 
 TAKERS = (EESD, LLAMA_CPP)
 """Peers that can be asked for a pass over several tokens."""

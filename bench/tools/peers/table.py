@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from eesd.bench.measure.results import shown_machine
-from eesd.bench.measure.stats import Interval, bootstrap, table
+from eesd.bench.measure.stats import Interval, bootstrap
 from eesd.bench.tools.peers.contestants import F32, Contestant, anchors, grouped
 from eesd.bench.tools.peers.results import Result, Run
+from eesd.common.markdown import table
 
 Value = Callable[[Run], float]
 

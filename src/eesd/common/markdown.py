@@ -1,0 +1,9 @@
+"""Markdown that commands print and write."""
+
+from collections.abc import Iterable, Sequence
+
+
+def table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table, and an empty line behind it."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (columns, *rows)]
+    return [lines[0], "|---" * len(columns) + "|", *lines[1:], ""]

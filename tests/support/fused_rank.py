@@ -1,0 +1,46 @@
+"""One of several processes that share a model's weights, with the kernels of GPUs in Triton's interpreter.
+
+``python tests/support/fused_rank.py DIRECTORY``, started for each rank. Rank 0 prints as JSON how far its logits are from those
+of torch's operators in one process.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from eesd.common.machine import ranks
+from eesd.common.manifest_reader import load_manifest
+from eesd.model.parallel import Split
+from eesd.runtime.engines import torch_weights
+from eesd.runtime.engines.torch_engine import open_team, open_torch
+from eesd.runtime.engines.torch_fused import FusedBlock
+from support.interpreted import logits_of
+
+
+def main(directory: Path) -> None:
+    manifest = load_manifest(directory)
+    torch_weights.has_kernels = lambda *_: True  # as on a GPU
+    verify, draft = open_team(directory, manifest, 1, True)  # of the other ranks none returns
+    assert draft is not None
+    models = [engine.own.stages[0].module for engine in (verify, draft)]
+    fused = [[isinstance(block, FusedBlock) for block in model.model.layers if hasattr(block, "qkv_proj")] for model in models]
+    found = logits_of(verify, draft)
+    split = Split(ranks(), tuple(range(ranks())))
+    expected = logits_of(*open_torch(directory, manifest, 1, True, "cpu", split=split, kernels=False))
+    print(
+        json.dumps(
+            {
+                "difference": [float(abs(one - other).max()) for one, other in zip(found, expected, strict=True)],
+                "deviation": [float(one.std()) for one in expected],
+                "fused": fused,
+                "shared": [one is other for one, other in zip(models[0].model.layers, models[1].model.layers, strict=True)],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
