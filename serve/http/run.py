@@ -90,8 +90,6 @@ def serve(app: FastAPI, bound: socket.socket, save: Callable[[], None]) -> None:
     finally:
         serving.service.close()
         save()
-        if app.state.tracer:
-            app.state.tracer.close()
 
 
 def _allow_many_connections() -> None:
