@@ -11,7 +11,7 @@ from eesd.runtime.batch.service import Service
 from eesd.serve.http import probes
 from eesd.serve.http.errors import handle_errors
 from eesd.serve.http.gate import Gate
-from eesd.serve.http.observe import Observe, tracer_from_environment
+from eesd.serve.http.observe import QUIET, Observe
 from eesd.serve.http.options import ServeOptions, Serving
 from eesd.serve.openai import chat, completions, responses, tokens
 from eesd.serve.page.routes import FILES, mount_page
@@ -28,18 +28,19 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
         service: The batch.
         options: Limits and names.
     """
-    # No pages of documentation: they load scripts from elsewhere.
-    app = FastAPI(title="EESD", version=eesd.__version__, docs_url=None, redoc_url=None)
+    # One span a request, where OpenTelemetry is configured (older versions ignore this). No pages of documentation: they load
+    # scripts from elsewhere.
+    traced: Any = {"operation_spans": False, "exclude": lambda scope: scope["path"] in QUIET}
+    app = FastAPI(title="EESD", version=eesd.__version__, docs_url=None, redoc_url=None, telemetry=traced)
     app.state.serving = Serving(service=service, options=options)
     for router in ROUTERS:
         app.include_router(router)
     mount_page(app)
     handle_errors(app)
-    app.state.tracer = tracer_from_environment()
     open_paths = ("/health", "/ready", *(["/metrics"] if options.metrics_open else []), *FILES)
     app.add_middleware(Gate, serving=app.state.serving, open_paths=open_paths)
     paths = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute))
-    app.add_middleware(Observe, tracer=app.state.tracer, serving=app.state.serving, paths=paths)
+    app.add_middleware(Observe, serving=app.state.serving, paths=paths)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign] # FastAPI's way to change it
     return app
 

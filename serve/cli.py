@@ -71,7 +71,7 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 @click.option("--max-n", type=int, default=64, help="Most texts of one request: prompts times n.")
 @click.option("--request-timeout", type=float, default=600.0, help="Seconds until a request ends with what it has.")
 @click.option("--body-timeout", type=float, default=30.0, help="Seconds for a request's head, and for its body, to come.")
-@click.option("--send-timeout", type=float, default=60.0, help="Seconds that a client may leave a stream unread.")
+@click.option("--send-timeout", type=float, default=60.0, help="Seconds that a client may leave an answer unread.")
 @click.option("--drain-seconds", type=float, default=30.0, help="Time that running requests get after SIGTERM.")
 @click.option("--max-rows", type=int, default=BatchOptions.max_rows, help="Most requests in the batch.")
 @click.option("--max-queue", type=int, default=BatchOptions.max_queue, help="Most requests that wait; more get a 429.")

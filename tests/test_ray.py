@@ -1,4 +1,4 @@
-"""The server on a real Ray cluster of one node with two replicas, one of which is killed."""
+"""The server on a real Ray cluster of one node: two replicas, one of which is killed, and as many as the load needs."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -39,7 +39,21 @@ def cluster(bundled: Path) -> Iterator[RayCluster]:
     except environments.Unavailable as reason:
         pytest.skip(f"no Ray here: {reason}")
     arguments = {"engine_dir": str(bundled), "min_replicas": 2, "max_replicas": 2, "max_rows": 8, "model_name": "pycode"}
-    with ray_cluster(python, "eesd.serve.ray.app:app", arguments) as cluster:
+    scaled = {"engine_dir": str(bundled), "min_replicas": 1, "max_replicas": 2, "num_cpus": 0, "max_rows": 2}
+    soon = {"metrics_interval_s": 0.5, "look_back_period_s": 1, "upscale_delay_s": 0.5, "downscale_delay_s": 1}
+    limits = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2}
+    common = {"import_path": "eesd.serve.ray.app:app"}
+    applications = [
+        {**common, "name": "default", "route_prefix": "/", "args": arguments},
+        {
+            **common,
+            "name": "scaled",
+            "route_prefix": "/scaled",
+            "args": scaled,
+            "deployments": [{"name": "engine", "autoscaling_config": {**limits, **soon}}],
+        },
+    ]
+    with ray_cluster(python, applications) as cluster:
         yield cluster
 
 
@@ -48,8 +62,8 @@ def llm(bundled: Path) -> LLM:
     return load(bundled, threads=1)
 
 
-def post(cluster: RayCluster, body: dict[str, Any]) -> Any:
-    request = Request(f"{cluster.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+def post(cluster: RayCluster, body: dict[str, Any], prefix: str = "") -> Any:
+    request = Request(f"{cluster.url}{prefix}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     return urlopen(request, timeout=SECONDS)
 
 
@@ -59,10 +73,10 @@ def complete(cluster: RayCluster, body: dict[str, Any]) -> dict[str, Any]:
         return answer
 
 
-def stream(cluster: RayCluster, body: dict[str, Any], first: Barrier | None = None) -> tuple[str, str | None]:
+def stream(cluster: RayCluster, body: dict[str, Any], first: Barrier | None = None, prefix: str = "") -> tuple[str, str | None]:
     """The text of a stream and its finish reason. ``first`` is waited for after the first event."""
     text, reason, ended = "", None, False
-    with post(cluster, body | {"stream": True}) as response:
+    with post(cluster, body | {"stream": True}, prefix) as response:
         for line in response:
             if not line.startswith(b"data: "):
                 continue
@@ -154,6 +168,43 @@ def test_a_constraint_that_fails_before_or_in_the_replica_is_a_400(cluster: RayC
     with pytest.raises(HTTPError) as refused:
         complete(cluster, {"prompt": "x", "max_tokens": 400, "guided_regex": pattern})
     assert refused.value.code == 400 and words in json.load(refused.value)["error"]["message"]
+
+
+def test_replicas_come_and_go_with_the_requests(cluster: RayCluster, llm: LLM) -> None:
+    """And a replica that goes takes no text with it."""
+    body = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    enough = Event()
+
+    def ask(number: int) -> int:
+        prompt, count = prompts()[number], 0
+        wanted = llm_texts[number]
+        while not (enough.is_set() and count):
+            assert stream(cluster, body | {"prompt": prompt}, prefix="/scaled") == wanted
+            count += 1
+        return count
+
+    llm_texts = [
+        ((done := llm.generate(prompt, Sampling(), max_new_tokens=200, ignore_eos=True)).text, done.finish_reason)
+        for prompt in prompts()[:6]
+    ]
+    assert len(cluster.replicas("engine", "scaled")) == 1
+    with ThreadPoolExecutor(6) as threads:
+        found = [threads.submit(ask, number) for number in range(6)]
+        try:
+            become(cluster, 2)
+        finally:
+            enough.set()
+        assert sum(one.result(SECONDS) for one in found) >= 6
+    become(cluster, 1)
+    assert stream(cluster, body | {"prompt": prompts()[0]}, prefix="/scaled") == llm_texts[0]
+
+
+def become(cluster: RayCluster, count: int) -> None:
+    """Wait until so many replicas run."""
+    end = time.monotonic() + SECONDS
+    while len(cluster.replicas("engine", "scaled")) != count:
+        assert time.monotonic() < end, f"there are not {count} replicas"
+        time.sleep(0.2)
 
 
 def test_a_replica_that_is_killed_under_load_costs_no_text(cluster: RayCluster, llm: LLM) -> None:

@@ -87,15 +87,20 @@ def test_who_leaves_the_queue_is_forgotten(engine: Path, monkeypatch: pytest.Mon
         assert server.metric("vllm:generation_tokens_total") == LONG["max_tokens"]
 
 
-def test_who_does_not_read_is_cancelled(server: Served) -> None:
-    """The stream is larger than all buffers on its way, so the server has to wait, and does so for a second."""
-    body = {**LONG, "prompt": ["abc"] * 64, "stream": True, "logprobs": 5}
-    connection = raw(server, "/v1/completions", body, receive_buffer=4096)
-    eventually(lambda: server.serving.active == 1)
-    eventually(lambda: server.serving.active == 0)
-    server.idle()
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_does_not_read_is_cancelled(server: Served, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    """The answer is larger than all buffers on its way, so the server has to wait, and does so for a second. Then the
+    connection is closed: it would stay for as long as the client likes."""
+    body = {"prompt": ["abc"] * 16, "max_tokens": 250, "ignore_eos": True, "stream": stream, "logprobs": 5}
+    with raw(server, "/v1/completions", body, receive_buffer=4096) as connection:
+        eventually(lambda: server.serving.active == 1)
+        eventually(lambda: server.serving.active == 0)
+        server.idle()
+        sleep(1.5)
+        found = everything(connection)
+    assert found.startswith(b"HTTP/1.1 200") and len(found) < 500_000 and not found.endswith((b"}", b"0\r\n\r\n"))
+    assert "ERROR" not in caplog.text
     works(server)
-    connection.close()
 
 
 def test_a_slow_body_is_a_408(server: Served) -> None:

@@ -1,18 +1,13 @@
-"""What Prometheus, the log and a trace are told."""
+"""What Prometheus and the log are told."""
 
-import gzip
 import json
 import logging
 import re
-import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from support.serving import Held, Served, eventually, served
 
 from eesd.serve.http.observe import JSONFormatter, TextFormatter
@@ -112,48 +107,3 @@ def test_the_log_has_a_line_for_a_request(server: Served, caplog: pytest.LogCapt
     hostile = server.post("/v1/completions", {}, headers={"X-Request-Id": "a b\x7f"})
     assert re.fullmatch("[0-9a-f]{32}", hostile.headers["x-request-id"])
     caplog.handler.setFormatter(TextFormatter())
-
-
-class Collector(BaseHTTPRequestHandler):
-    """An OpenTelemetry collector that keeps what it gets."""
-
-    spans: list[Any]
-
-    def do_POST(self) -> None:
-        data = self.rfile.read(int(self.headers["Content-Length"]))
-        data = gzip.decompress(data) if self.headers.get("Content-Encoding") == "gzip" else data
-        for resource in ExportTraceServiceRequest.FromString(data).resource_spans:
-            self.spans += [span for scope in resource.scope_spans for span in scope.spans]
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_a_trace_goes_to_the_collector_that_the_environment_names(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Collector.spans = []
-    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
-        thread = threading.Thread(target=collector.serve_forever)
-        thread.start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
-        trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-        with served(engine) as server:
-            headers = {"traceparent": f"00-{trace}-{parent}-01"}
-            server.post("/v1/completions", {"prompt": "abc", **BODY}, headers=headers)
-        collector.shutdown()
-        thread.join()
-    (span,) = Collector.spans
-    assert (span.trace_id.hex(), span.parent_span_id.hex(), span.name) == (trace, parent, "POST /v1/completions")
-    attributes = {item.key: item.value for item in span.attributes}
-    assert attributes["eesd.completion_tokens"].int_value == 200 and attributes["eesd.status"].int_value == 200
-
-
-def test_tracing_without_its_packages_is_a_warning(
-    engine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with served(engine) as server:
-        assert server.complete("abc", **BODY)["choices"]
-    assert "pip install 'eesd[otel]'" in caplog.text

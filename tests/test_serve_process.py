@@ -1,5 +1,6 @@
 """``eesd-serve`` as a process: start, SIGTERM, what it keeps over a restart, and bad options in one sentence."""
 
+import gzip
 import json
 import os
 import re
@@ -7,14 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from support.command import assert_refused, run
 from support.serving import events, eventually
 
@@ -47,8 +52,9 @@ class Running:
 
 
 @contextmanager
-def started(engine: Path, *options: object) -> Iterator[Running]:
-    command = [sys.executable, "-m", "eesd.serve.cli", "--engine-dir", str(engine), "--port", "0", *map(str, options)]
+def started(engine: Path, *options: object, within: Sequence[str] = ()) -> Iterator[Running]:
+    program = [*within, sys.executable, "-m", "eesd.serve.cli"]
+    command = [*program, "--engine-dir", str(engine), "--port", "0", *map(str, options)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr
     try:
@@ -146,3 +152,50 @@ def test_without_its_packages_the_command_says_what_to_install(engine: Path, mon
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert_refused(run(main, "--engine-dir", engine), "fastapi", "pip install 'eesd[serve]'")
+
+
+class Collector(BaseHTTPRequestHandler):
+    """An OpenTelemetry collector that keeps what it gets."""
+
+    spans: list[Any]
+
+    def do_POST(self) -> None:
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        data = gzip.decompress(data) if self.headers.get("Content-Encoding") == "gzip" else data
+        for resource in ExportTraceServiceRequest.FromString(data).resource_spans:
+            self.spans += [span for scope in resource.scope_spans for span in scope.spans]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.skipif(find_spec("opentelemetry.instrumentation") is None, reason="opentelemetry-distro is not installed")
+def test_opentelemetry_instruments_the_command_unchanged(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One span a request, below the client's, whatever is streamed; none for probes."""
+    instrument = "from opentelemetry.instrumentation.auto_instrumentation import run; run()"
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    headers = {"traceparent": f"00-{trace}-{parent}-01", "X-Request-Id": "mine"}
+    body = {"prompt": "abc", "max_tokens": 20, "ignore_eos": True, "stream": True}
+    Collector.spans = []
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+        for other in ("METRICS", "LOGS"):
+            monkeypatch.setenv(f"OTEL_{other}_EXPORTER", "none")
+        with started(engine, within=[sys.executable, "-c", instrument]) as server:
+            assert httpx2.post(f"{server.url}/v1/completions", json=body, headers=headers).text.endswith("[DONE]\n\n")
+            assert httpx2.post(f"{server.url}/v1/completions", json={}).status_code == 400
+            assert server.get("/health") == 200
+            server.process.terminate()
+            assert server.process.wait(30) == 0
+        collector.shutdown()
+    assert [span.name for span in Collector.spans] == ["POST /v1/completions"] * 2
+    found, refused = ({item.key: item.value for item in span.attributes} for span in Collector.spans)
+    assert (Collector.spans[0].trace_id.hex(), Collector.spans[0].parent_span_id.hex()) == (trace, parent)
+    assert found["eesd.request_id"].string_value == "mine"
+    assert found["gen_ai.usage.output_tokens"].int_value == 20
+    assert found["gen_ai.response.finish_reasons"].array_value.values[0].string_value == "length"
+    assert (found["eesd.status"].int_value, refused["eesd.status"].int_value) == (200, 400)

@@ -1,14 +1,11 @@
-"""A log line, an id and, if asked for, a trace of each HTTP request."""
+"""A log line and an id for each HTTP request, and facts for its trace."""
 
 import json
 import logging
-import os
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from importlib import import_module
 from time import monotonic
 from typing import Any
 from uuid import uuid4
@@ -19,10 +16,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from eesd.serve.http.errors import LEFT, as_api_error
 from eesd.serve.http.options import Serving
 
+try:
+    from opentelemetry.trace import get_current_span
+except ImportError:
+    get_current_span = None  # type: ignore[assignment] # not installed, so nothing is traced
+
 LOGGER = logging.getLogger("eesd.serve")
 QUIET = ("/health", "/ready", "/metrics")
 """Paths that are asked for all the time. They are not logged, need no place in the batch, and answer while the server stops."""
-TRACE_ENDPOINT = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+TRACED = {
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+    "finish_reasons": "gen_ai.response.finish_reasons",
+}
+"""Facts that have a name in OpenTelemetry's conventions. The others begin with ``eesd.``."""
 LOG_FORMATS = ("text", "json")
 _REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 _GIVEN_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
@@ -71,93 +78,61 @@ def log_to_stderr(form: str) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
-class Tracer:
-    """Sends a span of each request to the collector that OpenTelemetry's environment variables name."""
-
-    def __init__(self) -> None:
-        trace = import_module("opentelemetry.trace")
-        sdk = import_module("opentelemetry.sdk.trace")
-        exporter = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
-        name = os.environ.get("OTEL_SERVICE_NAME", "eesd-serve")
-        resource = import_module("opentelemetry.sdk.resources").Resource.create({"service.name": name})
-        self._provider = sdk.TracerProvider(resource=resource)
-        self._provider.add_span_processor(import_module("opentelemetry.sdk.trace.export").BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("eesd.serve")
-        self._extract = import_module("opentelemetry.propagate").extract
-        self._server = trace.SpanKind.SERVER
-
-    @contextmanager
-    def span(self, name: str, headers: Headers, facts: dict[str, Any]) -> Iterator[None]:
-        """A span around a request, below the client's if it names one; ``facts`` become attributes at the end."""
-        parent = self._extract(dict(headers))
-        with self._tracer.start_as_current_span(name, context=parent, kind=self._server) as span:
-            try:
-                yield
-            finally:
-                span.set_attributes({f"eesd.{key}": value for key, value in facts.items()})
-
-    def close(self) -> None:
-        """Send what has not been sent."""
-        self._provider.shutdown()
-
-
-def tracer_from_environment() -> Tracer | None:
-    """A tracer if the environment asks for one. Without the packages it is only a warning: serving goes before tracing."""
-    if not any(map(os.environ.get, TRACE_ENDPOINT)):
-        return None
-    try:
-        return Tracer()
-    except ImportError:
-        LOGGER.warning("There are no traces: OpenTelemetry is not installed; pip install 'eesd[otel]'.")
-        return None
+def _add_to_span(facts: Mapping[str, Any]) -> None:
+    """Add the id of a request and facts to its span, if there is one that has not ended."""
+    if get_current_span is not None and (span := get_current_span()).is_recording():
+        named = {"request_id": _REQUEST_ID.get() or ""} | dict(facts)
+        span.set_attributes({TRACED.get(name, f"eesd.{name}"): value for name, value in named.items()})
 
 
 class Observe:
-    """ASGI middleware around everything: an id, a log line and a trace for each request, and an answer to exceptions."""
+    """ASGI middleware around everything: an id and a log line for each request, and an answer to exceptions.
 
-    def __init__(self, app: ASGIApp, tracer: Tracer | None, serving: Serving, paths: Collection[str]) -> None:
+    A trace gets the same facts, if ``opentelemetry-instrument`` runs the server.
+    """
+
+    def __init__(self, app: ASGIApp, serving: Serving, paths: Collection[str]) -> None:
         """``paths`` are those of the routes. Metrics count all other ones together, as anybody can make up more."""
-        self._app, self._tracer, self._metrics, self._paths = app, tracer, serving.metrics, paths
+        self._app, self._metrics, self._paths = app, serving.metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in QUIET:
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
+        given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else uuid4().hex
         _REQUEST_ID.set(request_id)
         path = scope["raw_path"].decode("latin-1")[:200]  # as it was sent: decoded, it could begin a line of its own
         facts: dict[str, Any] = {"method": scope["method"], "path": path}
         if scope.get("client"):
             facts["client"] = scope["client"][0]
-        if self._tracer is None:
-            await self._observed(scope, receive, send, request_id, facts)
-        else:
-            with self._tracer.span(f"{scope['method']} {path}", headers, facts):
-                await self._observed(scope, receive, send, request_id, facts)
-
-    async def _observed(self, scope: Scope, receive: Receive, send: Send, request_id: str, facts: dict[str, Any]) -> None:
-        status: int | None = None
+        status, start = LEFT, monotonic()
 
         async def sending(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            elif not message.get("more_body", False):  # sending this ends the span
+                _add_to_span(facts | _outcome(scope, status, start))
             await send(message)
 
-        start = monotonic()
         try:
             await self._app(scope, receive, sending)
         except Exception as error:
             LOGGER.error("A request failed.", exc_info=error)
-            if status is None:
+            if status == LEFT:
                 await as_api_error(error).response(scope, receive, sending)
         finally:
-            facts |= {"status": status or LEFT, "seconds": round(monotonic() - start, 4)}
-            state = scope.get("state", {})
-            facts |= {"key": state["key"]} if state.get("key") else {}
-            facts |= state["generations"].facts() if state.get("generations") else {}
-            self._metrics.answered(scope["path"] if scope["path"] in self._paths else "other", facts["status"])
-            LOGGER.info("%s %s %s", facts["method"], facts["path"], facts["status"], extra={"facts": facts})
+            facts |= _outcome(scope, status, start)
+            _add_to_span(facts)
+            self._metrics.answered(scope["path"] if scope["path"] in self._paths else "other", status)
+            LOGGER.info("%s %s %s", facts["method"], facts["path"], status, extra={"facts": facts})
+
+
+def _outcome(scope: Scope, status: int, start: float) -> dict[str, Any]:
+    """What became of a request so far: status, seconds, the name of its key, tokens."""
+    state = scope.get("state", {})
+    key = {"key": state["key"]} if state.get("key") else {}
+    tokens = state["generations"].facts() if state.get("generations") else {}
+    return {"status": status, "seconds": round(monotonic() - start, 4), **key, **tokens}

@@ -24,7 +24,7 @@ class ServeOptions:
         max_n: Most texts of one request: prompts times ``n``.
         request_timeout: Seconds until a request is ended with what it has.
         body_timeout: Seconds within which a body, or the head of a request, must have come.
-        send_timeout: Seconds that a client may leave a piece of a stream unread.
+        send_timeout: Seconds that a client may leave an answer unread; for :func:`~eesd.serve.http.run.serve`.
         drain_seconds: Time that running requests have to finish when the server stops.
 
     Raises:

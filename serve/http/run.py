@@ -67,10 +67,10 @@ def serve(app: FastAPI, bound: socket.socket, save: Callable[[], None]) -> None:
     """
     _allow_many_connections()
     serving: Serving = app.state.serving
-    head_timeout = serving.options.body_timeout
+    options = serving.options
 
     class Protocol(_PatientProtocol):
-        seconds = head_timeout
+        head_seconds, send_seconds = options.body_timeout, options.send_timeout
 
     config = uvicorn.Config(
         app,
@@ -90,8 +90,6 @@ def serve(app: FastAPI, bound: socket.socket, save: Callable[[], None]) -> None:
     finally:
         serving.service.close()
         save()
-        if app.state.tracer:
-            app.state.tracer.close()
 
 
 def _allow_many_connections() -> None:
@@ -139,29 +137,43 @@ class _Server(uvicorn.Server):
 
 
 class _PatientProtocol(H11Protocol):
-    """Closes a connection that begins a request and does not complete its head, or never begins one."""
+    """Closes a connection that begins a request and does not complete its head, or never begins one; and one that leaves what
+    was sent unread. Who waits for it to be read, or to be closed with what is unread, could wait for ever."""
 
-    seconds: float
-    _timer: asyncio.TimerHandle | None = None
+    head_seconds: float
+    send_seconds: float
+    _head: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # writing pauses as soon as the system's buffer is full
         self._watch()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.send_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread:
+            self._unread.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer:
-            self._timer.cancel()
+        for timer in (self._head, self._unread):
+            if timer:
+                timer.cancel()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Run the timer exactly while no request is being answered."""
+        """Run the timer of the head exactly while no request is being answered."""
         waiting = self.cycle is None or self.cycle.response_complete
-        if waiting and self._timer is None:
-            self._timer = self.loop.call_later(self.seconds, self.transport.abort)
-        elif not waiting and self._timer:
-            self._timer.cancel()
-            self._timer = None
+        if waiting and self._head is None:
+            self._head = self.loop.call_later(self.head_seconds, self.transport.abort)
+        elif not waiting and self._head:
+            self._head.cancel()
+            self._head = None

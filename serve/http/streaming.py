@@ -32,19 +32,6 @@ def event(value: BaseModel) -> bytes:
     return b"data: " + json_bytes(value) + b"\n\n"
 
 
-async def event_stream(events: Events, send_timeout: float) -> Response:
-    """A response that sends events as they come.
-
-    What is raised before the first event becomes an error with a status. Later the status has been sent, and an error is the
-    last event: ``data: {"error": ...}`` without ``[DONE]``.
-
-    Args:
-        events: The events; closed at the end, also when the client leaves.
-        send_timeout: Seconds that the client may leave a piece unread.
-    """
-    return _EventStream(events, send_timeout)
-
-
 def stream_error(error: Exception) -> APIError:
     """What tells a client that a stream failed whose status has been sent. The server's own faults are logged."""
     api_error = as_api_error(error)
@@ -53,13 +40,22 @@ def stream_error(error: Exception) -> APIError:
     return api_error
 
 
-class _EventStream(Response):
+class EventStream(Response):
+    """A response that sends events as they come.
+
+    What is raised before the first event becomes an error with a status. Later the status has been sent, and an error is the
+    last event: ``data: {"error": ...}`` without ``[DONE]``.
+
+    Args:
+        events: The events; closed at the end, also when the client leaves.
+    """
+
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, send_timeout: float) -> None:
+    def __init__(self, events: Events) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._timeout = events, send_timeout
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -71,22 +67,14 @@ class _EventStream(Response):
     async def _send(self, send: Send) -> None:
         first = await anext(self._events)
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await self._piece(send, first)
+        await send({"type": "http.response.body", "body": first, "more_body": True})
         try:
             async for piece in self._events:
-                await self._piece(send, piece)
-        except ClientLeftError:
-            raise
-        except Exception as error:  # the status has been sent
-            await self._piece(send, b"data: " + stream_error(error).body + b"\n\n")
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _piece(self, send: Send, piece: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._timeout):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except TimeoutError:
-            raise ClientLeftError from None
+        except Exception as error:  # the status has been sent
+            last = b"data: " + stream_error(error).body + b"\n\n"
+            await send({"type": "http.response.body", "body": last, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def unless_left(request: Request, work: Coroutine[None, None, T]) -> T:

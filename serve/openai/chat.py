@@ -15,7 +15,7 @@ from eesd.serve.grammar.tools import Tools, encode_chat, tools_of
 from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
 from eesd.serve.http.options import Serving
-from eesd.serve.http.streaming import Events, event_stream, json_response, unless_left
+from eesd.serve.http.streaming import Events, EventStream, json_response, unless_left
 from eesd.serve.openai.answers import Head, chunks, finished
 from eesd.serve.openai.generations import Generations, Progress
 from eesd.serve.openai.logprobs import TokenWriter
@@ -44,7 +44,7 @@ async def chat_completions(body: ChatBody, request: Request, serving: Annotated[
     writers = [_Writer(body, serving, reader) for reader in readers]
     if body.stream:
         head = Head.new("chatcmpl", "chat.completion.chunk", serving)
-        return await event_stream(_chunks(body, head, generations, writers), serving.options.send_timeout)
+        return EventStream(_chunks(body, head, generations, writers))
     head = Head.new("chatcmpl", "chat.completion", serving)
     return json_response(await unless_left(request, _whole(body, head, generations, writers)))
 

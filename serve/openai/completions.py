@@ -13,7 +13,7 @@ from eesd.runtime.request import TokenOutput, Update
 from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
 from eesd.serve.http.options import Serving
-from eesd.serve.http.streaming import Events, event_stream, json_response, unless_left
+from eesd.serve.http.streaming import Events, EventStream, json_response, unless_left
 from eesd.serve.openai.answers import Head, chunks, finished
 from eesd.serve.openai.generations import Generations, Progress
 from eesd.serve.openai.logprobs import TokenWriter
@@ -40,7 +40,7 @@ async def completions(body: CompletionBody, request: Request, serving: Annotated
     writers = [_Writer(body, serving, choice, text) for choice, text in zip(generations.progress, echoed, strict=True)]
     head = Head.new("cmpl", "text_completion", serving)
     if body.stream:
-        return await event_stream(_chunks(body, head, generations, writers), serving.options.send_timeout)
+        return EventStream(_chunks(body, head, generations, writers))
     return json_response(await unless_left(request, _whole(body, head, generations, writers)))
 
 

@@ -14,7 +14,7 @@ from eesd.serve.grammar.tool_calls import ToolDelta
 from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
 from eesd.serve.http.options import Serving
-from eesd.serve.http.streaming import Events, event_stream, json_bytes, json_response, stream_error, unless_left
+from eesd.serve.http.streaming import Events, EventStream, json_bytes, json_response, stream_error, unless_left
 from eesd.serve.openai.chat import Reader, begin
 from eesd.serve.openai.generations import Generations
 from eesd.serve.openai.logprobs import TokenWriter
@@ -47,7 +47,7 @@ async def responses(body: ResponsesBody, request: Request, serving: Annotated[Se
     tokens = TokenWriter(serving.codec, reader.progress.request.tokens) if chat.logprobs else None
     writer = _Writer(body, serving, generations, reader, tokens)
     if body.stream:
-        return await event_stream(_events(writer, generations), serving.options.send_timeout)
+        return EventStream(_events(writer, generations))
     return json_response(await unless_left(request, _whole(writer, generations)))
 
 

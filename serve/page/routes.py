@@ -19,7 +19,7 @@ from eesd.runtime.request import Update
 from eesd.serve.http.errors import APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
 from eesd.serve.http.options import Serving
-from eesd.serve.http.streaming import Events, event, event_stream
+from eesd.serve.http.streaming import Events, EventStream, event
 from eesd.serve.openai.generations import Generations
 from eesd.serve.openai.params import requests_of
 from eesd.serve.openai.schemas import GenerationBody, Message
@@ -105,7 +105,7 @@ async def generate(body: PlayBody, request: Request, serving: Annotated[Serving,
     tokens = await run_in_threadpool(_encode, body, serving)
     generations = Generations(serving, requests_of(body, [tokens], serving, body.max_tokens, None))
     request.state.generations = generations
-    return await event_stream(_events(generations, serving), serving.options.send_timeout)
+    return EventStream(_events(generations, serving))
 
 
 def _encode(body: PlayBody, serving: Serving) -> list[int]:

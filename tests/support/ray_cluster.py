@@ -1,4 +1,4 @@
-"""A Ray cluster of one node on the loopback interface, with an application of Ray Serve."""
+"""A Ray cluster of one node on the loopback interface, with applications of Ray Serve."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,28 +25,30 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED":
 
 @dataclass(frozen=True)
 class RayCluster:
-    """An application that is ready. ``url`` is that of Serve."""
+    """Applications that are ready. ``url`` is that of Serve."""
 
     url: str
     session: int
     logs: Path
 
-    def replicas(self, deployment: str) -> list[int]:
+    def replicas(self, deployment: str, application: str = "default") -> list[int]:
         """Processes that run replicas of a deployment."""
-        name = f"ServeReplica:default:{deployment}"
+        name = f"ServeReplica:{application}:{deployment}"
         return sorted(pid for pid, command in processes(self.session) if name in command)
 
 
 @contextmanager
-def ray_cluster(python: Path, import_path: str, arguments: dict[str, Any]) -> Iterator[RayCluster]:
-    """Start Ray and an application, wait until ``/ready`` answers, and end all of it."""
+def ray_cluster(python: Path, applications: Sequence[dict[str, Any]]) -> Iterator[RayCluster]:
+    """Start Ray and applications, wait until the ``/ready`` of each answers, and end all of it.
+
+    Args:
+        python: The Python of an environment with Ray.
+        applications: As in a configuration file of Serve.
+    """
     # Not pytest's directory: paths of Unix sockets must be short.
     scratch = Path(tempfile.mkdtemp(prefix="eesd-ray-", dir="/tmp"))
     ray, client, agent, http = free_ports(4)
-    config = {
-        "http_options": {"host": "127.0.0.1", "port": http},
-        "applications": [{"name": "default", "route_prefix": "/", "import_path": import_path, "args": arguments}],
-    }
+    config = {"http_options": {"host": "127.0.0.1", "port": http}, "applications": list(applications)}
     (scratch / "serve.yaml").write_text(json.dumps(config))  # JSON is YAML
     start = f"--head --block --num-cpus=2 --object-store-memory={80 << 20} --include-dashboard=false --disable-usage-stats"
     start += f" --node-ip-address=127.0.0.1 --port={ray} --ray-client-server-port={client} --temp-dir={scratch / 'ray'}"
@@ -65,7 +67,8 @@ def ray_cluster(python: Path, import_path: str, arguments: dict[str, Any]) -> It
                 )
                 running.append(process)
         url = f"http://127.0.0.1:{http}"
-        _wait(running[1], log, url)
+        for application in applications:
+            _wait(running[1], log, url + application["route_prefix"].rstrip("/"))
         yield RayCluster(url, running[0].pid, scratch / "ray")
     finally:
         for process in reversed(running):
