@@ -409,7 +409,7 @@ class Run:
         if self.init_head is None:
             rows = self.validation_and_training_rows(self.training.layers)[1] if self.training.draft_vocab else self.rows
             if self.is_main:
-                save(self._new_head(self.training, rows), self.output)
+                save(self.initial_head(self.training, rows), self.output)
             self.accelerator.wait_for_everyone()
             return
         head = self.given_head(self.training)

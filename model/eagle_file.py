@@ -29,6 +29,8 @@ CONFIG_FILE = "config.json"
 BLOCKS = ("midlayer.", "layers.0.")
 """What the block is called."""
 _KINDS = ("LlamaForCausalLMEagle3", "Eagle3Speculator", "Eagle3DraftModel", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+ROPES = replace(LLAMA, ropes=("default", "linear", "llama3", "yarn"))
+"""Scalings that do not depend on how long a text is: the head's positions do not bound texts."""
 COMPARED = 1024
 """Rows of an embedding table that are compared."""
 _MAPS = ("d2t", "t2d", "embed_tokens.weight")
@@ -120,7 +122,7 @@ def _read_block(fields: Fields) -> Geometry:
         raise ValueError("it has a sliding window")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", None, optional=True) or hidden // heads
-    rope = read_rope(fields, fields.integer("max_position_embeddings", 2048, most=LARGEST_SIZE), head_dim, LLAMA)
+    rope = read_rope(fields, fields.integer("max_position_embeddings", 2048, most=LARGEST_SIZE), head_dim, ROPES)
     bias = fields.flag("attention_bias")
     block = Geometry(
         architecture=LLAMA.architecture,
