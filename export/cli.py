@@ -66,7 +66,8 @@ if TYPE_CHECKING:  # --help must not load torch
 @click.option(
     "--exit-head",
     type=PATH,
-    help="Directory of a trained exit head or of a published EAGLE-3 head; own: the model's norm and LM head, for models that were trained to exit early.  "
+    help="Directory of a trained exit head, or of a published EAGLE-3 head. own: the model's norm and LM head, for models that "
+    "were trained to exit early.  "
     "[default: the model directory; own with --exit-layer if the model's name says LayerSkip]",
 )
 @click.option("-o", "--output", type=PATH, default=Path("plans"), help="Engine directory to write.")

@@ -100,7 +100,11 @@ def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
 
 
 def eagle_head(checkpoint: Checkpoint, directory: Path) -> Head:
-    """Open an EAGLE-3 head as others publish it. Raises :class:`EESDError` if it is damaged, not supported, or of another model."""
+    """Open an EAGLE-3 head as others publish it.
+
+    Raises:
+        EESDError: It is damaged, not supported, or of another model.
+    """
     config, tensors, ids = read_eagle(checkpoint, directory)
     sources: dict[str, TensorSource] = dict(tensors)
     return Head(config, sources, ids)

@@ -297,7 +297,8 @@ def attend_to_first(graph: Any) -> None:
 
 def _fold_heads(graph: Any) -> None:
     """Undo :func:`~eesd.export.heads.part_heads`: TensorRT fuses attention whose heads are known."""
-    for_few = {node.output[0]: node.input[2] for node in graph.node if node.op_type == "Where"}
+    many = {node.output[0] for node in graph.node if node.op_type == "Less"}
+    for_few = {node.output[0]: node.input[2] for node in graph.node if node.op_type == "Where" and node.input[0] in many}
     used, kept = {value.name for value in graph.output}, []
     for node in reversed(graph.node):
         if used.intersection(node.output):

@@ -1,10 +1,10 @@
 """A head of EAGLE-3 (arXiv 2503.01840): one block that reads a token's embedding and a state of the token before it.
 
-Of the token before the root that state is what verify knows: hidden states of three layers, fused by a product. Behind a drafted
-token it is what the head itself computed there. Both lie in the slot of the token that they are about, in caches of states. So a
-draft step reads the slot of the token that each of its tokens follows, and writes its own; verify writes the fused states over
-what was drafted, and the block's keys and values from them. No graph has an input that others do not have, and whatever moves or
-keeps caches does the same to states.
+Of the token before the root that state is what verify knows: hidden states of three layers, fused by a product. Behind a
+drafted token it is what the head itself computed there. Both lie in the slot of the token that they are about, in caches of
+states. So a draft step reads the slot of the token that each of its tokens follows, and writes its own; verify writes the fused
+states over what was drafted, and the block's keys and values from them. No graph has an input that others do not have, and
+whatever moves or keeps caches does the same to states.
 
 The first token of a text follows none, so the published heads have no keys for it: only it sees its own slot.
 """
@@ -107,7 +107,7 @@ class EagleHead(ExitHead):
         return own if inputs.query_mask is None else fold_mask(own, self.group, self.kv_heads)
 
     def _write(self, states: Tensor, inputs: Inputs, caches: Sequence[KV]) -> list[KV]:
-        """Write states [B, n, hidden] into the slots of their tokens: keys of the first cache, its values, the next one's keys."""
+        """Write states [B, n, hidden] into the slots of their tokens: a cache's keys, its values, the next one's keys."""
         kv_heads, size = caches[0][0].shape[1], caches[0][0].shape[3]
         filled = nn.functional.pad(states, (0, self.spare))
         parts = torch.split(filled.view(*states.shape[:2], -1, size).transpose(1, 2), kv_heads, 1)
@@ -119,7 +119,7 @@ class EagleHead(ExitHead):
         """The states [B, n, hidden] of the tokens that each token follows, zeros for one that follows none."""
         slots, mask = numbers(inputs.attn_mask, 3), inputs.attn_mask[:, 0]
         before = (mask > MASKED / 2) & (slots < _own_slots(inputs)[:, :, None])
-        parent = torch.where(before, slots, -1).amax(-1)
+        parent = torch.where(before, slots.float(), -1.0).amax(-1).long()  # TensorRT has no maximum of integers
         there, at = (parent >= 0).to(mask.dtype)[:, :, None], parent.clamp_min(0)[:, None, :, None]
         found = [torch.gather(part, 2, at.expand(-1, part.shape[1], -1, part.shape[3])) for cache in caches for part in cache]
         states = torch.cat(found, 1).transpose(1, 2).flatten(2)

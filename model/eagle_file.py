@@ -2,8 +2,8 @@
 Speculators.
 
 They differ in names only. SafeAILab and SpecForge call the block ``midlayer``, Speculators ``layers.0``, and put its sizes into
-``transformer_layer_config``. SpecForge counts the layers that are read from 0, Speculators from 1; without a list they are 2, the
-middle and the third from the end, counted from 1.
+``transformer_layer_config``. SpecForge counts the layers that are read from 0, Speculators from 1; without a list they are 2,
+L / 2 and L - 3, counted from 1.
 """
 
 from collections.abc import Mapping
@@ -147,7 +147,7 @@ def _read_block(fields: Fields) -> Geometry:
 
 
 def _refuse_unknown(fields: Fields, later: tuple[str, ...]) -> None:
-    """Refuse fields that are on and that nobody knows: variants of these heads are told by such. ``later`` ones are read later."""
+    """Refuse fields that are on and unknown, which variants of these heads are told by. Not those read ``later``."""
     known = {*NO_EFFECT, *_WITHOUT_EFFECT, *later}
     on = [name for name in fields.left if name not in known and fields.raw[name] is True]
     if on:
@@ -168,7 +168,7 @@ def _draft_vocab(stored: Mapping[str, CheckpointTensor], columns: int, geometry:
 
 
 def _check_embeddings(stored: Mapping[str, CheckpointTensor], checkpoint: Checkpoint, directory: Path) -> None:
-    """Refuse a head whose own embedding table is not the model's, apart from rounding: it is another model's, or was trained."""
+    """Refuse a head whose own embedding table is not the model's, apart from rounding: another model's, or a trained one."""
     own, models = stored.get("embed_tokens.weight"), checkpoint.tensors[EMBEDDINGS]
     if own is None:
         return

@@ -39,7 +39,8 @@ def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -
 def save_config(config: ExitConfig, directory: Path) -> None:
     """Write only the JSON file of a head."""
     with written_whole(directory / CONFIG_FILE) as temporary:
-        temporary.write_text(json.dumps(asdict(config), indent=2) + "\n")
+        fields = {name: value for name, value in asdict(config).items() if name != "eagle"}  # those have files of others
+        temporary.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def read_exit_config(directory: Path, base: str) -> ExitConfig:

@@ -14,7 +14,7 @@ part of a small model.
 A head of EAGLE-3 (``eagle.py``) stands behind the embeddings: its draft runs no base layer.
 
 Verify can be split by layers into stages that run on different devices. The first stage has every cache that the draft uses. A
-head that reads states of layers needs a single stage: their caches are the draft's, and written behind the last of these layers.
+head that reads states of layers needs a single stage: their caches are the draft's, and written behind the last of the layers.
 """
 
 import torch

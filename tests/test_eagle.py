@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as others publish them: every layout is read, drafts what the paper says with every backend, changes no token."""
+"""EAGLE-3 heads as others publish them: every layout is read, drafts what the paper says on every backend, changes no token."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

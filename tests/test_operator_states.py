@@ -65,6 +65,31 @@ def test_states_are_written_and_carried(tmp_path: Path, kv_heads: int, head_dim:
     np.testing.assert_array_equal(found, expected[1:2])
 
 
+@pytest.mark.parametrize("size", [7, 32, 64, 90])
+def test_states_of_any_size_are_those_of_the_token_before(tmp_path: Path, size: int) -> None:
+    """Over several layers, of chains and of trees; the first token of a text follows none."""
+    kv_heads, head_dim = 2, 8
+    write = session(tmp_path / "write", "WriteState", kv_heads, head_dim, size=size)
+    inputs = [("tokens", TensorProto.INT64), ("paths", TensorProto.INT32)]
+    sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "slots": SLOTS, "layer": LAYER, "size": size}
+    one_node(tmp_path / "read", "ParentState", inputs, **sizes)
+    read = make_session(tmp_path / "read", 1, True, "", False)
+    cache = Cache(LAYER + -(-size // 32), kv_heads, SLOTS, head_dim)
+    states = np.random.default_rng(size).standard_normal((6, size)).astype(np.float32)
+    write.run(None, {"states": states, "tokens": tokens(*((cache, slot) for slot in range(6)))})
+    assert (cache.keys[:LAYER] == 0).sum() + (cache.keys[:LAYER] == np.float32(UNWRITTEN)).sum() == cache.keys[:LAYER].size
+    chain = [(cache.address, slot, slot, slot + 1, 0) for slot in (0, 1, 5)]
+    tree = [(cache.address, 3, 3, 3, 1), (cache.address, 4, 4, 3, 2), (cache.address, 4, 5, 3, 2), (cache.address, 5, 6, 3, 3)]
+    paths = np.zeros((7, 3), np.int32)
+    for row, path in enumerate(([3], [3, 4], [3, 5], [3, 5, 6]), start=3):
+        paths[row, : len(path)] = path
+    [found] = read.run(None, {"tokens": np.array([*chain, *tree], np.int64), "paths": paths})
+    np.testing.assert_array_equal(found, [np.zeros(size), *states[[0, 4, 2, 3, 3, 5]]])
+    for bad in ((cache.address, 9, 9, SLOTS + 5, 1), (cache.address, 9, 9, 9, 4)):
+        with pytest.raises(Exception, match=r"slot|path"):
+            read.run(None, {"tokens": np.array([bad], np.int64), "paths": paths[:1]})
+
+
 def test_bad_calls_are_refused_and_write_nothing(tmp_path: Path) -> None:
     write, carry = (session(tmp_path / kind, kind, 2, 16) for kind in ("WriteState", "CarryState"))
     cache = Cache(LAYERS, 2, SLOTS, 16)

@@ -287,6 +287,7 @@ LAYERS = {
     "many heads": Attention(heads=36, kv_heads=1, head_dim=2),
     "float16": Attention(heads=6, kv_heads=2, head_dim=64, float16=True),
     "float16, norms, 20": Attention(head_dim=20, norms=True, float16=True),
+    "first hidden": Attention(heads=6, kv_heads=2, head_dim=20, hides_first=True),
 }
 
 
@@ -315,7 +316,7 @@ def random_tree(random: np.random.Generator, context: int, nodes: int) -> list[i
 
 
 @pytest.mark.parametrize("context", [*BORDERS[:-1], 290])
-@pytest.mark.parametrize("kind", ["grouped", "MQA, 8", "norms", "64", "float16"])
+@pytest.mark.parametrize("kind", ["grouped", "MQA, 8", "norms", "64", "float16", "first hidden"])
 def test_a_node_of_a_tree_has_the_bits_of_its_path(tmp_path: Path, names: list[str], kind: str, context: int) -> None:
     layer = LAYERS[kind]
     path, random = layer.write(tmp_path / "model"), np.random.default_rng(context)

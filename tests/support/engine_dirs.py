@@ -90,9 +90,9 @@ def edit_manifest(directory: Path, path: str, value: Any) -> None:
 
 
 def make_version_6(directory: Path) -> None:
-    """Make the manifest one of version 6, which had no minimums, tensors with levels of their own, or deep layers."""
+    """Make the manifest one of version 6, without minimums, tensors with levels of their own, deep layers, or EAGLE-3 heads."""
     raw = json.loads((directory / "manifest.json").read_text())
-    assert raw["exit_head"].pop("deep") == []
+    assert (raw["exit_head"].pop("deep"), raw["exit_head"].pop("eagle")) == ([], None)
     quantization = raw["quantization"]
     assert quantization.pop("tensors") == {}
     for place in filter(None, quantization.values()):

@@ -257,6 +257,7 @@ class Attention:
     norms: bool = False
     seed: int = 0
     float16: bool = False
+    hides_first: bool = False
 
     def __post_init__(self) -> None:
         random = self.random = np.random.default_rng(self.seed)
@@ -273,6 +274,7 @@ class Attention:
             norms[0] if self.norms else None,
             norms[1] if self.norms else None,
             self.float16,
+            self.hides_first,
         )
 
     def session(self, path: Path, threads: int = 1, name: str = "") -> Any:
@@ -301,6 +303,7 @@ class Attention:
             "layer": self.layer,
             "scale": float(self.spec.scale),
             "epsilon": self.spec.epsilon,
+            **({"hides_first": 1} if self.hides_first else {}),
         }
 
     def text(self, nodes: int, parents: Sequence[int] = ()) -> Text:
@@ -341,6 +344,8 @@ class Attention:
             keys = np.stack([turned(k[i], j, self.spec.k_norm) for j, i in enumerate(path)], 1)
             query = turned(q[node], len(path) - 1, self.spec.q_norm).reshape(self.kv_heads, -1, self.head_dim)
             scores = np.einsum("ghd,gsd->ghs", query, keys) * self.spec.scale
+            if self.hides_first and len(path) > 1:
+                scores[..., 0] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
             found.append(np.einsum("ghs,sgd->ghd", weights, v[path]).reshape(-1))

@@ -227,6 +227,7 @@ class Heads:
     q_norm: Floats | None = None
     k_norm: Floats | None = None
     float16: bool = False
+    hides_first: bool = False
 
     def cached(self, x: Floats) -> Floats:
         """Keys or values as the cache holds them."""
@@ -256,15 +257,18 @@ class Heads:
         scores = scores * np.float32(self.scale)
         total: list[Floats] = []
         for start in range(0, seen, CHUNK):
-            part = _chunk(scores[:, start : start + CHUNK], values[:, start : start + CHUNK])
+            hidden = self.hides_first and start == 0 and seen > 1
+            part = _chunk(scores[:, start : start + CHUNK], values[:, start : start + CHUNK], hidden)
             total = part if not total else _merge(total, part)
         return total[2] * (np.float32(1) / total[1])[:, None]
 
 
-def _chunk(scores: Floats, values: Floats) -> list[Floats]:
-    """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most 128 positions."""
-    most = scores.max(1)
-    weights = exponential(scores - most[:, None])
+def _chunk(scores: Floats, values: Floats, hidden: bool) -> list[Floats]:
+    """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most 128 positions, of which the
+    first one may be hidden."""
+    most = scores[:, int(hidden) :].max(1)
+    weights = exponential(np.minimum(scores - most[:, None], 0))
+    weights[:, : int(hidden)] = 0
     split = lanes(weights)
     sums = split[:, 0]
     for i in range(1, split.shape[1]):
