@@ -100,7 +100,9 @@ class SplitBlock(Block):
         """The part of the only rank in this process, as a block: what its attention and its MLP give is still to be added."""
         part = Block.__new__(Block)
         nn.Module.__init__(part)
-        [part.self_attn], [part.mlp] = self.attentions, self.mlps
+        [attention], [mlp] = self.attentions, self.mlps
+        assert isinstance(attention, Attention) and isinstance(mlp, MLP)
+        part.self_attn, part.mlp = attention, mlp
         part.input_layernorm, part.post_attention_layernorm = self.input_layernorm, self.post_attention_layernorm
         return part
 

@@ -8,16 +8,26 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
+
+from torch import nn
 
 from eesd.common.machine import ranks
 from eesd.common.manifest_reader import load_manifest
 from eesd.model.parallel import Split
 from eesd.runtime.engines import torch_weights
-from eesd.runtime.engines.torch_engine import open_team, open_torch
+from eesd.runtime.engines.team import TeamEngine
+from eesd.runtime.engines.torch_engine import TorchStageRunner, open_team, open_torch
 from eesd.runtime.engines.torch_fused import FusedBlock
 from support.interpreted import logits_of
+
+
+def layers_of(engine: TeamEngine) -> list[nn.Module]:
+    stage: Any = engine.own.stages[0]
+    assert isinstance(stage, TorchStageRunner)
+    return list(stage.module.model.layers)
 
 
 def main(directory: Path) -> None:
@@ -25,8 +35,7 @@ def main(directory: Path) -> None:
     torch_weights.has_kernels = lambda *_: True  # as on a GPU
     verify, draft = open_team(directory, manifest, 1, True)  # of the other ranks none returns
     assert draft is not None
-    models = [engine.own.stages[0].module for engine in (verify, draft)]
-    fused = [[isinstance(block, FusedBlock) for block in model.model.layers if hasattr(block, "qkv_proj")] for model in models]
+    layers = [layers_of(engine) for engine in (verify, draft)]
     found = logits_of(verify, draft)
     split = Split(ranks(), tuple(range(ranks())))
     expected = logits_of(*open_torch(directory, manifest, 1, True, "cpu", split=split, kernels=False))
@@ -35,8 +44,8 @@ def main(directory: Path) -> None:
             {
                 "difference": [float(abs(one - other).max()) for one, other in zip(found, expected, strict=True)],
                 "deviation": [float(one.std()) for one in expected],
-                "fused": fused,
-                "shared": [one is other for one, other in zip(models[0].model.layers, models[1].model.layers, strict=True)],
+                "fused": [sum(isinstance(block, FusedBlock) for block in blocks) for blocks in layers],
+                "shared": [one is other for one, other in zip(*layers, strict=True)],
             }
         )
     )

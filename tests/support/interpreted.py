@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.engines import torch_fused
-from eesd.runtime.engines.base import Call
-from eesd.runtime.engines.device_engine import DeviceEngine
+from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.engines.torch_engine import TorchStageRunner, open_torch
 from eesd.runtime.engines.torch_quantized import QuantizedLinear
 from support.quantized_products import all_checked
@@ -45,7 +44,7 @@ def engines(directory: Path) -> dict[str, Any]:
     }
 
 
-def logits_of(verify: DeviceEngine, draft: DeviceEngine | None) -> list[NDArray[np.float32]]:
+def logits_of(verify: Engine, draft: Engine | None) -> list[NDArray[np.float32]]:
     """Of both engines: of a prompt that torch's attention reads, and of a chain, a tree and a token in two rows behind it."""
     assert draft is not None
     caches, found = verify.new_kv_caches(2), list[NDArray[np.float32]]()
