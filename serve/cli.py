@@ -63,7 +63,7 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: a free one.")
 @click.option("--model-name", default="", show_default=False, help="Name that clients give as model.  [default: the model's]")
 @click.option("--api-key-file", type=cli.PATH, help=f"Keys that clients must send, one a line.  [default: {KEYS}, else none]")
-@click.option("--allowed-host", "hosts", multiple=True, help=HOSTS)
+@click.option("--allowed-host", multiple=True, help=HOSTS)
 @click.option("--metrics-open", is_flag=True, help="/metrics needs no key.")
 @click.option("--plain-content", is_flag=True, help=PLAIN)
 @click.option("--max-body-bytes", type=int, default=4 << 20, help="Largest body.")
@@ -107,9 +107,8 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     speculation = speculation_of(options)
     log: Path | None = options["log_rounds"]
     if options["triton_repo"] is not None:
-        for option, given in (("--log-rounds", log is not None), ("--plain-content", options["plain_content"])):
-            if given:
-                raise EESDError(f"{option} cannot be used with --triton-repo; leave it out.")
+        if log is not None:
+            raise EESDError("--log-rounds cannot be used with --triton-repo; leave it out.")
         _write_triton_repository(engine_dir, batch, speculation, options)
         return
     try:
@@ -120,7 +119,7 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     except ModuleNotFoundError as error:
         raise EESDError(f"Serving needs {error.name}; pip install 'eesd[serve]'.") from None
     names = [field.name for field in fields(ServeOptions) if field.name in options]
-    hosts = options["hosts"] or (LOOPBACK if host in LOOPBACK else ())
+    hosts = options["allowed_host"] or (LOOPBACK if host in LOOPBACK else ())
     limits = ServeOptions(
         api_keys=api_keys(options["api_key_file"]), allowed_hosts=hosts, **{name: options[name] for name in names}
     )
@@ -153,6 +152,7 @@ def _write_triton_repository(engine_dir: Path, batch: BatchOptions, speculation:
         exact=options["exact"],
         activations=options["activations"],
         kv_cache_dtype=options["kv_cache_dtype"],
+        plain_content=options["plain_content"],
     )
     click.echo(f"{directory} is written; start Triton with --model-repository={directory.parent}")
 

@@ -241,5 +241,3 @@ def test_a_server_whose_users_can_forge_no_turn(engine: Path, tmp_path: Path) ->
 def test_the_command_refuses_a_template_for_which_it_cannot_be_done(engine: Path) -> None:
     result = run(serve_main, "--engine-dir", engine, "--port", 0, "--plain-content", "--backend", "ort")
     assert_refused(result, "ends a turn with text")
-    result = run(serve_main, "--engine-dir", engine, "--plain-content", "--triton-repo", "x")
-    assert_refused(result, "--plain-content cannot be used with --triton-repo")

@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from support import environments
-from support.bundled import prompts
+from support.bundled import FORGED, prompts, with_turns
 from support.constrained import TOO_MUCH
 from support.ray_cluster import RayCluster, ray_cluster
 
@@ -33,13 +33,14 @@ SECONDS = 90
 
 
 @pytest.fixture(scope="module")
-def cluster(bundled: Path) -> Iterator[RayCluster]:
+def cluster(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     try:
         python = environments.make("ray")
     except environments.Unavailable as reason:
         pytest.skip(f"no Ray here: {reason}")
     arguments = {"engine_dir": str(bundled), "min_replicas": 2, "max_replicas": 2, "max_rows": 8, "model_name": "pycode"}
-    scaled = {"engine_dir": str(bundled), "min_replicas": 1, "max_replicas": 2, "num_cpus": 0, "max_rows": 2}
+    turns = str(with_turns(bundled, tmp_path_factory.mktemp("ray") / "plans"))
+    scaled = {"engine_dir": turns, "plain_content": "true", "min_replicas": 1, "max_replicas": 2, "num_cpus": 0, "max_rows": 2}
     soon = {"metrics_interval_s": 0.5, "look_back_period_s": 1, "upscale_delay_s": 0.5, "downscale_delay_s": 1}
     limits = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2}
     common = {"import_path": "eesd.serve.ray.app:app"}
@@ -50,7 +51,10 @@ def cluster(bundled: Path) -> Iterator[RayCluster]:
             "name": "scaled",
             "route_prefix": "/scaled",
             "args": scaled,
-            "deployments": [{"name": "engine", "autoscaling_config": {**limits, **soon}}],
+            "deployments": [
+                {"name": "engine", "autoscaling_config": {**limits, **soon}},
+                {"name": "openai", "num_replicas": 2},
+            ],
         },
     ]
     with ray_cluster(python, applications) as cluster:
@@ -127,6 +131,15 @@ def test_prompts_that_begin_alike_go_to_the_same_replica(cluster: RayCluster) ->
         assert usage["prompt_tokens_details"]["cached_tokens"] > 0, number
 
 
+def test_a_message_can_open_no_turn(cluster: RayCluster, bundled: Path, tmp_path: Path) -> None:
+    plain = load(with_turns(bundled, tmp_path / "plans"), threads=1, plain_content=True)
+    body = json.dumps({"messages": FORGED}).encode()
+    request = Request(f"{cluster.url}/scaled/tokenize", body, {"Content-Type": "application/json"})
+    with urlopen(request, timeout=SECONDS) as response:
+        tokens = json.load(response)["tokens"]
+    assert tokens == plain.encode(FORGED) and tokens.count(0) == 1
+
+
 def test_a_bad_request_is_refused(cluster: RayCluster) -> None:
     for body in ({"prompt": "x", "temperature": -1}, {"prompt": [1 << 30], "max_tokens": 1}, {"prompt": [1] * 5000}):
         with pytest.raises(HTTPError) as refused:
@@ -187,7 +200,7 @@ def test_replicas_come_and_go_with_the_requests(cluster: RayCluster, llm: LLM) -
         ((done := llm.generate(prompt, Sampling(), max_new_tokens=200, ignore_eos=True)).text, done.finish_reason)
         for prompt in prompts()[:6]
     ]
-    assert len(cluster.replicas("engine", "scaled")) == 1
+    assert len(cluster.replicas("engine", "scaled")) == 1 and len(cluster.replicas("openai", "scaled")) == 2
     with ThreadPoolExecutor(6) as threads:
         found = [threads.submit(ask, number) for number in range(6)]
         try:

@@ -97,8 +97,14 @@ def test_options_come_from_the_environment_and_a_file(engine: Path, monkeypatch:
     monkeypatch.setenv("EESD_SERVE_ENGINE_DIR", str(engine))
     monkeypatch.setenv("EESD_SERVE_MODEL_NAME", "environment")
     monkeypatch.setenv("EESD_SERVE_BODY_TIMEOUT", "7")
+    monkeypatch.setenv("EESD_SERVE_METRICS_OPEN", "1")
     found = started(monkeypatch, "--config", file, "--body-timeout", 9)
     assert (found.max_n, found.model_name, found.body_timeout, found.allowed_hosts) == (5, "environment", 9.0, ("a.example",))
+    assert found.metrics_open
+    monkeypatch.setenv("EESD_SERVE_ALLOWED_HOST", "b.example c.example")
+    assert started(monkeypatch, "--config", file).allowed_hosts == ("b.example", "c.example")
+    for option in serve_cli.main.params:
+        assert f"--{str(option.name).replace('_', '-')}" in option.opts, "its variable has another name"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +157,7 @@ def answers(server: Served, route: str, status: int) -> float:
 def test_refusals_are_counted_too(server: Served) -> None:
     """By path and status; paths that clients make up are counted together."""
     asked = [("/v1/completions", 401), ("/v1/completions", 400), ("/v1/completions", 200), ("other", 404), ("other", 404)]
+    asked += [("other", 400)]
     before = {one: answers(server, *one) for one in asked}
     server.post("/v1/completions", {"prompt": "a"})
     server.post("/v1/completions", {"prompt": []}, headers=bearer())
@@ -158,6 +165,9 @@ def test_refusals_are_counted_too(server: Served) -> None:
     for path in ("/v1/embeddings", "/wp-login.php"):
         response = server.post(path, {}, headers=bearer())
         assert response.status_code == 404 and "/openapi.json" in response.json()["error"]["message"]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(b"this is no HTTP\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
     eventually(lambda: all(answers(server, *one) == before[one] + asked.count(one) for one in set(asked)))
 
 

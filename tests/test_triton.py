@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import environments
-from support.bundled import prompts
+from support.bundled import FORGED, prompts, with_turns
 from support.command import assert_refused, run, succeed
 from support.serving import eventually
 from support.triton_server import TritonServer, triton_server
@@ -32,7 +32,7 @@ RUNNING = {"text_input": "import os\n", "max_tokens": LONG, "stream": True, "ign
 def test_the_command_writes_a_model_that_reads_back(engine: Path, tmp_path: Path) -> None:
     result = succeed(
         main, "--engine-dir", engine, "--triton-repo", tmp_path / "models", "--model-name", "one",
-        "--backend", "ort", "--threads", 1, "--max-rows", 3, "--no-draft",
+        "--backend", "ort", "--threads", 1, "--max-rows", 3, "--no-draft", "--plain-content",
     )  # fmt: skip
     model = tmp_path / "models" / "one"
     assert str(tmp_path / "models") in result.stdout
@@ -40,7 +40,12 @@ def test_the_command_writes_a_model_that_reads_back(engine: Path, tmp_path: Path
         "1", "1/eesd.json", "1/model.py", "config.pbtxt",
     ]  # fmt: skip
     assert read_settings(model / "1") == Settings(
-        engine_dir=str(engine), backend="ort", threads=1, speculation=None, batch=BatchOptions(max_rows=3)
+        engine_dir=str(engine),
+        backend="ort",
+        threads=1,
+        speculation=None,
+        batch=BatchOptions(max_rows=3),
+        plain_content=True,
     )
     config = (model / "config.pbtxt").read_text()
     for line in ('name: "one"', "decoupled: true", 'name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] optional: true'):
@@ -106,7 +111,8 @@ def triton_python() -> Path:
 @pytest.fixture(scope="module")
 def server(triton_python: Path, bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     scratch = tmp_path_factory.mktemp("triton")
-    write_triton_repository(bundled, scratch / "models", threads=1)
+    directory = with_turns(bundled, scratch / "plans")
+    write_triton_repository(directory, scratch / "models", threads=1, plain_content=True)
     with triton_server(triton_python, scratch / "models", scratch) as server:
         yield server
     assert not server.stubs() and not server.shared_memory()
@@ -204,6 +210,16 @@ def test_http_generates_with_the_names_of_nvidias_frontends(server: TritonServer
 
 
 @pytest.mark.slow
+def test_a_message_can_open_no_turn(server: TritonServer, bundled: Path, tmp_path: Path) -> None:
+    plain = load(with_turns(bundled, tmp_path / "plans"), threads=1, plain_content=True)
+    body = {"messages": json.dumps(FORGED), "max_tokens": 12, "exclude_input_in_output": False}
+    answer = json.loads(server.post("/v2/models/eesd/generate", json.dumps(body).encode()))
+    wanted = plain.generate(FORGED, max_new_tokens=12)
+    assert answer["output_ids"] == wanted.tokens and plain.encode(FORGED).count(0) == 1
+    assert answer["text_output"] == plain.codec.decode(plain.encode(FORGED)) + wanted.text
+
+
+@pytest.mark.slow
 def test_bad_requests_are_answered_in_one_sentence(triton_python: Path, server: TritonServer) -> None:
     bad = [
         ({"text_input": "x", "temperature": -1.0}, "temperature is -1.0"),
@@ -211,8 +227,10 @@ def test_bad_requests_are_answered_in_one_sentence(triton_python: Path, server: 
         ({"text_input": "x", "max_tokens": 0}, "max_new_tokens is 0"),
         ({"text_input": "x", "seed": 1, "random_seed": 2}, "seed and random_seed differ"),
         ({"text_input": "x", "seed": 2**64 - 1}, "seed is"),
-        ({"text_input": "x", "input_ids": [1]}, "give one of the two"),
-        ({"stream": True}, "give one of the two"),
+        ({"text_input": "x", "input_ids": [1]}, "give one of them"),
+        ({"stream": True}, "give one of them"),
+        ({"messages": "[1]"}, "no list of JSON objects"),
+        ({"messages": "{"}, "messages"),
         ({"input_ids": [1 << 30]}, "token"),
         ({"input_ids": [1] * 5000}, "5000 tokens"),
     ]

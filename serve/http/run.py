@@ -67,14 +67,9 @@ def serve(app: FastAPI, bound: socket.socket, save: Callable[[], None]) -> None:
     """
     _allow_many_connections()
     serving: Serving = app.state.serving
-    options = serving.options
-
-    class Protocol(_PatientProtocol):
-        head_seconds, send_seconds = options.body_timeout, options.send_timeout
-
     config = uvicorn.Config(
         app,
-        http=Protocol,
+        http=type("Protocol", (_PatientProtocol,), {"serving": serving}),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -140,8 +135,7 @@ class _PatientProtocol(H11Protocol):
     """Closes a connection that begins a request and does not complete its head, or never begins one; and one that leaves what
     was sent unread. Who waits for it to be read, or to be closed with what is unread, could wait for ever."""
 
-    head_seconds: float
-    send_seconds: float
+    serving: Serving
     _head: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
@@ -156,12 +150,16 @@ class _PatientProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self.send_seconds, self.transport.abort)
+        self._unread = self.loop.call_later(self.serving.options.send_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._unread:
             self._unread.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self.serving.metrics.answered("other", 400)  # no application hears of what is no HTTP
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head, self._unread):
@@ -173,7 +171,7 @@ class _PatientProtocol(H11Protocol):
         """Run the timer of the head exactly while no request is being answered."""
         waiting = self.cycle is None or self.cycle.response_complete
         if waiting and self._head is None:
-            self._head = self.loop.call_later(self.head_seconds, self.transport.abort)
+            self._head = self.loop.call_later(self.serving.options.body_timeout, self.transport.abort)
         elif not waiting and self._head:
             self._head.cancel()
             self._head = None

@@ -33,6 +33,7 @@ from eesd.serve.ray.service import RemoteService
 
 LIVENESS_SECONDS = 5.0
 """How often a request that hears nothing looks whether the batch is alive."""
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class RayOptions:
         max_rows: Most requests at once in a replica; as many again may wait there.
         max_requests: Most requests in all; more are refused with 429.
         model_name: The name that clients give as ``model``; "": the name in the engine directory.
+        plain_content: As for :func:`eesd.load`.
 
     Raises:
         EESDError: A value has another type, or is out of range.
@@ -64,6 +66,7 @@ class RayOptions:
     max_rows: int = 16
     max_requests: int = 1024
     model_name: str = ""
+    plain_content: bool = False
 
     def __post_init__(self) -> None:
         check_integer("min_replicas", self.min_replicas, 1, 1 << 16)
@@ -91,8 +94,8 @@ def read_options(arguments: Mapping[str, Any], environment: Mapping[str, str]) -
         raise EESDError("There is no engine directory; give engine_dir=DIR, or set EESD_ENGINE_DIR.")
     for name, value in given.items():
         try:
-            given[name] = known[name](value)
-        except (TypeError, ValueError):
+            given[name] = FLAGS[str(value).lower()] if known[name] is bool else known[name](value)
+        except (KeyError, TypeError, ValueError):
             raise EESDError(f"{name} is {shown(value)}; it must be of the type {known[name].__name__}.") from None
     return RayOptions(**given)
 
@@ -145,8 +148,10 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         lost = (RayActorError, ReplicaUnavailableError)
-        service = RemoteService(Path(self._options.engine_dir), self._stream, lost, self._options.max_requests)
-        return make_app(cast(Service, service), ServeOptions(model_name=self._options.model_name))
+        options = self._options
+        directory = Path(options.engine_dir)
+        service = RemoteService(directory, self._stream, lost, options.max_requests, options.plain_content)
+        return make_app(cast(Service, service), ServeOptions(model_name=options.model_name))
 
     async def _stream(self, request: Request, grammar: str | None) -> AsyncGenerator[Update, None]:
         response = self._engine.generate.remote(request, grammar)

@@ -1,6 +1,5 @@
 """Which replica gets a request: the one that had prompts with the same beginning, and so has their keys and values."""
 
-from collections.abc import Sequence
 from hashlib import blake2b
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -30,14 +29,14 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc] # Ray has no types here
             pending_request.routing_context.should_backoff = True
         request = pending_request.args[0] if pending_request and pending_request.args else None
         tokens = request.tokens if isinstance(request, Request) else ()
-        ranked = sorted(candidate_replicas, key=lambda replica: rank(tokens, replica.replica_id.unique_id))
+        prefix = ",".join(map(str, tokens[:PREFIX_TOKENS]))
+        ranked = sorted(candidate_replicas, key=lambda replica: rank(prefix, replica.replica_id.unique_id))
         waiting = {replica: self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in ranked}
         least = min(waiting.values(), default=0)
         # Sorting is stable: the order of the others stays.
         return [[replica] for replica in sorted(ranked, key=lambda replica: waiting[replica] >= least + self._slack)]
 
 
-def rank(tokens: Sequence[int], replica: str) -> bytes:
-    """Where a replica stands for a prompt; the least is first."""
-    prefix = ",".join(map(str, tokens[:PREFIX_TOKENS]))
+def rank(prefix: str, replica: str) -> bytes:
+    """Where a replica stands for the beginning of a prompt; the least is first."""
     return blake2b(f"{replica}:{prefix}".encode(), digest_size=8).digest()

@@ -52,11 +52,19 @@ class RemoteService:
         stream: Runs a request in a replica.
         lost: The exceptions by which a stream says that its replica is gone.
         max_requests: Most requests at once. More get :class:`~eesd.runtime.request.QueueFullError`.
+        plain_content: As for :func:`eesd.load`.
     """
 
-    def __init__(self, engine_dir: Path, stream: Stream, lost: tuple[type[Exception], ...], max_requests: int) -> None:
-        manifest = load_manifest(engine_dir)
-        self.llm = LLM(engine_dir, manifest, cast(Engines, None), None, models_sampling(engine_dir))
+    def __init__(
+        self,
+        engine_dir: Path,
+        stream: Stream,
+        lost: tuple[type[Exception], ...],
+        max_requests: int,
+        plain_content: bool = False,
+    ) -> None:
+        manifest, sampling = load_manifest(engine_dir), models_sampling(engine_dir)
+        self.llm = LLM(engine_dir, manifest, cast(Engines, None), None, sampling, plain_content=plain_content)
         self._stream, self._lost, self._most = stream, lost, max_requests
         self._open: set[RemoteGeneration] = set()
         self.alive = True

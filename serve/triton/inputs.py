@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from eesd.common.errors import EESDError
+from eesd.common.json_input import parse_json
 from eesd.runtime.llm import LLM
 from eesd.runtime.request import Request
 
@@ -34,10 +35,13 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
         EESDError: An input cannot be used.
     """
     given = {tensor.name(): tensor for tensor in triton_request.inputs()}
-    text = _text("text_input", _value(given, "text_input"))
-    if (text is None) == ("input_ids" not in given):
-        raise EESDError("A request has a text_input or input_ids; give one of the two.")
-    tokens = _tokens(given["input_ids"]) if text is None else llm.encode(text)
+    text, messages = (_text(name, _value(given, name)) for name in ("text_input", "messages"))
+    if (text is None) + (messages is None) + ("input_ids" not in given) != 2:
+        raise EESDError("A request has a text_input, messages or input_ids; give one of them.")
+    if messages is not None:
+        tokens = llm.encode(_chat(messages))
+    else:
+        tokens = _tokens(given["input_ids"]) if text is None else llm.encode(text)
     options: dict[str, Any] = {
         field: _value(given, name)
         for field, name in (("max_new_tokens", "max_tokens"), ("min_tokens", "min_tokens"), ("ignore_eos", "ignore_eos"))
@@ -60,6 +64,14 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
 def _tokens(tensor: Any) -> list[int]:
     """Token ids, read by DLPack from the memory that the server wrote, without a copy on the way."""
     return [int(token) for token in np.from_dlpack(tensor).reshape(-1)]
+
+
+def _chat(text: str) -> list[Any]:
+    """Chat messages from JSON. What each must be the codec says."""
+    messages = parse_json(text, "messages", 'give [{"role": "user", "content": "..."}]')
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise EESDError('messages are no list of JSON objects; give [{"role": "user", "content": "..."}].')
+    return messages
 
 
 def _sampling(given: dict[str, Any]) -> dict[str, Any]:

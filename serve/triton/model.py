@@ -41,6 +41,7 @@ class TritonPythonModel:
                 exact=settings.exact,
                 activations=settings.activations,
                 kv_cache_dtype=settings.kv_cache_dtype,
+                plain_content=settings.plain_content,
             )
             self._service = Service(llm, settings.batch)
         except EESDError as error:

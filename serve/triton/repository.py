@@ -15,9 +15,10 @@ from eesd.runtime.engines.backends import BACKENDS
 from eesd.runtime.llm import Speculation
 from eesd.serve.triton.settings import BATCH, DRAFTING, SETTINGS_FILE, Settings
 
-# The names are those of NVIDIA's frontends, tensorrtllm_backend and vllm_backend.
+# The names are those of NVIDIA's frontends, tensorrtllm_backend and vllm_backend; messages, in JSON, are ours.
 INPUTS = (
     ("text_input", "STRING", 1),
+    ("messages", "STRING", 1),
     ("input_ids", "INT32", -1),
     ("stream", "BOOL", 1),
     ("max_tokens", "INT32", 1),
@@ -54,6 +55,7 @@ def write_triton_repository(
     exact: bool | None = None,
     activations: str | None = None,
     kv_cache_dtype: str | None = None,
+    plain_content: bool = False,
 ) -> Path:
     """Write the model ``name`` into a model repository, which may have other models and need not exist.
 
@@ -63,7 +65,8 @@ def write_triton_repository(
         engine_dir: A directory that ``eesd-export`` wrote.
         output: The repository.
         name: The model's name, and its directory in the repository.
-        backend, threads, speculation, generation_config, exact, activations, kv_cache_dtype: As for :func:`eesd.load`.
+        backend, threads, speculation, generation_config, exact, activations, kv_cache_dtype, plain_content: As for
+            :func:`eesd.load`.
         batch: Limits of the batch.
 
     Returns:
@@ -91,6 +94,7 @@ def write_triton_repository(
         exact=exact,
         activations=activations,
         kv_cache_dtype=kv_cache_dtype,
+        plain_content=plain_content,
     )
     with directory_written_whole(directory) as new:
         (new / "1").mkdir()

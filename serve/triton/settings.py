@@ -26,7 +26,7 @@ class Settings:
         threads: CPU threads of an engine; None: the processors of the process.
         speculation: How to draft; None decodes plainly.
         batch: Limits of the batch.
-        generation_config, exact, activations, kv_cache_dtype: As for :func:`eesd.load`.
+        generation_config, exact, activations, kv_cache_dtype, plain_content: As for :func:`eesd.load`.
 
     Raises:
         EESDError: A value has another type, or is out of range.
@@ -41,6 +41,7 @@ class Settings:
     exact: bool | None = None
     activations: str | None = None
     kv_cache_dtype: str | None = None
+    plain_content: bool = False
 
     def __post_init__(self) -> None:
         check_path("engine_dir", self.engine_dir, "the output directory of eesd-export")

@@ -15,7 +15,8 @@ import numpy as np
 import tritonclient.grpc as grpc
 
 KINDS = {
-    "text_input": "BYTES", "stop_words": "BYTES", "stream": "BOOL", "ignore_eos": "BOOL", "exclude_input_in_output": "BOOL",
+    "text_input": "BYTES", "messages": "BYTES", "stop_words": "BYTES", "stream": "BOOL", "ignore_eos": "BOOL",
+    "exclude_input_in_output": "BOOL",
     "temperature": "FP32", "top_p": "FP32", "min_p": "FP32", "repetition_penalty": "FP32", "seed": "UINT64",
     "random_seed": "UINT64",
 }  # fmt: skip
