@@ -58,7 +58,10 @@ class Checkpoint:
         self.path = path
         config, stored = _open_file(path) if path.is_file() else _open_directory(path)
         geometry = config.geometry
-        self.tensors = divided(halves_apart(config.family.tensors(stored, geometry), geometry), config.divided)
+        make, gguf = config.family.tensors, config.family.gguf
+        if path.is_file() and gguf is not None and gguf.tensors is not None:
+            make = gguf.tensors
+        self.tensors = divided(halves_apart(make(stored, geometry), geometry), config.divided)
         if geometry.tied_embeddings:
             geometry = replace(geometry, tied_embeddings=self._tie())
         self._check_shapes(geometry)

@@ -72,7 +72,8 @@ def _no_fields(_: Fields, __: Sizes) -> Own:
     return Own()
 
 
-def _as_stored(tensors: Tensors, _: Geometry) -> Tensors:
+def as_stored(tensors: Tensors, _: Geometry) -> Tensors:
+    """The tensors as they are."""
     return tensors
 
 
@@ -86,6 +87,7 @@ class Gguf:
         biases: Flags of ``config.json``, and for each the module of a block that has a bias if the flag is true.
         fields: Takes the metadata of the architecture that Llama does not have; the fields of ``config.json`` for them.
         interleaved: Whether q and k are stored for a rotation of neighbouring rows.
+        tensors: What makes the decoder's tensors of those of a file; None: what the family has for its other checkpoints.
     """
 
     architecture: str
@@ -93,6 +95,7 @@ class Gguf:
     biases: Mapping[str, str] = field(default_factory=dict)
     fields: Callable[[Fields, Mapping[str, Any]], dict[str, Any]] = lambda own, raw: {}
     interleaved: bool = False
+    tensors: "Callable[[Tensors, Geometry], Tensors] | None" = None
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,12 @@ class Family:
     partial_rotary: bool = False
     rope_fields: Callable[[Fields], Fields] = lambda fields: fields
     own: Callable[[Fields, Sizes], Own] = _no_fields
-    tensors: Callable[[Tensors, Geometry], Tensors] = _as_stored
+    tensors: Callable[[Tensors, Geometry], Tensors] = as_stored
     gguf: Gguf | None = None
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""transformers' kinds of layers."""
 
 
 def attention_biases(fields: Fields) -> dict[str, Any]:
@@ -154,6 +161,40 @@ def take_kinds(fields: Fields, types: list[str]) -> dict[str, Any]:
     if window is None:
         raise ValueError("layer_types has sliding_attention, but there is no sliding window")
     return {"layer_kinds": tuple(SLIDING if one == "sliding_attention" else FULL for one in types), "window": window}
+
+
+def _ropes_by_kind(fields: Fields) -> dict[str, dict[str, Any]]:
+    """``rope_parameters`` of a family that has some for each kind of layers."""
+    found = fields.take("rope_parameters", None)
+    if found is not None and not (isinstance(found, dict) and all(isinstance(one, dict | None) for one in found.values())):
+        raise ValueError(f"rope_parameters is {shown(found)}, and must have an object for each kind of layers")
+    other = next((name for name in found or {} if name not in LAYER_TYPES), None)
+    if other is not None:
+        raise ValueError(f"rope_parameters has {shown(other)}, and must have {' and '.join(LAYER_TYPES)}")
+    return {kind: (found or {}).get(kind) or {} for kind in LAYER_TYPES}
+
+
+def full_rope(fields: Fields, theta: float) -> Fields:
+    """The fields of the rotary embedding of layers with full attention: those of old configs stand beside each other.
+
+    ``theta`` is the base where a config does not say.
+    """
+    full, scaling = _ropes_by_kind(fields)["full_attention"], fields.take("rope_scaling", None)
+    if not isinstance(scaling, dict | None):
+        raise ValueError(f"rope_scaling is {shown(scaling)}, and must be an object")
+    given = {"rope_theta": fields.take("rope_theta", theta)}
+    return Fields(given | {"rope_parameters": given | full | (scaling or {})})
+
+
+def local_theta(fields: Fields, theta: float, kinds: Mapping[str, Any]) -> dict[str, float]:
+    """The part for the rotary base of layers with a window, if there are some. ``theta``: if ``rope_parameters`` do not say."""
+    local = Fields({"rope_theta": theta} | _ropes_by_kind(fields)["sliding_attention"])
+    kind = local.take("rope_type", local.take("type", "default"))
+    if not kinds:
+        return {}
+    if kind != "default":
+        raise ValueError(f"the rope scaling {shown(kind)} of layers with a window is not supported; supported is default")
+    return {"local_theta": local.number("rope_theta")}
 
 
 def take_positive(fields: Fields, name: str, default: float | None) -> float:
@@ -177,7 +218,7 @@ def take_layer_types(fields: Fields, layers: int) -> list[str] | None:
         return None
     if not isinstance(types, list) or len(types) != layers:
         raise ValueError(f"layer_types must be a list with an entry for each of the {layers} layers")
-    other = next((kind for kind in types if kind not in ("full_attention", "sliding_attention")), None)
+    other = next((kind for kind in types if kind not in LAYER_TYPES), None)
     if other is not None:
         raise ValueError(f"layer_types has {shown(other)}; supported are full_attention and sliding_attention")
     return types

@@ -84,7 +84,7 @@ def _fields(file: GgufFile) -> dict[str, Any]:
     raw: dict[str, Any] = {name: own.integer(key) for key, name in _SIZES.items()}
     raw |= {"model_type": family.model_type, "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon")}
     raw["num_key_value_heads"] = own.integer("attention.head_count_kv", raw["num_attention_heads"])
-    raw["head_dim"] = _head_dim(own, raw["hidden_size"], raw["num_attention_heads"])
+    raw |= _head_sizes(own, raw["hidden_size"], raw["num_attention_heads"], family.partial_rotary)
     raw["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     raw["rope_theta"] = own.number("rope.freq_base", 10000.0)
@@ -118,19 +118,20 @@ def _special_tokens(general: Fields) -> dict[str, Any]:
     return {"bos_token_id": bos, "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None))}
 
 
-def _head_dim(own: Fields, hidden: int, heads: int) -> int:
+def _head_sizes(own: Fields, hidden: int, heads: int, partial: bool) -> dict[str, Any]:
+    """``head_dim``, and how much of a head is rotated, where that can be a part."""
     given, of_values, rotated = (
         own.integer(name, None, optional=True)
         for name in ("attention.key_length", "attention.value_length", "rope.dimension_count")
     )
     if given is None and rotated is None and hidden % heads:
         raise ValueError(f"{heads} heads do not divide {hidden} values, and there is no attention.key_length")
-    size: int = given or rotated or hidden // heads
+    size: int = given or (None if partial else rotated) or hidden // heads
     if of_values not in (None, size):
         raise ValueError(f"its heads have {size} values in keys and {of_values} in values, which is not supported")
-    if rotated not in (None, size):
+    if rotated not in (None, size) and not partial:
         raise ValueError(f"only {rotated} of a head's {size} values are rotated, which is not supported")
-    return size
+    return {"head_dim": size} | ({"partial_rotary_factor": rotated / size} if rotated and partial else {})
 
 
 def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[str, Any] | None:

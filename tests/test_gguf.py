@@ -92,6 +92,24 @@ def test_architectures(tmp_path: Path, name: str) -> None:
     assert_same_as_transformers(gguf_files.write(tmp_path / "model.gguf", ARCHITECTURES[name]))
 
 
+PADDING = {"tokenizer.ggml.padding_token_id": 0}  # Phi-3's default is outside of so few tokens
+OTHER_FAMILIES = {
+    "phi3": Spec("phi3", metadata=PADDING | {"phi3.rope.dimension_count": 64, "phi3.attention.sliding_window": 0}),
+    "phi3-Q4_0": Spec("phi3", "Q4_0", "Q8_0", metadata=PADDING),
+    "gemma2": Spec("gemma2", head_dim=256, tied=True, metadata={"gemma2.attention.sliding_window": 4}),
+    "gemma3": Spec("gemma3", head_dim=256, tied=True, metadata={"gemma3.attention.sliding_window": 4}),
+}
+"""transformers reads gemma's files with the published size of heads alone."""
+
+
+@pytest.mark.parametrize("name", OTHER_FAMILIES)
+def test_families_with_parts_of_their_own(tmp_path: Path, name: str) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", OTHER_FAMILIES[name])
+    with torch.no_grad():
+        expected = transformers_reads(path)(torch.tensor([PROMPT])).logits
+    torch.testing.assert_close(logits(Checkpoint(path), PROMPT), expected, rtol=1e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_types(tmp_path: Path, kind: str) -> None:
     table = "Q8_0" if kind == "BF16" else kind

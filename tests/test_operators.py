@@ -102,15 +102,17 @@ def test_products_of_several_parts(
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
 @pytest.mark.parametrize("forms", [("bits4", "bits4"), ("bits6", "bits8"), ("float32", "float32"), ("bfloat16", "bfloat16")])
-@pytest.mark.parametrize("norm, bias, residual", [(False, False, False), (True, True, False), (True, False, True)])
-def test_swiglu(
-    tmp_path: Path, names: list[str], forms: tuple[str, ...], norm: bool, bias: bool, residual: bool, int8: bool
+@pytest.mark.parametrize(
+    "norm, bias, residual, gating", [(False, False, False, 1), (True, True, False, 2), (True, False, True, 1)]
+)
+def test_gates(
+    tmp_path: Path, names: list[str], forms: tuple[str, ...], norm: bool, bias: bool, residual: bool, gating: int, int8: bool
 ) -> None:
     random = seeded(forms, norm, bias)
     own = parts(random, 64, *forms, outputs=49)
     weight = random.normal(1, 0.3, 64).astype(np.float32) if norm else None
     added = random.normal(0, 1, 98).astype(np.float32) if bias else None
-    check_product(Product(own, weight, added, residual, swiglu=True), tmp_path / "model", int8, names)
+    check_product(Product(own, weight, added, residual, gating), tmp_path / "model", int8, names)
 
 
 def test_no_rows_give_none(tmp_path: Path) -> None:
@@ -288,6 +290,8 @@ LAYERS = {
     "float16": Attention(heads=6, kv_heads=2, head_dim=64, float16=True),
     "float16, norms, 20": Attention(head_dim=20, norms=True, float16=True),
     "first hidden": Attention(heads=6, kv_heads=2, head_dim=20, hides_first=True),
+    "cap, window of 9": Attention(cap=2.0, window=9),
+    "unrotated, window of 130": Attention(rotates=False, window=130),
 }
 
 
@@ -316,7 +320,7 @@ def random_tree(random: np.random.Generator, context: int, nodes: int) -> list[i
 
 
 @pytest.mark.parametrize("context", [*BORDERS[:-1], 290])
-@pytest.mark.parametrize("kind", ["grouped", "MQA, 8", "norms", "64", "float16", "first hidden"])
+@pytest.mark.parametrize("kind", ["grouped", "MQA, 8", "norms", "64", "float16", "first hidden", "cap, window of 9"])
 def test_a_node_of_a_tree_has_the_bits_of_its_path(tmp_path: Path, names: list[str], kind: str, context: int) -> None:
     layer = LAYERS[kind]
     path, random = layer.write(tmp_path / "model"), np.random.default_rng(context)
@@ -454,6 +458,9 @@ def test_bad_calls_of_attention_are_refused(tmp_path: Path) -> None:
         {"scale": 1},
         {"heads": None},
         {"epsilon": None},
+        {"cap": -1.0},
+        {"window": -1},
+        {"window": 1 << 40},
         {"slots": [384]},
     ],
     ids=str,
@@ -484,6 +491,7 @@ def attention_inputs(layer: Attention) -> list[tuple[str, Any]]:
     [
         (3, np.zeros((384, 7), np.float32)),
         (4, np.zeros((384, 8), np.float64)),
+        (3, NOTHING),
         (3, TensorProto.FLOAT),
         (5, np.ones(15, np.float32)),
         (6, np.ones(16, np.float64)),
@@ -519,7 +527,7 @@ def test_missing_inputs_are_refused(tmp_path: Path) -> None:
         ("w", packed.data),
     ]
     for count in range(1, 5):
-        one_node(tmp_path / "model", "Product", inputs[:count], epsilon=1.0, swiglu=0, matrices=packed.numbers)
+        one_node(tmp_path / "model", "Product", inputs[:count], epsilon=1.0, gating=0, matrices=packed.numbers)
         with pytest.raises(EESDError, match="cannot load"):
             make_session(tmp_path / "model", 1, True)
 
@@ -566,7 +574,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             numbers = numbers[: int(random.integers(1, 8))]
         data = packed.data[: int(random.choice([len(packed.data)] * 3 + [0, 1, len(packed.data) - 1]))]
         inputs = product_inputs(data)
-        one_node(tmp_path / "model", "Product", inputs, epsilon=1.0, swiglu=int(attempt % 4 == 0), matrices=numbers)
+        one_node(tmp_path / "model", "Product", inputs, epsilon=1.0, gating=int(attempt % 4 == 0), matrices=numbers)
         try:
             session = make_session(tmp_path / "model", 1, True)
         except EESDError:
@@ -587,7 +595,7 @@ def test_gate_and_up_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ):
         own = [random_weight(random, form, 64, size, False, NARROW, False) for form, size in zip(forms, sizes, strict=True)]
         plain = Product(own)
-        plain.swiglu = True
+        plain.gating = 1
         plain.write(tmp_path / "model")
         with pytest.raises(EESDError, match="gate and up"):
             make_session(tmp_path / "model", 1, True)

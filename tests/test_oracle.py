@@ -2,23 +2,30 @@
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from support.checkpoint_grid import POSITIONS, ROPES, VOCABULARY, Case, cases
-from support.command import export_engine, slow_but
+from support.command import add_tokenizer, export_engine, slow_but
+from support.distilling import distill
+from support.engine_dirs import trained_head
+from support.family_grid import OPTIONS, FamilyCase, family_cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import eesd
 from eesd.common.errors import EESDError
+from eesd.distill.engine_teacher import EngineTeacher
+from eesd.distill.teacher import Teacher
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import load_config
 from eesd.model.inputs import causal_inputs, empty_caches
@@ -78,7 +85,7 @@ def ours(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     return logits
 
 
-def judge(case: Case, directory: Path) -> tuple[str, int]:
+def judge(case: Case | FamilyCase, directory: Path) -> tuple[str, int]:
     """``exact``, ``refused`` or ``different``, and the tokens that were compared."""
     case.write(directory)
     try:
@@ -155,3 +162,75 @@ def _is_supported(case: Case, directory: Path) -> bool:
 @pytest.mark.parametrize("seed", [2, 3, 4])
 def test_many_checkpoints_are_computed_as_transformers_does_or_refused(tmp_path: Path, seed: int) -> None:
     check(tmp_path, 250, seed)
+
+
+FAMILY_CASES = int(os.environ.get("FAMILY_CASES", "0"))
+"""Checkpoints of each family in the thorough grid, if not the usual numbers."""
+
+
+def check_family(model_type: str, directory: Path, count: int, seed: int) -> None:
+    results, tokens, different = Counter[str](), 0, []
+    for case in family_cases(model_type, FAMILY_CASES or count, seed):
+        result, compared = judge(case, directory / str(case.seed))
+        results[result] += 1
+        tokens += compared
+        if result == "different":
+            different.append(str(case))
+    print(f"{model_type}: {dict(results)}, {tokens} tokens")
+    assert not different, "\n".join(different)
+    assert results["exact"] == sum(results.values()), "the grid has only what is supported"
+
+
+@pytest.mark.parametrize("model_type", OPTIONS)
+def test_a_family_is_computed_as_transformers_does(tmp_path: Path, model_type: str) -> None:
+    check_family(model_type, tmp_path, 3, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", OPTIONS)
+def test_many_checkpoints_of_a_family_are_computed_as_transformers_does(tmp_path: Path, model_type: str) -> None:
+    check_family(model_type, tmp_path, 20, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "number"),
+    slow_but([(name, number) for name in OPTIONS for number in range(3)], ("olmo2", 1), ("gemma3_text", 1)),
+)
+def test_an_exported_family_generates_the_tokens_of_transformers(tmp_path: Path, model_type: str, number: int) -> None:
+    """Drafts from a random head of the family's own blocks, in trees; and without drafts."""
+    case = family_cases(model_type, 3, seed=3)[number]
+    model = case.write(tmp_path / "model")
+    positions = min(Checkpoint(model).config.max_positions, POSITIONS)
+    head = trained_head(model, tmp_path / "head", blocks=1 + number % 2, own_lm_head=False)
+    options = ("--exit-head", head, "--dtype", "float32", "--max-seq-len", positions, "--max-tree-nodes", 4)
+    plans = export_engine(model, tmp_path / "plans", *options)
+    prompt = torch.randint(0, VOCABULARY, (6,), generator=torch.Generator().manual_seed(number)).tolist()
+    count = positions - len(prompt)
+    expected = generated(model, prompt, count)
+    for speculation in (Speculation(tree_width=2, guard=False), None):
+        engines = eesd.load(plans, speculation=speculation)
+        assert engines.generate(prompt, max_new_tokens=count, ignore_eos=True).tokens == expected, (speculation, case)
+
+
+@pytest.mark.parametrize("model_type", slow_but(list(OPTIONS), "gemma2"))
+def test_a_head_is_distilled_for_a_family(tmp_path: Path, model_type: str) -> None:
+    """What the model's own engine teaches is what its torch modules compute, and the head drafts."""
+    case = family_cases(model_type, 1, seed=4)[0]
+    case = FamilyCase(model_type, case.options | {"vocab_size": 97}, case.seed)
+    model = case.write(tmp_path / "model")
+    add_tokenizer(model)
+    checkpoint, rows = Checkpoint(model), tmp_path / "rows.npy"
+    ids = torch.randint(3, 97, (16, 25), generator=torch.Generator().manual_seed(0))
+    np.save(rows, ids.numpy().astype(np.uint16))
+    layers = tuple(range(1, checkpoint.geometry.num_layers + 1))
+    by_engine = EngineTeacher(checkpoint, tmp_path / "engine", layers, 4, "float32", 32, 1)(ids[:1, :24])
+    by_torch = Teacher(checkpoint.decoder(), layers, 4, "float32")(ids[:1, :24])
+    for layer in layers:
+        torch.testing.assert_close(by_engine[0][layer], by_torch[0][layer], rtol=2e-2, atol=2e-2)  # from 8-bit activations
+    distill(model, rows, tmp_path / "head", "--steps", 2, "--shared-lm-head")
+    plans = export_engine(model, tmp_path / "plans", "--exit-head", tmp_path / "head", "--max-tree-nodes", 4)
+    engines = eesd.load(plans, speculation=Speculation(guard=False))
+    assert (
+        engines.generate([1, 5, 9], max_new_tokens=8, ignore_eos=True).tokens
+        == eesd.load(plans, speculation=None).generate([1, 5, 9], max_new_tokens=8, ignore_eos=True).tokens
+    )

@@ -1,5 +1,6 @@
 """Gemma 2: four norms a block, whose weights are stored less 1; GeGLU; caps; every other layer has a window."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -9,9 +10,11 @@ from eesd.common.json_input import Fields
 from eesd.model.family import (
     ChangedTensor,
     Family,
+    Gguf,
     Own,
     Sizes,
     Tensors,
+    as_stored,
     attention_biases,
     renamed,
     take_kinds,
@@ -67,6 +70,27 @@ def _plus_one(weight: Tensor) -> Tensor:
     return weight + 1
 
 
+GGUF_NAMES = {"post_attention_norm": NAMES["post_attention_layernorm"], "post_ffw_norm": NAMES["post_feedforward_layernorm"]}
+"""llama.cpp's names of the norms behind. It stores norms' whole weights."""
+
+
+def query_scalar(raw: Mapping[str, Any], layers: int) -> int:
+    """``query_pre_attn_scalar``: llama.cpp knows by the number of layers which model has heads of another size for it."""
+    whole: int = raw["hidden_size"] // raw["num_attention_heads"]
+    return whole if raw["num_hidden_layers"] == layers else raw["head_dim"]
+
+
+def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    caps = {
+        name: own.number(name, default)
+        for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0))
+    }
+    return caps | {
+        "sliding_window": own.integer("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": query_scalar(raw, 46),
+    }
+
+
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
@@ -78,4 +102,5 @@ GEMMA2 = Family(
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     own=_own,
     tensors=tensors_of_gemma,
+    gguf=Gguf("gemma2", GGUF_NAMES, fields=_of_gguf, tensors=as_stored),
 )

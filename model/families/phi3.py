@@ -1,8 +1,11 @@
 """Phi-3 and Phi-4: fused projections, of whose heads a part can stay unrotated, and frequencies for short and long texts."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from eesd.common.geometry import Geometry
 from eesd.common.json_input import Fields
-from eesd.model.family import Family, Own, Sizes, Tensors, split, take_window
+from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, split, take_window
 
 
 def _own(fields: Fields, _: Sizes) -> Own:
@@ -16,6 +19,10 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     return split(tensors, "gate_up_proj", dict.fromkeys(("gate_proj", "up_proj"), geometry.intermediate_size))
 
 
+def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": own.integer("attention.sliding_window", None, optional=True, least=0) or None}
+
+
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
@@ -27,4 +34,5 @@ PHI3 = Family(
     partial_rotary=True,
     own=_own,
     tensors=_tensors,
+    gguf=Gguf("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, fields=_of_gguf),
 )

@@ -189,9 +189,9 @@ class _Builder:
             bias=["mlp.gate_up_proj.bias"] if packed is not None else ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
         )  # fmt: skip
         down = [self._columns(f"{inner}down_proj.weight")]
-        residual = "" if behind else x
-        out = self._product(gated, down, f"{prefix}out", bias=["mlp.down_proj.bias"], prefix=prefix, residual=residual)
-        return self._joined(out, f"{prefix}post_mlp_layernorm.weight", x, f"{prefix}end") if behind else out
+        name, residual = (f"{prefix}down", "") if behind else (f"{prefix}out", x)
+        added = self._product(gated, down, name, bias=["mlp.down_proj.bias"], prefix=prefix, residual=residual)
+        return self._joined(added, f"{prefix}post_mlp_layernorm.weight", x, f"{prefix}out") if behind else added
 
     def _sum(self, prefix: str, x: str, more: str) -> str:
         return self._node("Add", [x, more], f"{prefix}sum", domain="") if more else x

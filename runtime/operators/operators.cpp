@@ -187,7 +187,7 @@ class Attend {
     const Tensor cos = node.constant(3), sin = node.constant(4);
     positions_ = cos.size() / (job_.head_dim / 2);
     check(cos.type == ort::FLOAT && sin.type == ort::FLOAT && cos.size() == sin.size(), "cos and sin are tables of float32");
-    if (positions_) job_.cos = cos.floats(), job_.sin = sin.floats();
+    if (cos.size()) job_.cos = cos.floats(), job_.sin = sin.floats();
     job_.q_norm = node.floats(5, job_.head_dim, "the norm of queries has another size");
     job_.k_norm = node.floats(6, job_.head_dim, "the norm of keys has another size");
   }
@@ -239,7 +239,7 @@ class Attend {
     for (Token &token : tokens) {
       token = {reinterpret_cast<void *>(row[0]), row[1], row[2], row[3], path, row[4]};
       check(row[0] && row[0] % 64 == 0, "a cache is not aligned to 64 bytes");
-      check(token.position >= 0 && (token.position < positions_ || !positions_), "a position is behind the last one");
+      check(token.position >= 0 && (token.position < positions_ || !job_.cos), "a position is behind the last one");
       check(token.slot >= 0 && token.slot < job_.slots, "a slot is not in the cache");
       check(token.context >= 0 && token.context <= job_.slots, "a context is longer than the cache");
       check(token.path_length >= 0 && token.path_length <= paths.shape[1] && token.seen() > 0, "a path has another length");

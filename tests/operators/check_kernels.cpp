@@ -83,7 +83,7 @@ static void fill_weight(const Matrix &w, Exact<uint8_t> &data) {
     }
 }
 
-static void check_product(Format format, bool fine, Scales scale, bool minimums, bool int8, bool swiglu, int64_t rows, int64_t inputs,
+static void check_product(Format format, bool fine, Scales scale, bool minimums, bool int8, int gating, int64_t rows, int64_t inputs,
                           int64_t outputs) {
   if (left_out()) return;
   Matrix w = {nullptr, format, inputs, outputs, minimums || format < BITS4 ? 0 : 5, fine, scale, minimums};
@@ -91,7 +91,7 @@ static void check_product(Format format, bool fine, Scales scale, bool minimums,
   fill_weight(w, first), fill_weight(w, second);
   Matrix parts[2] = {w, w};
   parts[0].data = first.get(), parts[1].data = second.get();
-  const int64_t columns = outputs * (swiglu ? 1 : 2), blocks = w.has_levels() ? rows * inputs / BLOCK : 0;
+  const int64_t columns = outputs * (gating ? 1 : 2), blocks = w.has_levels() ? rows * inputs / BLOCK : 0;
   Exact<float> x(rows * inputs), norm(inputs), bias(2 * outputs), residual(rows * columns), expected(rows * columns);
   fill(x), fill(norm), fill(bias), fill(residual);
   for (const Kernels *kernels : every) {
@@ -107,16 +107,16 @@ static void check_product(Format format, bool fine, Scales scale, bool minimums,
     ready.sums[0] = sums.get(), ready.sums[1] = fine_sums.get();
     kernels->prepare(ready, 0, rows);
     Product job = {};
-    job.parts = parts, job.num_parts = 2, job.swiglu = swiglu;
+    job.parts = parts, job.num_parts = 2, job.gating = static_cast<Gating>(gating);
     job.a.x = normed.get(), job.a.levels = ready.int8 ? levels.get() : nullptr, job.a.scales = scales.get();
     for (int i = 0; i < 2; i++) job.a.sums[i] = ready.sums[i], job.a.shares[i] = ready.shares[i];
     job.bias = bias.get(), job.residual = residual.get(), job.y = y.get(), job.rows = rows, job.outputs = columns;
-    const int64_t panels = w.panels() * (swiglu ? 1 : 2), middle = panels / 3;
+    const int64_t panels = w.panels() * (gating ? 1 : 2), middle = panels / 3;
     kernels->multiply(job, middle, panels);
     kernels->multiply(job, 0, middle);
     char what[160];
-    snprintf(what, sizeof what, "format %d fine %d scales %d minimums %d int8 %d swiglu %d rows %d inputs %d outputs %d", format, fine,
-             scale, minimums, int8, swiglu, (int)rows, (int)inputs, (int)outputs);
+    snprintf(what, sizeof what, "format %d fine %d scales %d minimums %d int8 %d gating %d rows %d inputs %d outputs %d", format, fine,
+             scale, minimums, int8, gating, (int)rows, (int)inputs, (int)outputs);
     if (kernels == every[0]) add(y.get(), y.size * 4), expected = std::move(y);
     else compare(what, kernels->name, y, expected);
   }
@@ -124,7 +124,7 @@ static void check_product(Format format, bool fine, Scales scale, bool minimums,
 
 // A chain behind a context, then a tree in other slots with the same paths.
 static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t context, int64_t count,
-                            bool float16) {
+                            bool float16, float cap = 0, int64_t window = 0) {
   if (left_out()) return;
   const int64_t width = (head_dim + 15) / 16 * 16, slots = (context + 3 * count + 16) / 16 * 16, all = context + count;
   Exact<float> qkv(all * (heads + 2 * kv_heads) * head_dim), cos(slots * head_dim / 2), sin(slots * head_dim / 2), norm(head_dim);
@@ -140,6 +140,7 @@ static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, i
       Attention job = {};
       job.heads = heads, job.kv_heads = kv_heads, job.head_dim = head_dim, job.width = width, job.slots = slots;
       job.float16 = float16;
+      job.cap = cap, job.window = window;
       job.scale = 0.2f, job.epsilon = 1e-5f, job.cos = cos.get(), job.sin = sin.get();
       job.q_norm = job.k_norm = norm.get(), job.qkv = qkv.get(), job.tokens = tokens.data();
       const int64_t chunks = (all + CHUNK - 1) / CHUNK;
@@ -208,8 +209,8 @@ int main(int count, char **arguments) {
   for (int format = FLOAT32; format <= BITS8; format++)
     for (int variant = 0; variant < (format < BITS4 ? 1 : 16); variant++)
       for (const auto &size : sizes)
-        for (int swiglu = 0; swiglu < 2; swiglu++)
-          check_product((Format)format, variant & 1, variant & 2 ? WIDE : NARROW, variant & 4, variant & 8, swiglu, size[0],
+        for (int gating = APART; gating <= GELU; gating++)
+          check_product((Format)format, variant & 1, variant & 2 ? WIDE : NARROW, variant & 4, variant & 8, gating, size[0],
                         size[1], size[2]);
   for (int format = BITS4; format <= BITS8; format++)
     for (int variant = 0; variant < 8; variant++)
@@ -222,6 +223,7 @@ int main(int count, char **arguments) {
     for (int64_t context : {0, 1, 15, 16, 63, 65, 127, 129, 200})
       for (int64_t count : {1, 5, 18})
         check_attention(shape[0], shape[1], shape[2], context, count, (context + count) % 2);
+  for (int64_t context : {5, 127, 200}) check_attention(4, 2, 64, context, 5, 0, 2.f, 100);
   for (int64_t columns : {1, 15, 64, 65, 200, 1000})
     for (int64_t k : {1, 4, 8, 70})
       if (k <= columns) check_top(3, columns, k);

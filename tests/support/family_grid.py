@@ -62,7 +62,7 @@ def _sizes(rng: random.Random) -> Options:
         "tie_word_embeddings": rng.random() < 0.5,
         "bos_token_id": 1,
         "eos_token_id": rng.choice((2, [2, 5])),
-        "pad_token_id": 0,
+        "pad_token_id": None,  # transformers hides it in prompts
     }
 
 
@@ -119,6 +119,14 @@ def _olmo2(rng: random.Random, _: Options) -> Options:
     return _rope(rng) | _biases(rng, "attention_bias")
 
 
+def _olmo3(rng: random.Random, sizes: Options) -> Options:
+    kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(sizes["num_hidden_layers"])]
+    full = _rope(rng)["rope_parameters"]
+    ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": rng.choice((500.0, 5e5))}}
+    window = {"sliding_window": rng.choice((9, 30)), "layer_types": rng.choice((None, kinds))}
+    return {"rope_parameters": rng.choice((ropes, None))} | window | _biases(rng, "attention_bias")
+
+
 def _gemma(rng: random.Random, sizes: Options) -> Options:
     kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(sizes["num_hidden_layers"])]
     return _biases(rng, "attention_bias") | {
@@ -150,6 +158,7 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "granite": _granite,
     "smollm3": _smollm3,
     "olmo2": _olmo2,
+    "olmo3": _olmo3,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
 }

@@ -137,8 +137,14 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
         "ffn_up.weight": (INNER, HIDDEN),
         "ffn_down.weight": (HIDDEN, INNER),
     }
-    if spec.architecture == "qwen3":
+    if spec.architecture in ("qwen3", "gemma3"):
         block |= {"attn_q_norm.weight": (spec.head_dim,), "attn_k_norm.weight": (spec.head_dim,)}
+    if spec.architecture == "phi3":
+        for part in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
+            del block[f"{part}.weight"]
+        block |= {"attn_qkv.weight": (queries + 2 * keys, HIDDEN), "ffn_up.weight": (2 * INNER, HIDDEN)}
+    if spec.architecture.startswith("gemma"):
+        block |= {"post_attention_norm.weight": (HIDDEN,), "post_ffw_norm.weight": (HIDDEN,)}
     if spec.biases:
         block |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
         block |= {"attn_output.bias": (HIDDEN,)} if spec.architecture != "qwen2" else {}

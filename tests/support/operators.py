@@ -131,7 +131,7 @@ class Product:
     norm: Floats | None = None
     bias: Floats | None = None
     residual: bool = False
-    swiglu: bool = False
+    gating: int = 0
     epsilon: float = 1e-3
     seed: int = 0
     x: Floats = field(init=False)
@@ -139,7 +139,7 @@ class Product:
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(self.seed)
-        inputs, outputs = self.parts[0].shape[0], sum(part.shape[1] for part in self.parts) // (2 if self.swiglu else 1)
+        inputs, outputs = self.parts[0].shape[0], sum(part.shape[1] for part in self.parts) // (2 if self.gating else 1)
         # Blocks differ in size, so that a scale of another block is noticed; one is 0, one far below all others.
         sizes = random.uniform(0.05, 3, (MOST, inputs // BLOCK + 1, 1))
         sizes[3, 0], sizes[4, -2:] = 0, 1e-38
@@ -158,7 +158,7 @@ class Product:
             *((f"w{i}", one.data) for i, one in enumerate(packed)),
         ]
         numbers = [number for one in packed for number in one.numbers]
-        return one_node(path, "Product", given, epsilon=self.epsilon, swiglu=int(self.swiglu), matrices=numbers)
+        return one_node(path, "Product", given, epsilon=self.epsilon, gating=self.gating, matrices=numbers)
 
     def run(self, session: Any, first: int = 0, last: int = MOST) -> Floats:
         residual = self.added[first:last] if self.residual else NOTHING
@@ -167,7 +167,7 @@ class Product:
     def specified(self, int8: bool) -> Floats:
         residual = self.added if self.residual else None
         with np.errstate(over="ignore"):
-            return specification.product(self.x, self.parts, int8, self.norm, self.epsilon, self.bias, residual, self.swiglu)
+            return specification.product(self.x, self.parts, int8, self.norm, self.epsilon, self.bias, residual, self.gating)
 
     def in_float64(self, int8: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The result, and what its error is measured by: the sum of the absolute products."""
@@ -182,9 +182,11 @@ class Product:
         if self.bias is not None:
             y += self.bias
             size += np.abs(self.bias)
-        if self.swiglu:
+        if self.gating:
             (gate, up), (g, u) = np.split(y, 2, 1), np.split(size, 2, 1)
-            y, size = gate / (1 + np.exp(-gate)) * up, g * u + g + u
+            inner = gate if self.gating == 1 else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+            with np.errstate(over="ignore"):
+                y, size = gate / (1 + np.exp(-inner)) * up, g * u + g + u
         return (y + self.added, size + np.abs(self.added)) if self.residual else (y, size)
 
 
@@ -258,6 +260,9 @@ class Attention:
     seed: int = 0
     float16: bool = False
     hides_first: bool = False
+    cap: float = 0
+    window: int = 0
+    rotates: bool = True
 
     def __post_init__(self) -> None:
         random = self.random = np.random.default_rng(self.seed)
@@ -275,6 +280,9 @@ class Attention:
             norms[1] if self.norms else None,
             self.float16,
             self.hides_first,
+            self.cap,
+            self.window,
+            self.rotates,
         )
 
     def session(self, path: Path, threads: int = 1, name: str = "") -> Any:
@@ -287,8 +295,8 @@ class Attention:
             ("qkv", TensorProto.FLOAT),
             ("tokens", TensorProto.INT64),
             ("paths", TensorProto.INT32),
-            ("cos", spec.cos),
-            ("sin", spec.sin),
+            ("cos", spec.cos if spec.rotates else NOTHING),
+            ("sin", spec.sin if spec.rotates else NOTHING),
             ("q_norm", NOTHING if spec.q_norm is None else spec.q_norm),
             ("k_norm", NOTHING if spec.k_norm is None else spec.k_norm),
         ]
@@ -304,6 +312,8 @@ class Attention:
             "scale": float(self.spec.scale),
             "epsilon": self.spec.epsilon,
             **({"hides_first": 1} if self.hides_first else {}),
+            "cap": float(self.cap),
+            "window": self.window,
         }
 
     def text(self, nodes: int, parents: Sequence[int] = ()) -> Text:
@@ -333,6 +343,8 @@ class Attention:
         def turned(x: NDArray[np.float64], position: int, norm: Floats | None) -> NDArray[np.float64]:
             if norm is not None:
                 x = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.spec.epsilon) * norm
+            if not self.rotates:
+                return x
             angle = self.spec.cos[position] + 1j * self.spec.sin[position].astype(np.float64)
             half = self.head_dim // 2
             pairs = (x[..., :half] + 1j * x[..., half:]) * angle
@@ -342,8 +354,10 @@ class Attention:
         for node in nodes:
             path = text.paths[node]
             keys = np.stack([turned(k[i], j, self.spec.k_norm) for j, i in enumerate(path)], 1)
+            keys, path = keys[:, -self.window :], path[-self.window :]
             query = turned(q[node], len(path) - 1, self.spec.q_norm).reshape(self.kv_heads, -1, self.head_dim)
             scores = np.einsum("ghd,gsd->ghs", query, keys) * self.spec.scale
+            scores = self.cap * np.tanh(scores / self.cap) if self.cap else scores
             if self.hides_first and len(path) > 1:
                 scores[..., 0] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))

@@ -202,14 +202,15 @@ def product(
     epsilon: float = 0,
     bias: Floats | None = None,
     residual: Floats | None = None,
-    swiglu: bool = False,
+    gating: int = 0,
 ) -> Floats:
     x = x if norm is None else normalize(x, norm, epsilon)
     y = np.concatenate([multiply(x, part, int8) for part in parts], 1)
     y = y if bias is None else y + bias
-    if swiglu:
+    if gating:
         gate, up = np.split(y, 2, 1)
-        y = gate / (np.float32(1) + exponential(np.float32(0) - gate)) * up
+        inner = gate if gating == 1 else gate * fma(gate * gate, np.float32(0.0713548163), np.float32(1.59576912))
+        y = gate / (np.float32(1) + exponential(np.float32(0) - inner)) * up
     return y if residual is None else y + residual
 
 
@@ -228,6 +229,9 @@ class Heads:
     k_norm: Floats | None = None
     float16: bool = False
     hides_first: bool = False
+    cap: float = 0
+    window: int = 0
+    rotates: bool = True
 
     def cached(self, x: Floats) -> Floats:
         """Keys or values as the cache holds them."""
@@ -242,6 +246,8 @@ class Heads:
     def turned(self, x: Floats, position: int, norm: Floats | None) -> Floats:
         """Heads [..., D] normalized, then rotated."""
         x = x if norm is None else normalize(x, norm, self.epsilon)
+        if not self.rotates:
+            return x
         half = self.head_dim // 2
         cos, sin = self.cos[position], self.sin[position]
         first, second = x[..., :half], x[..., half:]
@@ -255,20 +261,25 @@ class Heads:
         for d in range(self.head_dim):
             scores = fma(keys[:, :, d], query[:, d, None], scores)
         scores = scores * np.float32(self.scale)
+        if self.cap:
+            cap = np.float32(self.cap)
+            scores = cap - (cap + cap) / (exponential((scores + scores) / cap) + np.float32(1))
         total: list[Floats] = []
+        first = max(0, seen - self.window) if self.window else int(self.hides_first and seen > 1)
         for start in range(0, seen, CHUNK):
-            hidden = self.hides_first and start == 0 and seen > 1
-            part = _chunk(scores[:, start : start + CHUNK], values[:, start : start + CHUNK], hidden)
+            if start + CHUNK <= first:
+                continue
+            part = _chunk(scores[:, start : start + CHUNK], values[:, start : start + CHUNK], first - start)
             total = part if not total else _merge(total, part)
         return total[2] * (np.float32(1) / total[1])[:, None]
 
 
-def _chunk(scores: Floats, values: Floats, hidden: bool) -> list[Floats]:
-    """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most 128 positions, of which the
-    first one may be hidden."""
-    most = scores[:, int(hidden) :].max(1)
+def _chunk(scores: Floats, values: Floats, absent: int) -> list[Floats]:
+    """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most 128 positions, the first of
+    which are absent."""
+    most = scores[:, max(absent, 0) :].max(1)
     weights = exponential(np.minimum(scores - most[:, None], 0))
-    weights[:, : int(hidden)] = 0
+    weights[:, : max(absent, 0)] = 0
     split = lanes(weights)
     sums = split[:, 0]
     for i in range(1, split.shape[1]):
