@@ -9,8 +9,10 @@ from typing import Any
 
 import onnx
 import pytest
-from support.command import assert_refused, export_engine, listing, run, slow_but, succeed
+from support import tiny_models
+from support.command import add_tokenizer, assert_refused, export_engine, listing, run, slow_but, succeed
 from support.deep_heads import deep_head
+from support.eagle_heads import write_head
 from support.killing import kill_command
 from support.synthetic import LLAMA_70B, write_checkpoint
 from support.tiny_checkpoints import FAMILIES
@@ -71,6 +73,24 @@ def test_attentions_and_cache_updates_are_single_kernels_beside_a_deep_cache(
     draft, verify = (manifest.plans[graph.file] for graph in manifest.graphs)
     assert (draft.fused_attentions, draft.fused_cache_updates) == (2, 6)
     assert (verify.fused_attentions, verify.fused_cache_updates) == (manifest.geometry.num_layers, 2 * manifest.num_caches)
+
+
+@pytest.mark.slow
+def test_attentions_and_cache_updates_are_single_kernels_with_heads_of_others(tmp_path: Path) -> None:
+    """A model's own exit, and an EAGLE-3 head."""
+    model = tiny_models.build(tmp_path / "model", 97, layers=7, damping=1.0, seed=0, head_dim=16)
+    add_tokenizer(model)
+    head = write_head(tmp_path / "head", json.loads((model / "config.json").read_text()), "safeailab", draft_vocab=50)
+    command = ("--dtype", "float16", "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check")
+    for options, expected in (
+        (("--exit-head", "own", "--exit-layer", 2), (2, 4, 7, 14)),
+        (("--exit-head", head), (1, 4, 7, 18)),
+    ):
+        directory = export_engine(model, tmp_path / "plans", *options, *command)
+        assert "single kernels" not in succeed(main, directory).stderr
+        draft, verify = (load_manifest(directory).plans[name] for name in ("draft.onnx", "verify.onnx"))
+        found = (draft.fused_attentions, draft.fused_cache_updates, verify.fused_attentions, verify.fused_cache_updates)
+        assert found == expected
 
 
 def test_every_stage_gets_a_plan(family_dir: Callable[[str], Path], tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_states_of_any_size_are_those_of_the_token_before(tmp_path: Path, size: 
     kv_heads, head_dim = 2, 8
     write = session(tmp_path / "write", "WriteState", kv_heads, head_dim, size=size)
     inputs = [("tokens", TensorProto.INT64), ("paths", TensorProto.INT32)]
-    sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "slots": SLOTS, "layer": LAYER, "size": size}
+    sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "slots": SLOTS, "layer": LAYER, "size": size}
     one_node(tmp_path / "read", "ParentState", inputs, **sizes)
     read = make_session(tmp_path / "read", 1, True, "", False)
     cache = Cache(LAYER + -(-size // 32), kv_heads, SLOTS, head_dim)
