@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,7 @@ def test_an_initial_head_of_another_shape_is_refused(start: tuple[object, ...], 
     ],
 )
 def test_what_cannot_be_written_is_refused(change: dict[str, Any], words: str) -> None:
-    good: dict[str, Any] = {"prompts": [[5], [6]], "limits": [9, 9], "temperatures": [0.0, 1.0], "rows": 1}
-    rest = {"numbers": np.random.default_rng, "eos_token_ids": ()}
-    assert Writing(**good, **rest).waiting() == [1, 0]
+    good = Writing([[5], [6]], [9, 9], [0.0, 1.0], np.random.default_rng, (), rows=1)
+    assert good.waiting() == [1, 0]
     with pytest.raises(EESDError, match=words):
-        Writing(**(good | change), **rest)
+        replace(good, **change)

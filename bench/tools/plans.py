@@ -38,7 +38,7 @@ class Row:
     Attributes:
         model: Name of the model.
         form: Element type, and quantization.
-        parts: Whether attention had to be built from parts.
+        parts: Whether attention might be built from parts; the builder takes a kernel where it has one.
         plan: Its file.
         version: Of the builder.
         refused: Why it was not built.
@@ -130,7 +130,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _cells(row: Row) -> list[object]:
-    form = row.form.replace("/", ", ") + (", from parts" if row.parts else "")
+    form = row.form.replace("/", ", ") + (", parts allowed" if row.parts else "")
     if row.refused:
         return [row.model, form, row.plan, row.refused, *[""] * 5]
     megabytes = [f"{size / 1e6:,.0f} MB" for size in (row.weights, row.size)]
@@ -144,7 +144,7 @@ def _cells(row: Row) -> list[object]:
 @click.option("--exit-head", type=cli.PATH, help="As in eesd-export.")
 @click.option("--name", help="Name of the model in the table.  [default: that of its file or shape]")
 @click.option("--forms", default="float16", help="Element types, each with a quantization or without, separated by spaces.")
-@click.option("--parts", is_flag=True, help="Build attention from parts, as where there is no kernel for it.")
+@click.option("--parts", is_flag=True, help="Let attention be built from parts, as where there is no kernel for it.")
 @click.option("-o", "--output", type=cli.PATH, required=True, help="JSON lines, which are added to.")
 def main(
     model: str | None, shape: str | None, layers: int | None, exit_head: Path | None, name: str | None, forms: str, parts: bool,
