@@ -44,7 +44,7 @@ def cluster(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     soon = {"metrics_interval_s": 0.5, "look_back_period_s": 1, "upscale_delay_s": 0.5, "downscale_delay_s": 1}
     limits = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2}
     common = {"import_path": "eesd.serve.ray.app:app"}
-    applications = [
+    applications: list[dict[str, Any]] = [
         {**common, "name": "default", "route_prefix": "/", "args": arguments},
         {
             **common,
