@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,16 @@ from eesd.common.manifest import (
     LinkInfo,
     Manifest,
 )
-from eesd.common.weights import EXIT_HEAD, HEAD_TABLES, LM_HEAD, StoredWeight, checkpoint_names, lm_head_name, model_shapes
+from eesd.common.weights import (
+    EXIT_HEAD,
+    HEAD_TABLES,
+    LM_HEAD,
+    ROTARY_TABLES,
+    StoredWeight,
+    checkpoint_names,
+    lm_head_name,
+    model_shapes,
+)
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
 from eesd.export.weights import (
@@ -210,13 +220,17 @@ def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, 
     """
     sources: dict[str, TensorSource] = {name: checkpoint.tensors[name] for name in model_shapes(checkpoint.geometry)}
     sources |= {EXIT_HEAD + name: source for name, source in head.sources.items()}
-    sources["cos"] = ComputedTensor(lambda: rotary_tables(checkpoint.geometry, slots)[0])
-    sources["sin"] = ComputedTensor(lambda: rotary_tables(checkpoint.geometry, slots)[1])
+    tables = [(ROTARY_TABLES, checkpoint.geometry)]
     if head.config.eagle:
-        block = head.config.eagle.block
-        for index, name in enumerate(HEAD_TABLES):
-            sources[name] = ComputedTensor(lambda index=index: rotary_tables(block, slots)[index])
+        tables.append((HEAD_TABLES, head.config.eagle.block))
+    for names, of in tables:
+        sources |= {name: ComputedTensor(partial(_table, of, slots, index)) for index, name in enumerate(names)}
     return sources
+
+
+def _table(geometry: Geometry, slots: int, index: int) -> Tensor:
+    """cos or sin [S, D/2]."""
+    return rotary_tables(geometry, slots)[index]
 
 
 def stored_sources(

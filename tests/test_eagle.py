@@ -51,7 +51,7 @@ def tables_of(model: Path) -> torch.Tensor:
 @pytest.fixture(scope="module", params=LAYOUTS)
 def exported(request: pytest.FixtureRequest, model: Path) -> Path:
     """A head and its engines; two of three layouts have a draft vocabulary, and one brings the model's embedding table."""
-    path = model.parent / request.param
+    path: Path = model.parent / request.param
     if path.exists():
         return path
     more: dict[str, Any] = {} if request.param == "safeailab" else {"draft_vocab": 60}
@@ -167,8 +167,8 @@ def test_a_service_gives_what_a_request_gets_alone(exported: Path) -> None:
 @ONE
 def test_a_4_bit_draft_with_a_16_bit_cache(exported: Path, model: Path, tmp_path: Path) -> None:
     command = ("--model", model, "--exit-head", exported / "head", "--output", tmp_path / "plans")
-    found = succeed(export_main, *command, "--max-seq-len", 128, "--check")
-    assert "EAGLE-3 over the layers" in found.output and "int4 draft" in found.output
+    output = succeed(export_main, *command, "--max-seq-len", 128, "--check").output
+    assert "EAGLE-3 over the layers" in output and "uint4 draft" in output
     assert "EAGLE-3" in succeed(inspect_main, tmp_path / "plans").output
     llm = load(tmp_path / "plans", "ort", threads=1, kv_cache_dtype="float16")
     drafting = llm.with_speculation(Speculation("fixed:k=3", guard=False, drafter="exit"))

@@ -35,7 +35,8 @@ def write_head(
     random = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, inputs: int) -> Tensor:
-        return torch.randn(rows, inputs, generator=random) / inputs**0.5
+        found: Tensor = torch.randn(rows, inputs, generator=random) / inputs**0.5
+        return found
 
     def norm() -> Tensor:
         return 1 + 0.2 * torch.randn(hidden, generator=random)
@@ -136,4 +137,7 @@ class Reference:
         return self.weights[f"midlayer.{name}.weight"].T
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).sqrt() * self.weights[f"{name}.weight"]
+        found: Tensor = (
+            x / (x.pow(2).mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).sqrt() * self.weights[f"{name}.weight"]
+        )
+        return found
