@@ -351,8 +351,8 @@ class Attention:
         for node in nodes:
             path = text.paths[node]
             keys = np.stack([turned(k[i], j, self.spec.k_norm) for j, i in enumerate(path)], 1)
-            keys, path = keys[:, -self.window :], path[-self.window :]
             query = turned(q[node], len(path) - 1, self.spec.q_norm).reshape(self.kv_heads, -1, self.head_dim)
+            keys, path = keys[:, -self.window :], path[-self.window :]
             scores = np.einsum("ghd,gsd->ghs", query, keys) * self.spec.scale
             scores = self.cap * np.tanh(scores / self.cap) if self.cap else scores
             weights = np.exp(scores - scores.max(-1, keepdims=True))
