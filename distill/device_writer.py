@@ -74,13 +74,15 @@ class _Layer:
     @classmethod
     def of(cls, block: Block) -> "_Layer":
         attention, mlp = block.self_attn, block.mlp
+        before, behind = block.input_layernorm, block.post_attention_layernorm
+        assert isinstance(before, RMSNorm) and isinstance(behind, RMSNorm)  # see can_write()
         return cls(
-            block.input_layernorm,
+            before,
             _joined(attention.q_proj, attention.k_proj, attention.v_proj),
             attention.q_norm,
             attention.k_norm,
             attention.o_proj,
-            block.post_attention_layernorm,
+            behind,
             _joined(mlp.gate_proj, mlp.up_proj),
             mlp.down_proj,
         )

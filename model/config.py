@@ -154,7 +154,7 @@ def _read(fields: Fields, family: Family) -> ModelConfig:
     own = family.own(fields, Sizes(layers, hidden, sizes["rms_norm_eps"]))
     return ModelConfig(
         family=family,
-        geometry=Geometry(**{"architecture": family.architecture} | sizes | own.parts),
+        geometry=Geometry(**{"architecture": family.architecture} | sizes | dict(own.parts)),
         max_positions=min(rope.positions, own.positions or rope.positions),
         dtype=dtype or torch_dtype,
         bos_token_id=fields.integer("bos_token_id", None, optional=True, least=-1),

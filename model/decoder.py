@@ -330,12 +330,12 @@ class Block(nn.Module):
     def __init__(self, geometry: Geometry, kind: str = FULL) -> None:
         super().__init__()
         before, behind = geometry.norm_before, geometry.norm_behind
-        self.input_layernorm = make_norm(geometry, before)
+        self.input_layernorm: nn.Module = make_norm(geometry) if before else nn.Identity()
         self.self_attn = Attention(geometry, kind)
-        self.post_self_attn_layernorm = make_norm(geometry, behind)
-        self.post_attention_layernorm = make_norm(geometry, before)
+        self.post_self_attn_layernorm: nn.Module = make_norm(geometry) if behind else nn.Identity()
+        self.post_attention_layernorm: nn.Module = make_norm(geometry) if before else nn.Identity()
         self.mlp = MLP(geometry)
-        self.post_mlp_layernorm = make_norm(geometry, behind)
+        self.post_mlp_layernorm: nn.Module = make_norm(geometry) if behind else nn.Identity()
 
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         x, cache = self.attend(x, inputs, cache)
@@ -356,9 +356,9 @@ class Block(nn.Module):
         return self.self_attn.write_kv(self.input_layernorm(x), inputs, cache)
 
 
-def make_norm(geometry: Geometry, there: bool = True) -> nn.Module:
-    """A norm of hidden states; without one they stay as they are."""
-    return RMSNorm(geometry.hidden_size, geometry.rms_norm_eps, geometry.wide_norms) if there else nn.Identity()
+def make_norm(geometry: Geometry) -> RMSNorm:
+    """A norm of hidden states."""
+    return RMSNorm(geometry.hidden_size, geometry.rms_norm_eps, geometry.wide_norms)
 
 
 class Backbone(nn.Module):

@@ -1,8 +1,8 @@
 """What a model type of transformers has of its own: a family.
 
-A family is a file of ``families/``. It says which fields its ``config.json`` has beyond those that all have, with which
-defaults, which parts of the decoder they choose (:class:`~eesd.common.geometry.Geometry`), and how its tensors become those
-that the decoder names. ARCHITECTURE.md says how to add one.
+A family is a file of ``families/``. It says which fields of its ``config.json`` are its own, with which defaults, which parts
+of the decoder they choose (:class:`~eesd.common.geometry.Geometry`), and how its tensors become those that the decoder names.
+ARCHITECTURE.md says how to add one.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,6 +25,9 @@ class ChangedTensor:
     """A tensor whose values are changed, in float32, when it is read."""
 
     dtype = torch.float32
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
 
     def __init__(self, stored: "StoredTensor", change: Callable[[Tensor], Tensor]) -> None:
         self.name, self.shape, self.nbytes = stored.name, stored.shape, stored.nbytes
@@ -83,7 +86,7 @@ class Gguf:
 
     Attributes:
         architecture: Value of ``general.architecture``.
-        names: Names in a Hugging Face checkpoint of a block's modules, for those that differ from Llama's.
+        names: Names in a Hugging Face checkpoint of a block's modules, where they differ from Llama's.
         biases: Flags of ``config.json``, and for each the module of a block that has a bias if the flag is true.
         fields: Takes the metadata of the architecture that Llama does not have; the fields of ``config.json`` for them.
         interleaved: Whether q and k are stored for a rotation of neighbouring rows.
@@ -119,7 +122,7 @@ class Family:
         partial_rotary: Whether a part of each head can stay unrotated.
         rope_fields: The fields that the rotary embedding is read from, of those of the config.
         own: Takes the fields that others do not have.
-        tensors: Makes the tensors that the decoder names of those that are stored.
+        tensors: Makes the decoder's tensors of the stored ones.
         gguf: How llama.cpp stores it; None: not at all, or as another family.
     """
 
@@ -225,7 +228,7 @@ def take_layer_types(fields: Fields, layers: int) -> list[str] | None:
 
 
 def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-    """Tensors whose modules have other names than Llama's: those that ``names`` says, of modules of a block."""
+    """The tensors with other names for some modules of a block, as ``names`` says."""
     found = {}
     for name, tensor in tensors.items():
         layer, block, rest = name.partition(".layers.")
@@ -276,7 +279,7 @@ def halves_apart(tensors: Tensors, geometry: Geometry) -> Tensors:
     """The tensors of a model that rotates a part of each head, with the rows of q and k in the order of our tables.
 
     Value i of such a head turns with value i + r, of 2r that are rotated. Here the two stand at i and i + D / 2, as in a head
-    that is rotated whole; those that are not rotated stand behind them, with angles of 0.
+    that is rotated whole; the others stand behind them, with angles of 0.
     """
     rotated, half = geometry.rotated, geometry.head_dim // 2
     if not rotated or rotated == half:

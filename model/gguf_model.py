@@ -186,7 +186,7 @@ def model_tensors(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Checkp
     for own_name, tensor in file.tensors.items():
         if own_name == _ROPE_FACTORS:
             continue
-        name = _hugging_face_name(own_name, _BLOCK | gguf.names)
+        name = _hugging_face_name(own_name, _BLOCK | dict(gguf.names))
         rotated = name.split(".")[-2] if gguf.interleaved and "." in name else ""
         order = _rotary_order(tensor.shape[0], heads[rotated]) if rotated in heads else None
         tensors[name] = tensor if order is None and tensor.stored in DTYPES else GgufTensor(tensor, order)

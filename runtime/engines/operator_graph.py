@@ -234,7 +234,7 @@ class _Builder:
         return self._geometry.kind(cache) if cache < layers else self._geometry.head_kinds(self._exit.blocks)[cache - layers]
 
     def _tables(self, kind: str) -> list[str]:
-        """The rotary tables of a kind of layers; empty ones for those that are not rotated."""
+        """The rotary tables of a kind of layers; empty ones where nothing is rotated."""
         if kind == UNROTATED:
             return [self._small()] * 2
         half, local = self._geometry.head_dim // 2, self._geometry.local_theta > 0

@@ -26,8 +26,9 @@ MOST_NODES = 64
 class FusedNorm(RMSNorm):
     """An RMSNorm in one kernel."""
 
-    def __init__(self, norm: RMSNorm) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         nn.Module.__init__(self)
+        assert isinstance(norm, RMSNorm)
         self.weight, self.eps = norm.weight, norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ class FusedBlock(Block):
         if isinstance(attention.q_norm, RMSNorm) and isinstance(attention.k_norm, RMSNorm):
             keys_norm = attention.k_norm.weight
             self.norms = keys_norm if kv_only else attention.q_norm.weight, keys_norm
-        self.eps = block.input_layernorm.eps
+        self.eps = self.input_norm.eps
         self.kv_proj = Joined((attention.k_proj, attention.v_proj)) if kv_only else None
         if not kv_only:
             self.qkv_proj = Joined((attention.q_proj, attention.k_proj, attention.v_proj))
