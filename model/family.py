@@ -1,7 +1,7 @@
 """What a model type of transformers has of its own: a family.
 
 A family is a file of ``families/``. It says which fields of its ``config.json`` are its own, with which defaults, which parts
-of the decoder they choose (:class:`~eesd.common.geometry.Geometry`), and how its tensors become those that the decoder names.
+of the decoder they choose (:class:`~eesd.common.geometry.Geometry`), and how its tensors get the names that the decoder has.
 ARCHITECTURE.md says how to add one.
 """
 

@@ -91,8 +91,8 @@ def edit_manifest(directory: Path, path: str, value: Any) -> None:
 
 
 def make_version_6(directory: Path) -> None:
-    """Make the manifest one of version 6, which had no minimums, tensors with levels of their own, deep layers, EAGLE-3 heads, or
-    parts of a model that Llama, Mistral and Qwen do not have."""
+    """Make the manifest one of version 6, which had no minimums, tensors with levels of their own, deep layers, EAGLE-3 heads
+    or parts of a model that Llama, Mistral and Qwen do not have."""
     raw = json.loads((directory / "manifest.json").read_text())
     geometry = raw["geometry"]
     for field in fields(Geometry):
