@@ -165,6 +165,10 @@ class LoadRule(Stateful):
         rate, plain = self.rate(rows, slots) / rows, self._verifying(rows, 0, slots)
         return lambda nodes: rate * (self._seconds(rows, 1 + nodes, slots) - plain)
 
+    def plain_seconds(self, rows: int, slots: float) -> float:
+        """Seconds of a verify pass of so many rows that drafted nothing."""
+        return self._verifying(rows, 0, slots)
+
     def _verifying(self, rows: int, levels: int, slots: float) -> float:
         """Seconds of a verify pass over so many levels of each row."""
         return self._seconds(rows, 1 + levels * self.width, slots)

@@ -76,7 +76,7 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 @click.option("--max-rows", type=int, default=BatchOptions.max_rows, help="Most requests in the batch.")
 @click.option("--max-queue", type=int, default=BatchOptions.max_queue, help="Most requests that wait; more get a 429.")
 @click.option(
-    "--prefill-tokens", type=int, default=BatchOptions.prefill_tokens, help="Prompt tokens in a round, or between two."
+    "--prefill-tokens", type=int, default=BatchOptions.prefill_tokens, help="Most prompt tokens in a round, or between two."
 )
 @click.option("--kv-memory", type=int, default=BatchOptions.kv_memory, help="Bytes for the KV cache.")
 @click.option(

@@ -133,10 +133,41 @@ def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPa
         add_piece(session, piece, outputs, seconds)
 
     scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=256, prefix_memory=0))
+    monkeypatch.setattr(scheduler._policy, "prompt_tokens", lambda sessions, slot, most: most)  # which follows costs otherwise
     monkeypatch.setattr(Session, "add_piece", note)
     given = [Request(tokens=[5] * (1 + length), max_new_tokens=2) for length in (300, 200, 60, 50)]
     run(scheduler, given)
     assert sorted(sizes) == [50, 60, 150, 150, 200]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 12])
+def test_prompts_beside_many_rows_take_no_more_time_than_they(llm: LLM, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Costs are given, and not timed: a round 20 ms, a token of a prompt 1 ms, and 10 us for each slot before it."""
+    scheduler = Scheduler(llm, replace(OPTIONS, max_rows=rows + 1, prefill_tokens=96, prefix_memory=0, levels=0))
+    monkeypatch.setattr(scheduler.rule, "plain_seconds", lambda rows, slots: 0.02)
+    monkeypatch.setattr(scheduler._policy._prompts, "seconds", lambda _, tokens, slot: tokens * (1e-3 + slot * 1e-5))
+    pieces: list[Call] = []
+    add_piece = Session.add_piece
+
+    def note(session: Session, piece: Call, outputs: StepOutputs, seconds: float) -> None:
+        pieces.append(piece)
+        add_piece(session, piece, outputs, seconds)
+
+    for row in range(rows):
+        scheduler.add(Generation(Request(tokens=[5 + row] * 3, max_new_tokens=80, ignore_eos=True), Record()))
+    while scheduler.running < rows:
+        scheduler.step()
+    monkeypatch.setattr(Session, "add_piece", note)
+    record = Record()
+    scheduler.add(Generation(Request(tokens=[5] * 251, max_new_tokens=2), record))
+    while not record.updates:
+        scheduler.step()
+        assert scheduler.running >= rows
+    assert sum(len(piece.tokens) for piece in pieces) == 250
+    for piece in pieces:
+        taken = len(piece.tokens) * (1e-3 + piece.slot * 1e-5)
+        assert len(piece.tokens) <= 8 or taken <= 0.75 * 0.02 * max(8 / rows, 1)
+    assert len(pieces[0].tokens) > 8 if rows < 8 else len(pieces) > 20
 
 
 def test_prompt_logprobs_are_the_models(llm: LLM) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import zip_longest
+from itertools import product, zip_longest
 from weakref import WeakKeyDictionary
 
 from eesd.controllers.call_costs import CallCosts
@@ -17,6 +17,13 @@ from eesd.runtime.engines.base import Call, Engine, KVCache
 
 MEASURED_SLOTS = 256
 """Slots of the rows with which calls are timed."""
+PROMPTS_SHARE, FEW_ROWS = 0.75, 8
+"""Pieces of prompts may take this share of the time of a round of so many rows or more. Beside n fewer ones they take
+FEW_ROWS / n times as much: few rows leave the processor half idle, and others that come in soon share their calls."""
+LEAST_PART = 0.05
+"""Share of a call's time that a piece of a prompt takes at least."""
+PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
+"""Tokens that pieces of prompts beside rows have at most; or as many as the batch's options say."""
 
 
 class LoadPolicy:
@@ -25,6 +32,8 @@ class LoadPolicy:
     def __init__(self, rule: LoadRule, verify: Engine, draft: Engine | None) -> None:
         self._rule, self._verify, self._draft = rule, verify, draft
         self._known: WeakKeyDictionary[Session, Drafting] = WeakKeyDictionary()
+        self._prompts = CallCosts()
+        """What pieces of prompts add to a round."""
         self._count, self._slots = 0, 0.0
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
@@ -43,8 +52,26 @@ class LoadPolicy:
             if self._draft is not None:
                 _measure(self._draft, self._rule.draft, used, 1, slots)
             count *= 2
+        if time.perf_counter() - started < seconds:
+            self._measure_prompts(kv_caches[0])
         for kv_cache in kv_caches:
             kv_cache.reset()
+
+    def _measure_prompts(self, kv_cache: KVCache) -> None:
+        """Time pieces of a prompt, behind few tokens and behind many."""
+        longest = min(8 * MEASURED_SLOTS, self._verify.manifest.max_seq_len)
+        kv_cache.reserve(longest)
+        for tokens, slots in product((PIECES[2], PIECES[5]), (longest // 8, longest)):
+            if tokens < min(slots, self._verify.prefill_chunk):
+                self._prompts.add(1, tokens, slots, _seconds(self._verify, kv_cache, tokens, slots))
+
+    def prompt_tokens(self, sessions: Sequence[Session], slot: int, most: int) -> int:
+        """How many tokens of a prompt, from ``slot`` on, may share the next round of ``sessions``: at most ``most``, and so few
+        that many rows wait less than twice as long."""
+        slots = self._verify.work([_root_call(session) for session in sessions]).slots
+        time_left = PROMPTS_SHARE * self._rule.plain_seconds(len(sessions), slots) * max(FEW_ROWS / len(sessions), 1)
+        fitting = [count for count in (*PIECES, most) if count <= most and self._prompts.seconds(1, count, slot) <= time_left]
+        return max(fitting, default=min(PIECES[0], most))
 
     def begin(self, sessions: Sequence[Session]) -> Sequence[Drafting]:
         if not sessions:
@@ -98,15 +125,20 @@ class LoadPolicy:
     def drafted(self, rounds: int, seconds: float) -> None:
         self._rule.draft.add(*self._rule.draft_size(rounds, 1), self._slots, seconds)
 
-    def verified(self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], shared: bool) -> None:
+    def verified(
+        self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], prompts: Sequence[Call]
+    ) -> None:
         if rounds and not any(current.error is None and current.tree.steps for current in rounds):
             self._rule.fade()
         if not calls:
             return
         count, (before, verifying) = len(calls), seconds
         nodes, slots, computed = self._verify.work(calls)
-        if shared:  # what the call cost without the prompts is not known
-            verifying = min(verifying, self._rule.verify.seconds(computed, nodes / computed, slots))
+        if prompts:  # what the call cost without the prompts is not known
+            alone = self._rule.verify.seconds(computed, nodes / computed, slots)
+            tokens, behind = sum(len(call.tokens) for call in prompts), max(call.slot for call in prompts)
+            self._prompts.add(1, tokens, behind, max(verifying - alone, LEAST_PART * verifying))
+            verifying = min(verifying, alone)
         else:
             self._rule.verify.add(computed, nodes / computed, slots, verifying)
         tokens = sum(len(current.result.tokens) for current in rounds if current.result)
@@ -122,6 +154,16 @@ def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nod
         if again:  # the first call prepares the others
             work = engine.work(calls)
             costs.add(work.rows, work.nodes / work.rows, work.slots, time.perf_counter() - started)
+
+
+def _seconds(engine: Engine, kv_cache: KVCache, tokens: int, slots: int) -> float:
+    """What a piece of so many tokens costs more than its last token alone, at the end of so many slots."""
+    taken = []
+    for count in (tokens, tokens, 1):  # the first call prepares the others
+        first, started = slots - count, time.perf_counter()
+        engine.forward([Call(kv_cache, [0] * count, range(first, slots), first, logits=False)])
+        taken.append(time.perf_counter() - started)
+    return max(taken[1] - taken[2], LEAST_PART * taken[1])
 
 
 def _size(engine: Engine, kv_caches: Sequence[KVCache], rows: int, nodes: int) -> tuple[int, float]:

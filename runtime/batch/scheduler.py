@@ -37,7 +37,8 @@ class BatchOptions:
     Attributes:
         max_rows: Requests that run at the same time.
         max_queue: Requests that wait; more are refused.
-        prefill_tokens: Tokens of prompts in a round, or between two, while there are rows that decode.
+        prefill_tokens: Most tokens of prompts in a round, or between two, while there are rows that decode. There are fewer
+            where many rows would wait twice as long for them.
         kv_memory: Bytes of keys and values that the requests that run have, together. Texts that grow may come to need more:
             the youngest request then pauses, and its keys and values are computed again when there is room.
         prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. They change how long a
@@ -248,7 +249,7 @@ class Scheduler:
     def _next_pieces(self) -> list[tuple[Row, Piece]]:
         """Pieces of the next prompts: one, and more if they are whole prompts."""
         pieces: list[tuple[Row, Piece]] = []
-        left = self._options.prefill_tokens if self._active else self._engine.prefill_chunk
+        left = self._prompt_tokens()
         for row in [*self._prefilling]:
             unfilled = row.session.unfilled
             if pieces and unfilled > left:
@@ -262,6 +263,14 @@ class Scheduler:
             pieces.append((row, Piece(row.session, call)))
             left -= len(call.tokens)
         return pieces
+
+    def _prompt_tokens(self) -> int:
+        """Tokens of prompts that the next call takes."""
+        if not (self._active and self._prefilling):
+            return self._engine.prefill_chunk
+        first = self._prefilling[0].session
+        behind, most = len(first.tokens) - 1 - first.unfilled, self._options.prefill_tokens
+        return self._policy.prompt_tokens([row.session for row in self._active], behind, most)
 
     def _go_on(self, row: Row) -> None:
         """Let a row whose prompt is complete decode, and another one wait for its next turn."""

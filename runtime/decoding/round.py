@@ -153,14 +153,16 @@ class Policy(Protocol):
         """Learn that a draft call took ``seconds``, for so many ``rounds`` together."""
         ...
 
-    def verified(self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], shared: bool) -> None:
+    def verified(
+        self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], prompts: Sequence[Call]
+    ) -> None:
         """Learn from the round.
 
         Args:
             rounds: All.
             calls: Of the rounds that did not fail before.
             seconds: Before the verify call, and from there on.
-            shared: Whether pieces of prompts ran with it.
+            prompts: Of the pieces of prompts that ran with it.
         """
         ...
 
@@ -180,7 +182,9 @@ class Alone:
     def drafted(self, rounds: int, seconds: float) -> None:
         """It knows from :meth:`Session.commit`."""
 
-    def verified(self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], shared: bool) -> None:
+    def verified(
+        self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], prompts: Sequence[Call]
+    ) -> None:
         """It knows from :meth:`Session.commit`."""
 
 
@@ -214,7 +218,7 @@ def run_round(
         current.result = _alone(current, current.session.commit, current, output, seconds)
     for piece, output in zip(pieces, outputs[len(planned) :], strict=True):
         _alone(piece, piece.session.add_piece, piece.call, output, seconds)
-    policy.verified(rounds, calls, (called - started, time.perf_counter() - called), bool(pieces))
+    policy.verified(rounds, calls, (called - started, time.perf_counter() - called), every[len(calls) :])
     return rounds
 
 
