@@ -178,6 +178,14 @@ def test_a_4_bit_draft_with_a_16_bit_cache(exported: Path, model: Path, tmp_path
     assert plain.tokens == found.tokens and found.stats.draft_tokens
 
 
+@ONE
+def test_a_linked_model_gets_a_copy_of_the_head(exported: Path, model: Path, tmp_path: Path) -> None:
+    """Its file is called like the model's."""
+    command = ("--model", model, "--exit-head", exported / "head", "--output", tmp_path / "plans", "--link-weights")
+    assert "largest difference" in succeed(export_main, *command, "--max-seq-len", 64, "--check").output
+    assert (tmp_path / "plans" / "model.safetensors").samefile(model / "model.safetensors")
+
+
 def edited(head: Path, directory: Path, **changes: Any) -> Path:
     """A copy of a head with other fields, or with tensors renamed, given or left out."""
     tensors, config = load_file(head / "model.safetensors"), config_of(head)
