@@ -116,8 +116,8 @@ def eagle_head(checkpoint: Checkpoint, directory: Path) -> Head:
         EESDError: It is damaged, not supported, or of another model.
     """
     config, tensors, ids = read_eagle(checkpoint, directory)
-    sources: dict[str, TensorSource] = dict(tensors)
-    return Head(config, sources, ids)
+    # Copied, never linked: the files of such heads are called like those of models.
+    return Head(config, {name: ComputedTensor(tensor.read) for name, tensor in tensors.items()}, ids)
 
 
 def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:

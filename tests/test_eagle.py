@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.command import add_tokenizer, assert_refused, run, succeed
-from support.eagle_heads import LAYOUTS, Reference, write_head
+from support.eagle_heads import LAYOUTS, Reference, train, write_head
 from support.on_cache import OnCache
 from transformers import AutoModelForCausalLM
 
@@ -139,6 +139,36 @@ def test_drafting_changes_no_token(exported: Path, backend: str, speculation: Sp
             assert found.tokens == plain.tokens
 
 
+def test_a_trained_head_is_accepted_as_often_as_its_reference(tmp_path: Path) -> None:
+    """Rounds of three drafts, as the reference drafts them, against those of the engines."""
+    model = tiny_models.build(tmp_path / "model", 97, layers=7, damping=0.3, seed=0, head_dim=12, kv_heads=1)
+    add_tokenizer(model)
+    decoder: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    head = write_head(tmp_path / "head", config_of(model), "specforge", draft_vocab=60)
+    train(head, decoder, LAYERS["specforge"], steps=80)
+    succeed(export_main, "--model", model, "--exit-head", head, "--output", tmp_path / "plans", *COMMAND)
+    llm = load(tmp_path / "plans", "ort", threads=1, speculation=Speculation("fixed:k=3", guard=False, drafter="exit"))
+    tensors = load_file(head / "model.safetensors")
+    made = Reference(tensors, config_of(head), decoder.model.embed_tokens.weight.detach(), LAYERS["specforge"])
+    columns = torch.arange(60) + tensors["d2t"]
+    accepted, expected, drafts = 0, 0, 0
+    for prompt in ([5, 9, 3], [60, 2, 31, 7]):
+        found = llm.generate(prompt, max_new_tokens=30, ignore_eos=True)
+        assert found.tokens == llm.with_speculation(None).generate(prompt, max_new_tokens=30, ignore_eos=True).tokens
+        accepted, drafts = accepted + found.stats.accepted_tokens, drafts + found.stats.draft_tokens
+        text = [*prompt, *found.tokens]
+        with torch.no_grad():
+            states = [one[0] for one in decoder.model(torch.tensor([text]), output_hidden_states=True).hidden_states]
+        root = len(prompt) - 1
+        while root < len(text) - 1:
+            drafted = [text[root]]
+            while len(drafted) <= min(3, len(text) - root - 2):
+                drafted.append(int(columns[made.drafted(states, [*text[:root], *drafted], root).argmax()]))
+            right = next((i for i, token in enumerate(drafted[1:]) if token != text[root + 1 + i]), len(drafted) - 1)
+            expected, root = expected + right, root + right + 1
+    assert accepted > 5 and abs(accepted - expected) <= 0.02 * drafts
+
+
 @ONE
 def test_verify_has_the_bits_of_the_model_without_the_head(exported: Path, model: Path, tmp_path: Path) -> None:
     succeed(export_main, "--model", model, "--exit-layer", 1, "--output", tmp_path / "plans", *COMMAND)
@@ -176,6 +206,14 @@ def test_a_4_bit_draft_with_a_16_bit_cache(exported: Path, model: Path, tmp_path
         one.generate(TEXT[:5], max_new_tokens=30, ignore_eos=True) for one in (llm.with_speculation(None), drafting)
     )
     assert plain.tokens == found.tokens and found.stats.draft_tokens
+
+
+@ONE
+def test_a_linked_model_gets_a_copy_of_the_head(exported: Path, model: Path, tmp_path: Path) -> None:
+    """Its file is called like the model's."""
+    command = ("--model", model, "--exit-head", exported / "head", "--output", tmp_path / "plans", "--link-weights")
+    assert "largest difference" in succeed(export_main, *command, "--max-seq-len", 64, "--check").output
+    assert (tmp_path / "plans" / "model.safetensors").samefile(model / "model.safetensors")
 
 
 def edited(head: Path, directory: Path, **changes: Any) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LAYOUTS = ("safeailab", "specforge", "speculators")
@@ -141,3 +141,44 @@ class Reference:
             x / (x.pow(2).mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).sqrt() * self.weights[f"{name}.weight"]
         )
         return found
+
+
+def train(directory: Path, model: Any, layers: tuple[int, ...], steps: int, length: int = 20) -> None:
+    """Train a head in place on the model's own greedy texts: cross-entropy on its most likely tokens, from its states, and once
+    more from the head's own outputs (training-time test).
+
+    Args:
+        directory: The head's.
+        model: The model, of transformers.
+        layers: The layers that the head reads, counted from 1.
+        steps: Steps of Adam, of 4 texts each.
+        length: Tokens of a text, of which the first three are random.
+    """
+    file = directory / "model.safetensors"
+    tensors, config = load_file(file), json.loads((directory / "config.json").read_text())
+    trained = {name: value.requires_grad_() for name, value in tensors.items() if value.is_floating_point()}
+    made = Reference(tensors, config, model.model.embed_tokens.weight.detach(), layers)
+    adam, random = torch.optim.Adam(list(trained.values()), 4e-3), torch.Generator().manual_seed(0)
+    columns = torch.arange(len(tensors["lm_head.weight"])) + tensors.get("d2t", 0)
+    column_of = torch.full((config.get("vocab_size") or config["transformer_layer_config"]["vocab_size"],), -100)
+    column_of[columns] = torch.arange(len(columns))
+    texts = torch.randint(3, len(column_of), (4 * steps, 3), generator=random)
+    with torch.no_grad():
+        texts = model.generate(texts, max_length=length, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for step in range(steps):
+        with torch.no_grad():
+            found = model(texts[4 * step : 4 * step + 4], output_hidden_states=True)
+        fused = torch.cat([found.hidden_states[layer] for layer in layers], -1) @ tensors["fc.weight"].T
+        wanted, loss = column_of[found.logits.argmax(-1)], torch.zeros(())
+        for text, features, targets in zip(texts[4 * step :], fused, wanted, strict=False):
+            first = made._block(text[1:], features[:-1])
+            second = made._block(text[1:], torch.cat([features[:1], first[:-1]]))
+            for output in (first, second):
+                logits = made._norm(output, "norm") @ tensors["lm_head.weight"].T
+                loss = loss + torch.nn.functional.cross_entropy(logits, targets[1:], ignore_index=-100) / 8
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        for group in adam.param_groups:
+            group["lr"] = 4e-3 * (1 - step / steps)
+    save_file({name: value.detach().contiguous() for name, value in tensors.items()}, file)
