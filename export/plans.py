@@ -100,6 +100,9 @@ def check_options(manifest: Manifest, options: BuildOptions) -> None:
 
     Without ``compute_capabilities``, the plans must run on the GPU of this machine, if there is one.
     """
+    if manifest.geometry.attention_cap:
+        name = manifest.geometry.architecture
+        raise EESDError(f"TensorRT has no attention with capped scores, which {name} has; use the backend torch or ort.")
     if options.prefill_chunk > manifest.max_seq_len:
         raise EESDError(
             f"--prefill-chunk {options.prefill_chunk} is more than the cache's {manifest.max_seq_len} slots; reduce it."

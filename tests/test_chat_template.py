@@ -20,7 +20,7 @@ from eesd.runtime.text import TextCodec
 PROMPT: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
 USER = [{"role": "user", "content": "Hi"}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
-READ_PARTS = {"llama3_vision", "mistral_small", "qwen3_vl", "parts_filter", "parts_only"}
+READ_PARTS = {"gemma3", "llama3_vision", "mistral_small", "qwen3_vl", "parts_filter", "parts_only"}
 """The templates that read the parts of a content. The others get one text."""
 
 
