@@ -41,8 +41,8 @@ def structure(options: Mapping[str, Any], geometry: Geometry, given: ExitConfig 
 
 def deep_layers(num_layers: int, exit_layer: int) -> tuple[int, ...]:
     """A low, a middle and the last layer: the thirds of a model, of those behind the exit."""
-    thirds = (-(-num_layers * part // 3) for part in (1, 2, 3))
-    return tuple(layer for layer in thirds if layer > exit_layer)
+    thirds = {-(-num_layers * part // 3) for part in (1, 2, 3)}
+    return tuple(sorted(layer for layer in thirds if layer > exit_layer))
 
 
 def block_weights(geometry: Geometry) -> int:
