@@ -177,7 +177,7 @@ def train(directory: Path, model: Any, layers: tuple[int, ...], steps: int, leng
                 logits = made._norm(output, "norm") @ tensors["lm_head.weight"].T
                 loss = loss + torch.nn.functional.cross_entropy(logits, targets[1:], ignore_index=-100) / 8
         adam.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         adam.step()
         for group in adam.param_groups:
             group["lr"] = 4e-3 * (1 - step / steps)
