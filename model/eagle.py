@@ -119,7 +119,7 @@ class EagleHead(ExitHead):
         """The states [B, n, hidden] of the tokens that each token follows, zeros for one that follows none."""
         slots, mask = numbers(inputs.attn_mask, 3), inputs.attn_mask[:, 0]
         before = (mask > MASKED / 2) & (slots < _own_slots(inputs)[:, :, None])
-        parent = torch.where(before, slots.float(), -1.0).amax(-1).long()  # TensorRT has no maximum of integers
+        parent = torch.where(before, slots.float(), -1.0).amax(-1).long()  # exact: slots are far fewer than 2 ** 24
         there, at = (parent >= 0).to(mask.dtype)[:, :, None], parent.clamp_min(0)[:, None, :, None]
         found = [torch.gather(part, 2, at.expand(-1, part.shape[1], -1, part.shape[3])) for cache in caches for part in cache]
         states = torch.cat(found, 1).transpose(1, 2).flatten(2)
