@@ -73,8 +73,8 @@ def test_untrained_head_copies_the_last_layers(family_dir: FamilyDir, family: st
         (0, 1, "exit layer must be between 1 and 2 for this 3-layer model; 0 was given"),
         (3, 1, "exit layer must be between 1 and 2 for this 3-layer model; 3 was given"),
         (-1, 1, "exit layer must be between 1 and 2"),
-        (1, 0, "between 1 and 3 blocks; 0 were given"),
-        (1, 4, "between 1 and 3 blocks; 4 were given"),
+        (1, -1, "between 0 and 3 blocks; -1 were given"),
+        (1, 4, "between 0 and 3 blocks; 4 were given"),
     ],
 )
 def test_impossible_heads_are_refused(family_dir: FamilyDir, layer: int, blocks: int, words: str) -> None:
@@ -137,7 +137,7 @@ def test_truncated_weights_are_refused(damaged: tuple[Checkpoint, Path], keep: i
         ({"layer": 3}, "exit layer must be between 1 and 2"),
         ({"layer": "two"}, "not an exit head's configuration"),
         ({"blocks": None}, "not an exit head's configuration"),
-        ({"blocks": 4}, "between 1 and 3 blocks"),
+        ({"blocks": 4}, "between 0 and 3 blocks"),
         ({"base": 7}, "not an exit head's configuration"),
         ({"unknown": 1}, "not an exit head's configuration"),
         ({"base": "0" * 64}, "another base model"),

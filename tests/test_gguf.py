@@ -429,7 +429,7 @@ ZEROS = np.zeros((HIDDEN, HIDDEN), np.float32)
     ("spec", "words"),
     [
         (Spec("gpt2"), ("'gpt2' is not supported", "llama, qwen2, qwen3")),
-        (Spec("gemma2"), ("'gemma2' is not supported",)),
+        (Spec("granite"), ("'granite' is not supported",)),
         (Spec(metadata={"general.type": "adapter"}), ("no model", "'adapter'")),
         (Spec(metadata={"split.count": 3}), ("one of 3 parts", "gguf-split")),
         (Spec(metadata={"llama.expert_count": 8}), ("llama.expert_count 8",)),
