@@ -17,7 +17,7 @@ def test_a_few_prompts_are_lossless(bundled: Path, sampling: Sampling) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "sampling"), enumerate(SAMPLINGS), ids=str)
+@pytest.mark.parametrize(("number", "sampling"), [*enumerate(SAMPLINGS)], ids=str)
 def test_every_prompt_is_lossless(bundled: Path, number: int, sampling: Sampling) -> None:
     """Each prompt with one of the samplings."""
     texts = prompts()

@@ -44,7 +44,7 @@ def command(request: pytest.FixtureRequest, engine: Path) -> list[str]:
     return start(name, *inputs, *options)
 
 
-@pytest.mark.parametrize(("command", "lost"), zip(COMMANDS, cycle(LOST), strict=False), indirect=["command"])
+@pytest.mark.parametrize(("command", "lost"), [*zip(COMMANDS, cycle(LOST), strict=False)], indirect=["command"])
 def test_lost_output_is_an_error(command: list[str], lost: tuple[str, tuple[str, ...]]) -> None:
     """Each command with one of the ways: what opens and closes the streams does not know which command runs."""
     redirection, words = lost
@@ -59,7 +59,7 @@ def test_a_broken_pipe_ends_quietly(command: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize(("command", "redirection"), zip(COMMANDS, cycle(OTHERS), strict=False), indirect=["command"])
+@pytest.mark.parametrize(("command", "redirection"), [*zip(COMMANDS, cycle(OTHERS), strict=False)], indirect=["command"])
 def test_other_streams_do_not_matter(command: list[str], redirection: str) -> None:
     if "--engine-dir" in command and "--json" not in command:
         command = [*command, "--no-stats"]
