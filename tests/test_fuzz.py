@@ -16,8 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import gguf_files
 from support.command import assert_one_line, export_engine, run, succeed
+from support.eagle_heads import LAYOUTS, write_head
 from support.engine_dirs import trained_head
+from support.family_grid import OPTIONS as FAMILY_OPTIONS
+from support.family_grid import family_cases
 from support.fuzz import ODD, damaged_json
+from transformers import AutoConfig
 
 import eesd
 from eesd.bench.measure.results import Result as BenchResult
@@ -28,6 +32,8 @@ from eesd.controllers import CONTROLLERS
 from eesd.export.inspect import main as inspect_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import load_config
+from eesd.model.eagle_file import read_eagle
+from eesd.model.families import FAMILIES
 from eesd.runtime.cli import main, read_prompts
 from eesd.runtime.llm import LLM
 
@@ -75,6 +81,20 @@ def test_config(family_dir: Callable[[str], Path], tmp_path: Path, limits: setti
 
 
 @both
+def test_config_of_a_family(tmp_path: Path, limits: settings) -> None:
+    cases = [case for kind in FAMILY_OPTIONS for case in family_cases(kind, 2, seed=4)]
+    documents = [AutoConfig.for_model(case.model_type, **case.options).to_dict() for case in cases]
+    for case, document in zip(cases, documents, strict=True):
+        document["architectures"] = [FAMILIES[case.model_type].architecture]
+
+    def use(text: str) -> None:
+        (tmp_path / "config.json").write_text(text, errors="surrogatepass")
+        load_config(tmp_path)
+
+    check(st.one_of(*map(damaged_json, documents)), use, limits)
+
+
+@both
 def test_shard_index(family_dir: Callable[[str], Path], tmp_path: Path, limits: settings) -> None:
     directory = shutil.copytree(family_dir("codellama"), tmp_path / "model")
     path = directory / "model.safetensors.index.json"
@@ -97,6 +117,22 @@ def test_exit_head(text_model: Path, tmp_path: Path, limits: settings) -> None:
     def use(text: str) -> None:
         path.write_text(text, errors="surrogatepass")
         assert checkpoint.exit_head(directory).exit_config.layer in (1, 2)
+
+    check(damaged_json(document), use, limits)
+
+
+@both
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eagle_head(text_model: Path, tmp_path: Path, limits: settings, layout: str) -> None:
+    checkpoint, directory = Checkpoint(text_model), tmp_path / "head"
+    write_head(directory, json.loads((text_model / "config.json").read_text()), layout, draft_vocab=20)
+    path = directory / "config.json"
+    document = json.loads(path.read_text())
+
+    def use(text: str) -> None:
+        path.write_text(text, errors="surrogatepass")
+        config, tensors, ids = read_eagle(checkpoint, directory)
+        assert config.eagle is not None and tensors and ids is not None
 
     check(damaged_json(document), use, limits)
 
