@@ -127,7 +127,7 @@ def test_attention_that_may_be_built_from_parts_keeps_the_kernels_that_there_are
     family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a plan is slower only where there is no kernel. The manifest promises none."""
-    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", "--dtype", "float16", "--max-seq-len", 32, "--no-check")
+    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", "--dtype", "float16", "--max-seq-len", 64, "--no-check")
     manifest, plans = build_layers(directory)
     assert all(plan.fused_attentions for plan in manifest.plans.values())
     monkeypatch.setattr(build_plans, "build", partial(build_plans.build, attempts=(False,)))
