@@ -166,7 +166,7 @@ class LoadRule(Stateful):
         return lambda nodes: rate * (self._seconds(rows, 1 + nodes, slots) - plain)
 
     def plain_seconds(self, rows: int, slots: float) -> float:
-        """Seconds of a verify pass of so many rows that drafted nothing."""
+        """Seconds of a verify pass of rows that drafted nothing."""
         return self._verifying(rows, 0, slots)
 
     def _verifying(self, rows: int, levels: int, slots: float) -> float:

@@ -59,7 +59,7 @@ def read_eagle(checkpoint: Checkpoint, directory: Path) -> tuple[ExitConfig, dic
         if it predicts all tokens.
 
     Raises:
-        EESDError: It is damaged, has what is not supported, or belongs to a model of another shape.
+        EESDError: The head is damaged, has parts that are not supported, or belongs to a model of another shape.
     """
     path = directory / CONFIG_FILE
     try:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.command import add_tokenizer, assert_refused, run, succeed
 from support.eagle_heads import LAYOUTS, Reference, train, write_head
-from support.on_cache import OnCache
+from support.on_cache import OnCache, both_on_cache
 from transformers import AutoModelForCausalLM
 
 from eesd import BatchOptions, EESDError, Sampling, Service
@@ -78,13 +78,7 @@ def test_rounds_draft_what_the_paper_says(exported: Path, model: Path, backend: 
     if backend == "ort-standard":
         monkeypatch.setattr(operators, "missing", lambda: "left out")
     made, states, tokens = reference(exported, model)
-    engines = open_engines(
-        exported / "plans", load_manifest(exported / "plans"), backend.removesuffix("-standard"), 1, draft=True
-    )
-    assert engines.draft is not None
-    cache = engines.verify.new_kv_caches()[0]
-    cache.reserve(128)
-    verify, draft = OnCache(engines.verify, cache), OnCache(engines.draft, cache)
+    verify, draft, cache = both_on_cache(exported / "plans", backend.removesuffix("-standard"), 128)
 
     def check(found: Any, drafted: list[int], known: int) -> None:
         expected = made.drafted(states, [*TEXT[:known], *drafted], known)

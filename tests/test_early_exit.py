@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from support import tiny_models
 from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
 from support.distilling import SMALL
-from support.on_cache import OnCache
+from support.on_cache import both_on_cache
 from transformers import AutoModelForCausalLM
 
 from eesd import BatchOptions, Sampling, Service
@@ -23,7 +23,6 @@ from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines import operators
-from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.llm import Speculation, load
 
 TEXT = np.random.default_rng(5).integers(3, 90, 24).tolist()
@@ -74,11 +73,7 @@ def test_the_draft_is_the_models_own_exit(early: Path, plans: Path, backend: str
         monkeypatch.setattr(operators, "missing", lambda: "left out")
     manifest = load_manifest(plans)
     assert manifest.num_caches == 2 and manifest.draft.caches == (0,) and manifest.exit_head.blocks == 0
-    engines = open_engines(plans, manifest, backend.removesuffix("-standard"), 1, draft=True)
-    cache = engines.verify.new_kv_caches()[0]
-    cache.reserve(64)
-    assert engines.draft is not None
-    verify, draft = OnCache(engines.verify, cache), OnCache(engines.draft, cache)
+    verify, draft, _ = both_on_cache(plans, backend.removesuffix("-standard"), 64)
     expected = exit_logits(early)
     verify.prefill(TEXT[:10], 0)
     for at in range(10, 14):

@@ -6,7 +6,6 @@ It starts ``eesd-serve`` as a process. Some clients stream; then another one sen
 between two events of a stream are compared: those while the prompt is read with those while no prompt is.
 """
 
-import json
 import random
 import signal
 import statistics
@@ -20,8 +19,8 @@ from typing import Any
 
 import click
 
-from eesd.bench.measure.results import describe_machine, write_json
-from eesd.bench.tools.soak import Server
+from eesd.bench.measure.results import describe_machine
+from eesd.bench.tools.soak import Server, end_with
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
@@ -148,10 +147,8 @@ def main(engine_dir: Path, streams: int, prompt_tokens: int, again: int, output:
     finally:
         server.end(signal.SIGTERM)
     report = {"machine": describe_machine(), "streams": streams, "prompt_tokens": prompt_tokens} | report_of(gaps)
-    write_json(output, report)
-    click.echo(json.dumps(report, indent=1))
-    if not report["fair"]:
-        raise EESDError(f"Gaps are more than {MOST['p50']:g} (median) or {MOST['p99']:g} (99 %) times as long.")
+    words = f"Gaps are more than {MOST['p50']:g} (median) or {MOST['p99']:g} (99 %) times as long."
+    end_with(report, output, bool(report["fair"]), words)
 
 
 if __name__ == "__main__":

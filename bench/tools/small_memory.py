@@ -17,8 +17,8 @@ from typing import Any
 
 import click
 
-from eesd.bench.measure.results import describe_machine, write_json
-from eesd.bench.tools.soak import Server
+from eesd.bench.measure.results import describe_machine
+from eesd.bench.tools.soak import Server, end_with
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.runtime.llm import load
@@ -95,10 +95,8 @@ def main(engine_dir: Path, clients: int, texts: int, rounds: int, output: Path) 
         for server in servers.values():
             server.end(signal.SIGTERM)
     report = {"machine": describe_machine(), "needed_bytes": needed, **report_of(rates, wrong, pauses)}
-    write_json(output, report)
-    click.echo(json.dumps(report, indent=1))
-    if not report["clean"]:
-        raise EESDError("Texts differ, nothing was paused, or the smaller memory costs more than a tenth: see the report.")
+    words = "Texts differ, nothing was paused, or the smaller memory costs more than a tenth: see the report."
+    end_with(report, output, report["clean"], words)
 
 
 if __name__ == "__main__":

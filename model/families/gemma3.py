@@ -1,13 +1,13 @@
 """Gemma 3, text: as Gemma 2 without caps, with norms of queries and keys, and a rotary base of layers with a window."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from eesd.common.json_input import Fields
-from eesd.model.families.gemma2 import GGUF_NAMES, query_scalar, take_parts, tensors_of_gemma
+from eesd.model.families.gemma2 import GEMMA2, GGUF_NAMES, query_scalar, take_parts
 from eesd.model.family import (
     LAYER_TYPES,
-    Family,
     Gguf,
     Own,
     Sizes,
@@ -46,18 +46,13 @@ def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-GEMMA3 = Family(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
+GEMMA3 = replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
     positions=131072,
-    kv_heads=4,
-    kv_heads_null=False,
-    head_dim=256,
     theta=GLOBAL_THETA,
-    tied=True,
-    activation=("hidden_activation", "gelu_pytorch_tanh"),
     rope_fields=_rope_fields,
     own=_own,
-    tensors=tensors_of_gemma,
     gguf=Gguf("gemma3", GGUF_NAMES, fields=_of_gguf, tensors=as_stored),
 )

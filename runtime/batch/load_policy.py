@@ -18,8 +18,8 @@ from eesd.runtime.engines.base import Call, Engine, KVCache
 MEASURED_SLOTS = 256
 """Slots of the rows with which calls are timed."""
 PROMPTS_SHARE, FEW_ROWS = 0.75, 8
-"""Pieces of prompts may take this share of the time of a round of so many rows or more. Beside n fewer ones they take
-FEW_ROWS / n times as much: few rows leave the processor half idle, and others that come in soon share their calls."""
+"""Pieces of prompts take at most this share of a round's time, if the round has FEW_ROWS rows or more. Beside n fewer
+rows they take FEW_ROWS / n times as much: n rows leave the processor half idle, and new rows share their calls."""
 LEAST_PART = 0.05
 """Share of a call's time that a piece of a prompt takes at least."""
 PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
@@ -157,7 +157,7 @@ def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nod
 
 
 def _seconds(engine: Engine, kv_cache: KVCache, tokens: int, slots: int) -> float:
-    """What a piece of so many tokens costs more than its last token alone, at the end of so many slots."""
+    """Seconds of a piece of a prompt, less those of its last token alone. The piece ends in the last of so many slots."""
     taken = []
     for count in (tokens, tokens, 1):  # the first call prepares the others
         first, started = slots - count, time.perf_counter()

@@ -1,10 +1,13 @@
 """An engine's calls over one cache."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs
 
 
@@ -28,3 +31,12 @@ class OnCache:
     def draft_chain(self, token: int, slot: int, count: int) -> StepOutputs:
         assert self._engine.draft_chain is not None
         return self._engine.draft_chain(self._kv_cache, token, slot, count)
+
+
+def both_on_cache(directory: Path, backend: str, slots: int) -> tuple[OnCache, OnCache, KVCache]:
+    """The verify and the draft engine of a directory over one cache of so many slots, and the cache."""
+    engines = open_engines(directory, load_manifest(directory), backend, 1, draft=True)
+    assert engines.draft is not None
+    [cache] = engines.verify.new_kv_caches()
+    cache.reserve(slots)
+    return OnCache(engines.verify, cache), OnCache(engines.draft, cache), cache
