@@ -47,7 +47,7 @@ from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOp
 from eesd.distill.self_prompt import SelfPromptOptions, around_turns, self_prompts
 from eesd.distill.stored import saving
 from eesd.distill.structure import structure
-from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall
+from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall, check_compiler
 from eesd.distill.trainer import Report, Trainer
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder
@@ -517,6 +517,8 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         raise EESDError(
             f"--length {training.length} exceeds the model's {checkpoint.config.max_positions} positions; give a lower one."
         )
+    if options["compiled"]:
+        check_compiler()
     accelerator = make_accelerator()
     for directory in filter(None, (output, data.own_text, options["offline"])):
         remove_leftovers(directory)

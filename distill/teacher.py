@@ -196,6 +196,20 @@ class Teacher(nn.Module):
         return self._choose(capped(logits, self.decoder.geometry.logit_cap), self.top_k)
 
 
+def check_compiler() -> None:
+    """Refuse a torch whose compiler takes all code for an export, as that of torch 2.11: blocks would become operators of ONNX,
+    which compute nothing.
+
+    Raises:
+        EESDError: It is such a torch.
+    """
+    exports = torch.compile(lambda x: x + int(torch.compiler.is_exporting()), backend="eager", fullgraph=True)
+    if exports(torch.zeros(1)):
+        raise EESDError(
+            f"The compiler of torch {torch.__version__} takes all that it compiles for an export; leave out --compile."
+        )
+
+
 def wide_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Logits [n, V], float32, from LM head inputs [n, hidden]. A GPU never rounds its sums to the type of the weight."""
     x = x.to(weight.dtype)

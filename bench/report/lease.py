@@ -61,6 +61,8 @@ def _equal(found: Found) -> list[str]:
     for dtype in ("float16", "bfloat16"):
         for way, value in found.get(f"tokens in {dtype}", {}).items():
             lines.append(f"* {dtype}, {way}: {_said(value)}")
+    for name, types in (found.get("families", {}) | found.get("EAGLE-3", {})).items():
+        lines += [f"* {name}, {dtype}: {_said(value)}" for dtype, value in types.items()]
     for flavour, plan in found.get("plans", {}).items():
         parts = plan.items() if isinstance(plan, dict) else [("", plan)]
         lines += [f"* plans, {flavour}, {name}: {_said(value)}" for name, value in parts if name not in ("built", "layers")]

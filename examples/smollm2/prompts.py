@@ -26,7 +26,9 @@ SOURCES = {
 GRAM = 13
 """Words in a row that a prompt must not have in common with a test."""
 PER_KIND = 350
-"""Prompts of each kind of T0's tasks."""
+"""Prompts of each kind of T0's tasks, unless all are asked for."""
+HELD_OUT = 256
+"""Prompts of T0 that nothing is trained on."""
 MORE = {"cnn": 900, "samsum": 900, "kilt": 900, "wiki": 900, "xsum": 900, "adversarial": 800, "duorc": 700, "multi": 600}
 """Kinds that have more."""
 CHOICES, DIALOGUES, AGAIN = 2000, 2500, 2500
@@ -82,15 +84,20 @@ def t0(checkout: Path) -> Iterator[tuple[str, str, str]]:
     yield from found
 
 
-def tasks(checkout: Path) -> dict[str, str]:
-    """The prompts of T0 that the model answers, and the kind of each."""
+def tasks(checkout: Path, every: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """The prompts of T0 that the model answers, and the kind of each; then those that are held out."""
     counts: Counter[str] = Counter()
     kept: dict[str, str] = {}
+    held_out: dict[str, str] = {}
     for kind, prompt, _ in t0(checkout):
-        if counts[kind] < MORE.get(kind, PER_KIND) and prompt not in kept and 3 <= len(prompt) <= MOST_CHARACTERS:
+        if prompt in kept or prompt in held_out or not 3 <= len(prompt) <= MOST_CHARACTERS:
+            continue
+        if len(held_out) < HELD_OUT:
+            held_out[prompt] = kind
+        elif every or counts[kind] < MORE.get(kind, PER_KIND):
             counts[kind] += 1
             kept[prompt] = kind
-    return kept
+    return kept, held_out
 
 
 def instructions(path: Path) -> Iterator[tuple[str, str]]:
@@ -137,12 +144,12 @@ def dialogues(checkout: Path) -> list[list[str]]:
     return found
 
 
-def gathered(checkouts: Path, rng: random.Random) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Kind and turns of all prompts."""
+def gathered(checkouts: Path, every: bool, rng: random.Random) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Kind and turns of all prompts that are not held out."""
     code = [*instructions(checkouts / "GPTeacher/Codegen/codegen-instruct.json")]
     roleplay = [*instructions(checkouts / "GPTeacher/Roleplay/roleplay-simple-deduped-roleplay-instruct.json")]
     yield from (("math", (text,)) for text in math(checkouts / "grade-school-math"))
-    yield from ((kind, (text,)) for text, kind in tasks(checkouts / "self-instruct").items())
+    yield from ((kind, (text,)) for text, kind in tasks(checkouts / "self-instruct", every)[0].items())
     yield from (("seed", (text,)) for text in seeds(checkouts / "self-instruct"))
     yield from (("code", (question,)) for question, _ in code)
     yield from (("roleplay", (question,)) for question, _ in roleplay)
@@ -195,11 +202,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--every", action="store_true", help="every prompt of T0, not some of each kind")
+    parser.add_argument("--held-out", type=Path, help="JSON lines of the prompts that nothing is trained on")
     parser.add_argument("--without", type=Path, nargs="*", default=(), help="JSON lines of tests, of which no prompt may be")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    found = gathered(arguments.checkouts, random.Random(arguments.seed))
+    found = gathered(arguments.checkouts, arguments.every, random.Random(arguments.seed))
     write(arguments.output, found, tested(arguments.without), arguments.seed)
+    if arguments.held_out is not None:
+        kept = tasks(arguments.checkouts / "self-instruct", False)[1]
+        write(arguments.held_out, ((kind, (text,)) for text, kind in kept.items()), set(), arguments.seed)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Gather text that the model reads, from Debian packages and checkouts of public repositories, without any question of a test.
 
-    texts.py PACKAGES CHECKOUTS -o texts/ [--asked asked.jsonl] [--part 0.2] --without spec_bench.jsonl [FILE ...]
+    texts.py PACKAGES CHECKOUTS -o texts/ [--asked asked.jsonl] [--every] [--part 2] [--times 3] --without TEST.jsonl ...
 
 PACKAGES has a directory for each package of ``SOURCES`` (``apt-get download NAME; dpkg-deb -x NAME*.deb PACKAGES/NAME``),
 CHECKOUTS one for each repository of ``prompts.py``. The result is a file of JSON lines for each kind of text: passages, every
@@ -255,7 +255,7 @@ def chat(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def answered(checkouts: Path) -> Iterator[list[dict[str, Any]]]:
+def answered(checkouts: Path, every: bool) -> Iterator[list[dict[str, Any]]]:
     """Conversations with the answers that came with them, of each source.
 
     The model itself answers the questions of GPTeacher and of grade-school-math, too; of the others it reads what is no prompt.
@@ -264,8 +264,9 @@ def answered(checkouts: Path) -> Iterator[list[dict[str, Any]]]:
         yield [chat(*pair) for pair in instructions(path)]
     lines = (checkouts / "grade-school-math/grade_school_math/data/train.jsonl").read_text("utf-8").splitlines()
     yield [chat(e["question"], re.sub(r"<<.*?>>", "", e["answer"])) for e in map(json.loads, lines)]
-    asked = tasks(checkouts / "self-instruct")
-    rest = [(prompt, answer) for _, prompt, answer in t0(checkouts / "self-instruct") if prompt not in asked]
+    asked, held_out = tasks(checkouts / "self-instruct", every)
+    others = {prompt: answer for _, prompt, answer in t0(checkouts / "self-instruct")}
+    rest = [pair for pair in others.items() if pair[0] not in asked and pair[0] not in held_out]
     yield [chat(*pair) for number, pair in enumerate(rest) if len(pair[1]) >= 100 or number % 2]
     roles = ("user", "assistant")
     yield [
@@ -293,13 +294,14 @@ def taken(sources: list[list[Any]], characters: int, tests: set[tuple[str, ...]]
     return lines
 
 
-def asked(pools: dict[str, list[str]], packages: Path, rng: random.Random) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Kind and text of prompts about passages, and about words of dictionaries."""
+def asked(pools: dict[str, list[str]], packages: Path, times: int, rng: random.Random) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Kind and text of prompts about passages, and about words of dictionaries: ``times`` as many as ``MOST_ASKED`` says."""
+    most = {kind: times * count for kind, count in MOST_ASKED.items()}
     for kind, forms in ASKED_ABOUT.items():
-        for piece in rng.sample(pools[kind], min(MOST_ASKED[kind], len(pools[kind]))):
+        for piece in rng.sample(pools[kind], min(most[kind], len(pools[kind]))):
             cut = piece[: rng.choice((500, 900, 1500))].rsplit(" ", 1)[0]
             yield f"about {kind}", (rng.choice(forms).format(cut),)
-    for number, piece in enumerate(rng.sample(pools["german"], min(MOST_ASKED["german"], len(pools["german"])))):
+    for number, piece in enumerate(rng.sample(pools["german"], min(most["german"], len(pools["german"])))):
         sentences = [one.strip() for one in re.split(r"(?<=[.!?])\s+", piece.replace("\n", " "))]
         if fitting := [one for one in sentences if 40 < len(one) < 300]:
             yield "german", (TO_ENGLISH[number % len(TO_ENGLISH)].format(rng.choice(fitting)),)
@@ -308,7 +310,7 @@ def asked(pools: dict[str, list[str]], packages: Path, rng: random.Random) -> It
         for name in ("dict-foldoc", "dict-gcide")
     ]
     lists = [[head for head in found if re.fullmatch("[a-z][a-z +-]{3,30}", head)] for found in heads]
-    for _ in range(MOST_ASKED["topic"] if all(lists) else 0):
+    for _ in range(most["topic"] if all(lists) else 0):
         yield "topic", (rng.choice(TOPICS).format(*(rng.choice(rng.choice(lists)) for _ in range(2))),)
 
 
@@ -318,7 +320,9 @@ def main() -> None:
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--asked", type=Path, help="JSON lines with prompts about the passages")
-    parser.add_argument("--part", type=float, default=1.0, help="part of the text to take")
+    parser.add_argument("--every", action="store_true", help="every prompt of T0 is a prompt, as in prompts.py --every")
+    parser.add_argument("--part", type=float, default=1.0, help="part of the text to take; above 1: more, where there is more")
+    parser.add_argument("--times", type=int, default=1, help="how many times as many prompts to ask")
     parser.add_argument("--without", type=Path, nargs="*", default=(), help="JSON lines of tests, of which no text may be")
     arguments = parser.parse_args()
     tests = tested(arguments.without)
@@ -327,20 +331,19 @@ def main() -> None:
     pools: dict[str, list[str]] = {}
     for kind, most in CHARACTERS.items():
         characters, rng = int(most * arguments.part), random.Random(kind)
-        sources: list[list[Any]] = [
-            *(of_packages(arguments.packages, kind, characters) if kind in SOURCES else answered(arguments.checkouts))
-        ]
+        of_kind = of_packages(arguments.packages, kind, characters) if kind in SOURCES else None
+        sources: list[list[Any]] = [*(of_kind or answered(arguments.checkouts, arguments.every))]
         lines = taken(sources, characters, tests, counts)
         rng.shuffle(lines)
         if kind in SOURCES:
-            pools[kind] = [piece for source in sources for piece in source[-4000:]]
+            pools[kind] = [piece for source in sources for piece in source[-4000 * arguments.times :]]
             lines = [line(piece, rng) if kind != "code" and i % 2 else {"text": piece} for i, piece in enumerate(lines)]
         text = "".join(json.dumps({"kind": kind} | entry, ensure_ascii=False) + "\n" for entry in lines)
         (arguments.output / f"{kind}.jsonl").write_text(text, "utf-8")
         counts[kind] = len(text)
     print("characters:", dict(counts))
     if arguments.asked is not None:
-        write(arguments.asked, asked(pools, arguments.packages, random.Random(1)), tests, 1)
+        write(arguments.asked, asked(pools, arguments.packages, arguments.times, random.Random(1)), tests, 1)
 
 
 if __name__ == "__main__":
