@@ -1,5 +1,6 @@
-"""The model card of a head: ``README.md`` beside its weights."""
+"""The model card of a head: ``README.md`` beside its weights, as Hugging Face repositories have it."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from eesd.distill.data import Rows
 from eesd.distill.options import TrainingOptions
 from eesd.distill.stored import saved_whole
 from eesd.model.exit_head import ExitHead
+from eesd.model.hub import ALIASES
 
 CARD_FILE = "README.md"
 
@@ -17,6 +19,7 @@ CARD_FILE = "README.md"
 def write_card(
     directory: Path,
     model: str,
+    licence: str | None,
     head: ExitHead,
     rows: Rows,
     training: TrainingOptions,
@@ -29,6 +32,7 @@ def write_card(
     Args:
         directory: Directory of the head.
         model: The model, as the command names it.
+        licence: Of the head; None: it is not said.
         head: The trained head.
         rows: What it was trained on.
         training: Options of the training.
@@ -38,8 +42,24 @@ def write_card(
     """
     with saved_whole(directory / CARD_FILE) as temporary:
         facts = "\n".join(table(("", ""), _facts(head, rows, training, processes, acceptance).items())[:-1])
-        parts = [f"# Exit head of {model}", facts, *([_kinds(kinds)] if len(kinds) > 1 else []), _use(model)]
+        parts = [
+            _metadata(model, licence),
+            f"# Exit head of {Path(model).name if Path(model).exists() else model}",
+            facts,
+            *([_kinds(kinds)] if len(kinds) > 1 else []),
+            _use(model),
+        ]
         temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def _metadata(model: str, licence: str | None) -> str:
+    """What a hub reads: YAML, in JSON's form of it. A local path says nothing to others."""
+    entries: dict[str, object] = {"library_name": "eesd", "tags": ["speculative-decoding", "exit-head"]}
+    if not Path(model).exists():
+        entries["base_model"] = ALIASES.get(model, model)
+    if licence is not None:
+        entries["license"] = licence
+    return "\n".join(["---", *(f"{name}: {json.dumps(value)}" for name, value in entries.items()), "---"])
 
 
 def _facts(head: ExitHead, rows: Rows, training: TrainingOptions, processes: int, acceptance: Acceptance) -> dict[str, str]:

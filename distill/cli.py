@@ -53,7 +53,9 @@ INTERVAL = click.IntRange(1, 10**9)
     help="Layers above N whose states verify gives the draft, e.g. 10,20,30, or none.  [default: the thirds of the model]",
 )
 @click.option(
-    "--init-head", type=cli.PATH, help="Start from this head, and with its structure, instead of the model's last layers."
+    "--init-head",
+    type=cli.NAME,
+    help="Start from this head, a directory or Hugging Face id, and with its structure, instead of the model's last layers.",
 )
 @click.option("--search-exit-layer", help="Compare these exit layers in short runs, e.g. 2,3,4,6, and recommend one.")
 @click.option(
@@ -136,6 +138,7 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option("--eval-every", type=INTERVAL, default=500, help="Steps between validations.")
 @click.option("--save-every", type=INTERVAL, default=500, help="Steps between checkpoints.")
 @click.option("--compile/--eager", "compiled", default=False, help="Use torch.compile, or not.")
+@click.option("--license", "licence", type=cli.NAME, help="Licence of the head, for its model card, e.g. apache-2.0.")
 @click.option("--seed", type=cli.SEED, default=0, help="Seed of data order, prompt selection and generation.")
 def main(**options: Any) -> None:
     """Train an exit head for a frozen model on text that the model generates.

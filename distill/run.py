@@ -53,7 +53,7 @@ from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead, check_exit
 from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, read_exit_config, save, save_config
-from eesd.model.hub import find_model
+from eesd.model.hub import find_head, find_model
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.engines import operators
 from eesd.runtime.text import TextCodec
@@ -83,6 +83,7 @@ class Run:
         init_head: Directory of the head to start from. None: the model's last layers.
         intervals: Steps between logged metrics, validations and checkpoints.
         compiled: Whether to use torch.compile.
+        licence: Of the head, for its card; None: it is not said.
         dtype: Element type of the base model's weights.
         progress: Opens progress bars.
     """
@@ -97,6 +98,7 @@ class Run:
     init_head: Path | None
     intervals: Intervals
     compiled: bool
+    licence: str | None
     dtype: torch.dtype
     progress: ProgressBar
 
@@ -437,10 +439,10 @@ class Run:
         result, texts = calibrate(drafts), [text.correct for text in drafts]
         acceptance = replay_acceptance(texts)
         if self.is_main:
-            save_config(replace(head.exit_config, calibration=result.prior), self.output)
+            save_config(replace(head.exit_config, calibration=result.prior), self.output, acceptance.by_depth)
             if self.training.steps:
                 kinds, processes = acceptance_by_kind(texts, validation.kinds), self.accelerator.num_processes
-                write_card(self.output, self.model, head, rows, self.training, processes, acceptance, kinds)
+                write_card(self.output, self.model, self.licence, head, rows, self.training, processes, acceptance, kinds)
         return acceptance, result
 
 
@@ -480,7 +482,10 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         unroll_decay=options["unroll_decay"],
     )
     checkpoint = Checkpoint(find_model(options["model"]))
-    given = None if options["init_head"] is None else read_exit_config(options["init_head"], checkpoint.fingerprint())
+    given = None
+    if options["init_head"] is not None:
+        options = options | {"init_head": find_head(options["init_head"])}
+        given = read_exit_config(options["init_head"], checkpoint.fingerprint())
     options = options | structure(options, checkpoint.geometry, given)
     same_names = {field.name for field in fields(TrainingOptions)} - {"losses"}
     training = TrainingOptions(**{name: options[name] for name in same_names}, losses=losses)
@@ -535,6 +540,7 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         init_head=options["init_head"],
         intervals=Intervals(options["log_every"], options["eval_every"], options["save_every"]),
         compiled=options["compiled"],
+        licence=options["licence"],
         dtype=getattr(torch, dtype),
         progress=progress,
     )

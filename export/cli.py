@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
+from shutil import disk_usage
 from typing import TYPE_CHECKING
 
 import click
 
 from eesd.common.cli import NAME, PATH, command
 from eesd.common.errors import EESDError
+from eesd.common.files import existing_parent
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, parse_generation_config
 from eesd.common.geometry import draft_columns
 from eesd.common.machine import available_memory, torch_sees_gpu
@@ -39,7 +41,7 @@ from eesd.common.weights import (
 
 QUANTIZED_OR_NONE = (*QUANTIZED, "none")
 KEEP = "keep"
-OWN_HEAD = Path("own")
+OWN_HEAD = "own"
 EARLY_EXIT = "layerskip"
 """In the names of models that were trained to exit early (arXiv 2404.16710)."""
 LEAST_AGREEMENT = 0.25
@@ -65,9 +67,9 @@ if TYPE_CHECKING:  # --help must not load torch
 )
 @click.option(
     "--exit-head",
-    type=PATH,
-    help="Directory of a trained exit head, or of a published EAGLE-3 head. own: the model's norm and LM head, for models that "
-    "were trained to exit early.  "
+    type=NAME,
+    help="A trained exit head or a published EAGLE-3 head: its directory or Hugging Face id. own: the model's norm and LM "
+    "head, for models that were trained to exit early.  "
     "[default: the model directory; own with --exit-layer if the model's name says LayerSkip]",
 )
 @click.option("-o", "--output", type=PATH, default=Path("plans"), help="Engine directory to write.")
@@ -123,7 +125,7 @@ if TYPE_CHECKING:  # --help must not load torch
 def main(
     model: str,
     exit_layer: int | None,
-    exit_head: Path | None,
+    exit_head: str | None,
     output: Path,
     dtype: str | None,
     quantize: str | None,
@@ -172,6 +174,7 @@ def main(
             output,
             check=lambda directory, manifest: report.extend(_check(directory, manifest, checkpoint, head, check)),
             progress=lambda text, size, total: bar.update(task, description=text, advance=size, total=total or None),
+            announce=lambda manifest, size: _announce(manifest, size, output, head),
         )
         bar.update(task, description="packing the weights for the CPU", total=None)
         report += _pack(output, manifest, pack)
@@ -196,6 +199,13 @@ def main(
         notice("The file's weights are quantized, and --quantize rounds them a second time; --quantize keep does not.")
     if not head.config.trained:
         notice("The exit head is not trained, so acceptance will be low; train one with eesd-distill.")
+
+
+def _announce(manifest: Manifest, size: int, output: Path, head: Head) -> None:
+    from eesd.export.forecast import forecast
+
+    for line in forecast(manifest, size, disk_usage(existing_parent(output)).free, head.acceptance):
+        click.echo(line)
 
 
 def _check_options(options: ExportOptions, max_positions: int) -> None:
@@ -298,17 +308,19 @@ def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[
     return widths
 
 
-def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, directory: Path | None) -> Head:
-    """Open the exit head in ``directory`` or else in the model directory. Without either a model that exits early by training,
+def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, given: str | None) -> Head:
+    """Open the exit head that is ``given`` or else in the model directory. Without either a model that exits early by training,
     as its ``name`` says, needs none, and others get an untrained one."""
     from eesd.export.engine_dir import eagle_head, early_exit, stored_head, untrained_head
     from eesd.model.eagle_file import is_eagle
     from eesd.model.exit_head_file import CONFIG_FILE
+    from eesd.model.hub import find_head
 
-    if directory is None and (checkpoint.path / CONFIG_FILE).exists():
+    directory = None if given is None or given == OWN_HEAD else find_head(given)
+    if given is None and (checkpoint.path / CONFIG_FILE).exists():
         directory = checkpoint.path
     exits_early = EARLY_EXIT in Path(name).name.lower()
-    if directory == OWN_HEAD or (directory is None and exits_early):
+    if given == OWN_HEAD or (directory is None and exits_early):
         if exit_layer is None:
             raise EESDError("The draft with the model's own norm and LM head needs a layer to exit after; give --exit-layer N.")
         return early_exit(checkpoint, exit_layer)

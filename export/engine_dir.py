@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -81,11 +81,13 @@ class Head:
         config: Its configuration. With a draft vocabulary it has an LM head of its own.
         sources: Its weights by their names in the head.
         draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending; None without one.
+        acceptance: Measured by depth, greedy, where it was trained; empty if it was not.
     """
 
     config: ExitConfig
     sources: Mapping[str, TensorSource]
     draft_vocab: Tensor | None = None
+    acceptance: Sequence[float] = ()
 
 
 def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
@@ -100,13 +102,14 @@ def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
     """
     config = exit_head_file.read_exit_config(directory, checkpoint.fingerprint())
     sources: dict[str, TensorSource] = dict(exit_head_tensors(checkpoint.geometry, config, directory))
+    acceptance = exit_head_file.read_acceptance(directory)
     if not config.draft_vocab:
-        return Head(config, sources)
+        return Head(config, sources, acceptance=acceptance)
     ids = stored_draft_vocab(checkpoint.geometry, config, directory)
     if not config.own_lm_head:
         whole = checkpoint.tensors[lm_head_name(checkpoint.geometry)]
         sources[LM_HEAD] = ComputedTensor(lambda: whole.read()[ids])
-    return Head(replace(config, own_lm_head=True), sources, ids)
+    return Head(replace(config, own_lm_head=True), sources, ids, acceptance)
 
 
 def eagle_head(checkpoint: Checkpoint, directory: Path) -> Head:
@@ -144,6 +147,7 @@ def export(
     output: Path,
     check: Callable[[Path, Manifest], None] | None = None,
     progress: Progress = lambda *_: None,
+    announce: Callable[[Manifest, int], None] = lambda *_: None,
 ) -> Manifest:
     """Write an engine directory.
 
@@ -157,6 +161,7 @@ def export(
         output: The engine directory to write.
         check: Called with the temporary directory and its manifest. If it raises, nothing is left behind.
         progress: Called when a step begins, and after each weight.
+        announce: Called before anything is written, with the manifest but for its files, and the bytes of the weights.
 
     Raises:
         EESDError: The options do not fit the model, its tokenizer cannot be loaded, the disk is too small, or ``output`` holds
@@ -181,6 +186,7 @@ def export(
         progress(f"tracing the {name} graph", 0, 0)
         graphs[name] = trace(name, checkpoint.geometry, head.config, options, layers, linked_names)
     layout = layout_weights((graph.weights for graph in graphs.values()), linked)
+    announce(_manifest(checkpoint, head.config, options, graphs, {}, {}), layout.size)
     check_space(existing_parent(output), layout.size + 64_000_000)
     sources = stored_sources(layout.weights, sources, checkpoint.geometry)
     progress("writing the weights", 0, 0)

@@ -1,4 +1,4 @@
-"""Find a model by a local path, a Hugging Face id or a short name."""
+"""Find a model by a local path, a Hugging Face id or a short name, and an exit head by a path or an id."""
 
 from pathlib import Path
 
@@ -30,6 +30,7 @@ ALIASES = {
 
 _INCLUDED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
 _EXCLUDED = ["consolidated*", "original/*"]  # copies of the weights in the formats of other tools
+_HEAD = ["*.json", "*.safetensors"]
 
 
 def find_model(name: str) -> Path:
@@ -54,17 +55,43 @@ def find_model(name: str) -> Path:
             f"{name} is neither a directory nor a Hugging Face id nor a GGUF file nor a known short name "
             f"({', '.join(ALIASES)})."
         )
+    return _downloaded(repository, "model", _INCLUDED, _EXCLUDED)
+
+
+def find_head(name: str) -> Path:
+    """Find the directory of an exit head: a local one, or a Hugging Face id, whose JSON and safetensors files are downloaded as
+    :func:`find_model` does.
+
+    Raises:
+        EESDError: The head cannot be downloaded.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+        return path
+    return _downloaded(name, "exit head", _HEAD, [])
+
+
+def _downloaded(repository: str, what: str, included: list[str], excluded: list[str]) -> Path:
+    """A repository's files in the hub's cache."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=_INCLUDED, ignore_patterns=_EXCLUDED))
+        return Path(snapshot_download(repository, allow_patterns=included, ignore_patterns=excluded))
     except GatedRepoError:
         raise EESDError(f"{repository} is gated; accept its licence on its page, then run `hf auth login`.") from None
     except RepositoryNotFoundError:
-        raise EESDError(f"The hub has no model {repository} (or it is private: run `hf auth login`).") from None
+        raise EESDError(f"The hub has no {what} {repository} (or it is private: run `hf auth login`).") from None
+    except HFValidationError:
+        raise EESDError(f"{repository} is neither a directory nor a Hugging Face id.") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
         raise EESDError(
             f"{repository} could not be downloaded and is not in the local cache; check the network, "
-            "or give a local model directory."
+            f"or give a local directory of the {what}."
         ) from None

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from support import gguf_files
 from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
@@ -32,6 +33,7 @@ from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.run import SLOWLY
 from eesd.distill.teacher import Teacher
 from eesd.distill.trainer import LATE
+from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines import operators
 from eesd.runtime.llm import Speculation
@@ -56,6 +58,25 @@ def test_training_lowers_the_loss_and_raises_acceptance(trained: Path) -> None:
     assert validations[1]["tokens_per_round"] > 1.1 * validations[0]["tokens_per_round"]
     assert validations[1]["acceptance"][0] > validations[0]["acceptance"][0] + 0.05
     assert (trained / "curves.png").stat().st_size > 1000
+
+
+def test_a_head_says_what_it_is_and_what_it_is_worth(trained: Path, learner: Path, tmp_path: Path) -> None:
+    """Its card, in the form that hubs read, and its acceptance, from which the export forecasts."""
+    last = read_metrics(trained)[-1]
+    stored = json.loads((trained / "exit_head.json").read_text())
+    assert stored["acceptance"][0] == pytest.approx(last["acceptance"][0], abs=0.02)  # of weights that were rounded
+    _, metadata, card = (trained / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(metadata) == {"library_name": "eesd", "tags": ["speculative-decoding", "exit-head"]}
+    assert " ".join(f"{value:.3f}" for value in stored["acceptance"][:2]) in card
+    said = succeed(export_main, "--model", learner, "--exit-head", trained, "-o", tmp_path, "--no-check").stdout
+    right, draft, best = stored["acceptance"], int(said.split("read ")[1].split(" %")[0]) / 100, 1.0
+    tokens = part = 1.0
+    for number, share in enumerate(right, 1):
+        part *= share
+        tokens += part
+        best = max(best, tokens / (1 + number * draft))
+    assert f"its head gave {tokens:.2f} tokens a round" in said
+    assert float(said.split("up to ")[1].split(" ")[0]) == pytest.approx(best, rel=0.02)
 
 
 @pytest.mark.parametrize("deep", [False, True])

@@ -196,7 +196,11 @@ def test_16_bit_engines_have_16_bit_weights_and_caches(
 ) -> None:
     options = ["--model", family_dir("qwen2"), "--exit-layer", 1, "-o", tmp_path / "plans", "--dtype", dtype]
     result = succeed(export_main, *options, "--check")
-    assert [line.split(":")[0] for line in result.stdout.splitlines()[1:]] == ["draft", "verify", "verify"]
+    before, after = result.stdout.splitlines()[:3], result.stdout.splitlines()[3:]
+    assert [line.split(":")[0] for line in after[1:]] == ["draft", "verify", "verify"]
+    assert "Qwen2ForCausalLM, 3 layers of 64" in before[0] and before[2].endswith(
+        "not trained, so drafts will be worth nothing"
+    )
     manifest = load_manifest(tmp_path / "plans")
     assert manifest.dtype == dtype
     ids = ("input_ids", "position_ids", "write_indices", "logit_rows")

@@ -97,7 +97,22 @@ def test_model_that_is_not_in_the_cache_is_refused_offline(tmp_path: Path, name:
     command = [sys.executable, "-m", "eesd.export.cli", "--model", name, "--exit-layer", "4", "-o", str(tmp_path / "plans")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout
-    assert_one_line(done.stderr, "/", "not in the local cache", "local model directory")
+    assert_one_line(done.stderr, "/", "not in the local cache", "local directory of the model")
+
+
+def test_a_head_is_found_in_the_hubs_cache(text_model: Path, tmp_path: Path) -> None:
+    """In the layout that huggingface_hub keeps; one that is not there is refused."""
+    snapshot = tmp_path / "cache/hub/models--somebody--head/snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "exit_head.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text(snapshot.name)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "eesd.export.cli", "--model", str(text_model), "-o", str(tmp_path / "plans")]
+    for name, words in (("somebody/head", ("0" * 40, "exit head")), ("nobody/head", ("local directory of the exit head",))):
+        done = subprocess.run([*command, "--exit-head", name], env=environment, capture_output=True, text=True)
+        assert done.returncode == 2 and not done.stdout
+        assert_one_line(done.stderr, *words)
 
 
 @pytest.mark.parametrize("layer", [3, 4, 10_000])
