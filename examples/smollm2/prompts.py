@@ -85,7 +85,7 @@ def t0(checkout: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def tasks(checkout: Path, every: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """The prompts of T0 that the model answers, and the kind of each; then those that are held out."""
+    """The prompts of T0 that the model answers, and the kind of each; then the held-out ones."""
     counts: Counter[str] = Counter()
     kept: dict[str, str] = {}
     held_out: dict[str, str] = {}
