@@ -21,6 +21,8 @@ from eesd.runtime.decoding.sampling import philox
 SHARD_BATCHES = 4
 """Texts in a shard, as a multiple of the texts that are decoded together: at a shard's end fewer and fewer rows are busy."""
 
+LONGEST_ECHO, LEAST_ECHO = 64, 16
+"""Tokens that a text may say again and again at its end, and how many that are taken for an echo at least."""
 STREAM = 2
 """Of the random numbers of own text; prompts that the model writes have the next one."""
 
@@ -91,14 +93,33 @@ def self_generate(
             numbers = partial(_random_numbers, options.seed, start)
             limits = [options.length + 1] * count
             writing = Writing(chosen, limits, temperatures, numbers, eos_token_ids, options.batch)
-            texts = continue_prompts(writer, writing)
-            tokens, lengths = padded([text[: options.length + 1] for text in texts], options.length + 1)
+            texts = [
+                without_echo(text[: options.length + 1], len(prompt))
+                for text, prompt in zip(continue_prompts(writer, writing), chosen, strict=True)
+            ]
+            tokens, lengths = padded(texts, options.length + 1)
             shard = {"tokens": tokens.int(), "lengths": lengths, "temperatures": torch.tensor(temperatures)}
             with saved_whole(path) as temporary:
                 save_file(shard, temporary)
         elif number % processes == process:
             _check_shard(path, count)
         advance(count)
+
+
+def without_echo(text: list[int], start: int) -> list[int]:
+    """A text that does not end by saying the same again and again: what a continuation repeats at its end stays there once.
+
+    Args:
+        text: Prompt and continuation.
+        start: Tokens of the prompt, which is kept.
+    """
+    written = np.asarray(text[start:])
+    for period in range(1, min(LONGEST_ECHO, len(written) // 3) + 1):
+        differ = np.flatnonzero(written[period:] != written[:-period])
+        echo = len(written) - period - (int(differ[-1]) + 1 if len(differ) else 0)
+        if echo >= max(2 * period, LEAST_ECHO):
+            return text[: len(text) - echo]
+    return text
 
 
 def _random_numbers(seed: int, start: int, text: int) -> np.random.Generator:

@@ -30,6 +30,7 @@ from eesd.distill.data import Rows, batch_indices, read_prompts, read_rows, spli
 from eesd.distill.device_writer import DeviceWriter
 from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
+from eesd.distill.generate import without_echo
 from eesd.distill.run import SLOWLY
 from eesd.distill.teacher import Teacher
 from eesd.distill.trainer import LATE
@@ -58,6 +59,26 @@ def test_training_lowers_the_loss_and_raises_acceptance(trained: Path) -> None:
     assert validations[1]["tokens_per_round"] > 1.1 * validations[0]["tokens_per_round"]
     assert validations[1]["acceptance"][0] > validations[0]["acceptance"][0] + 0.05
     assert (trained / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ([*range(30)], 30),
+        ([*range(10, 30)] * 2, 40),
+        ([*range(10, 30)] * 3, 20),
+        ([*range(20), *[5] * 20], 21),
+        ([*range(20), *[7, 8] * 9, 7], 22),
+        ([*range(20), *[7, 8] * 7], 34),
+        ([*[5] * 30, 6], 31),
+        ([4] * 40, 1),
+        ([], 0),
+    ],
+)
+def test_an_echo_at_the_end_of_own_text_is_left_out(written: list[int], kept: int) -> None:
+    """Three times the same, and 16 tokens more than once at least; what comes before, and the prompt, stay."""
+    prompt = [4] * 50
+    assert without_echo([*prompt, *written], 50) == [*prompt, *written[:kept]]
 
 
 def test_a_head_says_what_it_is_and_what_it_is_worth(trained: Path, learner: Path, tmp_path: Path) -> None:
