@@ -42,10 +42,8 @@ pytest: operators
 test-fast: operators
 	$(BIN)/python -m pytest $(PARALLEL) -m "fast and not slow"
 
-# The comparison with transformers has processes of its own: in one that ran many other tests before, it once failed as a whole.
 test-slow: operators
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow --ignore tests/test_oracle.py
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow tests/test_oracle.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 # As if there were no C++ compiler.
 test-standard: $(VENV)/installed

@@ -18,6 +18,7 @@ if WORKER and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {processors[int(WORKER.removeprefix("gw")) % len(processors)]})
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 from filelock import FileLock  # noqa: E402
 from support import distilling, late_gpus, tiny_models  # noqa: E402
 from support.bundled import EXAMPLE  # noqa: E402
@@ -27,6 +28,7 @@ from support.lossless_checks import DRAFT_VOCAB  # noqa: E402
 from support.tiny_checkpoints import FAMILIES, build  # noqa: E402
 from support.tracing import trace_once  # noqa: E402
 from support.without_operators import without_operators  # noqa: E402
+from torch.utils._device import _device_constructors  # noqa: E402
 
 from eesd.export.cli import main as export_main  # noqa: E402
 
@@ -99,6 +101,29 @@ def level_of_logging() -> Iterator[None]:
     level = logging.root.level
     yield
     logging.root.setLevel(level)
+
+
+def state_of_torch() -> dict[str, object]:
+    """What torch has once for a process or thread."""
+    # If one was replaced when torch first asked, transformers computes rotations from memory that nobody wrote.
+    remembered = _device_constructors() if _device_constructors.cache_info().currsize else None
+    return {
+        "default type": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision of products": torch.get_float32_matmul_precision(),
+        "functions that make tensors": remembered in (None, _device_constructors.__wrapped__()),
+    }
+
+
+@pytest.fixture(autouse=True)
+def torch_as_before() -> Iterator[None]:
+    """A test that leaves torch in another state fails itself, not a later one in its process."""
+    before = state_of_torch()
+    yield
+    assert state_of_torch() == before, "the test left torch in another state"
 
 
 @pytest.fixture(scope="session")

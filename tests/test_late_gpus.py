@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import fake_tensorrt, late_gpus
-from support.device_tensors import DeviceMode
+from support.device_tensors import on_devices
 from support.fake_cuda import Machine, install
 from support.late_gpus import PROMPTS, SETTINGS, Planned, Setting, late_llm, wrong
 from support.turns import TurnLock, Turns
@@ -143,7 +143,7 @@ def in_two_threads(directory: Path, setting: Setting, seed: int, locked: bool) -
     wanted, turns = late_gpus.expected(directory), Turns(seed)
 
     def generate() -> None:
-        with DeviceMode(machine):
+        with on_devices(machine):
             llm = eesd.load(directory, "torch" if setting.flavour == "torch" else "tensorrt", speculation=setting.speculation)
             for number, prompt in enumerate(PROMPTS):
                 made = llm.generate(prompt, max_new_tokens=late_gpus.TOKENS, ignore_eos=True)

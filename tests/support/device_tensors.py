@@ -8,10 +8,14 @@ to the host that does not block leaves garbage until the host has waited. A copy
 torch's does. What a GPU refuses is an error: operands on two devices, and reading a device's tensor as an array.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -161,6 +165,31 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _wait(self, stream: Stream, non_blocking: bool) -> None:
         if not non_blocking:
             stream.synchronize()
+
+
+class PinnedTensors(TorchFunctionMode):
+    """Answers ``torch.tensor(..., pin_memory=True)``, which asks the driver and not the dispatcher.
+
+    The function stays in its place: at the first ``with torch.device(...)`` torch remembers for the whole process which
+    functions make tensors, and would not know its own ``torch.tensor`` in later tests.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.tensor or not (kwargs or {}).get("pin_memory"):
+            return func(*args, **(kwargs or {}))
+        if isinstance(args[0], np.ndarray):
+            raise RuntimeError("Can't pin tensor constructed from numpy")  # seen on an H200 with torch 2.11
+        return self.machine.pin(func(*args, **{**kwargs, "pin_memory": False}))
+
+
+@contextmanager
+def on_devices(machine: Machine) -> Iterator[None]:
+    """Let the thread that calls have tensors on a machine's devices."""
+    with PinnedTensors(machine), DeviceMode(machine):
+        yield
 
 
 def _fill(outs: list[Tensor], results: Any) -> None:

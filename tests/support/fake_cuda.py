@@ -357,23 +357,14 @@ def installed() -> Machine | None:
 @contextmanager
 def install(machine: Machine) -> Iterator[Machine]:
     """Give the process a machine: ``torch.cuda`` answers for it, and tensors can be on its devices."""
-    from support.device_tensors import DeviceMode
-
-    real = torch.tensor
-
-    def tensor(data: Any, *, pin_memory: bool = False, **kwargs: Any) -> Tensor:  # torch's asks the driver for pinned memory
-        if pin_memory and isinstance(data, np.ndarray):
-            raise RuntimeError("Can't pin tensor constructed from numpy")  # seen on an H200 with torch 2.11
-        made = real(data, **kwargs)
-        return machine.pin(made) if pin_memory else made
+    from support.device_tensors import on_devices
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _answers(machine).items():
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(torch, "tensor", tensor)
         ACTIVE.append(machine)
         try:
-            with DeviceMode(machine):
+            with on_devices(machine):
                 yield machine
         finally:
             ACTIVE.pop()
