@@ -97,7 +97,7 @@ def test_exit_head_shapes_are_the_parameters_of_the_exit_head(
     config = ExitConfig(layer, blocks, own_lm_head)
     shapes, model = exit_head_shapes(geometry, config), model_shapes(geometry)
     assert shapes == shapes_of(ExitHead(geometry, config))
-    assert {name: model[base] for name, base in initial_names(geometry, config).items()} == shapes
+    assert {name: model[base] for name, (base,) in initial_names(geometry, config).items()} == shapes
 
 
 @pytest.mark.parametrize("own_lm_head", [False, True])
