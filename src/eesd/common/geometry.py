@@ -165,6 +165,8 @@ class Geometry:
             raise ValueError(f"the window is {self.window}, which does not fit the kinds of layers")
         if not (self.norm_before or self.norm_behind):
             raise ValueError("a block has no norm")
+        if self.experts is not None and self.mlp_bias:
+            raise ValueError("experts have no biases")
 
     def check_window(self, nodes: int) -> None:
         """Raise ValueError unless the window is longer than a round of so many drafted nodes, which then is inside of it."""

@@ -374,7 +374,7 @@ def block_shapes(geometry: Geometry, inputs: int = 1) -> dict[str, Shape]:
         return shapes | _mlp_shapes("mlp", hidden, inner, geometry.mlp_bias)
     shapes[ROUTER] = (experts.count, hidden)
     for expert in range(experts.count):
-        shapes |= _mlp_shapes(f"mlp.experts.{expert}", hidden, experts.size, geometry.mlp_bias)
+        shapes |= _mlp_shapes(f"mlp.experts.{expert}", hidden, experts.size, bias=False)
     return shapes
 
 
