@@ -46,7 +46,7 @@ FAMILIES = {
     "mistral": replace(LLAMA, num_kv_heads=1, head_dim=24),
     "qwen2": replace(LLAMA, qkv_bias=True),
     "qwen3-tied": replace(LLAMA, qk_norm=True, head_dim=32, tied_embeddings=True),
-    "experts": replace(LLAMA, experts=Experts(3, 2, 48, normed=True, dense_layers=(1,))),
+    "experts": replace(LLAMA, experts=Experts(2, 2, 48, normed=True, dense_layers=(1,))),
 }
 HEADS = [(layer, blocks, own) for layer in (1, 3) for blocks in (1, 2, 3) for own in (False, True)]
 SPLITS = [(4,), (1, 4), (3, 4), (1, 2, 3, 4)]

@@ -1,10 +1,13 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in all layers, or in some."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from eesd.common.checks import shown
 from eesd.common.geometry import MOST_LAYERS, Experts
 from eesd.common.json_input import Fields
 from eesd.model.experts import apart, take_experts
-from eesd.model.family import Family, Own, Sizes, attention_biases
+from eesd.model.family import Family, Gguf, Own, Sizes, attention_biases
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
@@ -30,6 +33,23 @@ def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if layer in (listed or ()) or (layer + 1) % step)
 
 
+def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+    names["expert_feed_forward_length"] = "moe_intermediate_size"
+    return {name: own.integer(key) for key, name in names.items()} | {"norm_topk_prob": True}  # as llama.cpp does
+
+
 QWEN3_MOE = Family(
-    "qwen3_moe", "Qwen3MoeForCausalLM", positions=32768, kv_heads=4, kv_heads_null=False, own=_own, tensors=apart
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    positions=32768,
+    kv_heads=4,
+    kv_heads_null=False,
+    own=_own,
+    tensors=apart,
+    gguf=Gguf(
+        "qwen3moe",
+        {"ffn_gate_inp": "mlp.gate"} | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
+        fields=_of_gguf,
+    ),
 )
