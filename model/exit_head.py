@@ -186,7 +186,7 @@ def joined(name: str, parts: Sequence[Tensor], geometry: Geometry) -> Tensor:
     """
     block = block_shapes(geometry.dense)
     shape = block.get(name.partition(".")[2].partition(".")[2])
-    if shape is None or len(parts) == 1 and parts[0].shape == shape:
+    if shape is None or (len(parts) == 1 and parts[0].shape == shape):
         return parts[0]
     inner = 1 if name.endswith("down_proj.weight") else 0
     whole = torch.cat(list(parts), inner).narrow(inner, 0, min(shape[inner], sum(part.shape[inner] for part in parts)))

@@ -24,7 +24,7 @@ class Counts(NamedTuple):
 
 
 def take_experts(fields: Fields, count: int, used: int, least: int = 1) -> Counts:
-    """The number of experts, at least ``least``, under either of its names, and of those that a token uses.
+    """The number of experts, at least ``least``, under either of its names, and how many of them a token uses.
 
     ``count`` and ``used`` are those of a config that does not say.
     """

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from eesd.common.geometry import Geometry
 
 EVEN_ROWS = 4
-"""On the CPU, torch's float32 products add in another order where the number of rows is no multiple of this. So those whose bits
-shall not depend on other tokens have some rows twice."""
+"""On the CPU, torch's float32 products add in another order where the number of rows is no multiple of this. So a row is there
+several times where bits shall not depend on other tokens."""
 
 
 def joint_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> Tensor:
-    """The outputs of linear layers for x [..., n, in], side by side: [..., n, sum of out]. An export makes one product of them."""
+    """The outputs of linear layers for x [..., in], side by side: [..., sum of out]. An export makes one product of them."""
     return torch.cat([layer(x) for layer in layers], -1)
 
 
@@ -41,8 +41,8 @@ class MLP(nn.Module):
 class Mixture(nn.Module):
     """A mixture of experts: the sum of a few MLPs, which a router chooses for each token, and of its weights.
 
-    A graph has a step for each expert, and runs it on all tokens: its inputs are 0 where a token does not use it, and so are its
-    outputs. Torch runs an expert on the tokens that use it.
+    A graph runs each expert on all tokens. Its inputs are 0 where a token does not use it, and so are its outputs, whatever the
+    type's range is. Torch on a CPU runs an expert on the tokens that use it.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -61,7 +61,7 @@ class Mixture(nn.Module):
         return self._chosen(x.flatten(0, -2), weights.flatten(0, -2)).view(x.shape)
 
     def route(self, x: Tensor) -> Tensor:
-        """The weights of the experts for x [B, n, hidden], in its type: [B, n, E], 0 for those that a token does not use."""
+        """The weights of the experts for x [B, n, hidden], in its type: [B, n, E], 0 where a token does not use one."""
         shares = self.gate(x).float().softmax(-1)
         chosen, indices = shares.topk(self.used, -1)
         if self.normed:

@@ -353,7 +353,16 @@ def give_back() -> object:
 
 @pytest.mark.parametrize(
     "check",
-    [check_products, check_split_scales, check_trees, check_shared_chunks, check_rounding, check_chunks, check_top, check_experts],
+    [
+        check_products,
+        check_split_scales,
+        check_trees,
+        check_shared_chunks,
+        check_rounding,
+        check_chunks,
+        check_top,
+        check_experts,
+    ],
 )
 def test_the_sources_pass_the_checks(
     tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[Path], None]

@@ -27,6 +27,4 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     return apart(found, geometry)
 
 
-MIXTRAL = Family(
-    "mixtral", "MixtralForCausalLM", positions=131072, kv_heads=8, theta=1e6, eps=1e-5, own=_own, tensors=_tensors
-)
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", positions=131072, kv_heads=8, theta=1e6, eps=1e-5, own=_own, tensors=_tensors)

@@ -13,7 +13,7 @@ from eesd.model.family import Family, Gguf, Own, Sizes, attention_biases
 def _own(fields: Fields, sizes: Sizes) -> Own:
     kinds = fields.take("layer_types", None)
     if kinds is not None and kinds != ["full_attention"] * sizes.layers:
-        raise ValueError(f"layer_types is {shown(kinds)}, which is not supported for Qwen3MoeForCausalLM")  # nor by transformers
+        raise ValueError(f"layer_types is {shown(kinds)}, which is not supported for Qwen3MoeForCausalLM")
     window: int | None = fields.integer("sliding_window", 4096, optional=True)
     parts = attention_biases(fields) | {"qk_norm": True}
     (count, used), size = take_experts(fields, 128, 8, least=0), fields.integer("moe_intermediate_size", 768)

@@ -56,7 +56,7 @@ class Experts:
         count: Experts of a layer.
         used: How many of them a token uses.
         size: Their intermediate size.
-        normed: Whether the weights of those that a token uses are divided by their sum.
+        normed: Whether the weights of a token's experts are divided by their sum.
         dense_layers: Layers that have one MLP of the model's intermediate size instead, ascending; perhaps of more layers than
             there are.
 

@@ -52,8 +52,7 @@ PACKED = {
     ".kv_proj.": (".k_proj.", ".v_proj."),
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
 }
-"""Linear layers that read the same input, and so are one product: what stands in the name of the packed one, and in those of its
-parts in order."""
+"""Linear layers that read the same input, and so are one product: a part of the packed one's name, and of theirs in order."""
 
 _KV_MODULES = ("input_layernorm", "hidden_norm", "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
 """The modules of a block that compute its keys and values."""
@@ -394,9 +393,7 @@ def layer_shapes(geometry: Geometry, layers: Iterable[int]) -> dict[str, Shape]:
     """Name and shape of every weight of some base layers."""
     blocks = {of: block_shapes(of) for of in (geometry, geometry.dense)}
     return {
-        f"model.layers.{index}.{name}": shape
-        for index in layers
-        for name, shape in blocks[geometry.of_layer(index)].items()
+        f"model.layers.{index}.{name}": shape for index in layers for name, shape in blocks[geometry.of_layer(index)].items()
     }
 
 
