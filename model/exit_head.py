@@ -163,7 +163,7 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
     The blocks start from the last E layers, the norm from the final norm, and an own LM head from the base model's. A block's
     MLP starts from as many experts of its layer as it has room for.
     """
-    names = {"norm.weight": (FINAL_NORM,)}
+    names: dict[str, tuple[str, ...]] = {"norm.weight": (FINAL_NORM,)}
     if exit_config.own_lm_head:
         names[LM_HEAD] = (lm_head_name(geometry),)
     for index in range(exit_config.blocks):

@@ -19,7 +19,7 @@ from eesd.model.safetensors_file import CheckpointTensor
 class Counts(NamedTuple):
     """How many experts a layer has, and how many of them a token uses."""
 
-    count: int
+    experts: int
     used: int
 
 

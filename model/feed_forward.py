@@ -70,7 +70,7 @@ class Mixture(nn.Module):
 
     def _all(self, x: Tensor, weights: Tensor) -> Tensor:
         y, uses = torch.zeros_like(x), (weights > 0).to(x.dtype)
-        for expert, weight, used in zip(self.experts, weights.split(1, -1), uses.split(1, -1), strict=True):
+        for expert, weight, used in zip(self.experts, torch.split(weights, 1, -1), torch.split(uses, 1, -1), strict=True):
             y = y + expert(x * used) * weight
         return y
 

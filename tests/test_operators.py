@@ -160,12 +160,13 @@ def test_bad_mixtures_are_refused(tmp_path: Path) -> None:
     own = experts(3, 32, 16, *["float32"] * 3)
     mixture, path = Mixture(own, 2, residual=True), tmp_path / "model"
     numbers = [number for expert in own for weight in expert for number in pack(weight).numbers]
-    for changed in (
+    wrong: list[dict[str, Any]] = [
         *({"used": used} for used in (0, -1, 4, 1 << 40)),
         *({"gating": gating} for gating in (0, 3)),
         *({name: None} for name in ("used", "normed", "epsilon", "matrices")),
         *({"matrices": numbers[:-count]} for count in (1, 7, 14)),
-    ):
+    ]
+    for changed in wrong:
         mixture.write(path, **changed)
         with pytest.raises(EESDError, match="cannot load"):
             make_session(path, 1, True)
