@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.command import assert_refused, export_engine, run, slow_but
 from support.family_grid import FamilyCase
+from support.mutants import mutate
 from support.without_operators import without_operators
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -26,7 +27,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import joined
-from eesd.model.feed_forward import MLP
+from eesd.model.feed_forward import MLP, Mixture
 from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.llm import Speculation
@@ -154,6 +155,49 @@ def test_a_missing_expert_is_named(mixtral: Path) -> None:
     rewrite(mixtral, tensors)
     with pytest.raises(EESDError, match=r"no tensor model\.layers\.2\.mlp\.experts\.1\.up_proj\.weight"):
         Checkpoint(mixtral)
+
+
+def check_modules(model: Path) -> None:
+    """A mixture gives what transformers' does, on the tokens that use an expert and on all; and what a token does not use may
+    be out of range."""
+    checkpoint = Checkpoint(model)
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model.layers[2].mlp
+    mixture: Any = checkpoint.decoder().model.layers[2].mlp
+    x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = reference(x)
+        torch.testing.assert_close(mixture(x), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mixture._all(x, mixture.route(x)), expected, rtol=1e-4, atol=1e-5)
+        unused = mixture.route(x)[..., 0] == 0
+        mixture.experts[0].up_proj.weight *= 1e30
+        mixture.experts[0].down_proj.weight *= 1e30
+        found = mixture._all(x, mixture.route(x))
+        torch.testing.assert_close(found[unused], expected[unused], rtol=1e-4, atol=1e-5)
+
+
+MUTANTS = [
+    ("route", "if self.normed", "if not self.normed"),
+    ("route", "self.used, -1", "self.used - 1, -1"),
+    ("route", ".softmax(-1)", ".sigmoid()"),
+    ("_all", "x * used", "x"),
+    ("_all", "* weight", "* used"),
+    ("_all", "y + expert", "expert"),
+    ("_chosen", "* weights[tokens, index, None]", ""),
+    ("_chosen", "x[rows]", "x[rows - rows[0]]"),
+]
+
+
+def test_a_mixture_is_that_of_transformers(model: Path) -> None:
+    check_modules(model)
+
+
+@pytest.mark.parametrize(("name", "old", "new"), MUTANTS)
+def test_a_mistake_is_caught(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str
+) -> None:
+    mutate(monkeypatch, Mixture, name, old, new)
+    with pytest.raises(AssertionError, match="not close"):
+        check_modules(models("qwen3_moe"))
 
 
 def test_a_head_starts_from_experts_of_equal_weight(model: Path) -> None:
