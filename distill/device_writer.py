@@ -17,6 +17,7 @@ from eesd.common.geometry import Geometry
 from eesd.distill.continuing import BLOCK, Writing, padded
 from eesd.distill.teacher import wide_logits
 from eesd.model.decoder import Block, Decoder, RMSNorm
+from eesd.model.feed_forward import MLP
 from eesd.model.rotary import rotary_tables
 
 STEPS = 32
@@ -75,7 +76,7 @@ class _Layer:
     def of(cls, block: Block) -> "_Layer":
         attention, mlp = block.self_attn, block.mlp
         before, behind = block.input_layernorm, block.post_attention_layernorm
-        assert isinstance(before, RMSNorm) and isinstance(behind, RMSNorm)  # see can_write()
+        assert isinstance(before, RMSNorm) and isinstance(behind, RMSNorm) and isinstance(mlp, MLP)  # see can_write()
         return cls(
             before,
             _joined(attention.q_proj, attention.k_proj, attention.v_proj),

@@ -46,8 +46,8 @@ def deep_layers(num_layers: int, exit_layer: int) -> tuple[int, ...]:
 
 
 def block_weights(geometry: Geometry) -> int:
-    """Weights in the matrices of one block."""
-    return sum(prod(shape) for shape in block_shapes(geometry).values() if len(shape) == 2)
+    """Weights in the matrices of one block of a head."""
+    return sum(prod(shape) for shape in block_shapes(geometry.dense).values() if len(shape) == 2)
 
 
 def head_weights(geometry: Geometry, training: TrainingOptions) -> int:

@@ -137,7 +137,15 @@ def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:
     """A head with the model's own weights."""
     exit_head.check_exit(checkpoint.geometry, config)
     names = exit_head.initial_names(checkpoint.geometry, config)
-    return Head(config, {name: checkpoint.tensors[base] for name, base in names.items()})
+    return Head(config, {name: _own_source(checkpoint, name, base) for name, base in names.items()})
+
+
+def _own_source(checkpoint: Checkpoint, name: str, base: Sequence[str]) -> TensorSource:
+    """A parameter of a head from some of the model's: the model's own tensor where it is one, which can be linked."""
+    parts, geometry = [checkpoint.tensors[part] for part in base], checkpoint.geometry
+    if len(parts) == 1 and geometry.experts is None:
+        return parts[0]
+    return ComputedTensor(lambda: exit_head.joined(name, [part.read().float() for part in parts], geometry))
 
 
 def export(

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from eesd.model import exit_head, exit_head_file
 from eesd.model.config import REMEDY, ModelConfig, load_config, parse_config
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
+from eesd.model.experts import check_routers
 from eesd.model.family import Tensors, divided, halves_apart
 from eesd.model.gguf_file import GgufTensor, read_gguf
 from eesd.model.gguf_model import config_fields, model_tensors
@@ -65,6 +67,7 @@ class Checkpoint:
         if geometry.tied_embeddings:
             geometry = replace(geometry, tied_embeddings=self._tie())
         self._check_shapes(geometry)
+        check_routers(path, self.tensors, geometry)
         self.config = replace(config, geometry=geometry, notices=(*config.notices, *self._notices(geometry)))
         self.geometry = geometry
 
@@ -184,7 +187,7 @@ class Checkpoint:
         """
         exit_head.check_exit(self.geometry, exit_config)
         names = exit_head.initial_names(self.geometry, exit_config).values()
-        base = {name: self.tensors[name].read().float() for name in names}
+        base = {name: self.tensors[name].read().float() for name in chain.from_iterable(names)}
         return exit_head.initial_head(self.geometry, exit_config, base, draft_vocab)
 
     def lm_head(self) -> Tensor:

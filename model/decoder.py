@@ -1,9 +1,9 @@
 """The decoder over static KV caches: one definition for training, checking, export and the torch engine.
 
-A block is the Llama block: RMSNorm, rotary attention with grouped heads, SwiGLU; or has other parts in their places, as the
-geometry says. Each layer has a cache [B, KV, S, D] for keys and one for values. A pass writes the keys and values of its ``n``
-new tokens at ``write_indices``, and attention sees all S slots through an additive mask [B, 1, n, S]. Positions and visibility
-are inputs, so the same pass serves a prompt, a single token, a chain or a token tree.
+A block is the Llama block: RMSNorm, rotary attention with grouped heads, SwiGLU (``feed_forward.py``); or has other parts in
+their places, as the geometry says. Each layer has a cache [B, KV, S, D] for keys and one for values. A pass writes the keys and
+values of its ``n`` new tokens at ``write_indices``, and attention sees all S slots through an additive mask [B, 1, n, S].
+Positions and visibility are inputs, so the same pass serves a prompt, a single token, a chain or a token tree.
 
 Parameters have the names of Llama's in a Hugging Face checkpoint. The four operations that engines fuse (norm, rotary
 embedding, cache write, attention) are exported as single ONNX opset 24 operators, so ``torch.onnx.export`` writes the graph
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from eesd.common.geometry import FULL, SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import MASKED
+from eesd.model.feed_forward import joint_linear, make_feed_forward
 
 
 @dataclass
@@ -245,11 +246,6 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: int = 
     return _attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), mask, scores)
 
 
-def joint_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> Tensor:
-    """The outputs of linear layers for x [B, n, in], side by side: [B, n, sum of out]. An export makes one product of them."""
-    return torch.cat([layer(x) for layer in layers], -1)
-
-
 class Attention(nn.Module):
     """Self-attention over static caches."""
 
@@ -303,27 +299,6 @@ class Attention(nn.Module):
         return rotate(x, inputs, self.local) if self.rotates else x
 
 
-def activate(gate: Tensor, activation: str) -> Tensor:
-    """What an MLP's other half is multiplied by."""
-    return nn.functional.silu(gate) if activation == "silu" else nn.functional.gelu(gate, approximate="tanh")
-
-
-class MLP(nn.Module):
-    """SwiGLU feed-forward network, or one with another activation."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        super().__init__()
-        self.activation = geometry.activation
-        self.gate_proj = nn.Linear(geometry.hidden_size, geometry.intermediate_size, bias=geometry.mlp_bias)
-        self.up_proj = nn.Linear(geometry.hidden_size, geometry.intermediate_size, bias=geometry.mlp_bias)
-        self.down_proj = nn.Linear(geometry.intermediate_size, geometry.hidden_size, bias=geometry.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = joint_linear(x, (self.gate_proj, self.up_proj)).chunk(2, -1)
-        down: Tensor = self.down_proj(activate(gate, self.activation) * up)
-        return down
-
-
 class Block(nn.Module):
     """One decoder block. Maps x [B, n, hidden] and the layer's caches to the new x and the written caches."""
 
@@ -334,7 +309,7 @@ class Block(nn.Module):
         self.self_attn = Attention(geometry, kind)
         self.post_self_attn_layernorm: nn.Module = make_norm(geometry) if behind else nn.Identity()
         self.post_attention_layernorm: nn.Module = make_norm(geometry) if before else nn.Identity()
-        self.mlp = MLP(geometry)
+        self.mlp = make_feed_forward(geometry)
         self.post_mlp_layernorm: nn.Module = make_norm(geometry) if behind else nn.Identity()
 
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
@@ -367,7 +342,8 @@ class Backbone(nn.Module):
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         self.embed_tokens = Embeddings(geometry)
-        self.layers = nn.ModuleList(Block(geometry, geometry.kind(layer)) for layer in range(geometry.num_layers))
+        layers = range(geometry.num_layers)
+        self.layers = nn.ModuleList(Block(geometry.of_layer(layer), geometry.kind(layer)) for layer in layers)
         self.norm = make_norm(geometry)
 
 

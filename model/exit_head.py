@@ -33,7 +33,7 @@ class ExitHead(nn.Module):
     def __init__(self, geometry: Geometry, exit_config: ExitConfig) -> None:
         super().__init__()
         self.exit_config = exit_config
-        self.blocks = nn.ModuleList(Block(geometry, kind) for kind in geometry.head_kinds(exit_config.blocks))
+        self.blocks = nn.ModuleList(Block(geometry.dense, kind) for kind in geometry.head_kinds(exit_config.blocks))
         self.norm = make_norm(geometry)
         columns = draft_columns(geometry, exit_config)
         self.lm_head = nn.Linear(geometry.hidden_size, columns, bias=False) if exit_config.own_lm_head else None
@@ -156,18 +156,43 @@ def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:
         raise EESDError(f"The exit head cannot have the deep layers {', '.join(map(str, exit_config.deep))}: {fault}.")
 
 
-def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, str]:
-    """Names of the base parameters that an untrained head starts from, by the names of the head's parameters.
+def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tuple[str, ...]]:
+    """Names of the base parameters that an untrained head starts from, by the names of the head's parameters; of several,
+    :func:`joined` makes one.
 
-    The blocks start from the last E layers, the norm from the final norm, and an own LM head from the base model's.
+    The blocks start from the last E layers, the norm from the final norm, and an own LM head from the base model's. A block's
+    MLP starts from as many experts of its layer as it has room for.
     """
-    names = {"norm.weight": FINAL_NORM}
+    names: dict[str, tuple[str, ...]] = {"norm.weight": (FINAL_NORM,)}
     if exit_config.own_lm_head:
-        names[LM_HEAD] = lm_head_name(geometry)
+        names[LM_HEAD] = (lm_head_name(geometry),)
     for index in range(exit_config.blocks):
         layer = geometry.num_layers - exit_config.blocks + index
-        names |= {f"blocks.{index}.{name}": f"model.layers.{layer}.{name}" for name in block_shapes(geometry)}
+        experts = geometry.of_layer(layer).experts
+        for name in block_shapes(geometry.dense):
+            parts = [name]
+            if experts is not None and name.startswith("mlp."):
+                count = min(experts.count, -(-geometry.intermediate_size // experts.size))
+                parts = [name.replace("mlp.", f"mlp.experts.{expert}.") for expert in range(count)]
+            names[f"blocks.{index}.{name}"] = tuple(f"model.layers.{layer}.{part}" for part in parts)
     return names
+
+
+def joined(name: str, parts: Sequence[Tensor], geometry: Geometry) -> Tensor:
+    """A parameter of a head from the base parameters that :func:`initial_names` says.
+
+    Those of several experts stand side by side, as if a token used all of them with the same weight. What is too much is left
+    out, and what is missing is 0, which adds nothing.
+    """
+    block = block_shapes(geometry.dense)
+    shape = block.get(name.partition(".")[2].partition(".")[2])
+    if shape is None or (len(parts) == 1 and parts[0].shape == shape):
+        return parts[0]
+    inner = 1 if name.endswith("down_proj.weight") else 0
+    whole = torch.cat(list(parts), inner).narrow(inner, 0, min(shape[inner], sum(part.shape[inner] for part in parts)))
+    found = whole.new_zeros(shape)
+    found.narrow(inner, 0, whole.shape[inner]).copy_(whole / len(parts) if inner else whole)
+    return found
 
 
 def initial_head(
@@ -177,7 +202,8 @@ def initial_head(
 
     ``draft_vocab`` holds the ids of the draft vocabulary [Vd], ascending.
     """
-    state = {name: base[source] for name, source in initial_names(geometry, exit_config).items()}
+    names = initial_names(geometry, exit_config)
+    state = {name: joined(name, [base[source] for source in sources], geometry) for name, sources in names.items()}
     head = ExitHead(geometry, exit_config)
     if draft_vocab is not None:
         state[DRAFT_VOCAB] = draft_vocab

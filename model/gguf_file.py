@@ -212,6 +212,11 @@ class GgufTensor:
         offset, shape = self._stored.offset + start * row, (stop - start, *self.shape[1:])
         return GgufTensor(replace(self._stored, offset=offset, nbytes=(stop - start) * row, shape=shape))
 
+    def matrices_below_each_other(self) -> "GgufTensor":
+        """A tensor of several matrices [count, rows, columns] as one [count rows, columns]."""
+        assert self._order is None
+        return GgufTensor(replace(self._stored, shape=(prod(self.shape[:-1]), self.shape[-1])))
+
     @property
     def quantization(self) -> Quantization | None:
         """The quantization that keeps the levels of a linear weight as they are; None for a tensor of floats."""

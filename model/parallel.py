@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from eesd.common.geometry import Geometry
-from eesd.model.decoder import KV, MLP, Attention, Block, Decoder, Inputs
+from eesd.model.decoder import KV, Attention, Block, Decoder, Inputs
 from eesd.model.deep_states import DeepState
 from eesd.model.exit_head import ExitHead
+from eesd.model.feed_forward import MLP
 
 BY_INPUT = ("o_proj", "down_proj")
 """Linear layers whose inputs are split; of the others in attention and MLP the outputs are."""

@@ -96,6 +96,8 @@ PADDING = {"tokenizer.ggml.padding_token_id": 0}  # Phi-3's default is outside o
 OTHER_FAMILIES = {
     "phi3": Spec("phi3", metadata=PADDING | {"phi3.rope.dimension_count": 64, "phi3.attention.sliding_window": 0}),
     "phi3-Q4_0": Spec("phi3", "Q4_0", "Q8_0", metadata=PADDING),
+    "qwen3moe": Spec("qwen3moe", head_dim=32),
+    "qwen3moe-Q4_0": Spec("qwen3moe", "Q4_0", "Q8_0", types={"blk.1.ffn_up_exps.weight": "Q5_1"}),
     "gemma2": Spec("gemma2", head_dim=256, tied=True, metadata={"gemma2.attention.sliding_window": 4}),
     "gemma3": Spec("gemma3", head_dim=256, tied=True, metadata={"gemma3.attention.sliding_window": 4}),
 }

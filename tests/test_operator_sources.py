@@ -13,10 +13,12 @@ import pytest
 from support import specification
 from support.operators import (
     Attention,
+    Mixture,
     Product,
     assert_same,
     attend,
     check_float16,
+    check_mixture,
     check_product,
     load,
     prefill,
@@ -214,6 +216,14 @@ def check_top(path: Path) -> None:
     assert_same(found[1], logprobs, "log-probabilities")
 
 
+def check_experts(path: Path) -> None:
+    """A mixture of a few experts, whose weights are divided by their sum, and one of others."""
+    random = np.random.default_rng(0)
+    for form, used, normed in (("float32", 2, True), ("bits4", 3, False)):
+        own = [[random_weight(random, form, 32, 32, False, NARROW, True) for _ in range(3)] for _ in range(5)]
+        check_mixture(Mixture(own, used, normed, residual=True), path, True, ["scalar"])
+
+
 MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
     "wrong ancestor": ("attention.h", "token.path[position - token.context]", "token.path[0]", check_trees),
     "next ancestor": (
@@ -287,6 +297,21 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
     "a strip passed over": ("topk.h", "if (!(largest_lane(most) >", "if (first > 100 || !(largest_lane(most) >", check_top),
     "NaN as a number": ("topk.h", "x[i] == x[i] ? x[i] : -INFINITY", "x[i]", check_top),
     "last columns not added": ("topk.h", "if (i < job.columns) sum", "if (false) sum", check_top),
+    "experts in the order of their weights": ("operators.cpp", "own[a] < own[b]", "a < b", check_experts),
+    "weights of other experts": (
+        "operators.cpp",
+        "ordered[t * used_ + i] = weights[t * used_ + one]",
+        "ordered[t * used_ + i] = weights[t * used_ + i]",
+        check_experts,
+    ),
+    "activations of another expert": ("operators.cpp", "ready.from(first)", "ready.from(0)", check_experts),
+    "weights not divided": ("experts.h", "if (!job.normed) continue;", "continue;", check_experts),
+    "sum of the experts rounded twice": (
+        "experts.h",
+        "sum = fma(all(job.weights[i]), load_some(job.experts + job.rows[i] * job.columns + column, count), sum)",
+        "sum = add(mul(all(job.weights[i]), load_some(job.experts + job.rows[i] * job.columns + column, count)), sum)",
+        check_experts,
+    ),
     "norm without epsilon": ("rows.h", "(float)size + epsilon", "(float)size", check_products),
 }
 """By name: file, what is replaced, by what, and the check that must fail."""
@@ -328,7 +353,16 @@ def give_back() -> object:
 
 @pytest.mark.parametrize(
     "check",
-    [check_products, check_split_scales, check_trees, check_shared_chunks, check_rounding, check_chunks, check_top],
+    [
+        check_products,
+        check_split_scales,
+        check_trees,
+        check_shared_chunks,
+        check_rounding,
+        check_chunks,
+        check_top,
+        check_experts,
+    ],
 )
 def test_the_sources_pass_the_checks(
     tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[Path], None]

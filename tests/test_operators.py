@@ -14,11 +14,13 @@ from support.operators import (
     NOTHING,
     UNWRITTEN,
     Attention,
+    Mixture,
     Product,
     assert_same,
     attend,
     chain,
     check_float16,
+    check_mixture,
     check_product,
     one_node,
     pack,
@@ -113,6 +115,88 @@ def test_gates(
     weight = random.normal(1, 0.3, 64).astype(np.float32) if norm else None
     added = random.normal(0, 1, 98).astype(np.float32) if bias else None
     check_product(Product(own, weight, added, residual, gating), tmp_path / "model", int8, names)
+
+
+def experts(count: int, hidden: int, inner: int, *forms: str) -> list[list[Weight]]:
+    """Gate, up and down of so many experts, in these formats."""
+    random, sizes = seeded(count, forms), ((hidden, inner), (hidden, inner), (inner, hidden))
+    return [
+        [random_weight(random, form, *size, i % 2 == 1, NARROW, i % 2 == 0) for form, size in zip(forms, sizes, strict=True)]
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "forms, hidden, inner, count, used, normed, norm, residual, gating, int8",
+    [
+        (("float32",) * 3, 20, 13, 3, 2, True, True, True, 1, True),
+        (("bfloat16", "bfloat16", "float16"), 33, 49, 17, 3, False, True, False, 2, True),
+        (("float32",) * 3, 16, 1, 1, 1, True, False, True, 1, True),
+        (("bits4", "bits4", "bits8"), 64, 96, 5, 5, True, True, True, 1, True),
+        (("bits4", "bits6", "bits5"), 96, 64, 40, 18, False, True, True, 1, False),
+        (("bits8", "bits8", "float32"), 64, 20, 4, 1, False, True, True, 2, True),
+    ],
+)
+def test_mixtures(
+    tmp_path: Path,
+    names: list[str],
+    forms: tuple[str, ...],
+    hidden: int,
+    inner: int,
+    count: int,
+    used: int,
+    normed: bool,
+    norm: bool,
+    residual: bool,
+    gating: int,
+    int8: bool,
+) -> None:
+    weight = seeded("norm").normal(1, 0.3, hidden).astype(np.float32) if norm else None
+    own = experts(count, hidden, inner, *forms)
+    check_mixture(Mixture(own, used, normed, weight, residual, gating), tmp_path / "model", int8, names)
+
+
+def test_bad_mixtures_are_refused(tmp_path: Path) -> None:
+    own = experts(3, 32, 16, *["float32"] * 3)
+    mixture, path = Mixture(own, 2, residual=True), tmp_path / "model"
+    numbers = [number for expert in own for weight in expert for number in pack(weight).numbers]
+    wrong: list[dict[str, Any]] = [
+        *({"used": used} for used in (0, -1, 4, 1 << 40)),
+        *({"gating": gating} for gating in (0, 3)),
+        *({name: None} for name in ("used", "normed", "epsilon", "matrices")),
+        *({"matrices": numbers[:-count]} for count in (1, 7, 14)),
+    ]
+    for changed in wrong:
+        mixture.write(path, **changed)
+        with pytest.raises(EESDError, match="cannot load"):
+            make_session(path, 1, True)
+    random = seeded("other")
+    for place, size, form in ((1, (32, 17), "float32"), (4, (31, 16), "float32"), (8, (16, 31), "float32")):
+        others = [list(expert) for expert in own]
+        others[place // 3][place % 3] = random_weight(random, form, *size, False, NARROW, False)
+        Mixture(others, 2).write(path)
+        with pytest.raises(EESDError, match="same sizes"):
+            make_session(path, 1, True)
+    others = [own[0], [own[1][0], random_weight(random, "float16", 32, 16, False, NARROW, False), own[1][2]], own[2]]
+    Mixture(others, 2).write(path)
+    with pytest.raises(EESDError, match="one kind"):
+        make_session(path, 1, True)
+    session = make_session(mixture.write(path), 2, True)
+    given = {"x": mixture.x[:3].copy(), "logits": mixture.logits[:3].copy(), "residual": mixture.added[:3]}
+    for change in (
+        {"x": mixture.x[:3, :31]},
+        {"logits": mixture.logits[:2]},
+        {"logits": mixture.logits[:3, :2]},
+        {"residual": mixture.added[:2]},
+        {"x": np.zeros((), np.float32)},
+        {"logits": mixture.logits[:3].astype(np.float64)},
+    ):
+        refused(session, "width|size|data type", **(given | change))
+    assert run(session, **{name: values[:0] for name, values in given.items()}).shape == (0, 32)
+    given["x"][1, 3], given["logits"][1] = np.nan, np.nan
+    found = run(session, **given)
+    assert np.isnan(found[1]).all()
+    assert_same(found[[0, 2]], mixture.specified(True)[[0, 2]])
 
 
 def test_no_rows_give_none(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from eesd.common.geometry import ExitConfig, Geometry, RopeScaling, draft_caches, exit_caches
+from eesd.common.geometry import ExitConfig, Experts, Geometry, RopeScaling, draft_caches, exit_caches
 from eesd.common.weights import (
     EMBEDDINGS,
     EXIT_HEAD,
@@ -46,6 +46,7 @@ FAMILIES = {
     "mistral": replace(LLAMA, num_kv_heads=1, head_dim=24),
     "qwen2": replace(LLAMA, qkv_bias=True),
     "qwen3-tied": replace(LLAMA, qk_norm=True, head_dim=32, tied_embeddings=True),
+    "experts": replace(LLAMA, experts=Experts(2, 2, 48, normed=True, dense_layers=(1,))),
 }
 HEADS = [(layer, blocks, own) for layer in (1, 3) for blocks in (1, 2, 3) for own in (False, True)]
 SPLITS = [(4,), (1, 4), (3, 4), (1, 2, 3, 4)]
@@ -97,7 +98,9 @@ def test_exit_head_shapes_are_the_parameters_of_the_exit_head(
     config = ExitConfig(layer, blocks, own_lm_head)
     shapes, model = exit_head_shapes(geometry, config), model_shapes(geometry)
     assert shapes == shapes_of(ExitHead(geometry, config))
-    assert {name: model[base] for name, base in initial_names(geometry, config).items()} == shapes
+    if geometry.experts is None:
+        assert {name: model[base] for name, (base,) in initial_names(geometry, config).items()} == shapes
+    assert {base for bases in initial_names(geometry, config).values() for base in bases} <= model.keys()
 
 
 @pytest.mark.parametrize("own_lm_head", [False, True])

@@ -5,15 +5,16 @@ from eesd.model.families.gemma3 import GEMMA3
 from eesd.model.families.granite import GRANITE
 from eesd.model.families.llama import LLAMA
 from eesd.model.families.mistral import MISTRAL
+from eesd.model.families.mixtral import MIXTRAL
 from eesd.model.families.olmo2 import OLMO2
 from eesd.model.families.olmo3 import OLMO3
 from eesd.model.families.phi3 import PHI3
 from eesd.model.families.qwen2 import QWEN2
 from eesd.model.families.qwen3 import QWEN3
+from eesd.model.families.qwen3_moe import QWEN3_MOE
 from eesd.model.families.smollm3 import SMOLLM3
 from eesd.model.family import Family
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, GEMMA2, GEMMA3)
-}
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """By ``model_type``."""

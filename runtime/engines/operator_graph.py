@@ -27,6 +27,7 @@ from eesd.common.weights import (
     FUSE,
     HEAD_TABLES,
     LM_HEAD,
+    ROUTER,
 )
 from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN
@@ -167,7 +168,9 @@ class _Builder:
 
     def _block(self, prefix: str, x: str, cache: int, more: str = "") -> str:
         attended = self._attention(prefix, x, cache, self._geometry)
-        return self._behind_attention(prefix, attended, self._sum(prefix, x, more), self._geometry)
+        base = cache < self._geometry.num_layers
+        geometry = self._geometry.of_layer(cache) if base else self._geometry.dense
+        return self._behind_attention(prefix, attended, self._sum(prefix, x, more), geometry)
 
     def _behind_attention(self, prefix: str, attended: str, residual: str, geometry: Geometry) -> str:
         before, behind = geometry.norm_before, geometry.norm_behind
@@ -177,21 +180,38 @@ class _Builder:
         )  # fmt: skip
         if behind:
             x = self._joined(x, f"{prefix}post_self_attn_layernorm.weight", residual, f"{prefix}joined")
-        inner, width = f"{prefix}mlp.", geometry.intermediate_size
-        packed = self._find(f"{inner}gate_up_proj.weight")
-        if packed is not None:
-            parts = [Columns(packed, 0, width), Columns(packed, width, 2 * width)]
-        else:
-            parts = [self._columns(f"{inner}{name}_proj.weight") for name in ("gate", "up")]
-        gated = self._product(
-            x, parts, f"{prefix}gated", norm=f"{prefix}post_attention_layernorm.weight" if before else "", prefix=prefix,
-            gating=GATINGS[geometry.activation],
-            bias=["mlp.gate_up_proj.bias"] if packed is not None else ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
-        )  # fmt: skip
-        down = [self._columns(f"{inner}down_proj.weight")]
+        norm = f"{prefix}post_attention_layernorm.weight" if before else ""
         name, residual = (f"{prefix}down", "") if behind else (f"{prefix}out", x)
-        added = self._product(gated, down, name, bias=["mlp.down_proj.bias"], prefix=prefix, residual=residual)
+        added = (self._mlp if geometry.experts is None else self._mixture)(prefix, x, norm, residual, name, geometry)
         return self._joined(added, f"{prefix}post_mlp_layernorm.weight", x, f"{prefix}out") if behind else added
+
+    def _mlp(self, prefix: str, x: str, norm: str, residual: str, name: str, geometry: Geometry) -> str:
+        parts, packed = self._gate_and_up(f"{prefix}mlp.", geometry.intermediate_size)
+        bias = ["mlp.gate_up_proj.bias"] if packed else ["mlp.gate_proj.bias", "mlp.up_proj.bias"]
+        gating = GATINGS[geometry.activation]
+        gated = self._product(x, parts, f"{prefix}gated", norm=norm, prefix=prefix, gating=gating, bias=bias)
+        down = [self._columns(f"{prefix}mlp.down_proj.weight")]
+        return self._product(gated, down, name, bias=["mlp.down_proj.bias"], prefix=prefix, residual=residual)
+
+    def _gate_and_up(self, mlp: str, width: int) -> tuple[list[Columns], bool]:
+        """The two weights of so many columns, and whether they are one in the directory."""
+        packed = self._find(f"{mlp}gate_up_proj.weight")
+        if packed is not None:
+            return [Columns(packed, 0, width), Columns(packed, width, 2 * width)], True
+        return [self._columns(f"{mlp}{name}_proj.weight") for name in ("gate", "up")], False
+
+    def _mixture(self, prefix: str, x: str, norm: str, residual: str, name: str, geometry: Geometry) -> str:
+        experts, parts = geometry.experts, list[Columns]()
+        assert experts is not None
+        for expert in range(experts.count):
+            mlp = f"{prefix}mlp.experts.{expert}."
+            parts += [*self._gate_and_up(mlp, experts.size)[0], self._columns(f"{mlp}down_proj.weight")]
+        logits = self._product(x, [self._columns(prefix + ROUTER)], f"{prefix}experts", norm=norm)
+        given = [x, self._small(norm) if norm else self._small(), logits, residual or self._small()]
+        return self._node(
+            "Mixture", [*given, *map(self._packed, parts)], name, epsilon=geometry.rms_norm_eps,
+            gating=GATINGS[geometry.activation], used=experts.used, normed=int(experts.normed), matrices=self._numbers(parts),
+        )  # fmt: skip
 
     def _sum(self, prefix: str, x: str, more: str) -> str:
         return self._node("Add", [x, more], f"{prefix}sum", domain="") if more else x

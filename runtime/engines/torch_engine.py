@@ -12,6 +12,7 @@ from eesd.common.errors import EESDError
 from eesd.common.machine import ranks
 from eesd.common.manifest import GraphInfo, Manifest, first_slots
 from eesd.model.decoder import Inputs
+from eesd.model.feed_forward import EVEN_ROWS
 from eesd.model.graphs import Draft, Verify
 from eesd.model.parallel import Split
 from eesd.runtime.engines.device import DeviceStream, PreparedCall, ResultMemory, StepInputs, device_streams
@@ -20,10 +21,10 @@ from eesd.runtime.engines.device_engine import DeviceEngine, has_one_count, make
 from eesd.runtime.engines.team import Team, TeamEngine, follow, lead
 from eesd.runtime.engines.torch_weights import load_modules
 
-ROWS = 4
-"""On the CPU, torch's float32 products add in another order where the number of rows is no multiple of this. Calls of verify
-are padded, so that a token's logits are the same bits in every call. Processors with AMX need more than that: there
-``eesd-inspect --exact`` says that they differ (:mod:`eesd.runtime.engines.exactness`)."""
+ROWS = EVEN_ROWS
+"""On the CPU, calls of verify are padded to a multiple of this, so that a token's logits are the same bits in every call.
+Processors with AMX need more than that: there ``eesd-inspect --exact`` says that they differ
+(:mod:`eesd.runtime.engines.exactness`)."""
 
 
 class TorchStageRunner:

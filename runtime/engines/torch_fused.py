@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from eesd.model.decoder import KV, Block, Inputs, RMSNorm, attend
+from eesd.model.feed_forward import MLP
 from eesd.model.graphs import Draft, Verify
 from eesd.model.parallel import Add, SplitBlock, add_in_order
 from eesd.runtime.engines.torch_block_kernels import add_and_normalize, gate, normalize, rotate_and_write
@@ -80,6 +81,7 @@ class FusedBlock(Block):
         nn.Module.__init__(self)
         self._add = add
         attention, mlp = block.self_attn, block.mlp
+        assert isinstance(mlp, MLP)
         self.input_norm = FusedNorm(block.input_layernorm)
         self.norms: tuple[Tensor, Tensor] | None = None
         if isinstance(attention.q_norm, RMSNorm) and isinstance(attention.k_norm, RMSNorm):
@@ -147,6 +149,7 @@ def fuse(*modules: Draft | Verify) -> None:
                 part = block.own_part if isinstance(block, SplitBlock) else block
                 if isinstance(block, FusedBlock) or not _is_there(part.self_attn.k_proj):
                     continue
+                assert isinstance(part.mlp, MLP)
                 blocks[index] = fused = FusedBlock(part, not _is_there(part.mlp.down_proj), getattr(block, "add", add_in_order))
                 if part is not block:
                     key = part.self_attn.k_proj.weight.data_ptr(), fused.kv_proj is None

@@ -77,7 +77,7 @@ class QuantizedLinear(nn.Module):
     """A linear layer with a quantized weight, or several that read the same input: then it is the first of them.
 
     The outputs of the first one are those of all of them, side by side, and the others are :class:`ComputedBefore`. So
-    :func:`~eesd.model.decoder.joint_linear` makes one product of them.
+    :func:`~eesd.model.feed_forward.joint_linear` makes one product of them.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, out_features: int) -> None:

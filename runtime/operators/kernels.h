@@ -157,6 +157,22 @@ struct TopK {
   float *logprobs;  // [rows, k]
 };
 
+// Of each row, the experts with the largest logits, and instead of log-probabilities their weights.
+struct Routing {
+  TopK top;
+  bool normed;  // whether the weights are divided by their sum
+};
+
+// What the experts of a token gave, times their weights, added up in ascending order of the experts.
+struct Combination {
+  const float *experts;     // [rows used, columns]
+  const float *weights;     // [rows, used]
+  const int64_t *rows;      // [rows, used]: of `experts`
+  int64_t used, columns;
+  const float *residual;    // [rows, columns] or null
+  float *y;
+};
+
 struct Kernels {
   const char *name;
   bool (*supported)();
@@ -166,6 +182,8 @@ struct Kernels {
   void (*attend)(const Attention &, int64_t first_token, int64_t last_token, int64_t kv, int64_t first_chunk, int64_t last_chunk);
   void (*finish)(const Attention &, int64_t first_token, int64_t last_token);  // from the parts of all chunks to y
   void (*top)(const TopK &, int64_t first_row, int64_t last_row);
+  void (*route)(const Routing &, int64_t first_row, int64_t last_row);
+  void (*combine)(const Combination &, int64_t first_row, int64_t last_row);
 };
 
 extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, scalar_kernels;

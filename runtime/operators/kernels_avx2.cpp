@@ -22,14 +22,16 @@ namespace {
 #include "attention.h"
 //
 #include "topk.h"
+//
+#include "experts.h"
 
 bool supported() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 }  // namespace
 
-const Kernels avx2_kernels = {"avx2", supported, prepare, multiply, write, attend, finish, top};
+const Kernels avx2_kernels = {"avx2", supported, prepare, multiply, write, attend, finish, top, route, combine};
 #else
-const Kernels avx2_kernels = {"avx2", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+const Kernels avx2_kernels = {"avx2", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 #endif
 }  // namespace eesd

@@ -22,6 +22,8 @@ namespace {
 #include "attention.h"
 //
 #include "topk.h"
+//
+#include "experts.h"
 
 bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -29,8 +31,8 @@ bool supported() {
 }
 }  // namespace
 
-const Kernels avx512_kernels = {"avx512", supported, prepare, multiply, write, attend, finish, top};
+const Kernels avx512_kernels = {"avx512", supported, prepare, multiply, write, attend, finish, top, route, combine};
 #else
-const Kernels avx512_kernels = {"avx512", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+const Kernels avx512_kernels = {"avx512", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 #endif
 }  // namespace eesd

@@ -23,14 +23,16 @@ namespace {
 #include "attention.h"
 //
 #include "topk.h"
+//
+#include "experts.h"
 
 bool supported() {
   return (getauxval(AT_HWCAP) >> 20 & 1) != 0;  // HWCAP_ASIMDDP
 }
 }  // namespace
 
-const Kernels neon_kernels = {"neon", supported, prepare, multiply, write, attend, finish, top};
+const Kernels neon_kernels = {"neon", supported, prepare, multiply, write, attend, finish, top, route, combine};
 #else
-const Kernels neon_kernels = {"neon", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+const Kernels neon_kernels = {"neon", [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 #endif
 }  // namespace eesd

@@ -21,11 +21,13 @@ namespace {
 #include "attention.h"
 //
 #include "topk.h"
+//
+#include "experts.h"
 
 bool supported() {
   return true;
 }
 }  // namespace
 
-const Kernels scalar_kernels = {"scalar", supported, prepare, multiply, write, attend, finish, top};
+const Kernels scalar_kernels = {"scalar", supported, prepare, multiply, write, attend, finish, top, route, combine};
 }  // namespace eesd

@@ -43,7 +43,6 @@ std::vector<Matrix> read_matrices(const Node &node, size_t first_input) {
     check(!matrix.has_levels() || matrix.inputs % BLOCK == 0, "levels need a multiple of 32 inputs");
     check(matrix.scales != SPLIT || matrix.inputs % (SUPER * BLOCK) == 0, "split scales need a multiple of 256 inputs");
     check(data.type == ort::UINT8 && data.size() == matrix.panels() * matrix.panel_bytes(), "a weight has another size");
-    check(matrices.empty() || matrices[0].inputs == matrix.inputs, "weights of one product have the same inputs");
     matrices.push_back(matrix);
   }
   return matrices;
@@ -108,6 +107,43 @@ class Embed {
   std::vector<Matrix> table_;
 };
 
+// Memory for the activations of some rows of so many inputs, made ready for products.
+class Ready {
+ public:
+  Ready(const Settings &of, int64_t rows, int64_t inputs, bool levels)
+      : settings_(of), rows_(rows), inputs_(inputs), blocks_(levels ? rows * inputs / BLOCK : 0), levels_(levels),
+        int8_(of.int8 && levels) {}
+
+  size_t bytes() const {
+    const int64_t size = rows_ * inputs_;
+    return Scratch::bytes_of<float>(size) + Scratch::bytes_of<int8_t>(size) + 3 * Scratch::bytes_of<float>(blocks_) +
+           2 * Scratch::bytes_of<float>(2 * blocks_) + 512;
+  }
+
+  // Make x [rows, inputs] ready on some of the session's threads.
+  void prepare(const Call &call, Scratch &memory, const float *x, const float *norm, float epsilon) {
+    const int64_t size = rows_ * inputs_;
+    job_ = {x, norm, epsilon, inputs_, int8_, levels_, memory.take<float>(size), memory.take<float>(blocks_),
+            {memory.take<float>(blocks_), memory.take<float>(2 * blocks_)}, memory.take<int8_t>(size),
+            {memory.take<int32_t>(blocks_), memory.take<int32_t>(2 * blocks_)}};
+    call.parallel(rows_, rows_ < FEW || !(norm || levels_) ? 1 : settings_.threads,
+                  [&](int64_t first, int64_t last) { settings_.kernels->prepare(job_, first, last); });
+  }
+
+  // What products read, from a row on.
+  Activations from(int64_t row) const {
+    const int64_t value = row * inputs_, block = levels_ ? value / BLOCK : 0;
+    return {(job_.norm ? job_.normed : job_.x) + value, int8_ ? job_.levels + value : nullptr, job_.scales + block,
+            {job_.sums[0] + block, job_.sums[1] + 2 * block}, {job_.shares[0] + block, job_.shares[1] + 2 * block}};
+  }
+
+ private:
+  const Settings &settings_;
+  int64_t rows_, inputs_, blocks_;
+  bool levels_, int8_;
+  Preparation job_ = {};
+};
+
 // x [T, K], norm [K] or [0], bias [N] or [0], residual [T, N] or [0], weights ... -> y [T, N]
 class Multiply {
  public:
@@ -116,7 +152,10 @@ class Multiply {
   explicit Multiply(const Node &node)
       : epsilon_(node.real("epsilon")), gating_(static_cast<Gating>(node.integer("gating"))), parts_(read_matrices(node, 4)),
         inputs_(parts_[0].inputs) {
-    for (const Matrix &part : parts_) columns_ += part.outputs, panels_ += part.panels(), levels_ |= part.has_levels();
+    for (const Matrix &part : parts_) {
+      check(part.inputs == inputs_, "weights of one product have the same inputs");
+      columns_ += part.outputs, panels_ += part.panels(), levels_ |= part.has_levels();
+    }
     norm_ = node.floats(1, inputs_, "the norm has another size");
     bias_ = node.floats(2, columns_, "the bias has another size");
     outputs_ = columns_;
@@ -134,18 +173,10 @@ class Multiply {
     const int64_t rows = x.size() / inputs_;
     check(residual.size() == 0 || (residual.type == ort::FLOAT && residual.size() == rows * outputs_),
           "the residual has another size");
-    const bool int8 = settings_.int8 && levels_;
-    const int64_t blocks = levels_ ? rows * inputs_ / BLOCK : 0, size = rows * inputs_;
-    Scratch memory(Scratch::bytes_of<float>(size) + Scratch::bytes_of<int8_t>(size) + 3 * Scratch::bytes_of<float>(blocks) +
-                   2 * Scratch::bytes_of<float>(2 * blocks) + 512);
-    Preparation ready = {x.floats(), norm_, epsilon_, inputs_, int8, levels_, memory.take<float>(size), memory.take<float>(blocks),
-                         {memory.take<float>(blocks), memory.take<float>(2 * blocks)}, memory.take<int8_t>(size),
-                         {memory.take<int32_t>(blocks), memory.take<int32_t>(2 * blocks)}};
-    call.parallel(rows, rows < FEW || !(norm_ || levels_) ? 1 : settings_.threads,
-                  [&](int64_t first, int64_t last) { settings_.kernels->prepare(ready, first, last); });
-    Product job = {parts_.data(), static_cast<int64_t>(parts_.size()), gating_,
-                   {norm_ ? ready.normed : ready.x, int8 ? ready.levels : nullptr, ready.scales,
-                    {ready.sums[0], ready.sums[1]}, {ready.shares[0], ready.shares[1]}},
+    Ready ready(settings_, rows, inputs_, levels_);
+    Scratch memory(ready.bytes());
+    ready.prepare(call, memory, x.floats(), norm_, epsilon_);
+    Product job = {parts_.data(), static_cast<int64_t>(parts_.size()), gating_, ready.from(0),
                    bias_, residual.size() ? residual.floats() : nullptr, nullptr, rows, outputs_};
     job.y = call.output<float>(0, {rows, outputs_});
     if (rows > 0)
@@ -160,6 +191,111 @@ class Multiply {
   std::vector<Matrix> parts_;
   int64_t inputs_, outputs_ = 0, columns_ = 0, panels_ = 0;
   const float *norm_, *bias_;
+};
+
+// x [T, H], norm [H] or [0], logits [T, E], residual [T, H] or [0], gate, up and down of each expert -> y [T, H]: the sum of what
+// the experts with the k largest logits give, times their weights. Of a weight that no token uses nothing is read.
+class Mixture {
+ public:
+  static constexpr const char *name = "Mixture";
+  static constexpr ort::Type outputs[] = {ort::FLOAT};
+  explicit Mixture(const Node &node)
+      : epsilon_(node.real("epsilon")), gating_(static_cast<Gating>(node.integer("gating"))), used_(positive(node, "used")),
+        normed_(node.integer("normed") != 0), parts_(read_matrices(node, 4)), experts_(static_cast<int64_t>(parts_.size()) / 3) {
+    check(parts_.size() % 3 == 0 && used_ <= experts_, "an expert has three weights, and a token uses no more experts than there are");
+    check(gating_ == SILU || gating_ == GELU, "the gating is unknown");
+    const Matrix &gate = parts_[0], &down = parts_[2];
+    for (size_t i = 0; i < parts_.size(); i += 3) {
+      check(parts_[i].inputs == gate.inputs && parts_[i].outputs == gate.outputs && parts_[i + 1].inputs == gate.inputs &&
+                parts_[i + 1].outputs == gate.outputs && parts_[i + 2].inputs == gate.outputs && parts_[i + 2].outputs == gate.inputs,
+            "the experts have the same sizes");
+      check(parts_[i].has_levels() == gate.has_levels() && parts_[i + 1].has_levels() == gate.has_levels() &&
+                (gate.has_levels() || parts_[i].format == parts_[i + 1].format) && parts_[i + 2].has_levels() == down.has_levels(),
+            "gate and up are of one kind, and so are the experts");
+    }
+    norm_ = node.floats(1, gate.inputs, "the norm has another size");
+  }
+
+  void run(const Call &call) const {
+    const Tensor x = call.input(0), logits = call.input(2), residual = call.input(3);
+    const int64_t hidden = parts_[0].inputs, inner = parts_[0].outputs;
+    check(x.type == ort::FLOAT && !x.shape.empty() && x.shape.back() == hidden, "x has another width");
+    const int64_t tokens = x.size() / hidden, pairs = tokens * used_;
+    check(logits.type == ort::FLOAT && logits.size() == tokens * experts_, "logits have another size");
+    check(residual.size() == 0 || (residual.type == ort::FLOAT && residual.size() == x.size()), "the residual has another size");
+    float *y = call.output<float>(0, {tokens, hidden});
+    if (!tokens) return;
+    Ready outer(settings_, pairs, hidden, parts_[0].has_levels()), middle(settings_, pairs, inner, parts_[2].has_levels());
+    Scratch memory(outer.bytes() + middle.bytes() + 2 * Scratch::bytes_of<float>(pairs * hidden) +
+                   Scratch::bytes_of<float>(pairs * inner) + 2 * Scratch::bytes_of<float>(pairs) + 2 * Scratch::bytes_of<int64_t>(pairs));
+    int64_t *found = memory.take<int64_t>(pairs), *rows = memory.take<int64_t>(pairs);
+    float *weights = memory.take<float>(pairs), *ordered = memory.take<float>(pairs), *gathered = memory.take<float>(pairs * hidden);
+    float *gated = memory.take<float>(pairs * inner), *given = memory.take<float>(pairs * hidden);
+    const Routing routing = {{logits.floats(), experts_, used_, found, weights}, normed_};
+    call.parallel(tokens, tokens < FEW ? 1 : settings_.threads,
+                  [&](int64_t first, int64_t last) { settings_.kernels->route(routing, first, last); });
+    const std::vector<int64_t> starts = sort(tokens, found, weights, rows, ordered);
+    for (int64_t i = 0; i < pairs; i++)
+      memcpy(gathered + rows[i] * hidden, x.floats() + i / used_ * hidden, static_cast<size_t>(hidden) * sizeof(float));
+    outer.prepare(call, memory, gathered, norm_, epsilon_);
+    multiply(call, outer, starts, 0, gating_, inner, gated);
+    middle.prepare(call, memory, gated, nullptr, 0);
+    multiply(call, middle, starts, 2, APART, hidden, given);
+    const Combination job = {given, ordered, rows, used_, hidden, residual.size() ? residual.floats() : nullptr, y};
+    call.parallel(tokens, tokens < FEW ? 1 : settings_.threads,
+                  [&](int64_t first, int64_t last) { settings_.kernels->combine(job, first, last); });
+  }
+
+ private:
+  // Rows of products in the order of the experts. Of each token, its rows and weights in this order, too; returns where the rows of
+  // each expert begin, and the end.
+  std::vector<int64_t> sort(int64_t tokens, const int64_t *found, const float *weights, int64_t *rows, float *ordered) const {
+    std::vector<int64_t> starts(static_cast<size_t>(experts_) + 1), order(static_cast<size_t>(used_));
+    for (int64_t i = 0; i < tokens * used_; i++) starts[static_cast<size_t>(found[i]) + 1]++;
+    for (size_t e = 1; e < starts.size(); e++) starts[e] += starts[e - 1];
+    std::vector<int64_t> next(starts);
+    for (int64_t t = 0; t < tokens; t++) {
+      const int64_t *own = found + t * used_;
+      for (int64_t i = 0; i < used_; i++) order[static_cast<size_t>(i)] = i;
+      std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return own[a] < own[b]; });
+      for (int64_t i = 0; i < used_; i++) {
+        const int64_t one = order[static_cast<size_t>(i)];
+        rows[t * used_ + i] = next[static_cast<size_t>(own[one])]++;
+        ordered[t * used_ + i] = weights[t * used_ + one];
+      }
+    }
+    return starts;
+  }
+
+  // A weight of each expert, or with gating two of them, times the expert's rows.
+  void multiply(const Call &call, const Ready &ready, const std::vector<int64_t> &starts, size_t part, Gating gating, int64_t columns,
+                float *y) const {
+    std::vector<Product> jobs;
+    int64_t most = 0;
+    for (size_t e = 0; e + 1 < starts.size(); e++) {
+      const int64_t first = starts[e], rows = starts[e + 1] - first;
+      if (!rows) continue;
+      jobs.push_back({&parts_[3 * e + part], gating ? 2 : 1, gating, ready.from(first), nullptr, nullptr, y + first * columns, rows, columns});
+      most = std::max(most, rows);
+    }
+    const int64_t panels = parts_[part].panels(), all = panels * static_cast<int64_t>(jobs.size());
+    call.parallel(all, settings_.threads * (most < MANY && jobs.size() == 1 ? 1 : 4), [&](int64_t first, int64_t last) {
+      for (int64_t at = first; at < last;) {
+        const int64_t job = at / panels, stop = std::min(last, (job + 1) * panels);
+        settings_.kernels->multiply(jobs[static_cast<size_t>(job)], at - job * panels, stop - job * panels);
+        at = stop;
+      }
+    });
+  }
+
+  const Settings settings_ = settings;
+  float epsilon_;
+  Gating gating_;
+  int64_t used_;
+  bool normed_;
+  std::vector<Matrix> parts_;
+  int64_t experts_;
+  const float *norm_;
 };
 
 // qkv [T, (H + 2 KV) D], tokens [T, 5] int64, paths [T, P] int32, cos and sin [S, D / 2] or [0], norms of q and k [D] or [0]
@@ -506,7 +642,7 @@ __attribute__((visibility("default"))) ort::Status *RegisterCustomOps(ort::Optio
     ort::Domain *made = nullptr;
     bool wrong = eesd::failed(ort::call<ort::CREATE_DOMAIN>(eesd::table, "eesd", &made));
     for (const ort::CustomOp *op :
-         {eesd::custom_op<eesd::Embed>(), eesd::custom_op<eesd::Multiply>(), eesd::custom_op<eesd::Attend>(),
+         {eesd::custom_op<eesd::Embed>(), eesd::custom_op<eesd::Multiply>(), eesd::custom_op<eesd::Mixture>(), eesd::custom_op<eesd::Attend>(),
           eesd::custom_op<eesd::Choose>(), eesd::custom_op<eesd::WriteState>(), eesd::custom_op<eesd::CarryState>(),
           eesd::custom_op<eesd::ParentState>()})
       wrong = wrong || eesd::failed(ort::call<ort::ADD_TO_DOMAIN>(eesd::table, made, op));

@@ -201,6 +201,29 @@ static void check_top(int64_t rows, int64_t columns, int64_t k) {
   }
 }
 
+// Which experts rows use, and the sum of what these give.
+static void check_experts(int64_t rows, int64_t experts, int64_t used, int64_t columns, bool normed) {
+  if (left_out()) return;
+  Exact<float> logits(rows * experts), given(rows * used * columns), residual(rows * columns), expected(rows * columns);
+  fill(logits), fill(given), fill(residual);
+  for (const Kernels *kernels : every) {
+    if (!kernels->supported()) continue;
+    Exact<float> weights(rows * used), y(rows * columns);
+    Exact<int64_t> found(rows * used), places(rows * used);
+    for (int64_t i = 0; i < places.size; i++) places.get()[i] = places.size - 1 - i;
+    const Routing routing = {{logits.get(), experts, used, found.get(), weights.get()}, normed};
+    const Combination job = {given.get(), weights.get(), places.get(), used, columns, normed ? residual.get() : nullptr, y.get()};
+    kernels->route(routing, rows / 2, rows);
+    kernels->route(routing, 0, rows / 2);
+    kernels->combine(job, rows / 2, rows);
+    kernels->combine(job, 0, rows / 2);
+    char what[80];
+    snprintf(what, sizeof what, "%d of %d experts, %d rows of %d", (int)used, (int)experts, (int)rows, (int)columns);
+    if (kernels == every[0]) add(y.get(), y.size * 4), expected = std::move(y);
+    else compare(what, kernels->name, y, expected);
+  }
+}
+
 int main(int count, char **arguments) {
   if (count > 1) stride = atoi(arguments[1]);
   for (const Kernels *kernels : every)
@@ -227,6 +250,8 @@ int main(int count, char **arguments) {
   for (int64_t columns : {1, 15, 64, 65, 200, 1000})
     for (int64_t k : {1, 4, 8, 70})
       if (k <= columns) check_top(3, columns, k);
+  for (int64_t columns : {1, 16, 33})
+    for (int64_t experts : {1, 8, 17, 130}) check_experts(3, experts, (experts + 6) / 7, columns, columns % 2);
   if (!failures) printf("equal bits, %016llx\n", (unsigned long long)checksum);
   return failures != 0;
 }

@@ -153,6 +153,32 @@ def _gemma3(rng: random.Random, sizes: Options) -> Options:
     return {"rope_parameters": ropes} | _gemma(rng, sizes)
 
 
+def _experts(rng: random.Random) -> tuple[int, int]:
+    """How many experts a layer has, and how many of them a token uses."""
+    return rng.choice(((3, 2), (4, 1), (5, 5), (6, 2), (17, 3)))
+
+
+def _mixtral(rng: random.Random, _: Options) -> Options:
+    count, used = _experts(rng)
+    own = {"sliding_window": rng.choice((None, 50)), "head_dim": rng.choice((6, 16))}
+    return _rope(rng) | own | {"num_local_experts": count, "num_experts_per_tok": used}
+
+
+def _qwen3_moe(rng: random.Random, sizes: Options) -> Options:
+    (count, used), layers = _experts(rng), sizes["num_hidden_layers"]
+    window = rng.choice((None, 50))
+    return _rope(rng) | _biases(rng, "attention_bias", "norm_topk_prob") | {
+        "num_local_experts": rng.choice((count, count, 0)),
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": rng.choice((8, 13, 32)),
+        "decoder_sparse_step": rng.choice((1, 1, 2)),
+        "mlp_only_layers": rng.choice((None, [], [0], [layers - 1, 7])),
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "head_dim": rng.choice((6, 16)),
+    }  # fmt: skip
+
+
 OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "phi3": _phi3,
     "granite": _granite,
@@ -161,5 +187,7 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "olmo3": _olmo3,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
 }
 """What each family varies in, by its ``model_type``."""

@@ -12,8 +12,8 @@ from tokenizers import pre_tokenizers
 
 from support.command import TEMPLATE
 
-HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 256, 512, 4, 2, 3
-"""Sizes whose products consist of whole blocks of 256."""
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, EXPERTS, EXPERT = 256, 512, 4, 2, 3, 3, 768
+"""Sizes whose products consist of whole blocks of 256. transformers reads experts of no other size."""
 _RANDOM_BLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Offsets of the float16 scales in a block, for the types that the library cannot quantize to."""
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -58,7 +58,7 @@ def write(path: Path, spec: Spec, seed: int = 0) -> Path:
             _add(writer, key, value)
     random = np.random.default_rng(seed)
     for name, shape in _shapes(spec).items():
-        matrix = len(shape) == 2
+        matrix = len(shape) >= 2 and "gate_inp" not in name
         kind = spec.types.get(name, (spec.table if name == "token_embd.weight" else spec.matrices) if matrix else "F32")
         data, raw = stored(random, name, shape, kind)
         if name not in spec.tensors:
@@ -78,11 +78,11 @@ def stored(random: np.random.Generator, name: str, shape: tuple[int, ...], kind:
     values = random.normal("norm" in name, 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1]), shape).astype(np.float32)
     if kind in _RANDOM_BLOCKS:
         _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        blocks = random.integers(0, 256, (shape[0], shape[1] // 256, size), dtype=np.uint8)
+        blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // 256, size), dtype=np.uint8)
         for offset in _RANDOM_BLOCKS[kind]:
-            scales = random.uniform(1e-4, 2e-4, (*blocks.shape[:2], 1)).astype(np.float16)
-            blocks[:, :, offset : offset + 2] = scales.view(np.uint8)
-        return blocks.reshape(shape[0], -1), gguf.GGMLQuantizationType[kind]
+            scales = random.uniform(1e-4, 2e-4, (*blocks.shape[:-1], 1)).astype(np.float16)
+            blocks[..., offset : offset + 2] = scales.view(np.uint8)
+        return blocks.reshape(*shape[:-1], -1), gguf.GGMLQuantizationType[kind]
     if kind in ("F32", "F16"):
         return values.astype(np.float32 if kind == "F32" else np.float16), None
     return gguf.quantize(values, gguf.GGMLQuantizationType[kind]), gguf.GGMLQuantizationType[kind]
@@ -101,6 +101,8 @@ def _metadata(spec: Spec) -> dict[str, Any]:
     }
     if spec.architecture == "llama":
         own |= {"rope.dimension_count": spec.head_dim, "vocab_size": len(VOCABULARY)}
+    if spec.architecture == "qwen3moe":
+        own |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": EXPERT}
     if spec.head_dim * HEADS != HIDDEN:
         own |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
     tokenizer: dict[str, Any] = {
@@ -137,12 +139,17 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
         "ffn_up.weight": (INNER, HIDDEN),
         "ffn_down.weight": (HIDDEN, INNER),
     }
-    if spec.architecture in ("qwen3", "gemma3"):
+    if spec.architecture in ("qwen3", "qwen3moe", "gemma3"):
         block |= {"attn_q_norm.weight": (spec.head_dim,), "attn_k_norm.weight": (spec.head_dim,)}
     if spec.architecture == "phi3":
         for part in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
             del block[f"{part}.weight"]
         block |= {"attn_qkv.weight": (queries + 2 * keys, HIDDEN), "ffn_up.weight": (2 * INNER, HIDDEN)}
+    if spec.architecture == "qwen3moe":
+        for part, shape in (("gate", (EXPERT, HIDDEN)), ("up", (EXPERT, HIDDEN)), ("down", (HIDDEN, EXPERT))):
+            del block[f"ffn_{part}.weight"]
+            block[f"ffn_{part}_exps.weight"] = (EXPERTS, *shape)
+        block["ffn_gate_inp.weight"] = (EXPERTS, HIDDEN)
     if spec.architecture.startswith("gemma"):
         block |= {"post_attention_norm.weight": (HIDDEN,), "post_ffw_norm.weight": (HIDDEN,)}
     if spec.biases:

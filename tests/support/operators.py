@@ -209,6 +209,80 @@ def check_product(product: Product, path: Path, int8: bool, names: Sequence[str]
             assert_same(product.run(session, 0, rows), expected[:rows], f"{count} threads, {rows} rows")
 
 
+@dataclass
+class Mixture:
+    """A mixture of experts, each of them gate, up and down, with random inputs of :data:`MOST` rows."""
+
+    experts: list[list[Weight]]
+    used: int
+    normed: bool = True
+    norm: Floats | None = None
+    residual: bool = False
+    gating: int = 1
+    epsilon: float = 1e-3
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(0)
+        shape = MOST, self.experts[0][0].shape[0]
+        self.x, self.added = (random.normal(0, 1, shape).astype(np.float32) for _ in range(2))
+        self.logits = random.normal(0, 3, (MOST, len(self.experts))).astype(np.float32)
+        self.logits[:, ::2] = np.rint(self.logits[:, ::2])  # some are equal
+        self.logits[5] = 1
+
+    def write(self, path: Path, **changed: Any) -> Path:
+        packed = [pack(weight) for expert in self.experts for weight in expert]
+        given: list[tuple[str, Array | int]] = [
+            ("x", TensorProto.FLOAT),
+            ("norm", NOTHING if self.norm is None else self.norm),
+            ("logits", TensorProto.FLOAT),
+            ("residual", TensorProto.FLOAT),
+            *((f"w{i}", one.data) for i, one in enumerate(packed)),
+        ]
+        numbers = [number for one in packed for number in one.numbers]
+        own = {"epsilon": self.epsilon, "gating": self.gating, "used": self.used, "normed": int(self.normed)}
+        return one_node(path, "Mixture", given, **{**own, "matrices": numbers, **changed})
+
+    def run(self, session: Any, first: int = 0, last: int = MOST) -> Floats:
+        residual = self.added[first:last] if self.residual else NOTHING
+        return run(session, x=self.x[first:last], logits=self.logits[first:last], residual=residual)
+
+    def specified(self, int8: bool) -> Floats:
+        residual = self.added if self.residual else None
+        return specification.mixture(
+            self.x, self.experts, self.logits, self.used, self.normed, int8, self.norm, self.epsilon, residual, self.gating
+        )
+
+    def in_float64(self) -> NDArray[np.float64]:
+        x, logits = self.x.astype(np.float64), self.logits.astype(np.float64)
+        if self.norm is not None:
+            x = x / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(self.epsilon)) * self.norm
+        shares = np.exp(logits - np.logaddexp.reduce(logits, 1)[:, None])
+        least = np.argsort(-logits, 1, "stable")[:, self.used :]
+        np.put_along_axis(shares, least, 0, 1)
+        if self.normed:
+            shares /= shares.sum(1, keepdims=True)
+        y = np.zeros_like(x)
+        for share, (gate, up, down) in zip(shares.T, self.experts, strict=True):
+            g, u = (x @ part.dequantized().astype(np.float64) for part in (gate, up))
+            inner = g if self.gating == 1 else 2 * np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)
+            y += share[:, None] * ((g / (1 + np.exp(-inner)) * u) @ down.dequantized())
+        return y + self.added if self.residual else y
+
+
+def check_mixture(mixture: Mixture, path: Path, int8: bool, names: Sequence[str]) -> None:
+    """All kernels, numbers of rows and threads give the bits of the specification, which are near those of float64."""
+    mixture.write(path)
+    expected = mixture.specified(int8)
+    levels = int8 and mixture.experts[0][0].values is None
+    exact = mixture.in_float64()
+    assert np.abs(expected - exact).max() < (0.05 if levels else 1e-5) * np.abs(exact).max()
+    for name, threads in [*((name, 1) for name in names), (names[0], 2), (names[0], 3)]:
+        session = operators.make_session(path, threads, int8, name)
+        for rows in (1, 2, 5, 9, 33, MOST):
+            first = (MOST - rows) * 2 // 3
+            assert_same(mixture.run(session, first, first + rows), expected[first : first + rows], f"{name}, {rows} rows")
+
+
 UNWRITTEN = 6e4
 """What no token may read."""
 

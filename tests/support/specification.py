@@ -214,6 +214,42 @@ def product(
     return y if residual is None else y + residual
 
 
+def route(logits: Floats, used: int, normed: bool) -> tuple[NDArray[np.int64], Floats]:
+    """The experts of each row [T, E], ascending, and their weights."""
+    found, logprobs = top_k(logits, used)
+    weights = exponential(logprobs)
+    if normed:
+        total = np.zeros(len(weights), np.float32)
+        for place in range(used):
+            total = total + weights[:, place]
+        weights = weights / total[:, None]
+    order = np.argsort(found, 1)
+    return np.take_along_axis(found, order, 1), np.take_along_axis(weights, order, 1)
+
+
+def mixture(
+    x: Floats,
+    experts: list[list[Weight]],
+    logits: Floats,
+    used: int,
+    normed: bool,
+    int8: bool,
+    norm: Floats | None = None,
+    epsilon: float = 0,
+    residual: Floats | None = None,
+    gating: int = 1,
+) -> Floats:
+    """``experts`` has gate, up and down of each."""
+    found, weights = route(logits, used, normed)
+    y = np.zeros_like(x)
+    for number, (gate, up, down) in enumerate(experts):  # a token's experts in ascending order
+        tokens, places = np.nonzero(found == number)
+        if len(tokens):
+            gated = product(x[tokens], [gate, up], int8, norm, epsilon, gating=gating)
+            y[tokens] = fma(weights[tokens, places, None], product(gated, [down], int8), y[tokens])
+    return y if residual is None else y + residual
+
+
 @dataclass(frozen=True)
 class Heads:
     """What attention must know besides its inputs."""

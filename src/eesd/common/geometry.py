@@ -49,6 +49,36 @@ MOST_LAYERS, LARGEST_SIZE = 4096, 1 << 24
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Layers with a mixture of MLPs, the experts, of which each token uses a few.
+
+    Attributes:
+        count: Experts of a layer.
+        used: How many of them a token uses.
+        size: Their intermediate size.
+        normed: Whether the weights of a token's experts are divided by their sum.
+        dense_layers: Layers that have one MLP of the model's intermediate size instead, ascending; perhaps of more layers than
+            there are.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    count: int
+    used: int
+    size: int
+    normed: bool
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_size("the number of experts", self.count, MOST_LAYERS)
+        _check_size("the number of experts that a token uses", self.used, self.count)
+        _check_size("the size of the experts", self.size, LARGEST_SIZE)
+        if list(self.dense_layers) != sorted({*self.dense_layers} & {*range(MOST_LAYERS)}):
+            raise ValueError("the layers without experts must ascend")
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Everything that the modules of a decoder depend on. The defaults are those of Llama.
 
@@ -67,6 +97,7 @@ class Geometry:
         layer_kinds: Kind of each layer, or of more layers than there are; empty: all are ``full``.
         window: Tokens that a sliding layer sees, its own included.
         local_theta: Base of the frequencies in sliding layers, which are not scaled; 0: they have those of the others.
+        experts: What layers have instead of an MLP of the intermediate size. The blocks of an exit head have such an MLP.
 
     Raises:
         ValueError: A value is out of range, or does not fit the others.
@@ -101,6 +132,7 @@ class Geometry:
     layer_kinds: tuple[str, ...] = ()
     window: int = 0
     local_theta: float = 0.0
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -133,6 +165,8 @@ class Geometry:
             raise ValueError(f"the window is {self.window}, which does not fit the kinds of layers")
         if not (self.norm_before or self.norm_behind):
             raise ValueError("a block has no norm")
+        if self.experts is not None and self.mlp_bias:
+            raise ValueError("experts have no biases")
 
     def check_window(self, nodes: int) -> None:
         """Raise ValueError unless the window is longer than a round of so many drafted nodes, which then is inside of it."""
@@ -146,6 +180,15 @@ class Geometry:
     def head_kinds(self, blocks: int) -> list[str]:
         """Kinds of an exit head's blocks: those of the last layers, from which an untrained head has its weights."""
         return [self.kind(layer) for layer in range(self.num_layers - blocks, self.num_layers)]
+
+    @property
+    def dense(self) -> "Geometry":
+        """That of blocks without experts, as those of an exit head are."""
+        return replace(self, experts=None)
+
+    def of_layer(self, layer: int) -> "Geometry":
+        """That of a layer's block: with experts, or without."""
+        return self.dense if self.experts is None or layer in self.experts.dense_layers else self
 
     @property
     def score_scale(self) -> float:
@@ -168,6 +211,7 @@ class Geometry:
             "another scale of attention": self.attention_scale != 0,
             "capped scores": self.attention_cap != 0,
             "layers of several kinds": bool(self.layer_kinds),
+            "experts": self.experts is not None,
         }
         return tuple(name for name, there in parts.items() if there)
 

@@ -116,7 +116,23 @@ def _without_families(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {"format_version": 9, "geometry": geometry, "exit_head": head}
 
 
-_OLDER = {5: _without_draft_vocab, 6: _without_minimums, 7: _without_deep_layers, 8: _without_families}
+def _without_experts(raw: dict[str, Any]) -> dict[str, Any]:
+    """A manifest of version 9 as one of version 10, whose model can have experts."""
+    geometry, head = raw.get("geometry"), raw.get("exit_head")
+    if isinstance(geometry, dict):
+        geometry = {"experts": None} | geometry
+    if isinstance(head, dict) and isinstance(head.get("eagle"), dict) and isinstance(head["eagle"].get("block"), dict):
+        head = head | {"eagle": head["eagle"] | {"block": {"experts": None} | head["eagle"]["block"]}}
+    return raw | {"format_version": 10, "geometry": geometry, "exit_head": head}
+
+
+_OLDER = {
+    5: _without_draft_vocab,
+    6: _without_minimums,
+    7: _without_deep_layers,
+    8: _without_families,
+    9: _without_experts,
+}
 """What makes a manifest of an older version one of the next."""
 
 

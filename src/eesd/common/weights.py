@@ -3,6 +3,7 @@
 All code that writes, reads, links, splits or counts weights uses these rules. The module needs no torch.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -47,11 +48,11 @@ FACTOR = ".factor"
 """Suffix that turns the name of a quantized weight into the name of the factor of its scales."""
 
 PACKED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attn.kv_proj": ("self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    ".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."),
+    ".kv_proj.": (".k_proj.", ".v_proj."),
+    ".gate_up_proj.": (".gate_proj.", ".up_proj."),
 }
-"""Linear layers that read the same input, and so are one product: name of the packed layer, and its parts in order."""
+"""Linear layers that read the same input, and so are one product: a part of the packed one's name, and of theirs in order."""
 
 _KV_MODULES = ("input_layernorm", "hidden_norm", "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
 """The modules of a block that compute its keys and values."""
@@ -63,6 +64,11 @@ HEAD_TABLES = (f"{EXIT_HEAD}cos", f"{EXIT_HEAD}sin")
 """The rotary tables of an EAGLE-3 head, whose frequencies are its own."""
 DEEP_IN = "deep_in_proj"
 """Name in the exit head of the product that takes a deep state into the draft."""
+
+ROUTER = "mlp.gate.weight"
+"""Name in a block of what chooses its experts."""
+_IN_BLOCK = re.compile(r"(?:layers|blocks)\.[0-9]+\.")
+"""What stands before the name that a weight has in its block."""
 
 Shape = tuple[int, ...]
 
@@ -293,7 +299,7 @@ def stored_weight(
 
 def packed_name(parts: Sequence[str]) -> str:
     """Name of the packed weight or bias of some weights or biases of a block. Raises KeyError for others."""
-    modules = tuple(".".join(part.split(".")[-3:-1]) for part in parts)
+    modules = tuple(f".{part.split('.')[-2]}." for part in parts)
     packed = {names: name for name, names in PACKED.items()}[modules]
     return parts[0].replace(modules[0], packed)
 
@@ -301,17 +307,17 @@ def packed_name(parts: Sequence[str]) -> str:
 def parts_of(name: str) -> tuple[str, ...]:
     """Names of the weights or biases that a packed one consists of; the name itself if it is not packed."""
     for packed, parts in PACKED.items():
-        if f"{packed}." in name:
+        if packed in name:
             return tuple(name.replace(packed, part) for part in parts)
     return (name,)
 
 
 def part_shapes(parts: Sequence[str], geometry: Geometry, exit_config: ExitConfig) -> list[Shape]:
     """Shapes of weights or biases of a block of the model or of a head."""
-    shapes = block_shapes(geometry)
+    shapes = block_shapes(geometry.dense) | block_shapes(geometry)
     if exit_config.eagle and parts[0].startswith(EXIT_HEAD):
         shapes = block_shapes(exit_config.eagle.block, 2)
-    return [shapes[".".join(part.split(".")[-3:])] for part in parts]
+    return [shapes[_IN_BLOCK.split(part)[-1]] for part in parts]
 
 
 def can_be_packed(parts: Sequence[str], shape_of: Callable[[str], Shape], quantization: Quantizations) -> bool:
@@ -330,7 +336,7 @@ def _packed_shapes(shapes: Mapping[str, Shape], quantization: Quantizations) -> 
     """The shapes with packed layers in the place of their parts."""
     left, apart = dict(shapes), set[str]()
     for packed, modules in PACKED.items():
-        for name in [name for name in left if f"{modules[0]}." in name]:
+        for name in [name for name in left if modules[0] in name]:
             whole = name.replace(modules[0], packed)
             names = parts_of(whole)
             if not left.keys() >= set(names) or apart & set(names):
@@ -362,9 +368,20 @@ def block_shapes(geometry: Geometry, inputs: int = 1) -> dict[str, Shape]:
     if geometry.qk_norm or geometry.qk_norm_joint:
         sizes = (widths["q"], widths["k"]) if geometry.qk_norm_joint else (head, head)
         shapes |= {f"self_attn.{part}_norm.weight": (size,) for part, size in zip("qk", sizes, strict=True)}
-    for name, inputs, outputs in (("gate_proj", hidden, inner), ("up_proj", hidden, inner), ("down_proj", inner, hidden)):
-        shapes |= _linear(f"mlp.{name}", inputs, outputs, geometry.mlp_bias)
+    experts = geometry.experts
+    if experts is None:
+        return shapes | _mlp_shapes("mlp", hidden, inner, geometry.mlp_bias)
+    shapes[ROUTER] = (experts.count, hidden)
+    for expert in range(experts.count):
+        shapes |= _mlp_shapes(f"mlp.experts.{expert}", hidden, experts.size, bias=False)
     return shapes
+
+
+def _mlp_shapes(name: str, hidden: int, inner: int, bias: bool) -> dict[str, Shape]:
+    found: dict[str, Shape] = {}
+    for part, inputs, outputs in (("gate_proj", hidden, inner), ("up_proj", hidden, inner), ("down_proj", inner, hidden)):
+        found |= _linear(f"{name}.{part}", inputs, outputs, bias)
+    return found
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, Shape]:
@@ -374,8 +391,10 @@ def _linear(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, Shape
 
 def layer_shapes(geometry: Geometry, layers: Iterable[int]) -> dict[str, Shape]:
     """Name and shape of every weight of some base layers."""
-    block = block_shapes(geometry)
-    return {f"model.layers.{index}.{name}": shape for index in layers for name, shape in block.items()}
+    blocks = {of: block_shapes(of) for of in (geometry, geometry.dense)}
+    return {
+        f"model.layers.{index}.{name}": shape for index in layers for name, shape in blocks[geometry.of_layer(index)].items()
+    }
 
 
 def model_shapes(geometry: Geometry) -> dict[str, Shape]:
@@ -388,7 +407,7 @@ def model_shapes(geometry: Geometry) -> dict[str, Shape]:
 def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, Shape]:
     """Name and shape of every tensor that an exit head has, in a checkpoint and in the graphs."""
     hidden, eagle = geometry.hidden_size, exit_config.eagle
-    block = block_shapes(eagle.block, 2) | {"hidden_norm.weight": (hidden,)} if eagle else block_shapes(geometry)
+    block = block_shapes(eagle.block, 2) | {"hidden_norm.weight": (hidden,)} if eagle else block_shapes(geometry.dense)
     shapes = {f"blocks.{index}.{name}": shape for index in range(exit_config.blocks) for name, shape in block.items()}
     shapes["norm.weight"] = (hidden,)
     if eagle:

@@ -1,0 +1,30 @@
+"""Mixtral: Mistral with a mixture of experts in each layer. Its ``intermediate_size`` is that of an expert."""
+
+from eesd.common.checks import shown
+from eesd.common.geometry import Experts, Geometry
+from eesd.common.json_input import Fields
+from eesd.model.experts import apart, take_experts
+from eesd.model.family import Family, Own, Sizes, Tensors, take_window
+
+
+def _own(fields: Fields, _: Sizes) -> Own:
+    kinds = fields.take("layer_types", None)
+    if kinds is not None:
+        raise ValueError(f"layer_types is {shown(kinds)}, which is not supported for MixtralForCausalLM")
+    size, (count, used) = fields.integer("intermediate_size"), take_experts(fields, 8, 2)
+    fields.taken.add("router_jitter_noise")  # only in training
+    # Nothing of it has this size but the exit head: what a token uses.
+    return Own({"intermediate_size": used * size, "experts": Experts(count, used, size, normed=True)}, take_window(fields))
+
+
+def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+    names = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+    found = {}
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        found[name] = tensor
+    return apart(found, geometry)
+
+
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", positions=131072, kv_heads=8, theta=1e6, eps=1e-5, own=_own, tensors=_tensors)

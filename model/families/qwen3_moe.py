@@ -1,0 +1,55 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in all layers, or in some."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from eesd.common.checks import shown
+from eesd.common.geometry import MOST_LAYERS, Experts
+from eesd.common.json_input import Fields
+from eesd.model.experts import apart, take_experts
+from eesd.model.family import Family, Gguf, Own, Sizes, attention_biases
+
+
+def _own(fields: Fields, sizes: Sizes) -> Own:
+    kinds = fields.take("layer_types", None)
+    if kinds is not None and kinds != ["full_attention"] * sizes.layers:
+        raise ValueError(f"layer_types is {shown(kinds)}, which is not supported for Qwen3MoeForCausalLM")
+    window: int | None = fields.integer("sliding_window", 4096, optional=True)
+    parts = attention_biases(fields) | {"qk_norm": True}
+    (count, used), size = take_experts(fields, 128, 8, least=0), fields.integer("moe_intermediate_size", 768)
+    normed, dense = fields.flag("norm_topk_prob"), _dense_layers(fields, sizes.layers)
+    if count and len(dense) < sizes.layers:
+        parts["experts"] = Experts(count, used, size, normed, dense)
+    return Own(parts, window if fields.flag("use_sliding_window") else None)
+
+
+def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
+    """The layers without experts."""
+    listed, step = fields.take("mlp_only_layers", None), fields.integer("decoder_sparse_step", 1)
+    if listed is not None and not (isinstance(listed, list) and all(type(layer) is int for layer in listed)):
+        raise ValueError(f"mlp_only_layers is {shown(listed)}, and must be a list of layers")
+    if layers > MOST_LAYERS:
+        return ()  # refused with the sizes
+    return tuple(layer for layer in range(layers) if layer in (listed or ()) or (layer + 1) % step)
+
+
+def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+    names["expert_feed_forward_length"] = "moe_intermediate_size"
+    return {name: own.integer(key) for key, name in names.items()} | {"norm_topk_prob": True}  # as llama.cpp does
+
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    positions=32768,
+    kv_heads=4,
+    kv_heads_null=False,
+    own=_own,
+    tensors=apart,
+    gguf=Gguf(
+        "qwen3moe",
+        {"ffn_gate_inp": "mlp.gate"} | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
+        fields=_of_gguf,
+    ),
+)

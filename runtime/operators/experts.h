@@ -1,0 +1,34 @@
+// Which experts a token uses, and the sum of what they give.
+
+// The k largest logits of each row, and in the place of their log-probabilities the weights of these experts.
+static void route(const Routing &job, int64_t first_row, int64_t last_row) {
+  top(job.top, first_row, last_row);
+  const int64_t k = job.top.k;
+  for (int64_t row = first_row; row < last_row; row++) {
+    float *weights = job.top.logprobs + row * k;
+    for (int64_t i = 0; i < k; i += 16) {
+      float lane[16];
+      store(lane, exponential(load_some(weights + i, least(16, k - i))));
+      for (int64_t j = i; j < least(i + 16, k); j++) weights[j] = lane[j - i];
+    }
+    if (!job.normed) continue;
+    float sum = 0;
+    for (int64_t i = 0; i < k; i++) sum += weights[i];
+    for (int64_t i = 0; i < k; i++) weights[i] /= sum;
+  }
+}
+
+// sum = fma(weight, y of the expert, sum), in the order of the experts; then the residual is added.
+static void combine(const Combination &job, int64_t first_row, int64_t last_row) {
+  for (int64_t row = first_row; row < last_row; row++)
+    for (int64_t column = 0; column < job.columns; column += 16) {
+      const int64_t count = least(16, job.columns - column);
+      Floats sum = all(0);
+      for (int64_t i = row * job.used; i < (row + 1) * job.used; i++)
+        sum = fma(all(job.weights[i]), load_some(job.experts + job.rows[i] * job.columns + column, count), sum);
+      if (job.residual) sum = add(sum, load_some(job.residual + row * job.columns + column, count));
+      float lane[16];
+      store(lane, sum);
+      for (int64_t i = 0; i < count; i++) job.y[row * job.columns + column + i] = lane[i];
+    }
+}
