@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 from safetensors.torch import load_file, save_file
 from support import gguf_files
 from support.command import add_tokenizer, assert_refused, export_engine, run, succeed

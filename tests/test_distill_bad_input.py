@@ -183,5 +183,5 @@ def test_what_cannot_be_written_is_refused(change: dict[str, Any], words: str) -
 
 def test_a_compiler_that_would_compile_an_export_is_refused(start: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of torch 2.11: every head that it trained would be made of zeros."""
-    monkeypatch.setattr(teacher.torch.compiler, "is_exporting", lambda: True)
+    monkeypatch.setattr("torch.compiler.is_exporting", lambda: True)
     assert_refused(run(main, *start, "--compile"), "compiler", "export", "--compile")
