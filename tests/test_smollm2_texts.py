@@ -96,7 +96,7 @@ def test_prompts_have_turns_and_no_tests(tmp_path: Path) -> None:
     seed = {"instruction": f"Say {SECRET}?", "instances": [{"input": ""}]}
     write(checkouts / "self-instruct/data/seed_tasks.jsonl", json.dumps(seed) + "\n")
     templates = checkouts / "self-instruct/data/finetuning/t0_train_50k/data_per_template"
-    rows = [{"prompt": f"Which is larger, {number} or 7?", "completion": "That one.<|endoftext|>"} for number in range(500)]
+    rows = [{"prompt": f"Which is larger, {number} or 7?", "completion": "That one.<|endoftext|>"} for number in range(700)]
     write(templates / "quarel_choose.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     for name in ("Codegen/codegen-instruct.json", "Roleplay/roleplay-simple-deduped-roleplay-instruct.json"):
         entry = {"instruction": f"Do {name}", "input": "", "response": "Done."}
@@ -108,7 +108,12 @@ def test_prompts_have_turns_and_no_tests(tmp_path: Path) -> None:
     write(checkouts / "dstc8-schema-guided-dialogue/train/dialogues_001.json", json.dumps([dialogue]))
     write(tmp_path / "test.jsonl", json.dumps({"turns": [SECRET]}) + "\n")
     output = tmp_path / "prompts.jsonl"
-    command = (sys.executable, EXAMPLE / "prompts.py", checkouts, "-o", output, "--without", tmp_path / "test.jsonl")
+    without, held_out = ("--without", tmp_path / "test.jsonl"), tmp_path / "held-out.jsonl"
+    command = (sys.executable, EXAMPLE / "prompts.py", checkouts, "-o", output, "--held-out", held_out, *without)
+    every = subprocess.run([*command, "--every"], capture_output=True, text=True, check=True)
+    assert "'quarel': 444" in every.stdout, "all but those held out"
+    held = {entry["messages"][0]["content"] for entry in lines(held_out)}
+    assert len(held) == 256 and held.isdisjoint(entry["messages"][0]["content"] for entry in lines(output))
     done = subprocess.run(command, capture_output=True, text=True, check=True)
 
     found = lines(output)
