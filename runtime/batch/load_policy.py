@@ -17,11 +17,13 @@ from eesd.runtime.engines.base import Call, Engine, KVCache
 
 MEASURED_SLOTS = 256
 """Slots of the rows with which calls are timed."""
-PROMPTS_SHARE, FEW_ROWS = 0.75, 8
+PROMPTS_SHARE, FEW_ROWS = 0.7, 8
 """Pieces of prompts take at most this share of a round's time, if the round has FEW_ROWS rows or more. Beside n fewer
 rows they take FEW_ROWS / n times as much: n rows leave the processor half idle, and new rows share their calls."""
 LEAST_PART = 0.05
 """Share of a call's time that a piece of a prompt takes at least."""
+LATELY, MOST_STRETCH = 0.1, 3.0
+"""Weight of the last round in what rounds take lately, and the most that one counts, in plain rounds."""
 PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
 """Tokens that pieces of prompts beside rows have at most; or as many as the batch's options say."""
 
@@ -34,6 +36,8 @@ class LoadPolicy:
         self._known: WeakKeyDictionary[Session, Drafting] = WeakKeyDictionary()
         self._prompts = CallCosts()
         """What pieces of prompts add to a round."""
+        self._stretch = 1.0
+        """How much longer a round with its drafts lasts than a plain one, lately."""
         self._count, self._slots = 0, 0.0
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
@@ -69,7 +73,8 @@ class LoadPolicy:
         """How many tokens of a prompt, from ``slot`` on, may share the next round of ``sessions``: at most ``most``, and so few
         that many rows wait less than twice as long."""
         slots = self._verify.work([_root_call(session) for session in sessions]).slots
-        time_left = PROMPTS_SHARE * self._rule.plain_seconds(len(sessions), slots) * max(FEW_ROWS / len(sessions), 1)
+        round_time = self._stretch * self._rule.plain_seconds(len(sessions), slots)
+        time_left = PROMPTS_SHARE * round_time * max(FEW_ROWS / len(sessions), 1)
         fitting = [count for count in (*PIECES, most) if count <= most and self._prompts.seconds(1, count, slot) <= time_left]
         return max(fitting, default=min(PIECES[0], most))
 
@@ -143,6 +148,8 @@ class LoadPolicy:
             self._rule.verify.add(computed, nodes / computed, slots, verifying)
         tokens = sum(len(current.result.tokens) for current in rounds if current.result)
         self._rule.add_round(count, self._slots, tokens, before + verifying)
+        if rounds and (plain := self._rule.plain_seconds(len(rounds), self._slots)):
+            self._stretch += LATELY * (min(max((before + verifying) / plain, 1.0), MOST_STRETCH) - self._stretch)
 
 
 def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nodes: int, slots: int) -> None:
