@@ -145,8 +145,8 @@ def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPa
 def test_prompts_beside_many_rows_take_no_more_time_than_they(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, rows: int, stretch: int
 ) -> None:
-    """Costs are given, and not timed: a plain round 20 ms, one with drafts ``stretch`` times that, a token of a prompt 1 ms, and
-    10 us for each slot before it."""
+    """Costs are given, and not timed: a plain round 20 ms, one with drafts ``stretch`` times that, a token of a prompt 1 ms,
+    and 10 us for each slot before it."""
     scheduler = Scheduler(llm, replace(OPTIONS, max_rows=rows + 1, prefill_tokens=96, prefix_memory=0, levels=0))
     monkeypatch.setattr(scheduler.rule, "plain_seconds", lambda rows, slots: 0.02)
     monkeypatch.setattr(load_policy, "LATELY", 0)
