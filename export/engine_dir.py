@@ -26,7 +26,6 @@ from eesd.common.manifest import (
     MANIFEST_FILE,
     WEIGHTS_FILE,
     FileInfo,
-    LinkInfo,
     Manifest,
 )
 from eesd.common.weights import (
@@ -194,7 +193,8 @@ def export(
         progress(f"tracing the {name} graph", 0, 0)
         graphs[name] = trace(name, checkpoint.geometry, head.config, options, layers, linked_names)
     layout = layout_weights((graph.weights for graph in graphs.values()), linked)
-    announce(_manifest(checkpoint, head.config, options, graphs, {}, {}), layout.size)
+    manifest = _manifest(checkpoint, head.config, options, graphs)
+    announce(manifest, layout.size)
     check_space(existing_parent(output), layout.size + 64_000_000)
     sources = stored_sources(layout.weights, sources, checkpoint.geometry)
     progress("writing the weights", 0, 0)
@@ -204,7 +204,7 @@ def export(
         if head.draft_vocab is not None:
             head.draft_vocab.numpy().astype("<i8").tofile(directory / DRAFT_VOCAB_FILE)
             files[DRAFT_VOCAB_FILE] = _file_info(directory / DRAFT_VOCAB_FILE)
-        manifest = _manifest(checkpoint, head.config, options, graphs, files, links)
+        manifest = replace(manifest, files=files, linked=links)
         (directory / MANIFEST_FILE).write_text(manifest.to_json())
         if check is not None:
             progress("checking parity", 0, 0)
@@ -280,14 +280,8 @@ def _file_info(path: Path) -> FileInfo:
     return FileInfo(path.stat().st_size, sha256_of(path))
 
 
-def _manifest(
-    checkpoint: Checkpoint,
-    exit_config: ExitConfig,
-    options: ExportOptions,
-    graphs: Mapping[str, Graph],
-    files: dict[str, FileInfo],
-    links: dict[str, LinkInfo],
-) -> Manifest:
+def _manifest(checkpoint: Checkpoint, exit_config: ExitConfig, options: ExportOptions, graphs: Mapping[str, Graph]) -> Manifest:
+    """The manifest of a directory, without its files."""
     return Manifest(
         format_version=FORMAT_VERSION,
         model=checkpoint.path.resolve().name,
@@ -302,8 +296,8 @@ def _manifest(
         eos_token_ids=checkpoint.config.eos_token_ids,
         draft=graphs["draft"].info,
         verify=tuple(graph.info for name, graph in graphs.items() if name != "draft"),
-        files=files,
-        linked=links,
+        files={},
+        linked={},
         tools=_tools(),
         plans={},
     )

@@ -105,7 +105,7 @@ def level_of_logging() -> Iterator[None]:
 
 def state_of_torch() -> dict[str, object]:
     """What torch has once for a process or thread."""
-    # If one was replaced when torch first asked, transformers computes rotations from memory that nobody wrote.
+    # torch remembers these functions. If one of them is not torch's own, transformers leaves its rotary frequencies unset.
     remembered = _device_constructors() if _device_constructors.cache_info().currsize else None
     return {
         "default type": torch.get_default_dtype(),
