@@ -10,7 +10,7 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Tests of what runs on the CPU where the operators are not built.
 STANDARD := $(addprefix tests/test_,lossless.py exactness.py batch.py widened.py cli.py)
 
-.PHONY: run run-smollm2 run-pycode operators test pytest test-fast test-slow test-standard triton-venv ray-venv containers-venv lint bench clean
+.PHONY: run run-smollm2 run-pycode operators test pytest test-fast test-slow test-standard triton-venv ray-venv containers-venv clients-venv lint bench clean
 
 # A model that people know, where it can be fetched (93 MB); else the model of the repository.
 run: operators
@@ -49,8 +49,8 @@ test-slow: operators
 test-standard: $(VENV)/installed
 	$(BIN)/python -m pytest $(PARALLEL) --without-operators $(STANDARD)
 
-# What the tests of Triton, Ray and the container files run, beside this project's packages. The tests make it if it is missing.
-triton-venv ray-venv containers-venv: $(VENV)/installed
+# What the tests of Triton, Ray, container files and clients run, beside this project's packages. The tests make it if it is missing.
+triton-venv ray-venv containers-venv clients-venv: $(VENV)/installed
 	$(BIN)/python tests/support/environments.py $(@:-venv=)
 
 lint: $(VENV)/installed

@@ -45,6 +45,8 @@ def test_a_short_soak_is_clean(bundled: Path, tmp_path: Path) -> None:
         str(bundled),
         "--minutes",
         "0.4",
+        "--kv-memory",
+        "40000000",
         "-o",
         str(output),
     ]

@@ -7,17 +7,19 @@ other a third of it. Nothing may be refused, all tokens must be equal, and their
 """
 
 import json
-import random
 import signal
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import click
 
 from eesd.bench.measure.results import describe_machine
+from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.tools.soak import Server, end_with
 from eesd.common import cli
 from eesd.common.errors import EESDError
@@ -31,13 +33,17 @@ LENGTHS = ((20, 200), (60, 100), (200, 400), (900, 300))
 """Tokens of prompts, and new ones."""
 
 
-def bodies_of(count: int, vocab: int, longest: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Requests of all lengths in turn."""
-    chance, found = random.Random(seed), []
+def bodies_of(count: int, texts: Sequence[Sequence[int]], longest: int) -> list[dict[str, Any]]:
+    """Requests of all lengths in turn. Each prompt is the end of some texts, one behind another."""
+    found = []
     for number in range(count):
         prompt, new = (min(length, longest // 2) for length in LENGTHS[number % len(LENGTHS)])
-        tokens = [chance.randrange(3, vocab) for _ in range(prompt)]
-        found.append({"prompt": tokens, "max_tokens": new, "seed": number, "temperature": 0.8})
+        tokens = list[int]()
+        for text in islice(cycle(texts), number % len(texts), None):
+            if len(tokens) >= prompt:
+                break
+            tokens += text
+        found.append({"prompt": tokens[-prompt:], "max_tokens": new, "seed": number, "temperature": 0.8})
     return found
 
 
@@ -70,11 +76,13 @@ def report_of(rates: dict[str, list[float]], wrong: int, pauses: float) -> dict[
 @click.option("--clients", type=click.IntRange(2, 256), default=12, help="Texts at once.")
 @click.option("--texts", type=click.IntRange(4, 10_000), default=48, help="Texts in each round.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, help="Rounds of each server, in turn.")
+@click.option("--task", multiple=True, help="Prompts, as eesd-bench takes them; repeatable.  [default: the bundled ones]")
 @click.option("-o", "--output", type=cli.PATH, required=True, help="JSON file with the report.")
-def main(engine_dir: Path, clients: int, texts: int, rounds: int, output: Path) -> None:
+def main(engine_dir: Path, clients: int, texts: int, rounds: int, task: tuple[str, ...], output: Path) -> None:
     """Compare a server that has a third of the memory that its texts need with one that has enough."""
     llm = load(engine_dir, "ort", speculation=None)
-    bodies = bodies_of(texts, llm.manifest.geometry.vocab_size, llm.manifest.max_seq_len)
+    prompts = [llm.encode(prompt.text) for prompt in load_tasks(task)]
+    bodies = bodies_of(texts, prompts, llm.manifest.max_seq_len)
     slot_bytes = llm.engines.verify.new_kv_caches(1)[0].slot_bytes
     lengths = [len(body["prompt"]) + body["max_tokens"] for body in bodies]
     needed = int(sum(lengths) / len(lengths) * clients * slot_bytes)

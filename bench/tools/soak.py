@@ -244,6 +244,7 @@ def run_load(server: Server, pool: list[Known], count: int, seconds: float) -> d
         "first_token_seconds": _percentiles(tally.first),
         "token_seconds": _percentiles(tally.between),
         "resident_bytes": {"after_warm_up": before, "at_the_end": after, "growth": after / before - 1},
+        "pauses": server.metric("vllm:num_preemptions_total"),
         "left": {name: server.metric(f"vllm:{name}") for name in LEFT},
     }
 
@@ -286,11 +287,13 @@ def end_with(report: dict[str, Any], output: Path, good: bool, words: str) -> No
 @click.option("--minutes", type=click.FloatRange(0.05, 10_000), default=30.0, help="Time at saturation.")
 @click.option("--clients", "count", type=click.IntRange(1, 1000), default=24, help="Clients; more than rows saturate.")
 @click.option("--max-rows", type=click.IntRange(1, 1000), default=8, help="Rows of the server.")
+@click.option("--kv-memory", type=click.IntRange(1), help="Bytes of keys and values.  [default: the server's]")
 @click.option("-o", "--output", type=cli.PATH, required=True, help="JSON file with the report.")
-def main(engine_dir: Path, minutes: float, count: int, max_rows: int, output: Path) -> None:
+def main(engine_dir: Path, minutes: float, count: int, max_rows: int, kv_memory: int | None, output: Path) -> None:
     """Keep a server at saturation, and count what goes wrong."""
     pool = known_requests(load(engine_dir, "ort"), seed=0)
-    server = Server(engine_dir, ["--max-rows", str(max_rows)])
+    memory = ["--kv-memory", str(kv_memory)] if kv_memory else []
+    server = Server(engine_dir, ["--max-rows", str(max_rows), *memory])
     try:
         report: dict[str, Any] = {"load": run_load(server, pool, count, minutes * 60)}
         report["restart"] = kill_and_restart(server, pool, count)

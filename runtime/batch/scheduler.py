@@ -25,7 +25,8 @@ MEASURING_SECONDS = 3.0
 MOST_PREFILLING = 4
 """Prompts that are prefilled in turn, so that a long one does not keep short ones waiting."""
 HEADROOM = 64
-"""Tokens by which each text may grow before one is paused because another began."""
+"""Tokens by which a text is expected to grow that is longer than the last ``KNOWN`` ones became."""
+KNOWN = 64
 
 LOGGER = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class Scheduler:
         self.waiting: deque[Generation] = deque()
         self.rounds = self.pauses = 0
         self.request_seconds = 1.0
+        self._lengths: deque[int] = deque(maxlen=KNOWN)
         self._numbers = count(1)
         self._paused: deque[Row] = deque()
         self._active: list[Row] = []
@@ -183,16 +185,33 @@ class Scheduler:
         """All requests that have a cache."""
         return [*self._prefilling, *self._active]
 
-    def _bytes(self, rows: Sequence[Row], more: int = 0) -> int:
-        """Bytes of keys and values that rows need for their next rounds, and for ``more`` tokens."""
-        slots = sum(len(row.session.tokens) + self._llm.manifest.max_tree_nodes for row in rows)
-        return (slots + more) * self._slot_bytes
+    def _bytes(self, rows: Sequence[Row]) -> int:
+        """Bytes of keys and values that rows need for their next rounds."""
+        return sum(len(row.session.tokens) + self._llm.manifest.max_tree_nodes for row in rows) * self._slot_bytes
 
-    def _has_room(self, tokens: int) -> bool:
-        """Whether there is memory for a text of so many tokens beside the others, with ``HEADROOM`` for each to grow."""
-        rows = self._rows()
-        most = self._llm.manifest.max_tree_nodes + HEADROOM
-        return not rows or self._bytes(rows, tokens + most + HEADROOM * len(rows)) <= self._options.kv_memory
+    def _has_room(self, tokens: int, new: int, left: int) -> bool:
+        """Whether there is memory for a text beside the others until they have ended, if each becomes as long as the last ones
+        that became longer than it is.
+
+        Args:
+            tokens: Of the text and its prompt.
+            new: Of the text.
+            left: Most that may follow.
+        """
+        if not (rows := [row.session for row in self._rows()]):
+            return True
+        texts = [(tokens, self._to_come(new, left))]
+        texts += [(len(row.tokens), self._to_come(row.stats.new_tokens, row.left)) for row in rows]
+        slots, most = 0, 0
+        for number, (size, to_come) in enumerate(sorted(texts, key=lambda text: -text[1]), 1):
+            slots += size + self._llm.manifest.max_tree_nodes
+            most = max(most, slots + number * to_come)  # when this text ends, and all with less to come have ended
+        return most * self._slot_bytes <= self._options.kv_memory
+
+    def _to_come(self, new: int, left: int) -> int:
+        """Tokens that are expected to follow, of at most ``left``."""
+        longer = [length for length in self._lengths if length > new]
+        return min(left, sum(longer) // len(longer) - new if longer else HEADROOM)
 
     def _end_some(self) -> None:
         """End requests that were cancelled or whose time is over."""
@@ -208,14 +227,16 @@ class Scheduler:
         """Let paused requests go on, and others begin, in their order, while there is a row and memory for them."""
         while len(self._rows()) < self._options.max_rows and len(self._prefilling) < MOST_PREFILLING:
             if self._paused:
-                if not self._has_room(len(self._paused[0].session.tokens)):
+                session = self._paused[0].session
+                if not self._has_room(len(session.tokens), session.stats.new_tokens, session.left):
                     return
                 row = self._paused.popleft()
                 row.running.move(self._free.pop())
                 row.running.take_prefix(self.prefixes)
                 self._go_on(row)
                 continue
-            if not self.waiting or not self._has_room(len(self.waiting[0].request.tokens)):
+            request = self.waiting[0].request if self.waiting else None
+            if request is None or not self._has_room(len(request.tokens), 0, request.max_new_tokens):
                 return
             generation = self.waiting.popleft()
             generation.began = time.monotonic()
@@ -326,6 +347,7 @@ class Scheduler:
             return
         if update.finish_reason is not None:
             self.request_seconds += (time.monotonic() - row.running.began - self.request_seconds) / 8
+            self._lengths.append(row.session.stats.new_tokens)
             self._keep_prefix(row)
             self._active.remove(row)
             self._leave(row)

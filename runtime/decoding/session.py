@@ -379,12 +379,16 @@ class Session:
         count = text.rule.count(proposal.values, current.drafter is not None)
         return count if current.drafting.allows(TEXT, sum(proposal.values[:count])) else 0
 
+    @property
+    def left(self) -> int:
+        """Most tokens that may still follow."""
+        return min(self._limits.max_new_tokens - self.stats.new_tokens, self._limits.max_seq_len - len(self.tokens))
+
     def _max_depth(self) -> int:
         """Levels that this round may draft: the bonus token must fit behind them."""
-        new_left = self._limits.max_new_tokens - self.stats.new_tokens
-        slots_left, root = self._limits.max_seq_len - len(self.tokens), len(self.tokens) - 1
+        root = len(self.tokens) - 1
         ends = [last - root for last in self._limits.last_positions if last >= root]
-        return min(new_left - 1, slots_left - 1, self._limits.max_tree_nodes, *ends[:1])
+        return min(self.left - 1, self._limits.max_tree_nodes, *ends[:1])
 
     def _max_nodes(self) -> int:
         """Nodes that this round may verify besides the root."""
@@ -414,9 +418,7 @@ class Session:
         ends = [i for i, token in enumerate(tokens) if token in limits.eos_token_ids]
         if ends:
             tokens, reason = tokens[: ends[0] + 1], "stop"
-        elif (
-            self.stats.new_tokens + len(tokens) >= limits.max_new_tokens or len(self.tokens) + len(tokens) >= limits.max_seq_len
-        ):
+        elif len(tokens) >= self.left:
             reason = "length"
         accepted = path[: len(tokens)]
         rejected = [] if reason else _rejected(path[-1] if path else nodes[0])

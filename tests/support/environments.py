@@ -44,6 +44,29 @@ def make(name: str) -> Path:
         return python
 
 
+def make_npm(name: str) -> Path:
+    """The directory with the packages of npm that ``tests/environments/NAME/package-lock.json`` lists, and no others.
+
+    Raises:
+        Unavailable: They cannot be installed.
+    """
+    lists = ROOT / "tests" / "environments" / name
+    directory = ROOT / "build" / "environments" / f"{name}-npm"
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{directory}.lock"):
+        done, wanted = directory / "node_modules" / ".done", (lists / "package-lock.json").read_text()
+        if done.exists() and done.read_text() == wanted:
+            return directory
+        shutil.copytree(lists, directory, dirs_exist_ok=True)
+        install = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"]
+        result = subprocess.run(install, capture_output=True, text=True, cwd=directory)
+        if result.returncode:
+            reason = result.stderr.strip().splitlines()[-1:] or ["npm failed"]
+            raise Unavailable(f"the packages of {lists.relative_to(ROOT)} cannot be installed: {reason[0]}")
+        done.write_text(wanted)
+        return directory
+
+
 def site_packages(python: Path) -> Path:
     """Where an environment has its packages."""
     return next((python.parents[1] / "lib").glob("python3.*/site-packages"))

@@ -1,0 +1,137 @@
+"""Clients of other people, unchanged: ``python clients.py URL MODEL`` prints a JSON line for each call, with what it gave.
+
+It runs in an environment that has them and nothing of this project.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+BASE, MODEL = sys.argv[1], sys.argv[2]
+KEY = os.environ["OPENAI_API_KEY"] = "none"
+
+import instructor  # noqa: E402
+import litellm  # noqa: E402
+import openai  # noqa: E402
+from langchain_openai import ChatOpenAI, OpenAI  # noqa: E402
+from pydantic import BaseModel, ConfigDict, Field  # noqa: E402
+from pydantic_ai import Agent, NativeOutput  # noqa: E402
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel  # noqa: E402
+from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
+
+COUNT, ROOM = 16, 60
+"""Tokens of a text (litellm asks for 16 at least), and of an object or a call at most."""
+CHAT: Any = [{"role": "user", "content": "import os"}]
+PROMPT = "def f(x):"
+
+
+class City(BaseModel):
+    """What is asked for as JSON."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=4)
+    big: bool
+
+
+SCHEMA = City.model_json_schema()
+TOOL: Any = {"type": "function", "function": {"name": "City", "parameters": SCHEMA}}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "City", "schema": SCHEMA, "strict": True}}
+
+
+def show(client: str, call: str, give: Callable[[], Any]) -> None:
+    """Print what a call gives; an object as a dictionary."""
+    try:
+        found = give()
+        found = {"found": found.model_dump() if isinstance(found, BaseModel) else found}
+    except Exception as error:  # the test says what was expected
+        found = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps({"client": client, "call": call, **found}), flush=True)
+
+
+def joined(stream: Any) -> str:
+    """The text of a streamed chat."""
+    return "".join(part.choices[0].delta.content or "" for part in stream)
+
+
+def ask_openai() -> None:
+    client = openai.OpenAI(base_url=BASE, api_key=KEY)
+    chat: Any = {"model": MODEL, "messages": CHAT, "temperature": 0}
+    create = client.chat.completions.create
+    show("openai", "chat", lambda: create(**chat, max_tokens=COUNT).choices[0].message.content)
+    show("openai", "stream", lambda: joined(create(**chat, max_tokens=COUNT, stream=True)))
+    parse = client.chat.completions.parse
+    show("openai", "object", lambda: parse(**chat, max_tokens=ROOM, response_format=City).choices[0].message.parsed)
+    options: Any = {"model": MODEL, "input": CHAT, "temperature": 0, "max_output_tokens": COUNT}
+    show("openai", "responses", lambda: client.responses.create(**options).output_text)
+
+
+def ask_litellm() -> None:
+    options: Any = {"model": f"openai/{MODEL}", "api_base": BASE, "api_key": KEY, "temperature": 0}
+    chat = options | {"messages": CHAT}
+    complete = litellm.completion
+    show("litellm", "chat", lambda: complete(**chat, max_tokens=COUNT).choices[0].message.content)
+    show("litellm", "stream", lambda: joined(complete(**chat, max_tokens=COUNT, stream=True)))
+
+    def message(**more: Any) -> Any:
+        return complete(**chat, max_tokens=ROOM, **more).choices[0].message
+
+    def called() -> Any:
+        return message(tools=[TOOL], tool_choice="required").tool_calls[0].function.arguments
+
+    show("litellm", "function", lambda: City.model_validate_json(called()))
+    show("litellm", "object", lambda: City.model_validate_json(message(response_format=FORMAT).content))
+    answer: Any = {**options, "input": CHAT, "max_output_tokens": COUNT}
+    show("litellm", "responses", lambda: litellm.responses(**answer).output[0].content[0].text)
+    options |= {"model": f"text-completion-openai/{MODEL}", "prompt": PROMPT, "max_tokens": COUNT}
+    show("litellm", "completion", lambda: litellm.text_completion(**options).choices[0].text)
+
+
+def ask_langchain(responses: bool) -> None:
+    options: Any = {"model": MODEL, "base_url": BASE, "api_key": KEY, "temperature": 0}
+    client = "langchain-openai" + " by responses" * responses
+    brief = ChatOpenAI(use_responses_api=responses, max_tokens=COUNT, **options)
+    long = ChatOpenAI(use_responses_api=responses, max_tokens=ROOM, **options)
+    show(client, "chat", lambda: brief.invoke(CHAT).text)
+    show(client, "stream", lambda: "".join(part.text for part in brief.stream(CHAT)))
+    forced = long.bind_tools([TOOL], tool_choice="required")
+    show(client, "function", lambda: City(**forced.invoke(CHAT).tool_calls[0]["args"]))
+    show(client, "object", lambda: long.with_structured_output(City, method="json_schema").invoke(CHAT))
+    if not responses:
+        show(client, "completion", lambda: OpenAI(max_tokens=COUNT, **options).invoke(PROMPT))
+
+
+def ask_instructor(call: str, mode: instructor.Mode) -> None:
+    options: Any = {"model": MODEL, "messages": CHAT, "response_model": City, "temperature": 0, "max_tokens": ROOM}
+    client = instructor.from_openai(openai.OpenAI(base_url=BASE, api_key=KEY), mode=mode)
+    show("instructor", call, lambda: client.chat.completions.create(**options, max_retries=0))
+
+
+def ask_pydantic_ai(kind: Any, client: str) -> None:
+    model = kind(MODEL, provider=OpenAIProvider(base_url=BASE, api_key=KEY))
+    text, settings = CHAT[0]["content"], {"max_tokens": COUNT, "temperature": 0}
+    brief: Any = Agent(model, model_settings=settings)
+
+    async def stream() -> Any:
+        async with brief.run_stream(text) as result:
+            return await result.get_output()
+
+    def shaped(wanted: Any) -> Any:
+        return Agent(model, output_type=wanted, model_settings=settings | {"max_tokens": ROOM}).run_sync(text).output
+
+    show(client, "chat", lambda: brief.run_sync(text).output)
+    show(client, "stream", lambda: asyncio.run(stream()))
+    show(client, "function", lambda: shaped(City))
+    show(client, "object", lambda: shaped(NativeOutput(City)))
+
+
+ask_openai()
+ask_litellm()
+ask_langchain(responses=False)
+ask_langchain(responses=True)
+ask_instructor("object", instructor.Mode.JSON_SCHEMA)
+ask_instructor("function", instructor.Mode.TOOLS)
+ask_pydantic_ai(OpenAIChatModel, "pydantic-ai")
+ask_pydantic_ai(OpenAIResponsesModel, "pydantic-ai by responses")
