@@ -46,7 +46,7 @@ def test_a_short_soak_is_clean(bundled: Path, tmp_path: Path) -> None:
         "--minutes",
         "0.4",
         "--kv-memory",
-        "40000000",
+        "20000000",
         "-o",
         str(output),
     ]
