@@ -18,7 +18,7 @@ FILES = ("test_gpu.py", "test_device_sampler.py", "test_device_rejection.py")
 
 
 def tests(lease: Lease) -> dict[str, Any]:
-    """Tests for GPUs with torch, and on a GPU those of sampling and rejection on the device. They fail the step if one fails."""
+    """Tests for GPUs with torch, and on a GPU those of choices on the device. They fail the step if one fails."""
     report, choice = lease.output / "tests.xml", ["-k", "not ort and not tensorrt"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *choice]
     files = [str(TESTS / name) for name in (FILES if lease.on_gpu else FILES[:1])]
