@@ -67,7 +67,7 @@ def _facts(head: ExitHead, rows: Rows, training: TrainingOptions, processes: int
     seen = tokens / len(rows) * count * training.steps
     depths = " ".join(f"{value:.3f}" for value in acceptance.by_depth)
     return {
-        "exit head": _described(head.exit_config, sum(value.numel() for value in head.parameters())),
+        "exit head": described(head.exit_config, sum(value.numel() for value in head.parameters())),
         "text": f"{tokens:,} tokens in {len(rows):,} rows",
         "training": f"{training.steps:,} steps of {count} rows, about {seen / 1e6:.1f} M tokens seen; {training.optimizer}, "
         f"rate {training.lr:g}, seed {training.seed}",
@@ -76,7 +76,8 @@ def _facts(head: ExitHead, rows: Rows, training: TrainingOptions, processes: int
     }
 
 
-def _described(config: ExitConfig, weights: int) -> str:
+def described(config: ExitConfig, weights: int) -> str:
+    """A head in words."""
     blocks = {0: "norm", 1: "one block"}.get(config.blocks, f"{config.blocks} blocks")
     deep = f", deep layers {', '.join(map(str, config.deep))}" if config.deep else ""
     lm_head = "its own LM head" if config.own_lm_head else "the model's LM head"
