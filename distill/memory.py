@@ -11,7 +11,7 @@ import torch
 from eesd.common.geometry import Geometry
 from eesd.common.weights import DRAFT_VOCAB, LM_HEAD, exit_head_shapes, model_shapes
 from eesd.distill.device_writer import PREFILL_TOKENS
-from eesd.distill.forecast import Work
+from eesd.distill.forecast import OWN_ROW, Work
 from eesd.distill.options import TrainingOptions
 from eesd.distill.structure import head_config
 from eesd.distill.teacher import chunk_rows, row_bytes
@@ -36,6 +36,11 @@ class Memory:
     writing: int
     reading: int
     training: int
+
+    @property
+    def behind_writing(self) -> int:
+        """The most of the phases behind the first."""
+        return max(self.reading, self.training)
 
 
 def memory(work: Work) -> Memory:
@@ -130,16 +135,16 @@ class Disk:
     checkpoints: int
 
 
-def disk(work: Work, rows: int) -> Disk:
-    """Compute what a run of so many rows writes."""
+def disk(work: Work) -> Disk:
+    """Compute what a run writes. Short texts share a row of targets."""
     training, geometry = work.training, work.geometry
     head = sum(map(prod, exit_head_shapes(geometry, head_config(training)).values()))
     keep_final = training.losses.hidden > 0
     target = row_bytes(training.length, geometry.hidden_size, len(training.layers) + keep_final, training.top_k, True)
     means = 0 if training.cooldown else 1
     return Disk(
-        text=rows * (4 * training.length + 4 + 12) if work.written else 0,
-        targets=rows * target if work.offline else 0,
+        text=int(work.written / OWN_ROW * 4),
+        targets=-(-work.tokens // training.length) * target if work.offline else 0,
         checkpoints=2 * head * (4 + 4 * means + 8) + 4 * head,
     )
 
@@ -151,34 +156,33 @@ def advice(work: Work, usable: float) -> list[str]:
         work: The run.
         usable: Bytes of a GPU that tensors can have.
     """
-    found = memory(work)
-    lines = []
-    if work.written:
-        most = next((rows for rows in ROWS if memory(replace(work, own_batch=rows)).writing <= usable), 0)
-        lines.append(_rows_advice("--own-batch", work.own_batch, most, found.writing <= usable))
-    if found.reading > usable:
-        lines.append("Reading the targets does not fit: reduce --batch (and raise --accumulate), or take a larger GPU.")
 
     def with_batch(rows: int) -> Work:
-        return replace(work, training=replace(work.training, batch=rows))
+        """Steps of as many rows, in passes of others."""
+        training = work.training
+        accumulate = max(1, training.batch * training.accumulate // rows)
+        return replace(work, training=replace(training, batch=rows, accumulate=accumulate))
 
-    most = next((rows for rows in ROWS if max_of(memory(with_batch(rows))) <= usable), 0)
-    lines.append(_rows_advice("--batch", work.training.batch, most, found.training <= usable))
+    found, lines = memory(work), []
+    if work.written:
+        most = next((rows for rows in ROWS if memory(replace(work, own_batch=rows)).writing <= usable), 0)
+        does = f"{most} does" if most else "nor does 1"
+        lines.append(
+            f"--own-batch {work.own_batch} fits; so does up to {most}."
+            if found.writing <= usable
+            else f"--own-batch {work.own_batch} does not fit; {does}."
+        )
+    most = next((rows for rows in ROWS if memory(with_batch(rows)).behind_writing <= usable), 0)
+    training = work.training
+    if found.behind_writing <= usable:
+        lines.append(f"--batch {training.batch} fits; so does up to {most}.")
+    else:
+        does = f"--batch {most} --accumulate {with_batch(most).training.accumulate} does" if most else "nor does 1"
+        lines.append(f"--batch {training.batch} does not fit; {does}.")
     offline = memory(replace(work, offline=True))
-    if found.training > usable >= max(offline.training, offline.reading):
+    if found.training > usable >= offline.behind_writing:
         lines.append(
             "With --offline DIR the targets are computed first, and training takes "
             f"{offline.training / 1e9:.1f} GB without the model beside it."
         )
     return lines
-
-
-def max_of(found: Memory) -> int:
-    """The most that reading and training take."""
-    return max(found.reading, found.training)
-
-
-def _rows_advice(option: str, given: int, most: int, fits: bool) -> str:
-    if fits:
-        return f"{option} {given} fits; so does up to {most}."
-    return f"{option} {given} does not fit; {f'{most} does' if most else 'nor does 1'}."

@@ -45,10 +45,9 @@ def predict(options: dict[str, Any], where: str) -> str:
     if hardware is not None and training.precision != "bf16":
         raise EESDError("GPUs are predicted for products in 16 bits; leave out --precision, or measure a step.")
     written = 0 if data.files else own_tokens(data.own_rows, training.length)
-    rows, tokens = data.own_rows, written
+    tokens = written
     if data.files:
-        read = with_mixed(data, data.files, codec_of(path), geometry.vocab_size, training.length)
-        rows, tokens = len(read), int(read.lengths.sum())
+        tokens = int(with_mixed(data, data.files, codec_of(path), geometry.vocab_size, training.length).lengths.sum())
     dtype = options["dtype"] or ("float32" if hardware is None else "bfloat16")
     offline = options["offline"] is not None
     work = Work(geometry, training, written, tokens, data.own_batch, offline, count, BITS[dtype] // 8)
@@ -60,9 +59,9 @@ def predict(options: dict[str, Any], where: str) -> str:
     ]
     if hardware is None:
         found = forecast(work, Machine.measured(torch.device(CPU), training.precision))
-        return "\n".join([*lines, str(found), _disk(work, rows)])
+        return "\n".join([*lines, str(found), _disk(work)])
     found = forecast(work, Machine.of(hardware))
-    return "\n".join([*lines, *_on_gpus(work, found, count, hardware), _disk(work, rows), found.knowledge])
+    return "\n".join([*lines, *_on_gpus(work, found, count, hardware), _disk(work), found.knowledge])
 
 
 def _hardware(where: str) -> tuple[int, Hardware | None]:
@@ -104,7 +103,7 @@ def _on_gpus(work: Work, found: Forecast, count: int, gpu: Hardware) -> list[str
     ]
 
 
-def _disk(work: Work, rows: int) -> str:
-    taken = disk(work, rows)
+def _disk(work: Work) -> str:
+    taken = disk(work)
     parts = {"own text": taken.text, "targets": taken.targets, "checkpoints": taken.checkpoints}
     return "On the disk: " + ", ".join(f"{part / 1e9:.2f} GB of {what}" for what, part in parts.items() if part) + "."

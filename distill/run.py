@@ -445,7 +445,7 @@ def codec_of(model: Path) -> TextCodec | None:
 
 
 def with_mixed(data: DataOptions, files: Sequence[Path], codec: TextCodec | None, vocab_size: int, length: int) -> Rows:
-    """The rows of these files, and those that are mixed in."""
+    """The rows of these files, and the mixed ones."""
     rows = read_rows(files, codec, vocab_size, length)
     return add_mixed_rows(rows, read_rows(data.mixed, codec, vocab_size, length)) if data.mixed else rows
 

@@ -64,8 +64,7 @@ def block_weights(geometry: Geometry) -> int:
 
 
 def model_weights(geometry: Geometry, every_expert: bool = True) -> int:
-    """Weights in the matrices of the model that a token meets, the LM head's included; of experts those that it uses, or every
-    one."""
+    """Weights in the matrices of the model that a token meets, the LM head's included; of experts the used ones, or all."""
     experts, layers = geometry.experts, layer_shapes(geometry, range(geometry.num_layers))
     part = 1.0 if experts is None or every_expert else experts.used / experts.count
     matrices = {name: prod(shape) for name, shape in layers.items() if len(shape) == 2}

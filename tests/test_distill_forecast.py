@@ -87,17 +87,39 @@ def test_the_rate_is_that_of_this_machine() -> None:
     assert forecast_module._copy_rate(torch.device("cpu")) > 1e8
 
 
+PAGE = Path(__file__).parent.parent / "docs/distill.md"
+CONFIGS = {
+    "Llama-3.2-1B": "1B",
+    "Llama-3.2-3B": "3B",
+    "Llama-3.1-8B": "8B",
+    "Qwen3-8B": "Qwen3-8B",
+}
+"""Models of the page, and the shapes of the tests."""
+RECIPE = ("--own-rows", 65536, "--length", 512, "--batch", 16, "--steps", 8000)
+
+
 def asked(directory: Path, where: str, *options: object) -> str:
     return succeed(main, "--model", directory, "--predict", where, *options).stdout
 
 
+def config_of(directory: Path, shape: str) -> Path:
+    """A directory with nothing but ``config.json``."""
+    one, kind = SHAPES[shape], "qwen3" if shape.startswith("Qwen3") else "llama"
+    sizes = {"vocab_size": one.vocab_size, "hidden_size": one.hidden_size, "intermediate_size": one.intermediate_size}
+    sizes |= {"num_hidden_layers": one.num_layers, "num_attention_heads": one.num_heads, "head_dim": one.head_dim}
+    fields = {
+        "model_type": kind,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": one.num_kv_heads,
+        "max_position_embeddings": 32768,
+    }
+    (directory / "config.json").write_text(json.dumps(sizes | fields | {"tie_word_embeddings": one.tied_embeddings}))
+    return directory
+
+
 @pytest.fixture
 def only_config(tmp_path: Path) -> Path:
-    """A directory of Llama 3.1 8B with nothing but ``config.json``."""
-    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "rms_norm_eps": 1e-5} | sizes))
-    return tmp_path
+    return config_of(tmp_path, "8B")
 
 
 def test_a_gpu_is_predicted_without_weights(only_config: Path, own_rows: Path) -> None:
@@ -109,7 +131,9 @@ def test_a_gpu_is_predicted_without_weights(only_config: Path, own_rows: Path) -
     assert f"--own-batch {most} fits" in asked(only_config, "h100", "--own-batch", most)
     assert f"--own-batch {2 * most} does not fit; {most} does." in asked(only_config, "h100", "--own-batch", 2 * most)
     small = asked(only_config, "l4", "--batch", 32)
-    assert "--batch 32 does not fit; 8 does." in small and "With --offline DIR" in small
+    assert "--batch 32 does not fit; nor does 1." in small and "With --offline DIR" in small
+    assert "--batch 128 does not fit; --batch 32 --accumulate 4 does." in asked(only_config, "rtx5090", "--batch", 128)
+    assert "--batch 32 fits" in asked(only_config, "rtx5090", "--batch", 32, "--accumulate", 4)
     offline = asked(only_config, "l4", "--batch", 32, "--offline", only_config / "cache")
     assert "--batch 32 fits" in offline and "GB of targets" in offline and not (only_config / "cache").exists()
     assert "nor does 1" in asked(only_config, "l4", "--dtype", "float32")
@@ -130,3 +154,19 @@ def test_predictions_are_refused_by_name(learner: Path, own_rows: Path) -> None:
     assert_refused(run(main, "--model", learner, *float32), "16 bits")
     assert_refused(run(main, "--model", learner, "--predict", "l4", "--search-exit-layer", 1), "--search-exit-layer")
     assert_refused(run(main, "--model", learner, "--data", own_rows), "-o DIR")
+
+
+def test_the_page_shows_what_is_predicted(tmp_path: Path) -> None:
+    """Each recipe's time and memory; each fits."""
+    _, _, after = PAGE.read_text("utf-8").partition("| model | `--predict` | and | together | memory, GB |\n")
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in after.split("\n\n")[0].splitlines()[1:]]
+    assert {row[0] for row in rows} == set(CONFIGS) and len(rows) == 10
+    for model, where, options, time, size in rows:
+        said = asked(config_of(tmp_path, CONFIGS[model]), where, *RECIPE, *options.split())
+        cells = [[cell.strip() for cell in line.split("|")] for line in said.splitlines() if line.startswith("| ")]
+        most = max(float(row[4].split()[0]) for row in cells if row[4].endswith(" GB"))
+        assert (next(row[3] for row in cells if row[1] == "together"), f"{most:.1f}") == (time, size), (model, where)
+        assert "does not fit" not in said
+    shown = asked(config_of(tmp_path, "8B"), "h100", *RECIPE)
+    example = [line[4:] for line in PAGE.read_text("utf-8").splitlines() if line.startswith(("    | ", "    --"))]
+    assert len(example) == 6 and all(line in shown for line in example)

@@ -84,7 +84,7 @@ class Meter(TorchDispatchMode):
         self.now -= self._sizes.pop(address)
 
     def most(self, work: Callable[[], object]) -> int:
-        """The most bytes during some work, beside those that are there before it."""
+        """The most bytes during some work, without what is there before it."""
         before = self.peak = self.now
         work()
         return self.peak - before
