@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from eesd.common.geometry import ExitConfig
-from eesd.common.markdown import table
+from eesd.common.markdown import table_text
 from eesd.distill.acceptance import Acceptance
 from eesd.distill.data import Rows
 from eesd.distill.options import TrainingOptions
@@ -41,7 +41,7 @@ def write_card(
         kinds: The same by kind of prompt; empty if there is one kind.
     """
     with saved_whole(directory / CARD_FILE) as temporary:
-        facts = "\n".join(table(("", ""), _facts(head, rows, training, processes, acceptance).items())[:-1])
+        facts = table_text(("", ""), _facts(head, rows, training, processes, acceptance).items())
         parts = [
             _metadata(model, licence),
             f"# Exit head of {Path(model).name if Path(model).exists() else model}",
@@ -87,7 +87,7 @@ def described(config: ExitConfig, weights: int) -> str:
 
 def _kinds(kinds: Mapping[str, Acceptance]) -> str:
     rows = [(kind, f"{one.by_depth[0]:.3f}", f"{one.tokens_per_round:.2f}") for kind, one in kinds.items()]
-    return "\n".join(table(("held-out text", "first token right", "tokens per round"), rows)[:-1])
+    return table_text(("held-out text", "first token right", "tokens per round"), rows)
 
 
 def _use(model: str) -> str:
