@@ -96,7 +96,7 @@ def _joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
     weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     joint = torch.cat(weights)
-    for layer, rows in zip(layers, joint.split([len(weight) for weight in weights]), strict=True):
+    for layer, rows in zip(layers, torch.split(joint, [len(weight) for weight in weights]), strict=True):
         layer.weight = nn.Parameter(rows, requires_grad=False)  # a second copy would take half the model's memory again
     return joint, torch.cat(biases) if biases else None
 

@@ -75,7 +75,7 @@ def test_what_is_counted_is_what_the_trainer_holds(tmp_path: Path, monkeypatch: 
     training = training_of(geometry, batch=8, length=128, cooldown=0.0, steps=2, draft_vocab=1024, own_lm_head=True)
     decoder = decoder_of(geometry)
     teacher = Teacher(decoder, training.layers, training.top_k, training.precision)
-    rows, validation = some_rows(training), ValidationSet(*map(torch.tensor, ([[1]], [1], [1])), {})
+    rows, validation = some_rows(training), ValidationSet(torch.tensor([[1]]), torch.tensor([1]), torch.tensor([1]), {})
 
     def trained() -> Sequence[Any]:
         head = ExitHead(geometry, head_config(training))

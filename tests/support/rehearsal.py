@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from eesd.common.geometry import Geometry
 from eesd.distill import device_writer, teacher, trainer
+from eesd.distill.ages import random_roots
 from eesd.distill.continuing import Writing
 from eesd.distill.data import Rows
 from eesd.distill.losses import Student
@@ -46,7 +48,7 @@ SHAPES = {
 """Models by their sizes; Llama's, if their names say no other."""
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all tensors that operators have made and that still exist.
 
     Attributes:
@@ -55,7 +57,7 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
 
@@ -111,7 +113,9 @@ class _FusedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        return _Fused.apply(*args) if torch.is_grad_enabled() else torch.empty_like(args[0])
+        if not torch.is_grad_enabled():
+            return torch.empty_like(args[0])
+        return _Fused.apply(*args)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -125,7 +129,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole passes and the chunks of a GPU, on the CPU."""
     whole = teacher.full_sequence_inputs
     for module in (teacher, trainer):
-        monkeypatch.setattr(module, "full_sequence_inputs", lambda *arguments: whole(*arguments, whole=True))
+        monkeypatch.setattr(module, "full_sequence_inputs", partial(whole, whole=True))
     monkeypatch.setattr(teacher, "LOGITS_PER_CHUNK", teacher.LOGITS_PER_CHUNK * teacher.DEVICE_CHUNKS)
     monkeypatch.setattr(teacher, "DEVICE_CHUNKS", 1)
 
@@ -147,7 +151,8 @@ def some_rows(training: TrainingOptions) -> Rows:
 
 def writing_bytes(decoder: Decoder, rows: int, length: int) -> int:
     """Of the writer for GPUs: what its rows have, a step in a graph's own memory, and a step or a prefill beside it."""
-    with Meter() as meter, torch.inference_mode():
+    meter = Meter()
+    with meter, torch.inference_mode():
         writer = device_writer.DeviceWriter(decoder)
         before = meter.now
         writing = Writing([[1]], [length + 1], [0.7], np.random.default_rng, (2,))
@@ -163,7 +168,8 @@ def writing_bytes(decoder: Decoder, rows: int, length: int) -> int:
 def reading_bytes(decoder: Decoder, training: TrainingOptions) -> int:
     """Of a pass of the teacher."""
     reader = teacher.Teacher(decoder, training.layers, training.top_k, training.precision)
-    with Meter() as meter:
+    meter = Meter()
+    with meter:
         return meter.most(lambda: reader(torch.zeros(training.batch, training.length, dtype=torch.int64)))
 
 
@@ -172,20 +178,21 @@ def training_bytes(decoder: Decoder, training: TrainingOptions, steps: int = 2) 
     geometry, rows = decoder.geometry, some_rows(training)
     reader = teacher.Teacher(decoder, training.layers, training.top_k, training.precision)
     source = teacher.OnlineTargets(rows, reader, torch.device("cpu"))
-    with Meter() as meter:
+    meter = Meter()
+    with meter:
         head = ExitHead(geometry, head_config(training))
         lm_head = torch.zeros(0 if training.own_lm_head else geometry.vocab_size, geometry.hidden_size)
         columns = head.rows_of(lm_head) if head.lm_head is None else lm_head
         student, optimizers = Student(head, training.losses, training.precision), trainer.make_optimizers(head, training)
         means = [] if training.cooldown else [value.detach().clone() for value in student.parameters()]
-        inputs, caches = trainer.full_sequence_inputs(
+        inputs, caches = teacher.full_sequence_inputs(
             geometry, training.batch, training.length, len(head.blocks), torch.bfloat16, torch.device("cpu")
         )
 
         def step() -> None:  # as Trainer._train_step, which asks for numbers that tensors without content lack
             for _ in range(training.accumulate):
                 batch = source.batch(np.arange(training.batch), training.layers)
-                roots = trainer.random_roots(training.batch, training.length, 0, 0) if training.deep else None
+                roots = random_roots(training.batch, training.length, 0, 0) if training.deep else None
                 student(batch, roots, columns, inputs, caches)[0].backward()
             del batch
             torch.nn.utils.clip_grad_norm_(student.parameters(), training.clip)
@@ -204,7 +211,8 @@ def training_bytes(decoder: Decoder, training: TrainingOptions, steps: int = 2) 
 
 def trainers_bytes(run_trainer: Callable[[], Sequence[Any]]) -> int:
     """The same of the trainer itself, which ``run_trainer`` makes and runs; what it returns is kept until then."""
-    with Meter() as meter:
+    meter = Meter()
+    with meter:
         kept = run_trainer()
         del kept
         return meter.peak
