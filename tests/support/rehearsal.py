@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from eesd.common.geometry import Geometry
-from eesd.distill import device_writer, teacher, trainer
+from eesd.distill import device_writer, losses, teacher, trainer
 from eesd.distill.ages import random_roots
 from eesd.distill.continuing import Writing
 from eesd.distill.data import Rows
@@ -121,8 +121,12 @@ class _FusedAttention(TorchFunctionMode):
 @contextmanager
 def without_content() -> Iterator[None]:
     """Tensors have shapes and no content; attention is that of a GPU."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _FusedAttention():
-        yield
+    try:
+        losses._loss_weights.cache_clear()  # what it keeps would have no content later
+        with FakeTensorMode(allow_non_fake_inputs=True), _FusedAttention():
+            yield
+    finally:
+        losses._loss_weights.cache_clear()
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
