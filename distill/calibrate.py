@@ -288,4 +288,4 @@ def table(result: CalibrationResult) -> str:
         for kind, qualities in (("default", result.default), ("fitted", result.fitted))
     ]
     title = f"Calibration on {result.texts} validation texts, cross-validated in {FOLDS} folds:"
-    return "\n".join([title, "", *markdown.table(columns, rows)[:-1]])
+    return f"{title}\n\n{markdown.table_text(columns, rows)}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from eesd.common.geometry import ExitConfig
-from eesd.common.markdown import table
+from eesd.common.markdown import table_text
 from eesd.distill.acceptance import Acceptance
 from eesd.distill.data import Rows
 from eesd.distill.options import TrainingOptions
@@ -41,7 +41,7 @@ def write_card(
         kinds: The same by kind of prompt; empty if there is one kind.
     """
     with saved_whole(directory / CARD_FILE) as temporary:
-        facts = "\n".join(table(("", ""), _facts(head, rows, training, processes, acceptance).items())[:-1])
+        facts = table_text(("", ""), _facts(head, rows, training, processes, acceptance).items())
         parts = [
             _metadata(model, licence),
             f"# Exit head of {Path(model).name if Path(model).exists() else model}",
@@ -67,7 +67,7 @@ def _facts(head: ExitHead, rows: Rows, training: TrainingOptions, processes: int
     seen = tokens / len(rows) * count * training.steps
     depths = " ".join(f"{value:.3f}" for value in acceptance.by_depth)
     return {
-        "exit head": _described(head.exit_config, sum(value.numel() for value in head.parameters())),
+        "exit head": described(head.exit_config, sum(value.numel() for value in head.parameters())),
         "text": f"{tokens:,} tokens in {len(rows):,} rows",
         "training": f"{training.steps:,} steps of {count} rows, about {seen / 1e6:.1f} M tokens seen; {training.optimizer}, "
         f"rate {training.lr:g}, seed {training.seed}",
@@ -76,7 +76,8 @@ def _facts(head: ExitHead, rows: Rows, training: TrainingOptions, processes: int
     }
 
 
-def _described(config: ExitConfig, weights: int) -> str:
+def described(config: ExitConfig, weights: int) -> str:
+    """A head in words."""
     blocks = {0: "norm", 1: "one block"}.get(config.blocks, f"{config.blocks} blocks")
     deep = f", deep layers {', '.join(map(str, config.deep))}" if config.deep else ""
     lm_head = "its own LM head" if config.own_lm_head else "the model's LM head"
@@ -86,7 +87,7 @@ def _described(config: ExitConfig, weights: int) -> str:
 
 def _kinds(kinds: Mapping[str, Acceptance]) -> str:
     rows = [(kind, f"{one.by_depth[0]:.3f}", f"{one.tokens_per_round:.2f}") for kind, one in kinds.items()]
-    return "\n".join(table(("held-out text", "first token right", "tokens per round"), rows)[:-1])
+    return table_text(("held-out text", "first token right", "tokens per round"), rows)
 
 
 def _use(model: str) -> str:

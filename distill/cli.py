@@ -30,7 +30,9 @@ INTERVAL = click.IntRange(1, 10**9)
     type=click.IntRange(1, 10_000),
     help="Number of model layers before the exit head (N).  [default: 4, or fewer]",
 )
-@click.option("-o", "--output", type=cli.PATH, required=True, help="Directory for the head, checkpoints and metrics.")
+@click.option(
+    "-o", "--output", type=cli.PATH, help="Directory for the head, checkpoints and metrics. Only --predict needs none."
+)
 @click.option(
     "--blocks",
     type=click.IntRange(0, 1000),
@@ -138,6 +140,12 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option("--eval-every", type=INTERVAL, default=500, help="Steps between validations.")
 @click.option("--save-every", type=INTERVAL, default=500, help="Steps between checkpoints.")
 @click.option("--compile/--eager", "compiled", default=False, help="Use torch.compile, or not.")
+@click.option(
+    "--predict",
+    type=cli.NAME,
+    help="Train nothing; say what time, memory and disk it would take on a GPU (h100, 4xh100, h200, b200, rtx5090, l4) or this "
+    "cpu. Of the model only config.json is needed.",
+)
 @click.option("--license", "licence", type=cli.NAME, help="Licence of the head, for its model card, e.g. apache-2.0.")
 @click.option("--seed", type=cli.SEED, default=0, help="Seed of data order, prompt selection and generation.")
 def main(**options: Any) -> None:
@@ -148,6 +156,7 @@ def main(**options: Any) -> None:
     try:
         import accelerate  # noqa: F401
 
+        from eesd.distill.predict import predict
         from eesd.distill.run import make_run
     except ImportError as error:
         raise EESDError(f"Distillation needs {error.name}; install it with: pip install 'eesd[distill]'.") from None
@@ -159,6 +168,14 @@ def main(**options: Any) -> None:
     options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float, 0, 100)
     if layers and options["exit_layer"] is None:
         options["exit_layer"] = layers[0]
+    where = options.pop("predict")
+    if where is not None:
+        if layers:
+            raise EESDError("--predict is about one head; leave out --search-exit-layer.")
+        click.echo(predict(options, where))
+        return
+    if options["output"] is None:
+        raise EESDError("Give a directory for the head, checkpoints and metrics: -o DIR.")
     try:
         run = make_run(options, progress_bar)
         _run(run, layers, blocks, node)

@@ -38,13 +38,11 @@ class DeviceWriter:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._layers: list[_Layer] | None = None
+        self._layers = [_Layer.of(block) for block in decoder.model.layers if isinstance(block, Block)]
 
     @torch.inference_mode()
     def texts(self, writing: Writing) -> Iterator[tuple[int, list[int]]]:
         """See :class:`~eesd.distill.continuing.Writer`."""
-        if self._layers is None:
-            self._layers = [_Layer.of(block) for block in self._decoder.model.layers if isinstance(block, Block)]
         waiting = writing.waiting()
         if not waiting:
             return
@@ -61,7 +59,7 @@ class DeviceWriter:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A block's weights; those with the same input are one matrix."""
+    """A block's weights; those with the same input are one matrix, whose rows the block then has as its own."""
 
     before: RMSNorm
     qkv: tuple[Tensor, Tensor | None]
@@ -97,7 +95,10 @@ class _Layer:
 def _joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
     weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    return torch.cat(weights), torch.cat(biases) if biases else None
+    joint = torch.cat(weights)
+    for layer, rows in zip(layers, torch.split(joint, [len(weight) for weight in weights]), strict=True):
+        layer.weight = nn.Parameter(rows, requires_grad=False)  # a second copy would take half the model's memory again
+    return joint, torch.cat(biases) if biases else None
 
 
 def _normed(norm: RMSNorm, x: Tensor) -> Tensor:

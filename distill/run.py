@@ -41,15 +41,16 @@ from eesd.distill.data import (
 from eesd.distill.device_writer import DeviceWriter, can_write
 from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
-from eesd.distill.forecast import Forecast, forecast, product_rate
+from eesd.distill.forecast import Forecast, Machine, Work, forecast, own_tokens
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions, digest
 from eesd.distill.self_prompt import SelfPromptOptions, around_turns, self_prompts
 from eesd.distill.stored import saving
-from eesd.distill.structure import structure
+from eesd.distill.structure import head_config, structure
 from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall, check_compiler
 from eesd.distill.trainer import Report, Trainer
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.config import ModelConfig
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead, check_exit
 from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, read_exit_config, save, save_config
@@ -62,8 +63,6 @@ SLOWLY = (
     "torch writes the model's own text, several times slower than this project's operators: they are not built (install a C++ "
     "compiler, and then eesd again), or this processor has neither AVX2 nor AVX-512."
 )
-OWN_ROW = 0.5
-"""Part of a row that the model's own text fills: many texts end early."""
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Opens a progress bar with a label and a total; gives a function that advances it."""
 
@@ -110,12 +109,7 @@ class Run:
     @cached_property
     def codec(self) -> TextCodec | None:
         """The model's tokenizer, if it has one."""
-        files = resolved_tokenizer(self.checkpoint.path)
-        with tempfile.TemporaryDirectory() as directory:
-            for name, content in files.items():
-                with saving(Path(directory) / name):
-                    (Path(directory) / name).write_bytes(content)
-            return TextCodec(Path(directory)) if files else None
+        return codec_of(self.checkpoint.path)
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -124,7 +118,10 @@ class Run:
 
     @cached_property
     def lm_head(self) -> Tensor:
-        """Weight of the base model's LM head [V, hidden], float32, on this process's device."""
+        """Weight of the base model's LM head [V, hidden], float32, on this process's device; without rows if the head has its
+        own, because none is read then."""
+        if self.training.own_lm_head:
+            return torch.zeros(0, self.checkpoint.geometry.hidden_size, device=self.accelerator.device)
         return self.checkpoint.lm_head().float().to(self.accelerator.device)
 
     @cached_property
@@ -135,10 +132,7 @@ class Run:
         chooses = self.init_head is None and self.training.draft_vocab
         if not (self.training.steps or chooses) and self.data.validation:
             return split_documents((), length)
-        rows = read_rows(self.data.files or self._generate_rows(), self.codec, vocab_size, length)
-        if not self.data.mixed:
-            return rows
-        return add_mixed_rows(rows, read_rows(self.data.mixed, self.codec, vocab_size, length))
+        return with_mixed(self.data, self.data.files or self._generate_rows(), self.codec, vocab_size, length)
 
     def _generate_rows(self) -> list[Path]:
         """Generate the missing shards of own text; returns all shards."""
@@ -281,6 +275,7 @@ class Run:
                 teacher, device = self._teacher(cache.layers, keep_final, training.length), self.accelerator.device
                 cache.fill(teacher, device, geometry.hidden_size, training.batch, advance, process, processes)
         self.accelerator.wait_for_everyone()
+        vars(self).pop("decoder", None)  # training needs no model beside it, and has its memory
         return cache
 
     def _teacher(self, layers: Sequence[int], keep_final: bool, slots: int) -> TeacherCall:
@@ -337,23 +332,16 @@ class Run:
 
     def head_config(self, training: TrainingOptions) -> ExitConfig:
         """What these options say about the head."""
-        return ExitConfig(
-            training.exit_layer,
-            training.blocks,
-            training.own_lm_head,
-            self.checkpoint.fingerprint(),
-            trained=True,
-            draft_vocab=training.draft_vocab,
-            deep=training.deep,
-        )
+        return head_config(training, self.checkpoint.fingerprint())
 
     def forecast(self) -> Forecast:
         """What :meth:`train` takes if nothing of it is done yet."""
         data, training, accelerator = self.data, self.training, self.accelerator
-        written = 0 if data.files else int(data.own_rows * training.length * OWN_ROW)
-        tokens = written or int(self.rows.lengths.sum())
-        rate, processes = product_rate(accelerator.device, training.precision), accelerator.num_processes
-        return forecast(self.checkpoint.geometry, training, written, tokens, self.offline is not None, processes, rate)
+        written = 0 if data.files else own_tokens(data.own_rows, training.length)
+        tokens, processes = written or int(self.rows.lengths.sum()), accelerator.num_processes
+        offline, element = self.offline is not None, self.dtype.itemsize
+        work = Work(self.checkpoint.geometry, training, written, tokens, data.own_batch, offline, processes, element)
+        return forecast(work, Machine.measured(accelerator.device, training.precision))
 
     def trainer(
         self,
@@ -446,6 +434,22 @@ class Run:
         return acceptance, result
 
 
+def codec_of(model: Path) -> TextCodec | None:
+    """The tokenizer of a model, if it has one."""
+    files = resolved_tokenizer(model)
+    with tempfile.TemporaryDirectory() as directory:
+        for name, content in files.items():
+            with saving(Path(directory) / name):
+                (Path(directory) / name).write_bytes(content)
+        return TextCodec(Path(directory)) if files else None
+
+
+def with_mixed(data: DataOptions, files: Sequence[Path], codec: TextCodec | None, vocab_size: int, length: int) -> Rows:
+    """The rows of these files, and the mixed ones."""
+    rows = read_rows(files, codec, vocab_size, length)
+    return add_mixed_rows(rows, read_rows(data.mixed, codec, vocab_size, length)) if data.mixed else rows
+
+
 def make_accelerator() -> Accelerator:
     """The accelerator of this process, alone or started by torchrun or ``accelerate launch``."""
     cpu = not torch.accelerator.is_available()  # without this, accelerate does not distribute over CPU processes
@@ -458,15 +462,13 @@ def make_accelerator() -> Accelerator:
     return accelerator
 
 
-def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
-    """Check the command's options. Reads only the headers of the checkpoint.
+def checked(options: dict[str, Any], config: ModelConfig, given: ExitConfig | None) -> tuple[TrainingOptions, DataOptions]:
+    """Check what the command's options say about training and data.
 
     Args:
         options: The options of ``eesd-distill``, by parameter name.
-        progress: Opens progress bars.
-
-    Returns:
-        The run.
+        config: Configuration of the model.
+        given: Of the head that the run starts from; None: it starts from the model's last layers.
 
     Raises:
         EESDError: An option is wrong, or a file is missing.
@@ -481,20 +483,14 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         unroll=options["unroll"],
         unroll_decay=options["unroll_decay"],
     )
-    checkpoint = Checkpoint(find_model(options["model"]))
-    given = None
-    if options["init_head"] is not None:
-        options = options | {"init_head": find_head(options["init_head"])}
-        given = read_exit_config(options["init_head"], checkpoint.fingerprint())
-    options = options | structure(options, checkpoint.geometry, given)
+    options = options | structure(options, config.geometry, given)
     same_names = {field.name for field in fields(TrainingOptions)} - {"losses"}
     training = TrainingOptions(**{name: options[name] for name in same_names}, losses=losses)
-    output: Path = options["output"]
     renamed = {
         "files": options["data"],
         "prompts": options["self_generate"],
         "mixed": options["mix"],
-        "own_text": options["own_text"] or output / "own-text",
+        "own_text": options["own_text"] or (options["output"] or Path()) / "own-text",
     }
     same_names = {field.name for field in fields(DataOptions)} - renamed.keys()
     given_data = bool(options["data"]), bool(options["self_generate"] or options["self_prompt"])
@@ -516,12 +512,33 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
     for path in (*data.files, *data.prompts, *data.mixed, *data.validation):
         if not path.is_file():
             raise EESDError(f"{path} is not a file; give files of text, JSON lines or token arrays.")
-    if training.draft_vocab >= checkpoint.geometry.vocab_size:
+    if training.draft_vocab >= config.geometry.vocab_size:
         training = replace(training, draft_vocab=0)
-    if training.length > checkpoint.config.max_positions:
-        raise EESDError(
-            f"--length {training.length} exceeds the model's {checkpoint.config.max_positions} positions; give a lower one."
-        )
+    if training.length > config.max_positions:
+        raise EESDError(f"--length {training.length} exceeds the model's {config.max_positions} positions; give a lower one.")
+    return training, data
+
+
+def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
+    """Check the command's options. Reads only the headers of the checkpoint.
+
+    Args:
+        options: The options of ``eesd-distill``, by parameter name.
+        progress: Opens progress bars.
+
+    Returns:
+        The run.
+
+    Raises:
+        EESDError: An option is wrong, or a file is missing.
+    """
+    checkpoint = Checkpoint(find_model(options["model"]))
+    given = None
+    if options["init_head"] is not None:
+        options = options | {"init_head": find_head(options["init_head"])}
+        given = read_exit_config(options["init_head"], checkpoint.fingerprint())
+    training, data = checked(options, checkpoint.config, given)
+    output: Path = options["output"]
     if options["compiled"]:
         check_compiler()
     accelerator = make_accelerator()

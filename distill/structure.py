@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from eesd.common.geometry import ExitConfig, Geometry
-from eesd.common.weights import block_shapes
+from eesd.common.weights import block_shapes, layer_shapes
 from eesd.distill.options import TrainingOptions
 
 EXIT_LAYER = 4
@@ -39,6 +39,19 @@ def structure(options: Mapping[str, Any], geometry: Geometry, given: ExitConfig 
     return usual
 
 
+def head_config(training: TrainingOptions, base: str = "") -> ExitConfig:
+    """What these options say about a head, of the model with the fingerprint ``base``."""
+    return ExitConfig(
+        training.exit_layer,
+        training.blocks,
+        training.own_lm_head,
+        base,
+        trained=True,
+        draft_vocab=training.draft_vocab,
+        deep=training.deep,
+    )
+
+
 def deep_layers(num_layers: int, exit_layer: int) -> tuple[int, ...]:
     """A low, a middle and the last layer: the thirds of a model, of those behind the exit."""
     thirds = {-(-num_layers * part // 3) for part in (1, 2, 3)}
@@ -48,6 +61,15 @@ def deep_layers(num_layers: int, exit_layer: int) -> tuple[int, ...]:
 def block_weights(geometry: Geometry) -> int:
     """Weights in the matrices of one block of a head."""
     return sum(prod(shape) for shape in block_shapes(geometry.dense).values() if len(shape) == 2)
+
+
+def model_weights(geometry: Geometry, every_expert: bool = True) -> int:
+    """Weights in the matrices of the model that a token meets, the LM head's included; of experts the used ones, or all."""
+    experts, layers = geometry.experts, layer_shapes(geometry, range(geometry.num_layers))
+    part = 1.0 if experts is None or every_expert else experts.used / experts.count
+    matrices = {name: prod(shape) for name, shape in layers.items() if len(shape) == 2}
+    met = sum(count * (part if ".mlp.experts." in name else 1) for name, count in matrices.items())
+    return int(met) + geometry.vocab_size * geometry.hidden_size
 
 
 def head_weights(geometry: Geometry, training: TrainingOptions) -> int:

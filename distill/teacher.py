@@ -253,6 +253,11 @@ class OnlineTargets:
         return Batch([hidden[layer] for layer in layers], targets, *_next_tokens(self.rows, indices)).to(self.device)
 
 
+def row_bytes(length: int, hidden_size: int, states: int, top_k: int, packed: bool) -> int:
+    """Bytes of a row of so many tokens in a cache of targets, with so many ``states`` of each, of 8 bits if ``packed``."""
+    return int(length * (hidden_size * states * (1.0625 if packed else 4) + 6 * top_k))
+
+
 class TargetCache:
     """A directory with the hidden states and targets of all rows, in safetensors shards of 256 rows.
 
@@ -335,8 +340,7 @@ class TargetCache:
     def _row_bytes(self, hidden_size: int) -> int:
         """Bytes of one row on disk."""
         states = len(self.meta["layers"]) + bool(self.meta["final"])
-        state_bytes = hidden_size * states * (1.0625 if self._packed else 4)
-        return int(self.meta["length"] * (state_bytes + 6 * self.meta["top_k"]))
+        return row_bytes(self.meta["length"], hidden_size, states, self.meta["top_k"], self._packed)
 
     @property
     def _packed(self) -> bool:

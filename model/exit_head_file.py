@@ -53,12 +53,12 @@ def read_acceptance(directory: Path) -> list[float]:
     return found
 
 
-def read_exit_config(directory: Path, base: str) -> ExitConfig:
+def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
     """Read the configuration of a stored head.
 
     Args:
         directory: Directory of the head.
-        base: Fingerprint of the base model.
+        base: Fingerprint of the base model; None: its weights are not there, and any will do.
 
     Raises:
         EESDError: The file is missing or damaged, or the head was trained for another base model.
@@ -87,7 +87,7 @@ def read_exit_config(directory: Path, base: str) -> ExitConfig:
         raise EESDError(
             f"{directory / CONFIG_FILE} is not an exit head's configuration ({problem}); point --exit-head at one."
         ) from None
-    if config.base != base:
+    if base is not None and config.base != base:
         raise EESDError(
             f"The exit head in {directory} was trained on another base model "
             f"(fingerprint {config.base[:12]}, this model is {base[:12]}); train one for this model."

@@ -33,13 +33,14 @@ _EXCLUDED = ["consolidated*", "original/*"]  # copies of the weights in the form
 _HEAD = ["*.json", "*.safetensors"]
 
 
-def find_model(name: str) -> Path:
+def find_model(name: str, weights: bool = True) -> Path:
     """Find a model's directory or GGUF file, and download what is missing from a directory.
 
     Downloads go through huggingface_hub, so its cache and its environment variables (such as ``HF_HUB_OFFLINE``) apply.
 
     Args:
         name: A local directory or GGUF file, a Hugging Face id, or a key of :data:`ALIASES`.
+        weights: Whether the weights are downloaded, too.
 
     Raises:
         EESDError: There is no such model, or it cannot be downloaded.
@@ -55,7 +56,7 @@ def find_model(name: str) -> Path:
             f"{name} is neither a directory nor a Hugging Face id nor a GGUF file nor a known short name "
             f"({', '.join(ALIASES)})."
         )
-    return _downloaded(repository, "model", _INCLUDED, _EXCLUDED)
+    return _downloaded(repository, "model", _INCLUDED, _EXCLUDED if weights else [*_EXCLUDED, "*.safetensors"])
 
 
 def find_head(name: str) -> Path:

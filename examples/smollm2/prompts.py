@@ -72,8 +72,35 @@ def math(checkout: Path) -> Iterator[str]:
         yield json.loads(line)["question"]
 
 
-def t0(checkout: Path) -> Iterator[tuple[str, str, str]]:
-    """Kind, prompt and completion of T0's training set, in random order."""
+class T0:
+    """T0's training set.
+
+    Attributes:
+        asked: The prompts that the model answers, and the kind of each.
+        held_out: The prompts that nothing is trained on, and the kind of each.
+        read: The other prompts, and the answer of each.
+    """
+
+    def __init__(self, checkout: Path, every: bool) -> None:
+        self.asked: dict[str, str] = {}
+        self.held_out: dict[str, str] = {}
+        self.read: dict[str, str] = {}
+        counts: Counter[str] = Counter()
+        for kind, prompt, answer in _t0(checkout):
+            if prompt in self.asked or prompt in self.held_out:
+                continue
+            fits = 3 <= len(prompt) <= MOST_CHARACTERS
+            if fits and len(self.held_out) < HELD_OUT:
+                self.held_out[prompt] = kind
+            elif fits and (every or counts[kind] < MORE.get(kind, PER_KIND)):
+                counts[kind] += 1
+                self.asked[prompt] = kind
+            else:
+                self.read[prompt] = answer
+
+
+def _t0(checkout: Path) -> Iterator[tuple[str, str, str]]:
+    """Kind, prompt and completion, in random order."""
     paths = sorted((checkout / "data/finetuning/t0_train_50k/data_per_template").glob("*.jsonl"))
     entries = [(path, json.loads(line)) for path in paths for line in path.read_text("utf-8").splitlines()]
     found = [
@@ -82,22 +109,6 @@ def t0(checkout: Path) -> Iterator[tuple[str, str, str]]:
     ]
     random.Random(7).shuffle(found)
     yield from found
-
-
-def tasks(checkout: Path, every: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """The prompts of T0 that the model answers, and the kind of each; then the held-out ones."""
-    counts: Counter[str] = Counter()
-    kept: dict[str, str] = {}
-    held_out: dict[str, str] = {}
-    for kind, prompt, _ in t0(checkout):
-        if prompt in kept or prompt in held_out or not 3 <= len(prompt) <= MOST_CHARACTERS:
-            continue
-        if len(held_out) < HELD_OUT:
-            held_out[prompt] = kind
-        elif every or counts[kind] < MORE.get(kind, PER_KIND):
-            counts[kind] += 1
-            kept[prompt] = kind
-    return kept, held_out
 
 
 def instructions(path: Path) -> Iterator[tuple[str, str]]:
@@ -144,12 +155,12 @@ def dialogues(checkout: Path) -> list[list[str]]:
     return found
 
 
-def gathered(checkouts: Path, every: bool, rng: random.Random) -> Iterator[tuple[str, tuple[str, ...]]]:
+def gathered(checkouts: Path, tasks: T0, rng: random.Random) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Kind and turns of all prompts that are not held out."""
     code = [*instructions(checkouts / "GPTeacher/Codegen/codegen-instruct.json")]
     roleplay = [*instructions(checkouts / "GPTeacher/Roleplay/roleplay-simple-deduped-roleplay-instruct.json")]
     yield from (("math", (text,)) for text in math(checkouts / "grade-school-math"))
-    yield from ((kind, (text,)) for text, kind in tasks(checkouts / "self-instruct", every)[0].items())
+    yield from ((kind, (text,)) for text, kind in tasks.asked.items())
     yield from (("seed", (text,)) for text in seeds(checkouts / "self-instruct"))
     yield from (("code", (question,)) for question, _ in code)
     yield from (("roleplay", (question,)) for question, _ in roleplay)
@@ -207,11 +218,11 @@ def main() -> None:
     parser.add_argument("--without", type=Path, nargs="*", default=(), help="JSON lines of tests, of which no prompt may be")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    found = gathered(arguments.checkouts, arguments.every, random.Random(arguments.seed))
+    tasks = T0(arguments.checkouts / "self-instruct", arguments.every)
+    found = gathered(arguments.checkouts, tasks, random.Random(arguments.seed))
     write(arguments.output, found, tested(arguments.without), arguments.seed)
     if arguments.held_out is not None:
-        kept = tasks(arguments.checkouts / "self-instruct", False)[1]
-        write(arguments.held_out, ((kind, (text,)) for text, kind in kept.items()), set(), arguments.seed)
+        write(arguments.held_out, ((kind, (text,)) for text, kind in tasks.held_out.items()), set(), arguments.seed)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from prompts import DIALOGUES, TO_ENGLISH, dialogues, grams, instructions, t0, tasks, tested, write
+from prompts import DIALOGUES, T0, TO_ENGLISH, dialogues, grams, instructions, tested, write
 
 LANGUAGES = ("fr-FR", "es-ES", "it-IT", "nl-NL", "pt-BR", "pl-PL")
 SOURCES = {
@@ -264,10 +264,8 @@ def answered(checkouts: Path, every: bool) -> Iterator[list[dict[str, Any]]]:
         yield [chat(*pair) for pair in instructions(path)]
     lines = (checkouts / "grade-school-math/grade_school_math/data/train.jsonl").read_text("utf-8").splitlines()
     yield [chat(e["question"], re.sub(r"<<.*?>>", "", e["answer"])) for e in map(json.loads, lines)]
-    asked, held_out = tasks(checkouts / "self-instruct", every)
-    others = {prompt: answer for _, prompt, answer in t0(checkouts / "self-instruct")}
-    rest = [pair for pair in others.items() if pair[0] not in asked and pair[0] not in held_out]
-    yield [chat(*pair) for number, pair in enumerate(rest) if len(pair[1]) >= 100 or number % 2]
+    rest = T0(checkouts / "self-instruct", every).read
+    yield [chat(*pair) for number, pair in enumerate(rest.items()) if len(pair[1]) >= 100 or number % 2]
     roles = ("user", "assistant")
     yield [
         {"messages": [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]}

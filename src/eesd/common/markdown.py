@@ -3,6 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 
+def table_text(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table as text, without a line break at its end."""
+    return "\n".join(table(columns, rows)[:-1])
+
+
 def table(columns: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
     """The lines of a table, and an empty line behind it."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in (columns, *rows)]
