@@ -23,7 +23,7 @@ from eesd.common.errors import EESDError
 from eesd.common.integrity import sha256_of
 from eesd.common.manifest_reader import load_manifest
 from eesd.export import build as build_cli
-from eesd.export import inspect, plans
+from eesd.export import inspect, plan_graph, plans
 from eesd.export.build import main
 from eesd.export.memory import estimate_memory
 from eesd.model.checkpoint import Checkpoint
@@ -123,14 +123,14 @@ def test_only_int8_scales_that_are_equal_in_all_blocks_are_joined(family_dir: Ca
     """A checkpoint's own levels may have others."""
     options = ("--dtype", "float16", "--quantize", "int8", "--max-seq-len", 64, "--no-check")
     directory = export_engine(family_dir("qwen2"), tmp_path / "plans", *options)
-    before, joined = dequantized(directory), dequantized(directory, plans._join_scales)
+    before, joined = dequantized(directory), dequantized(directory, plan_graph.join_scales)
     assert len(before) > 4 and all(joined[name] == (1, shape[1:]) for name, (_, shape) in before.items())
     name = next(iter(before))
     (entry,) = (t for t in onnx.load(directory / "verify.onnx", load_external_data=False).graph.initializer if t.name == name)
     with (directory / "weights.bin").open("r+b") as file:
         file.seek(int(next(pair.value for pair in entry.external_data if pair.key == "offset")))
         file.write(b"\x01")
-    assert dequantized(directory, plans._join_scales) == joined | {name: before[name]}
+    assert dequantized(directory, plan_graph.join_scales) == joined | {name: before[name]}
 
 
 def dequantized(

@@ -27,7 +27,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import ROTARY_TABLES
 from eesd.export.cli import main as export_main
 from eesd.export.onnx_graph import SYMBOLS
-from eesd.export.plans import _fold_heads
+from eesd.export.plan_graph import fold_heads
 from eesd.export.weights import ALIGNMENT
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.tokenizer_files import resolved_tokenizer
@@ -166,7 +166,7 @@ def test_heads_are_apart_or_folded_with_the_same_bits(exported: Callable[[str], 
     folded = tmp_path / "folded"
     shutil.copytree(directory, folded)
     model = graph_of(directory, "verify.onnx")
-    _fold_heads(model.graph)
+    fold_heads(model.graph)
     assert not {"Where", "Shape", "Less"} & {node.op_type for node in model.graph.node}
     (folded / "verify.onnx").write_bytes(model.SerializeToString())
     engines = [open_ort_gpu(path, manifest, 1, draft=False, device="cpu")[0] for path in (directory, folded)]
