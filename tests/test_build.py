@@ -13,9 +13,10 @@ from support import tiny_models
 from support.command import add_tokenizer, assert_refused, export_engine, listing, run, slow_but, succeed
 from support.deep_heads import deep_head
 from support.eagle_heads import write_head
+from support.family_grid import FamilyCase
 from support.killing import kill_command
 from support.synthetic import LLAMA_70B, write_checkpoint
-from support.tiny_checkpoints import FAMILIES
+from support.tiny_checkpoints import FAMILIES, GEOMETRY
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 
@@ -297,6 +298,21 @@ def test_attention_without_a_fused_kernel_is_built_from_parts(engine: Path, text
     assert draft.fused_attentions > 0 and verify.fused_attentions == 0
     assert verify.fused_cache_updates == 2 * manifest.num_caches, "the caches are still updated in place"
     assert f"{directory / 'verify.plan'}: up to date" not in result.stdout and "up to date" in succeed(main, directory).stdout
+
+
+def test_attention_with_capped_scores_is_built_from_parts(tmp_path: Path) -> None:
+    """TensorRT has none. What the parts compute is in ``test_export.py``."""
+    sizes = GEOMETRY | {"head_dim": 16, "pad_token_id": None, "sliding_window": 64}
+    model = FamilyCase("gemma2", sizes, 1).write(tmp_path / "model")
+    options = ("--exit-layer", 1, "--dtype", "bfloat16", "--max-seq-len", 256)
+    directory = export_engine(model, tmp_path / "plans", *options)
+    result = run(main, directory)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("has no attention with capped scores as one kernel") == 2
+    manifest = load_manifest(directory)
+    for graph, caches in ((manifest.draft, 2), (manifest.verify[0], manifest.num_caches)):
+        plan = manifest.plans[graph.file]
+        assert (plan.fused_attentions, plan.fused_cache_updates) == (0, 2 * caches), "the caches are still updated in place"
 
 
 def test_float32_directory_is_refused(engine: Path) -> None:
