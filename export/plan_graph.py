@@ -79,7 +79,7 @@ def cap_scores(graph: Any) -> None:
     )
     nodes, constants, masks = list[Any](), dict[str, Any](), dict[tuple[str, int], str]()
 
-    def add(operator: str, *inputs: str, output: str | None = None, **attributes: object) -> str:
+    def add(operator: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
         nodes.append(helper.make_node(operator, inputs, [output or f"capped_{len(nodes)}"], **attributes))
         return str(nodes[-1].output[0])
 
