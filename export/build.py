@@ -174,8 +174,9 @@ def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     without = first_stage + state_caches(manifest.geometry, manifest.exit_head)
     attentions, updates = len(graph.caches) - without, 2 * len(graph.caches)
     if not plan.fused_attentions and plan.fused_cache_updates == updates:
+        kind = "with capped scores" if manifest.geometry.attention_cap else "of this shape"
         notice(
-            f"{graph.file}: {plan.flavour} has no attention of this shape as one kernel for all calls. Where it has none, "
+            f"{graph.file}: {plan.flavour} has no attention {kind} as one kernel for all calls. Where it has none, "
             "attention is built from parts, which write all scores to memory: slower, and more so the longer the cache. "
             "eesd-inspect --layers shows which."
         )

@@ -11,15 +11,21 @@ from typing import Any
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, draft_columns
 from eesd.common.manifest import Manifest
-from eesd.common.weights import BITS, Quantizations, Shape, StoredWeight, graph_shapes, layer_shapes, stored_weight
+from eesd.common.weights import (
+    BITS,
+    DEEP,
+    Quantizations,
+    Shape,
+    StoredWeight,
+    graph_shapes,
+    layer_shapes,
+    split_side,
+    stored_weight,
+)
 
 _BUILD_FACTOR, _BUILD_BASE = 2.7, 600_000_000
 """Host memory of a build: bytes for each byte of weights, and a constant. Measured with TensorRT-RTX 1.7 on 1.8 GB of weights:
 2.6 for each byte, of which one is the mapped file of weights."""
-
-
-SPLIT = (".self_attn.", ".mlp.", ".state_proj.", ".deep_in_proj.")
-"""In the names of weights that are split over ranks."""
 
 
 def split_layers(
@@ -162,15 +168,15 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
 
 
 def rank_bytes(weight: StoredWeight, ranks: int) -> int:
-    """Bytes of a weight that each of so many ranks has. Several ranks run the torch engine, which dequantizes weights."""
-    if ranks == 1:
-        return weight.nbytes
-    return replace(weight, quantization=None).nbytes // (ranks if is_split(weight) else 1)
+    """Bytes of a weight that each of so many ranks has. Several ranks run the torch engine, which dequantizes float32 engines
+    and what its kernels for GPUs do not know."""
+    kept = ranks == 1 or (weight.dtype != "float32" and weight.keeps_levels(ranks))
+    return (weight if kept else replace(weight, quantization=None)).nbytes // (ranks if is_split(weight) else 1)
 
 
 def is_split(weight: StoredWeight) -> bool:
     """Whether ranks have parts of a weight: a matrix of an attention, an MLP or the deep layers. Others are on each rank."""
-    return len(weight.shape) == 2 and any(layer in weight.name for layer in SPLIT)
+    return len(weight.shape) == 2 and (split_side(weight.name) is not None or weight.name.startswith(DEEP))
 
 
 def slot_bytes(manifest: Manifest, caches: int) -> int:

@@ -9,16 +9,13 @@ import hashlib
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from eesd.common.errors import EESDError
-from eesd.common.files import temporary_beside, written_whole
+from eesd.common.files import written_whole
 from eesd.common.machine import compute_capability
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
@@ -32,6 +29,7 @@ from eesd.common.manifest import (
     PlanInfo,
     one_node_is_faster,
 )
+from eesd.export.plan_graph import fixed_graph
 from eesd.runtime.engines.trt_flavours import check_gpu_supported, library_version
 from eesd.runtime.engines.trt_plans import make_logger
 
@@ -100,9 +98,6 @@ def check_options(manifest: Manifest, options: BuildOptions) -> None:
 
     Without ``compute_capabilities``, the plans must run on the GPU of this machine, if there is one.
     """
-    if manifest.geometry.attention_cap:
-        name = manifest.geometry.architecture
-        raise EESDError(f"TensorRT has no attention with capped scores, which {name} has; use the backend torch or ort.")
     if options.prefill_chunk > manifest.max_seq_len:
         raise EESDError(
             f"--prefill-chunk {options.prefill_chunk} is more than the cache's {manifest.max_seq_len} slots; reduce it."
@@ -188,7 +183,7 @@ def _build_once(
         The plan, or else whether the builder read the graph: then it may build the attention from parts.
     """
     logger = make_logger(trt, errors)
-    with _fixed_graph(directory, manifest, graph, options, whole) as fixed:
+    with fixed_graph(directory, manifest, graph, options.max_batch, whole) as fixed:
         builder = trt.Builder(logger)
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = trt.OnnxParser(network, logger)  # the weights are in its memory until the plan is built
@@ -243,94 +238,6 @@ def _load_timing_cache(options: BuildOptions, config: Any, path: Path) -> None:
 def _save_timing_cache(config: Any, path: Path) -> None:
     with written_whole(path) as temporary, config.get_timing_cache().serialize() as timings:
         temporary.write_bytes(timings)
-
-
-@contextmanager
-def _fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, whole: bool) -> Iterator[Path]:
-    """A temporary copy of the graph as plans need it. It lies beside the weights that it refers to.
-
-    The parser makes each attention one kernel, or the build fails. Without ``whole`` it may also be built from parts; the
-    builder then still takes a kernel for each profile that has one. Fixed dimensions are filled in, and attention reads the
-    first slots only. TensorRT-RTX multiplies by int8 weights as they are only if each output has one scale, so scales that
-    are equal in all blocks are given as one.
-    """
-    import onnx
-
-    model = onnx.load(directory / graph.file, load_external_data=False)
-    if len(manifest.attended_slots(graph)) > 1:
-        attend_to_first(model.graph)
-    fixed = {"S": manifest.gpu_slots} | ({"B": 1} if options.max_batch == 1 else {})
-    for value in (*model.graph.input, *model.graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in fixed:
-                dim.dim_value = fixed[dim.dim_param]
-    _join_scales(model, directory)
-    _fold_heads(model.graph)
-    if not whole:
-        for node in model.graph.node:
-            if node.op_type == "Attention":
-                node.attribute.append(onnx.helper.make_attribute("TRT_decomposable", 1))
-    del model.graph.value_info[:]  # the shapes of intermediate values are still symbolic
-    with temporary_beside(directory / graph.file) as path:
-        path.write_bytes(model.SerializeToString())
-        yield path
-
-
-def attend_to_first(graph: Any) -> None:
-    """Let attention read as many of the first slots as the mask has columns, which then is no longer S.
-
-    What is copied for attention is then that part of the caches, not all slots. The caches are still updated in place.
-    """
-    from onnx import helper, numpy_helper
-
-    mask = next(value for value in graph.input if value.name == "attn_mask")
-    mask.type.tensor_type.shape.dim[3].dim_param = "s"
-    numbers = {"first_slot": 0, "slot_axis": 2}
-    graph.initializer.extend(numpy_helper.from_array(np.array([number]), name) for name, number in numbers.items())
-    nodes = [helper.make_node("Shape", [mask.name], ["slots_seen"], start=3, end=4)]
-    for node in graph.node:
-        if node.op_type == "Attention":
-            for place, name in enumerate(node.input[1:3], 1):
-                node.input[place] = f"{name}_seen"
-                nodes.append(helper.make_node("Slice", [name, "first_slot", "slots_seen", "slot_axis"], [node.input[place]]))
-        nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
-
-
-def _fold_heads(graph: Any) -> None:
-    """Undo :func:`~eesd.export.heads.part_heads`: TensorRT fuses attention whose heads are known."""
-    many = {node.output[0] for node in graph.node if node.op_type == "Less"}
-    for_few = {node.output[0]: node.input[2] for node in graph.node if node.op_type == "Where" and node.input[0] in many}
-    used, kept = {value.name for value in graph.output}, []
-    for node in reversed(graph.node):
-        if used.intersection(node.output):
-            node.input[:] = [for_few.get(name, name) for name in node.input]
-            used.update(node.input)
-            kept.append(node)
-    del graph.node[:]
-    graph.node.extend(reversed(kept))
-
-
-def _join_scales(model: Any, directory: Path) -> None:
-    """Dequantize weights of 8 bits whose scales [blocks, out] are equal in all blocks with one scale for an output, [out]."""
-    import onnx
-    from onnx.external_data_helper import ExternalDataInfo
-
-    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-    eight_bits = (onnx.TensorProto.INT8, onnx.TensorProto.FLOAT8E4M3FN)
-    for node in model.graph.node:
-        scales = tensors.get(node.input[1]) if node.op_type == "DequantizeLinear" else None
-        if scales is None or len(scales.dims) != 2 or tensors[node.input[0]].data_type not in eight_bits:
-            continue
-        place, shape = ExternalDataInfo(scales), tuple(scales.dims)
-        values = np.memmap(directory / place.location, np.uint16, mode="r", offset=place.offset or 0, shape=shape)
-        if (values != values[0]).any():
-            continue
-        next(entry for entry in scales.external_data if entry.key == "length").value = str(values[0].nbytes)
-        del scales.dims[0]
-        del node.attribute[:]
-        node.attribute.append(onnx.helper.make_attribute("axis", 1))
 
 
 def count_fused(trt: Any, network: Any) -> tuple[int, int]:

@@ -309,7 +309,7 @@ class Block(nn.Module):
         self.self_attn = Attention(geometry, kind)
         self.post_self_attn_layernorm: nn.Module = make_norm(geometry) if behind else nn.Identity()
         self.post_attention_layernorm: nn.Module = make_norm(geometry) if before else nn.Identity()
-        self.mlp = make_feed_forward(geometry)
+        self.mlp: nn.Module = make_feed_forward(geometry)
         self.post_mlp_layernorm: nn.Module = make_norm(geometry) if behind else nn.Identity()
 
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:

@@ -317,6 +317,32 @@ def _side_by_side(parts: Sequence[Tensor], rows: int, widths: Sequence[int], bit
     return pack(torch.cat(tensors, 1), bits)
 
 
+def part_of(weight: Quantized, kind: str, blocks: slice, outputs: Sequence[slice]) -> Quantized:
+    """Some blocks of some outputs of a linear weight, as a copy."""
+    (count, width), bits = weight.scales.shape, BITS[kind]
+    block = len(weight.levels) * 8 // (bits * count * width)
+    rows = slice(blocks.start * block, blocks.stop * block)
+
+    def taken(values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.cat([values[blocks, some] for some in outputs], 1)
+
+    scales = taken(weight.scales)
+    assert scales is not None
+    zeros = None if weight.zeros is None else _packed_part(weight.zeros, (count, width), bits, blocks, outputs)
+    levels = _packed_part(weight.levels, (count * block, width), bits, rows, outputs)
+    return Quantized(levels, scales, zeros, taken(weight.minimums), weight.factor)
+
+
+def _packed_part(stored: Tensor, shape: tuple[int, int], bits: int, rows: slice, columns: Sequence[slice]) -> Tensor:
+    """Some rows and columns of a packed tensor, packed. Where a column begins within a byte, all are unpacked meanwhile."""
+    step = 8 // bits
+    if shape[1] % step or any(some.start % step or some.stop % step for some in columns):
+        values = unpack(stored, "uint4", shape[0] * shape[1]).to(torch.uint8).view(shape)
+        return pack(torch.cat([values[rows, some] for some in columns], 1), bits)
+    values = stored.view(shape[0], -1)[rows]
+    return torch.cat([values[:, some.start // step : some.stop // step] for some in columns], 1).view(-1)
+
+
 def pack(values: Tensor, bits: int) -> Tensor:
     """The bytes of unsigned values, or of the two's complement of signed ones, of 4 or 8 bits.
 

@@ -13,9 +13,10 @@ from support import tiny_models
 from support.command import add_tokenizer, assert_refused, export_engine, listing, run, slow_but, succeed
 from support.deep_heads import deep_head
 from support.eagle_heads import write_head
+from support.family_grid import FamilyCase
 from support.killing import kill_command
 from support.synthetic import LLAMA_70B, write_checkpoint
-from support.tiny_checkpoints import FAMILIES
+from support.tiny_checkpoints import FAMILIES, GEOMETRY
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 
@@ -23,7 +24,7 @@ from eesd.common.errors import EESDError
 from eesd.common.integrity import sha256_of
 from eesd.common.manifest_reader import load_manifest
 from eesd.export import build as build_cli
-from eesd.export import inspect, plans
+from eesd.export import inspect, plan_graph, plans
 from eesd.export.build import main
 from eesd.export.memory import estimate_memory
 from eesd.model.checkpoint import Checkpoint
@@ -123,14 +124,14 @@ def test_only_int8_scales_that_are_equal_in_all_blocks_are_joined(family_dir: Ca
     """A checkpoint's own levels may have others."""
     options = ("--dtype", "float16", "--quantize", "int8", "--max-seq-len", 64, "--no-check")
     directory = export_engine(family_dir("qwen2"), tmp_path / "plans", *options)
-    before, joined = dequantized(directory), dequantized(directory, plans._join_scales)
+    before, joined = dequantized(directory), dequantized(directory, plan_graph.join_scales)
     assert len(before) > 4 and all(joined[name] == (1, shape[1:]) for name, (_, shape) in before.items())
     name = next(iter(before))
     (entry,) = (t for t in onnx.load(directory / "verify.onnx", load_external_data=False).graph.initializer if t.name == name)
     with (directory / "weights.bin").open("r+b") as file:
         file.seek(int(next(pair.value for pair in entry.external_data if pair.key == "offset")))
         file.write(b"\x01")
-    assert dequantized(directory, plans._join_scales) == joined | {name: before[name]}
+    assert dequantized(directory, plan_graph.join_scales) == joined | {name: before[name]}
 
 
 def dequantized(
@@ -297,6 +298,21 @@ def test_attention_without_a_fused_kernel_is_built_from_parts(engine: Path, text
     assert draft.fused_attentions > 0 and verify.fused_attentions == 0
     assert verify.fused_cache_updates == 2 * manifest.num_caches, "the caches are still updated in place"
     assert f"{directory / 'verify.plan'}: up to date" not in result.stdout and "up to date" in succeed(main, directory).stdout
+
+
+def test_attention_with_capped_scores_is_built_from_parts(tmp_path: Path) -> None:
+    """TensorRT has none. What the parts compute is in ``test_export.py``."""
+    sizes = GEOMETRY | {"head_dim": 16, "pad_token_id": None, "sliding_window": 64}
+    model = FamilyCase("gemma2", sizes, 1).write(tmp_path / "model")
+    options = ("--exit-layer", 1, "--dtype", "bfloat16", "--max-seq-len", 256)
+    directory = export_engine(model, tmp_path / "plans", *options)
+    result = run(main, directory)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("has no attention with capped scores as one kernel") == 2
+    manifest = load_manifest(directory)
+    for graph, caches in ((manifest.draft, 2), (manifest.verify[0], manifest.num_caches)):
+        plan = manifest.plans[graph.file]
+        assert (plan.fused_attentions, plan.fused_cache_updates) == (0, 2 * caches), "the caches are still updated in place"
 
 
 def test_float32_directory_is_refused(engine: Path) -> None:

@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from support import team_member, tiny_models
 from support.command import assert_refused, export_engine, run, succeed
 from support.deep_heads import deep_head
+from support.family_grid import FamilyCase
 from support.started_ranks import codes, started
 
 import eesd
@@ -24,18 +28,51 @@ from eesd.runtime.engines import backends
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.engines.torch_weights import load_modules
-from eesd.runtime.llm import LLM
+from eesd.runtime.llm import LLM, Speculation
 
 MEMBER = Path(team_member.__file__)
+PROMPT = [1, 17, 5, 40, 3, 22, 9, 31, 7, 2, 11, 13]
+"""Longer than the windows."""
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+WINDOWS = {"sliding_window": 9, "query_pre_attn_scalar": 8}
+CASES = [
+    FamilyCase("qwen3_moe", SIZES | EXPERTS, 2),
+    FamilyCase("gemma2", SIZES | WINDOWS | {"attn_logit_softcapping": 2.0}, 2),
+    FamilyCase("gemma3_text", SIZES | WINDOWS, 3),
+]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four KV heads, so that four ranks have one each; with deep layers."""
+def export(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Gives an engine directory for some options. Four KV heads, so that four ranks have one each; with deep layers."""
     root = tmp_path_factory.mktemp("parallel")
     model = tiny_models.build(root / "model", 97, layers=3, damping=0.3, seed=0, kv_heads=4)
     deep_head(Checkpoint(model), root / "head")
-    return export_engine(model, root / "plans", "--exit-head", root / "head", "--quantize-draft", "none", "--max-seq-len", 128)
+
+    @cache
+    def made(*options: str) -> Path:
+        output = root / "-".join(("plans", *options))
+        return export_engine(model, output, "--exit-head", root / "head", "--max-seq-len", 128, *options)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def directory(export: Callable[..., Path]) -> Path:
+    return export("--quantize-draft", "none")
 
 
 def in_one_process(directory: Path, output: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -69,11 +106,13 @@ def in_processes(directory: Path, output: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "options"), [(2, ("--quantize-draft", "none")), (4, ("--quantize", "int4"))])
 def test_ranks_in_processes_have_the_bits_and_tokens_of_ranks_in_one(
-    directory: Path, tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+    export: Callable[..., Path], tmp_path: Path, ranks: int, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chains, trees, sampling, kept prompts; the logits bit for bit. A model that is not split has the same tokens."""
+    """Chains, trees, sampling, kept prompts; the logits bit for bit. A model that is not split has the same tokens, with
+    quantized weights, too."""
+    directory = export(*options)
     found = in_processes(directory, tmp_path / "several.json", ranks)
     assert found == in_one_process(directory, tmp_path / "one.json", ranks, monkeypatch)
     assert found["drafting differs"] == 0 and found["chain, tokens a round"] > 1
@@ -93,6 +132,33 @@ def test_parts_add_up_to_the_whole(family_dir: Any, tmp_path: Path, family: str)
             logits.append(session.peek().copy())
     np.testing.assert_allclose(logits[1], logits[0], atol=1e-4)
     assert logits[0].std() > 0.01
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model_type)
+def test_ranks_share_models_with_other_parts(case: FamilyCase, tmp_path: Path) -> None:
+    """Experts; windows, norms behind, and caps: the logits of a prompt, and tokens with trees of drafts."""
+    options = ("--exit-layer", 1, "--dtype", "float32", "--quantize-draft", "none", "--max-seq-len", 64, "--max-tree-nodes", 8)
+    plans = export_engine(case.write(tmp_path / "model"), tmp_path / "plans", *options)
+    manifest, found = load_manifest(plans), []
+    for split in (None, Split(2, (0, 1))):
+        engines = Engines(*open_torch(plans, manifest, 1, True, "cpu", split=split))
+        llm = LLM(plans, manifest, engines, Speculation("fixed:k=3", 2, guard=False, drafter="exit"))
+        with llm.session(PROMPT, max_new_tokens=1) as session:
+            logits = session.peek().copy()
+        found.append((logits, llm.generate(PROMPT, max_new_tokens=16, ignore_eos=True).tokens))
+    np.testing.assert_allclose(found[1][0], found[0][0], atol=1e-4)
+    assert found[0][0].std() > 0.01 and found[0][1] == found[1][1]
+
+
+def test_models_that_no_rank_can_have_a_part_of_are_refused(tmp_path: Path) -> None:
+    norms = FamilyCase("olmo2", SIZES, 0).write(tmp_path / "model")
+    plans = export_engine(norms, tmp_path / "plans", "--exit-layer", 1, "--dtype", "float32", "--max-seq-len", 64)
+    assert_refused(run(inspect_main, plans, "--memory", "--parallel", 2), "norms over all heads", "start one process")
+    manifest = load_manifest(export_engine(CASES[0].write(tmp_path / "experts"), plans, "--exit-layer", 1, "--max-seq-len", 64))
+    experts = manifest.geometry.experts
+    assert experts is not None
+    with pytest.raises(EESDError, match="2 ranks do not divide the model's 33 columns of an expert"):
+        replace(manifest.geometry, experts=replace(experts, size=33)).on_rank(2)
 
 
 def test_a_rank_has_the_bytes_that_inspect_says(directory: Path) -> None:

@@ -27,7 +27,7 @@ from eesd.common.weights import BITS, BLOCK, MINIMUMS, SCALES, ZEROS, parts_of
 from eesd.export import cli as export_cli
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
-from eesd.model.quantize import Quantized, dequantize, join_quantized, quantize
+from eesd.model.quantize import Quantized, dequantize, join_quantized, pack, part_of, quantize
 from eesd.runtime.cli import main as run_main
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import Speculation
@@ -422,3 +422,19 @@ def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -
     parts = [quantize(weight, kind, torch.float32) for weight in weights]
     joined = join_quantized(parts, 64)
     assert torch.equal(dequantize(joined, kind), torch.cat([dequantize(part, kind) for part in parts], 1))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "uint4", "zero points"])
+@pytest.mark.parametrize("width", [12, 7])
+def test_parts_of_a_quantized_weight_are_those_of_the_weight(kind: str, width: int) -> None:
+    """Outputs and blocks that begin anywhere, also within a byte; with minimums or zero points."""
+    random = torch.Generator().manual_seed(0)
+    whole = quantize(torch.randn(width, 96, generator=random), kind.replace("zero points", "uint4"), torch.float16)
+    if kind == "zero points":
+        zeros = pack(torch.randint(0, 16, (3, width), generator=random).to(torch.uint8), 4)
+        whole = whole._replace(zeros=zeros, minimums=None)
+    of = kind.replace("zero points", "uint4")
+    for outputs in ([slice(0, width)], [slice(1, 4), slice(5, 6)], [slice(2, 4), slice(4, 6)]):
+        part = part_of(whole, of, slice(1, 3), outputs)
+        expected = torch.cat([dequantize(whole, of)[32:96, some] for some in outputs], 1)
+        assert torch.equal(dequantize(part, of), expected) and part.levels.numel() == -(-expected.numel() * BITS[of] // 8)

@@ -76,7 +76,8 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(found: dict[str, Any]) 
 def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
     family_dir: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
-    """Each rank fuses its parts of the blocks, with biases. Where weights are split, quantized ones are dequantized."""
+    """Each rank fuses its parts of the blocks, with biases, and keeps its parts of the levels. Where a rank would begin within
+    a block of levels, as in the 96 inputs behind the MLP, they are dequantized."""
     options = ("--dtype", "float16", "--max-seq-len", 64, "--quantize", kind, "--quantize-draft", kind)
     directory = export_engine(family_dir("qwen3-bias"), tmp_path / "plans", *options)
     with started(tmp_path, FUSED_RANK, directory) as processes:
@@ -87,6 +88,10 @@ def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
     verify, draft = found["fused"]
     assert verify == load_manifest(directory).geometry.num_layers > draft > 0
     assert found["shared"][:draft] == [True] * draft, "the joined weights are there once"
+    layers = {"qkv_proj.quantized": [2, 64], "o_proj": [1, 64], "gate_up_proj.quantized": [2, 96]}
+    kept = {f"model.layers.{index}.{name}": shape for index in range(verify) for name, shape in layers.items()}
+    kept |= {"exit_head.blocks.0.kv_proj.quantized": [2, 32], "lm_head": [2, 97]}
+    assert found["levels"] == (kept if kind == "int4" else {})
 
 
 @NEEDS_TRITON

@@ -142,19 +142,21 @@ def _cells(row: Row) -> list[object]:
 @click.option("--shape", type=click.Choice(list(SHAPES)), help="A Llama of this shape with random weights, instead of a model.")
 @click.option("--layers", type=click.IntRange(2, 1000), help="Layers of the shape.  [default: all]")
 @click.option("--exit-head", type=cli.PATH, help="As in eesd-export.")
+@click.option("--exit-layer", type=click.IntRange(min=1), help="As in eesd-export.  [default: 1 for a shape]")
 @click.option("--name", help="Name of the model in the table.  [default: that of its file or shape]")
 @click.option("--forms", default="float16", help="Element types, each with a quantization or without, separated by spaces.")
 @click.option("--parts", is_flag=True, help="Let attention be built from parts, as where there is no kernel for it.")
 @click.option("-o", "--output", type=cli.PATH, required=True, help="JSON lines, which are added to.")
 def main(
-    model: str | None, shape: str | None, layers: int | None, exit_head: Path | None, name: str | None, forms: str, parts: bool,
-    output: Path,
+    model: str | None, shape: str | None, layers: int | None, exit_head: Path | None, exit_layer: int | None, name: str | None,
+    forms: str, parts: bool, output: Path,
 ) -> None:  # fmt: skip
     """Build plans in several forms, and print what FILE then lists."""
     if (model is None) == (shape is None):
         raise EESDError("Give either --model or --shape.")
     options: tuple[Any, ...] = ("--max-seq-len", CACHE) if shape else ()
-    options += ("--exit-head", exit_head) if exit_head else ("--exit-layer", 1) if shape else ()
+    layer = exit_layer or (1 if shape and not exit_head else None)
+    options += (("--exit-head", exit_head) if exit_head else ()) + (("--exit-layer", layer) if layer else ())
     with scratch_directory("eesd-plans") as work:
         source: Path | str = model or work / "checkpoint"
         if shape:

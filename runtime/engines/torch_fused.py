@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from eesd.model.decoder import KV, Block, Inputs, RMSNorm, attend
+from eesd.model.decoder import KV, Attention, Block, Inputs, RMSNorm, attend
 from eesd.model.feed_forward import MLP
 from eesd.model.graphs import Draft, Verify
-from eesd.model.parallel import Add, SplitBlock, add_in_order
+from eesd.model.parallel import Add, add_in_order, rank_part
 from eesd.runtime.engines.torch_block_kernels import add_and_normalize, gate, normalize, rotate_and_write
 from eesd.runtime.engines.torch_block_kernels import attend as attend_in_splits
 from eesd.runtime.engines.torch_quantized import ComputedBefore, QuantizedLinear
@@ -146,17 +146,27 @@ def fuse(*modules: Draft | Verify) -> None:
         for blocks in (module.model.layers, head.blocks):
             for index, block in enumerate(blocks):
                 assert isinstance(block, Block)
-                part = block.own_part if isinstance(block, SplitBlock) else block
-                if isinstance(block, FusedBlock) or not _is_there(part.self_attn.k_proj):
+                if isinstance(block, FusedBlock):
+                    continue
+                part, add = rank_part(block)
+                if not _is_there(part.self_attn.k_proj):
                     continue
                 assert isinstance(part.mlp, MLP)
-                blocks[index] = fused = FusedBlock(part, not _is_there(part.mlp.down_proj), getattr(block, "add", add_in_order))
+                blocks[index] = fused = FusedBlock(part, not _is_there(part.mlp.down_proj), add)
                 if part is not block:
-                    key = part.self_attn.k_proj.weight.data_ptr(), fused.kv_proj is None
+                    key = _identity(part.self_attn), fused.kv_proj is None
                     blocks[index] = of_ranks.setdefault(key, fused)
         for part in (module.model, head, *head.deep):
             if not isinstance(part.norm, FusedNorm) and not part.norm.weight.is_meta:
                 part.norm = FusedNorm(part.norm)
+
+
+def _identity(attention: Attention) -> int:
+    """What attentions have in common that share their weights."""
+    for layer in (attention.k_proj, attention.q_proj):  # the second one may have the outputs of both
+        if isinstance(layer, QuantizedLinear):
+            return id(layer.weight)
+    return attention.k_proj.weight.data_ptr()
 
 
 def _is_there(layer: nn.Module) -> bool:

@@ -5,7 +5,7 @@ The external data of the graphs say where every weight is; its tensors have the 
 On a GPU, directories of 16 bits run kernels of their own: the quantized weights of linear layers stay quantized
 (``torch_quantized.py``), and blocks take fewer steps (``torch_fused.py``). Elsewhere weights are dequantized when they are
 loaded, and quantization saves no memory: on the CPU, where the torch engine is the reference; in float32; in an embedding
-table; and where weights are split over ranks: :mod:`eesd.model.parallel` splits floats.
+table; and where ranks would cut a block of levels (:meth:`~eesd.common.weights.StoredWeight.keeps_levels`).
 """
 
 import warnings
@@ -30,6 +30,7 @@ from eesd.common.weights import (
     LEVELS,
     LM_HEAD,
     MINIMUMS,
+    OUTPUTS,
     ROTARY_TABLES,
     SCALES,
     ZEROS,
@@ -37,13 +38,14 @@ from eesd.common.weights import (
     StoredWeight,
     part_shapes,
     parts_of,
+    split_side,
 )
 from eesd.model.decoder import Decoder
 from eesd.model.eagle import make_head
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.parallel import Split, split_blocks
-from eesd.model.quantize import Quantized, dequantize
+from eesd.model.quantize import Quantized, dequantize, part_of
 from eesd.runtime.engines.device import explain_out_of_memory
 from eesd.runtime.engines.graph_file import read_graph
 from eesd.runtime.engines.torch_quantized import (
@@ -63,8 +65,30 @@ class Levels:
     stored: Quantized
     quantization: Quantization
 
+    def part(self, side: int | None, outputs: Sequence[int], split: Split) -> "Levels":
+        """The part of the only rank in this process. ``outputs`` are those of each layer in a packed weight."""
+        [rank] = split.own
+        blocks, width = self.stored.scales.shape
+        ranges, rows = [slice(0, width)], slice(0, blocks)
+        if side is None:
+            return self
+        if side == OUTPUTS:
+            ranges = _ranges(outputs, rank, split.ranks)
+        else:
+            [rows] = _ranges([blocks], rank, split.ranks)
+        return Levels(part_of(self.stored, self.quantization.weights, rows, ranges), self.quantization)
+
     def to(self, device: torch.device) -> QuantizedWeight:
         return arranged(self.stored, self.quantization, device)
+
+
+def _ranges(sizes: Sequence[int], rank: int, ranks: int) -> list[slice]:
+    """A rank's share of each of several ranges, which lie one behind the other."""
+    begins = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        slice(begin + size * rank // ranks, begin + size * (rank + 1) // ranks)
+        for begin, size in zip(begins, sizes, strict=True)
+    ]
 
 
 Weights = dict[str, Tensor | QuantizedWeight]
@@ -117,11 +141,11 @@ def load_modules(
         with_draft = draft and number == 0
         graphs = [graph, manifest.draft] if with_draft else [graph]
         with _explain_mismatch(directory):
-            stored = _load_weights(directory, manifest, graphs, files, kernels and split is None)
-        weights = _moved(stored, device if split is None else torch.device("cpu"))
+            stored = _load_weights(directory, manifest, graphs, files, kernels, split)
+        weights = _moved(stored, device, split)
         del stored  # dequantized weights
         with _explain_mismatch(directory):
-            verifier, *drafter = (_make_modules(manifest, weights, of) for of in graphs)
+            verifier, *drafter = (_make_modules(manifest, weights, of, split) for of in graphs)
         if split is not None:
             split_blocks((verifier, *drafter), split)
             _move([module for pair in (verifier, *drafter) for module in pair], device)
@@ -148,9 +172,11 @@ def has_kernels(manifest: Manifest, device: torch.device) -> bool:
     return fault is None
 
 
-def _moved(weights: dict[str, Tensor | Levels], device: torch.device) -> Weights:
+def _moved(weights: dict[str, Tensor | Levels], device: torch.device, split: Split | None) -> Weights:
+    """Weights on a device; tensors of which ranks will have parts on the CPU."""
+    where = device if split is None else torch.device("cpu")
     with explain_out_of_memory("The weights"):
-        return {name: weight.to(device) for name, weight in weights.items()}
+        return {name: weight.to(where if isinstance(weight, Tensor) else device) for name, weight in weights.items()}
 
 
 def _tensor(weight: Tensor | QuantizedWeight) -> Tensor:
@@ -186,8 +212,11 @@ def _explain_mismatch(directory: Path) -> Iterator[None]:
         raise EESDError(f"The graphs and weights in {directory} do not fit its manifest; export the model again.") from None
 
 
-def _make_modules(manifest: Manifest, weights: Weights, graph: GraphInfo) -> tuple[Decoder, ExitHead]:
-    """Make the modules of a graph with its weights. Parameters without a weight stay on the meta device."""
+def _make_modules(manifest: Manifest, weights: Weights, graph: GraphInfo, split: Split | None) -> tuple[Decoder, ExitHead]:
+    """Make the modules of a graph with its weights. Parameters without a weight stay on the meta device.
+
+    Of a model that will be split, quantized weights are this process's part already.
+    """
     with torch.device("meta"):
         decoder = Decoder(manifest.geometry)
         head = make_head(manifest.geometry, manifest.exit_head, manifest.max_seq_len)
@@ -195,10 +224,12 @@ def _make_modules(manifest: Manifest, weights: Weights, graph: GraphInfo) -> tup
     own: dict[str, Tensor] = {}
     for name, weight in used.items():
         if isinstance(weight, QuantizedWeight):
-            bias = name.removesuffix("weight") + "bias"
-            outputs = _outputs(name, weight.scales.shape[1], manifest)[0]
-            layer = QuantizedLinear(weight, _tensor(used[bias]) if bias in used else None, outputs)
-            _set_quantized(decoder, head, name, layer)
+            bias = used.get(name.removesuffix("weight") + "bias")
+            part = manifest if split is None else manifest.on_rank(split.ranks)
+            outputs = _outputs(name, weight.scales.shape[1], part)
+            bias = None if bias is None else _own_bias(name, _tensor(bias), manifest, split)
+            layer = QuantizedLinear(weight, None if bias is None else bias.to(weight.levels.device), outputs[0])
+            _set_quantized(decoder, head, name, layer, outputs[1:])
         else:
             own |= _unpacked(name, weight, manifest)
     Draft(decoder, head, manifest.draft_top_k).load_state_dict(own, strict=False, assign=True)
@@ -209,14 +240,23 @@ def _make_modules(manifest: Manifest, weights: Weights, graph: GraphInfo) -> tup
     return decoder, head
 
 
-def _set_quantized(decoder: Decoder, head: ExitHead, name: str, layer: QuantizedLinear) -> None:
-    """Put a layer in the place of all layers whose weight it has."""
+def _own_bias(name: str, bias: Tensor, manifest: Manifest, split: Split | None) -> Tensor | None:
+    """What this process adds of the bias beside a quantized weight. Behind a split input it is the first rank's."""
+    side = None if split is None else split_side(name)
+    if split is None or side is None:
+        return bias
+    [rank] = split.own
+    if side == OUTPUTS:
+        return torch.cat([bias[some] for some in _ranges(_outputs(name, len(bias), manifest), rank, split.ranks)])
+    return None if rank else bias
+
+
+def _set_quantized(decoder: Decoder, head: ExitHead, name: str, layer: QuantizedLinear, others_outputs: Sequence[int]) -> None:
+    """Put a layer in the place of all layers whose weight it has. ``others_outputs``: of all but the first."""
     module = head if name.startswith(EXIT_HEAD) else decoder
     first, *others = (part.removeprefix(EXIT_HEAD).removesuffix(".weight") for part in parts_of(name))
-    for other in others:
-        replaced = module.get_submodule(other)
-        assert isinstance(replaced, nn.Linear)
-        module.set_submodule(other, ComputedBefore(replaced.out_features))
+    for other, outputs in zip(others, others_outputs, strict=True):
+        module.set_submodule(other, ComputedBefore(outputs))
     module.set_submodule(first, layer)
 
 
@@ -228,7 +268,12 @@ def _map_files(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _load_weights(
-    directory: Path, manifest: Manifest, graphs: Sequence[GraphInfo], files: dict[str, Tensor], keep_levels: bool
+    directory: Path,
+    manifest: Manifest,
+    graphs: Sequence[GraphInfo],
+    files: dict[str, Tensor],
+    kernels: bool,
+    split: Split | None,
 ) -> dict[str, Tensor | Levels]:
     """Weights of graphs by name; linear weights that are tensors as [out, in].
 
@@ -237,12 +282,14 @@ def _load_weights(
         manifest: Its manifest.
         graphs: The graphs whose weights to load.
         files: Bytes of the weight files by name.
-        keep_levels: Whether the quantized weights of linear layers stay quantized.
+        kernels: Whether the quantized weights of linear layers stay quantized.
+        split: Of which of them this process has parts.
 
     Raises:
         KeyError, ValueError: The graphs do not have the weights that the manifest says.
     """
     weights: dict[str, Tensor | Levels] = {}
+    ranks = 1 if split is None else split.ranks
     for graph in graphs:
         stored = _external_tensors(directory / graph.file)
         expected = manifest.weights_of(graph)
@@ -250,7 +297,10 @@ def _load_weights(
             if name not in weights:
                 linked = ExternalDataInfo(stored[name]).location != WEIGHTS_FILE
                 as_stored = replace(weight, transposed=False, quantization=None) if linked else weight
-                weights[name] = _load_weight(as_stored, stored, files, keep_levels)
+                found = _load_weight(as_stored, stored, files, kernels and as_stored.keeps_levels(ranks))
+                if split is not None and isinstance(found, Levels):
+                    found = found.part(split_side(name), _outputs(name, weight.shape[0], manifest), split)
+                weights[name] = found
         if not stored.keys() <= {name for weight in expected.values() for name in weight.tensors}:
             raise ValueError("a weight that is not in the manifest")
     return weights
@@ -270,13 +320,13 @@ def _outputs(name: str, outputs: int, manifest: Manifest) -> list[int]:
 def _load_weight(
     weight: StoredWeight, stored: dict[str, TensorProto], files: dict[str, Tensor], keep_levels: bool
 ) -> Tensor | Levels:
-    """A weight as [out, in]: a view of its file, or a dequantized copy. Or its levels, if it is of a linear layer."""
+    """A weight as [out, in]: a view of its file, or a dequantized copy. Or its levels."""
     quantization = weight.quantization
     if quantization is None:
         tensor = _stored_tensor(stored[weight.name], weight.dtype, weight.stored_shape, files)
         return tensor.t() if weight.transposed else tensor
     whole = _stored_levels(weight, quantization, stored, files)
-    if keep_levels and weight.transposed and quantization.integers:
+    if keep_levels:
         return Levels(whole, quantization)
     tensor = dequantize(whole, quantization.weights, 0 if weight.transposed else 1).to(getattr(torch, weight.dtype))
     return tensor.t() if weight.transposed else tensor

@@ -21,7 +21,7 @@ from eesd.runtime.engines import torch_weights
 from eesd.runtime.engines.team import TeamEngine
 from eesd.runtime.engines.torch_engine import TorchStageRunner, open_team, open_torch
 from eesd.runtime.engines.torch_fused import FusedBlock
-from support.interpreted import logits_of
+from support.interpreted import levels_of, logits_of
 
 
 def layers_of(engine: TeamEngine) -> list[nn.Module]:
@@ -46,6 +46,7 @@ def main(directory: Path) -> None:
                 "deviation": [float(one.std()) for one in expected],
                 "fused": [sum(isinstance(block, FusedBlock) for block in blocks) for blocks in layers],
                 "shared": [one is other for one, other in zip(*layers, strict=True)],
+                "levels": {name: list(weight.scales.shape) for name, weight in levels_of(verify.own.stages[0]).items()},
             }
         )
     )

@@ -217,17 +217,20 @@ class Geometry:
 
     def on_rank(self, ranks: int) -> "Geometry":
         """What each of so many ranks has of a split model. Raises :class:`EESDError` if they cannot have equal parts."""
-        for what, size in (("key-value heads", self.num_kv_heads), ("columns of the MLP", self.intermediate_size)):
+        experts, parts = self.experts, {"key-value heads": self.num_kv_heads, "columns of the MLP": self.intermediate_size}
+        if experts is not None:
+            parts["columns of an expert"] = experts.size
+        for what, size in parts.items():
             if size % ranks:
                 raise EESDError(f"{ranks} ranks do not divide the model's {size} {what}; give another number.")
-        if ranks > 1 and self.other_parts:
-            parts = ", ".join(self.other_parts)
-            raise EESDError(f"{self.architecture} cannot be split over ranks, as it has {parts}; start one process.")
+        if ranks > 1 and self.qk_norm_joint:
+            raise EESDError(f"{self.architecture} cannot be split over ranks: it has norms over all heads; start one process.")
         return replace(
             self,
             num_heads=self.num_heads // ranks,
             num_kv_heads=self.num_kv_heads // ranks,
             intermediate_size=self.intermediate_size // ranks,
+            experts=None if experts is None else replace(experts, size=experts.size // ranks),
         )
 
 

@@ -64,6 +64,16 @@ HEAD_TABLES = (f"{EXIT_HEAD}cos", f"{EXIT_HEAD}sin")
 """The rotary tables of an EAGLE-3 head, whose frequencies are its own."""
 DEEP_IN = "deep_in_proj"
 """Name in the exit head of the product that takes a deep state into the draft."""
+DEEP = f"{EXIT_HEAD}deep"
+"""Prefix of the weights that make deep states and read them."""
+
+OUTPUTS, INPUTS = 0, 1
+"""The sides of a weight [out, in] at which ranks that share a model split it."""
+_SPLIT = {
+    OUTPUTS: ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+    INPUTS: ("o_proj", "down_proj"),
+}
+"""Layers of attentions and MLPs by the side."""
 
 ROUTER = "mlp.gate.weight"
 """Name in a block of what chooses its experts."""
@@ -263,6 +273,18 @@ class StoredWeight:
         """Bytes of all its tensors."""
         return sum(self.tensors.values())
 
+    def keeps_levels(self, ranks: int = 1) -> bool:
+        """Whether torch can keep the levels of a weight on a GPU, of which each of so many ranks has a part: of linear layers,
+        where no rank begins within a block."""
+        of = self.quantization
+        if of is None or not self.transposed or not of.integers:
+            return False
+        if ranks == 1 or split_side(self.name) == OUTPUTS:
+            return True
+        if self.name.startswith(DEEP):  # whose heads of keys and values ranks share out
+            return False
+        return split_side(self.name) is None or self.shape[1] // of.block % ranks == 0
+
 
 def is_linear(name: str) -> bool:
     """Whether a weight belongs to a linear layer. The embedding table does not, even if the LM head is tied to it."""
@@ -310,6 +332,12 @@ def parts_of(name: str) -> tuple[str, ...]:
         if packed in name:
             return tuple(name.replace(packed, part) for part in parts)
     return (name,)
+
+
+def split_side(name: str) -> int | None:
+    """The side at which ranks split a weight of an attention or an MLP, or its bias; None: each rank has all of it."""
+    layer = parts_of(f".{name}")[0].split(".")[-2]
+    return next((side for side, layers in _SPLIT.items() if layer in layers), None)
 
 
 def part_shapes(parts: Sequence[str], geometry: Geometry, exit_config: ExitConfig) -> list[Shape]:

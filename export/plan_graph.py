@@ -1,0 +1,149 @@
+"""The graphs of plans: what TensorRT has otherwise than the graphs that all engines run."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eesd.common.files import temporary_beside
+from eesd.common.manifest import GraphInfo, Manifest
+
+
+@contextmanager
+def fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, max_batch: int, whole: bool) -> Iterator[Path]:
+    """A temporary copy of the graph as plans need it. It lies beside the weights that it refers to.
+
+    The parser makes each attention one kernel, or the build fails. Without ``whole`` it may also be built from parts; the
+    builder then still takes a kernel for each profile that has one. Fixed dimensions are filled in, and attention reads the
+    first slots only. TensorRT-RTX multiplies by int8 weights as they are only if each output has one scale, so scales that
+    are equal in all blocks are given as one.
+    """
+    import onnx
+
+    model = onnx.load(directory / graph.file, load_external_data=False)
+    if len(manifest.attended_slots(graph)) > 1:
+        attend_to_first(model.graph)
+    fixed = {"S": manifest.gpu_slots} | ({"B": 1} if max_batch == 1 else {})
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in fixed:
+                dim.dim_value = fixed[dim.dim_param]
+    join_scales(model, directory)
+    fold_heads(model.graph)
+    cap_scores(model.graph)
+    if not whole:
+        for node in model.graph.node:
+            if node.op_type == "Attention":
+                node.attribute.append(onnx.helper.make_attribute("TRT_decomposable", 1))
+    del model.graph.value_info[:]  # the shapes of intermediate values are still symbolic
+    with temporary_beside(directory / graph.file) as path:
+        path.write_bytes(model.SerializeToString())
+        yield path
+
+
+def attend_to_first(graph: Any) -> None:
+    """Let attention read as many of the first slots as the mask has columns, which then is no longer S.
+
+    What is copied for attention is then that part of the caches, not all slots. The caches are still updated in place.
+    """
+    from onnx import helper, numpy_helper
+
+    mask = next(value for value in graph.input if value.name == "attn_mask")
+    mask.type.tensor_type.shape.dim[3].dim_param = "s"
+    numbers = {"first_slot": 0, "slot_axis": 2}
+    graph.initializer.extend(numpy_helper.from_array(np.array([number]), name) for name, number in numbers.items())
+    nodes = [helper.make_node("Shape", [mask.name], ["slots_seen"], start=3, end=4)]
+    for node in graph.node:
+        if node.op_type == "Attention":
+            for place, name in enumerate(node.input[1:3], 1):
+                node.input[place] = f"{name}_seen"
+                nodes.append(helper.make_node("Slice", [name, "first_slot", "slots_seen", "slot_axis"], [node.input[place]]))
+        nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def cap_scores(graph: Any) -> None:
+    """Make attentions whose scores are capped of products, ``Tanh`` and ``Softmax``: TensorRT's attention has no cap.
+
+    Scores are float32 from the product of queries and keys on. Query heads are folded, so that no cache is copied for each.
+    """
+    from onnx import TensorProto, helper
+
+    values = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output, *graph.value_info)}
+    kind, kv_heads = (
+        values["attn_mask"].elem_type,
+        next(one.shape.dim[1].dim_value for name, one in values.items() if name.startswith("key_")),
+    )
+    nodes, constants, masks = list[Any](), dict[str, Any](), dict[tuple[str, int], str]()
+
+    def add(operator: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
+        nodes.append(helper.make_node(operator, inputs, [output or f"capped_{len(nodes)}"], **attributes))
+        return str(nodes[-1].output[0])
+
+    def number(value: Sequence[int] | float, of: int) -> str:
+        name = f"capped_{value}_{of}"
+        sizes = [len(value)] if isinstance(value, Sequence) else []
+        constants[name] = helper.make_tensor(name, of, sizes, value if isinstance(value, Sequence) else [value])
+        return name
+
+    for node in list(graph.node):
+        given = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+        if node.op_type != "Attention" or not given.get("softcap"):
+            nodes.append(node)
+            continue
+        q, keys, cached, mask = node.input
+        heads, head_dim = (values[q].shape.dim[axis].dim_value for axis in (1, 3))
+        group = heads // kv_heads
+        if (mask, group) not in masks:
+            wide = add("Cast", mask, to=TensorProto.FLOAT)
+            masks[mask, group] = wide if group == 1 else add("Concat", *[wide] * group, axis=2)
+        if group > 1:
+            q = add("Reshape", q, number((0, kv_heads, -1, head_dim), TensorProto.INT64))
+        scores = add("MatMul", add("Mul", q, number(given["scale"], kind)), add("Transpose", keys, perm=[0, 1, 3, 2]))
+        scores = add("Mul", add("Cast", scores, to=TensorProto.FLOAT), number(1 / given["softcap"], TensorProto.FLOAT))
+        scores = add("Mul", add("Tanh", scores), number(given["softcap"], TensorProto.FLOAT))
+        shares = add("Softmax", add("Add", scores, masks[mask, group]), axis=-1)
+        y = add("MatMul", add("Cast", shares, to=kind), cached, output=None if group > 1 else node.output[0])
+        if group > 1:
+            add("Reshape", y, number((0, heads, -1, head_dim), TensorProto.INT64), output=node.output[0])
+    del graph.node[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(constants.values())
+
+
+def fold_heads(graph: Any) -> None:
+    """Undo :func:`~eesd.export.heads.part_heads`: TensorRT fuses attention whose heads are known."""
+    many = {node.output[0] for node in graph.node if node.op_type == "Less"}
+    for_few = {node.output[0]: node.input[2] for node in graph.node if node.op_type == "Where" and node.input[0] in many}
+    used, kept = {value.name for value in graph.output}, []
+    for node in reversed(graph.node):
+        if used.intersection(node.output):
+            node.input[:] = [for_few.get(name, name) for name in node.input]
+            used.update(node.input)
+            kept.append(node)
+    del graph.node[:]
+    graph.node.extend(reversed(kept))
+
+
+def join_scales(model: Any, directory: Path) -> None:
+    """Dequantize weights of 8 bits whose scales [blocks, out] are equal in all blocks with one scale for an output, [out]."""
+    import onnx
+    from onnx.external_data_helper import ExternalDataInfo
+
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    eight_bits = (onnx.TensorProto.INT8, onnx.TensorProto.FLOAT8E4M3FN)
+    for node in model.graph.node:
+        scales = tensors.get(node.input[1]) if node.op_type == "DequantizeLinear" else None
+        if scales is None or len(scales.dims) != 2 or tensors[node.input[0]].data_type not in eight_bits:
+            continue
+        place, shape = ExternalDataInfo(scales), tuple(scales.dims)
+        values = np.memmap(directory / place.location, np.uint16, mode="r", offset=place.offset or 0, shape=shape)
+        if (values != values[0]).any():
+            continue
+        next(entry for entry in scales.external_data if entry.key == "length").value = str(values[0].nbytes)
+        del scales.dims[0]
+        del node.attribute[:]
+        node.attribute.append(onnx.helper.make_attribute("axis", 1))
