@@ -103,10 +103,13 @@ def level_of_logging() -> Iterator[None]:
     logging.root.setLevel(level)
 
 
+TENSOR_MAKERS = _device_constructors()
+"""torch remembers these functions when it needs them first. If a test then has replaced one of them, or transformers while it loads
+a model, transformers leaves rotary frequencies unset in all that follows."""
+
+
 def state_of_torch() -> dict[str, object]:
     """What torch has once for a process or thread."""
-    # torch remembers these functions. If one of them is not torch's own, transformers leaves its rotary frequencies unset.
-    remembered = _device_constructors() if _device_constructors.cache_info().currsize else None
     return {
         "default type": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
@@ -114,7 +117,7 @@ def state_of_torch() -> dict[str, object]:
         "inference": torch.is_inference_mode_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "precision of products": torch.get_float32_matmul_precision(),
-        "functions that make tensors": remembered in (None, _device_constructors.__wrapped__()),
+        "functions that make tensors": TENSOR_MAKERS == _device_constructors.__wrapped__(),
     }
 
 
