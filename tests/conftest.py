@@ -104,8 +104,8 @@ def level_of_logging() -> Iterator[None]:
 
 
 TENSOR_MAKERS = _device_constructors()
-"""torch remembers these functions when it needs them first. If a test then has replaced one of them, or transformers while it loads
-a model, transformers leaves rotary frequencies unset in all that follows."""
+"""torch remembers these functions when it needs them first. If one of them is then another one, which a test put there or
+transformers while it loads a model, transformers leaves rotary frequencies unset in all that follows."""
 
 
 def state_of_torch() -> dict[str, object]:
@@ -117,7 +117,7 @@ def state_of_torch() -> dict[str, object]:
         "inference": torch.is_inference_mode_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "precision of products": torch.get_float32_matmul_precision(),
-        "functions that make tensors": TENSOR_MAKERS == _device_constructors.__wrapped__(),
+        "functions that make tensors": _device_constructors.__wrapped__() == TENSOR_MAKERS,
     }
 
 
