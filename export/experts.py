@@ -43,11 +43,15 @@ def _repeat(graph: ir.Graph, total: ir.Node, nodes: list[ir.Node]) -> None:
     splits = {node: ir.node("Split", [node.inputs[0], sizes], {"axis": -1}, num_outputs=count) for node in columns}
     made = list(splits.values())
     for expert in range(count):
-        copies: dict[ir.Value | None, ir.Value | None] = {node.outputs[0]: split.outputs[expert] for node, split in splits.items()}
+        copies: dict[ir.Value | None, ir.Value | None] = {
+            node.outputs[0]: split.outputs[expert] for node, split in splits.items()
+        }
         for node in nodes:
             if node in splits:
                 continue
-            inputs = [_weight_of(graph, value, expert) if _is_weight(value) else copies.get(value, value) for value in node.inputs]
+            inputs = [
+                _weight_of(graph, value, expert) if _is_weight(value) else copies.get(value, value) for value in node.inputs
+            ]
             copy = ir.node(node.op_type, inputs, dict(node.attributes), num_outputs=len(node.outputs))
             for old, new in zip(node.outputs, copy.outputs, strict=True):
                 new.shape, new.type, copies[old] = old.shape, old.type, new

@@ -15,7 +15,6 @@ from eesd.model.family import Tensors, rows_of
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.safetensors_file import CheckpointTensor
 
-
 GGUF_NAMES = {"ffn_gate_inp": "mlp.gate"} | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
 """Names of a block's modules by those of llama.cpp, which has all experts of a layer in one tensor."""
 _GGUF_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
