@@ -1,5 +1,7 @@
 """Write down all experts of a mixture in a graph, of which the first one was traced."""
 
+from typing import TypeGuard
+
 import onnx_ir as ir
 from torch import nn
 
@@ -29,7 +31,7 @@ def repeat_experts(graph: ir.Graph) -> None:
             nodes.append(node)
 
 
-def _is_weight(value: ir.Value | None) -> bool:
+def _is_weight(value: ir.Value | None) -> TypeGuard[ir.Value]:
     return value is not None and value.is_initializer() and _FIRST in str(value.name)
 
 

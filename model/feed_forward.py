@@ -45,7 +45,7 @@ class Mixture(nn.Module):
     """A mixture of experts: the sum of a few MLPs, which a router chooses for each token, and of its weights.
 
     A graph runs each expert on all tokens. Its inputs are 0 where a token does not use it, and so are its outputs, whatever the
-    type's range is. Torch on a CPU runs an expert on the tokens that use it. Only the first one is traced: the export repeats it.
+    type's range is. Torch on a CPU runs an expert on the tokens that use it. Only the first is traced; the export repeats it.
     """
 
     def __init__(self, geometry: Geometry) -> None:

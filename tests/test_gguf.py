@@ -484,7 +484,7 @@ ZEROS = np.zeros((HIDDEN, HIDDEN), np.float32)
         (Spec(experts="together", metadata={"llama.expert_shared_count": 1}), ("llama.expert_shared_count 1",)),
         (
             Spec(experts="apart", tensors={"blk.1.ffn_up.2.weight": None}),
-            ("no tensor", "layers.1.mlp.experts.2.up_proj.weight"),
+            ("no tensor", "1.mlp.experts.2.up_proj.weight"),
         ),
         (Spec(experts="apart", tensors={"blk.1.ffn_up.3.weight": ZEROS}), ("experts.3.up_proj.weight", "not supported")),
         (Spec(metadata={"llama.attention.sliding_window": 64}), ("llama.attention.sliding_window 64",)),
