@@ -44,6 +44,7 @@ from eesd.common.weights import (
     stored_weight,
 )
 from eesd.export.constants import constant, is_constant, values_of
+from eesd.export.experts import keep_first_experts, repeat_experts
 from eesd.export.heads import part_heads
 from eesd.export.weights import TensorLocation
 from eesd.model.decoder import KV, Decoder, Inputs
@@ -171,6 +172,7 @@ def trace(
     IdentityEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
     _name_weights(model.graph)
+    repeat_experts(model.graph)
     if not options.link_weights:  # the checkpoint's files have separate weights
         _pack_linear(model.graph, options.quantization)
         RemoveUnusedNodesPass()(model)
@@ -197,6 +199,7 @@ def _traced(
     untied = replace(geometry, tied_embeddings=False)  # a quantized LM head is not the embedding table
     with FakeTensorMode(), _default_dtype(getattr(torch, dtype)):
         decoder, head = Decoder(untied), make_head(geometry, exit_config, slots)
+        keep_first_experts(decoder)
         module: Draft | Verify = Verify(decoder, head, layers) if draft is None else Draft(decoder, head, *draft)
         engine = _EngineModule(module, *rotary_tables(geometry, slots)).eval()
         first, rows = layers.start == 0, draft is None and layers.stop == geometry.num_layers

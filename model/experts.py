@@ -15,6 +15,10 @@ from eesd.model.family import Tensors, rows_of
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.safetensors_file import CheckpointTensor
 
+GGUF_NAMES = {"ffn_gate_inp": "mlp.gate"} | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
+"""Names of a block's modules by those of llama.cpp, which has all experts of a layer in one tensor."""
+_GGUF_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+
 
 class Counts(NamedTuple):
     """How many experts a layer has, and how many of them a token uses."""
@@ -35,6 +39,11 @@ def take_experts(fields: Fields, count: int, used: int, least: int = 1) -> Count
     fields.taken |= {"output_router_logits", "router_aux_loss_coef"}  # of a loss
     [found] = counts
     return Counts(found, fields.integer("num_experts_per_tok", used, **({"most": found} if found else {})))
+
+
+def gguf_counts(own: Fields, **more: str) -> dict[str, int]:
+    """The fields for the numbers of experts in the metadata of a GGUF file, and of its keys ``more`` for theirs."""
+    return {name: own.integer(key) for key, name in (_GGUF_COUNTS | more).items()}
 
 
 def apart(tensors: Tensors, geometry: Geometry) -> Tensors:

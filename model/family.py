@@ -91,6 +91,7 @@ class Gguf:
         fields: Takes the metadata of the architecture that Llama does not have; the fields of ``config.json`` for them.
         interleaved: Whether q and k are stored for a rotation of neighbouring rows.
         tensors: What makes the decoder's tensors of those of a file; None: what the family has for its other checkpoints.
+        key: A key of the architecture that tells the family's files from those of another one; empty: they need none.
     """
 
     architecture: str
@@ -99,6 +100,7 @@ class Gguf:
     fields: Callable[[Fields, Mapping[str, Any]], dict[str, Any]] = lambda own, raw: {}
     interleaved: bool = False
     tensors: "Callable[[Tensors, Geometry], Tensors] | None" = None
+    key: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from eesd.common.geometry import RopeScaling
 from eesd.common.json_input import Fields
 from eesd.common.weights import EMBEDDINGS, FINAL_NORM, LM_HEAD
 from eesd.model.families import FAMILIES
+from eesd.model.family import Family, Gguf
 from eesd.model.gguf_file import GgufFile, GgufTensor
 from eesd.model.rotary import llama3_frequencies
 from eesd.model.safetensors_file import DTYPES, CheckpointTensor
 
-GGUF_FAMILIES = {family.gguf.architecture: family for family in FAMILIES.values() if family.gguf}
-"""The families by ``general.architecture``. Mistral's models are llama there."""
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -75,11 +74,8 @@ def _fields(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"it is no model but of the type {shown(kind)}")
     if parts not in (0, 1):
         raise ValueError(f"it is one of {shown(parts)} parts; join them with llama-gguf-split --merge")
-    architecture = general.take("general.architecture")
-    family = GGUF_FAMILIES.get(architecture) if isinstance(architecture, str) else None
-    if family is None or family.gguf is None:
-        raise ValueError(f"the architecture {shown(architecture)} is not supported; supported are {', '.join(GGUF_FAMILIES)}")
-    prefix = f"{architecture}."
+    family, gguf = _family(general)
+    prefix = f"{gguf.architecture}."
     own = _Own({name.removeprefix(prefix): value for name, value in file.metadata.items() if name.startswith(prefix)}, prefix)
     raw: dict[str, Any] = {name: own.integer(key) for key, name in _SIZES.items()}
     raw |= {"model_type": family.model_type, "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon")}
@@ -89,14 +85,26 @@ def _fields(file: GgufFile) -> dict[str, Any]:
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     raw["rope_theta"] = own.number("rope.freq_base", 10000.0)
     raw["rope_scaling"] = _rope_scaling(own, file, raw)
-    raw |= {name: f"blk.0.{tensor}.bias" in file.tensors for name, tensor in family.gguf.biases.items()}
-    raw |= family.gguf.fields(own, raw)
+    raw |= {name: f"blk.0.{tensor}.bias" in file.tensors for name, tensor in gguf.biases.items()}
+    raw |= gguf.fields(own, raw)
     if not own.flag("attention.causal", True):
         raise ValueError("its attention is not causal, which is not supported")
     other = next((name for name in own.left if own.raw[name] and name not in _NO_EFFECT), None)
     if other is not None:
         raise ValueError(f"it has {prefix}{other} {shown(own.raw[other])}, which is not supported")
     return raw | _special_tokens(general)
+
+
+def _family(general: Fields) -> tuple[Family, Gguf]:
+    """The family by ``general.architecture``, of which several can have one: that whose key the file has, else that without."""
+    name = general.take("general.architecture")
+    known = [(family, family.gguf) for family in FAMILIES.values() if family.gguf]
+    found = [(family, one) for family, one in known if one.architecture == name]
+    found = [(family, one) for family, one in found if not one.key or general.raw.get(f"{name}.{one.key}")]
+    if not found:
+        names = ", ".join(dict.fromkeys(one.architecture for _, one in known))
+        raise ValueError(f"the architecture {shown(name)} is not supported; supported are {names}")
+    return max(found, key=lambda one: one[1].key)
 
 
 class _Own(Fields):

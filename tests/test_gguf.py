@@ -16,9 +16,9 @@ from onnx import load, numpy_helper
 from support import gguf_files
 from support.command import assert_refused, export_engine, run, slow_but, succeed
 from support.engine_dirs import assert_weights_match_manifest, logits_of
-from support.gguf_files import HIDDEN, Spec
+from support.gguf_files import EXPERTS, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCABULARY, Spec
 from support.without_operators import float32_activations
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 import eesd
 from eesd.common.errors import EESDError
@@ -110,6 +110,49 @@ def test_families_with_parts_of_their_own(tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         expected = transformers_reads(path)(torch.tensor([PROMPT])).logits
     torch.testing.assert_close(logits(Checkpoint(path), PROMPT), expected, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("experts", ["together", "apart"])
+def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
+    """transformers has no Mixtral in GGUF files, so its Mixtral gets what the gguf library reads."""
+    path = gguf_files.write(tmp_path / "model.gguf", Spec("llama", "Q4_0", "Q8_0", experts=experts))
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"} | {
+        f"blk.{layer}.{own}": f"model.layers.{layer}.{name}"
+        for layer in range(LAYERS)
+        for own, name in {
+            **{f"attn_{part}": f"self_attn.{part[0]}_proj" for part in ("q", "k", "v", "output")},
+            **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"},
+        }.items()
+    }
+    state, parts = {}, dict[str, Any]()
+    for tensor in gguf.GGUFReader(path).tensors:
+        module, values = tensor.name.removesuffix(".weight"), gguf.dequantize(tensor.data, tensor.tensor_type)
+        if module.endswith(("attn_q", "attn_k")):
+            values = values.reshape(-1, 32, 2, HIDDEN).swapaxes(1, 2).reshape(-1, HIDDEN)
+        if module in names:
+            state[f"{names[module]}.weight"] = torch.tensor(values)
+        else:
+            parts[module] = values
+    for layer in range(LAYERS):
+        gate, up, down = (
+            parts[f"blk.{layer}.ffn_{part}_exps"]
+            if experts == "together"
+            else np.stack([parts[f"blk.{layer}.ffn_{part}.{expert}"] for expert in range(EXPERTS)])
+            for part in ("gate", "up", "down")
+        )
+        own = f"model.layers.{layer}.mlp.experts"
+        state[f"{own}.gate_up_proj"] = torch.from_numpy(np.concatenate((gate, up), 1))
+        state[f"{own}.down_proj"] = torch.tensor(down)
+    config = MixtralConfig(
+        vocab_size=len(VOCABULARY), hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, rms_norm_eps=1e-3, num_local_experts=EXPERTS,
+        num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+    )  # fmt: skip
+    reference: Any = MixtralForCausalLM(config)
+    reference.load_state_dict(state)
+    with torch.no_grad():
+        expected = reference.eval()(torch.tensor([PROMPT])).logits
+    torch.testing.assert_close(logits(Checkpoint(path), PROMPT), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -222,10 +265,11 @@ KEPT = {
        for number, kind in enumerate(QUANTIZED)},
     "mixed": Spec("llama", "Q4_K", types=MIXED),
     "mixed-biases": Spec("qwen2", "Q3_K", biases=True, types=MIXED),
+    "mixtral": Spec("llama", "Q4_K", experts="together", types={"blk.1.ffn_down_exps.weight": "Q6_K"}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but(list(KEPT), "Q4_0", "Q4_1", "Q4_K", "mixed", "mixed-biases"))
+@pytest.mark.parametrize("name", slow_but(list(KEPT), "Q4_0", "Q4_1", "Q4_K", "mixed", "mixed-biases", "mixtral"))
 def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> None:
     """The dequantized weights are those of the gguf library in every bit, and every backend decodes the same tokens."""
     path = gguf_files.write(tmp_path / "model.gguf", KEPT[name])
@@ -434,7 +478,15 @@ ZEROS = np.zeros((HIDDEN, HIDDEN), np.float32)
         (Spec("granite"), ("'granite' is not supported",)),
         (Spec(metadata={"general.type": "adapter"}), ("no model", "'adapter'")),
         (Spec(metadata={"split.count": 3}), ("one of 3 parts", "gguf-split")),
-        (Spec(metadata={"llama.expert_count": 8}), ("llama.expert_count 8",)),
+        (Spec(metadata={"llama.expert_count": 8}), ("no 'llama.expert_used_count'",)),
+        (Spec(metadata={"llama.expert_count": 8, "llama.expert_used_count": 2}), ("no tensor model.layers.0.mlp.gate.weight",)),
+        (Spec(metadata={"llama.expert_count": "8"}), ("expert_count is '8'",)),
+        (Spec(experts="together", metadata={"llama.expert_shared_count": 1}), ("llama.expert_shared_count 1",)),
+        (
+            Spec(experts="apart", tensors={"blk.1.ffn_up.2.weight": None}),
+            ("no tensor", "1.mlp.experts.2.up_proj.weight"),
+        ),
+        (Spec(experts="apart", tensors={"blk.1.ffn_up.3.weight": ZEROS}), ("experts.3.up_proj.weight", "not supported")),
         (Spec(metadata={"llama.attention.sliding_window": 64}), ("llama.attention.sliding_window 64",)),
         (Spec(metadata={"llama.attention.causal": False}), ("not causal",)),
         (Spec(metadata={"llama.rope.dimension_count": 32, "llama.attention.key_length": 64}), ("only 32 of a head's 64",)),

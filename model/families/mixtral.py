@@ -1,10 +1,15 @@
-"""Mixtral: Mistral with a mixture of experts in each layer. Its ``intermediate_size`` is that of an expert."""
+"""Mixtral: Mistral with a mixture of experts in each layer. Its ``intermediate_size`` is that of an expert. llama.cpp calls it
+llama."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
 
 from eesd.common.checks import shown
 from eesd.common.geometry import Experts, Geometry
 from eesd.common.json_input import Fields
-from eesd.model.experts import apart, take_experts
-from eesd.model.family import Family, Own, Sizes, Tensors, take_window
+from eesd.model.experts import GGUF_NAMES, apart, gguf_counts, take_experts
+from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, take_window
 
 
 def _own(fields: Fields, _: Sizes) -> Own:
@@ -27,4 +32,24 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     return apart(found, geometry)
 
 
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", positions=131072, kv_heads=8, theta=1e6, eps=1e-5, own=_own, tensors=_tensors)
+def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    return gguf_counts(own)
+
+
+def _of_old_gguf(tensors: Tensors, geometry: Geometry) -> Tensors:
+    """Also of files from before March 2024, which have a tensor for each expert."""
+    old, new = r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight", r"model.layers.\1.mlp.experts.\3.\2_proj.weight"
+    return apart({re.sub(f"^{old}$", new, name, flags=re.ASCII): tensor for name, tensor in tensors.items()}, geometry)
+
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    positions=131072,
+    kv_heads=8,
+    theta=1e6,
+    eps=1e-5,
+    own=_own,
+    tensors=_tensors,
+    gguf=Gguf("llama", GGUF_NAMES, fields=_of_gguf, interleaved=True, tensors=_of_old_gguf, key="expert_count"),
+)

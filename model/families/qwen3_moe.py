@@ -6,7 +6,7 @@ from typing import Any
 from eesd.common.checks import shown
 from eesd.common.geometry import MOST_LAYERS, Experts
 from eesd.common.json_input import Fields
-from eesd.model.experts import apart, take_experts
+from eesd.model.experts import GGUF_NAMES, apart, gguf_counts, take_experts
 from eesd.model.family import Family, Gguf, Own, Sizes, attention_biases
 
 
@@ -34,9 +34,8 @@ def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-    names = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-    names["expert_feed_forward_length"] = "moe_intermediate_size"
-    return {name: own.integer(key) for key, name in names.items()} | {"norm_topk_prob": True}  # as llama.cpp does
+    counts = gguf_counts(own, expert_feed_forward_length="moe_intermediate_size")
+    return counts | {"norm_topk_prob": True}  # as llama.cpp does
 
 
 QWEN3_MOE = Family(
@@ -47,9 +46,5 @@ QWEN3_MOE = Family(
     kv_heads_null=False,
     own=_own,
     tensors=apart,
-    gguf=Gguf(
-        "qwen3moe",
-        {"ffn_gate_inp": "mlp.gate"} | {f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
-        fields=_of_gguf,
-    ),
+    gguf=Gguf("qwen3moe", GGUF_NAMES, fields=_of_gguf),
 )

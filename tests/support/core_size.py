@@ -16,7 +16,7 @@ DEVICES = (
     *(f"runtime.decoding.{name}" for name in ("device_sampler", "device_rejection")),
 )
 """Where the code for devices begins."""
-BUDGETS = {"without devices": (11690, 62), "with devices": (17640, 90)}
+BUDGETS = {"without devices": (11690, 62), "with devices": (17660, 90)}
 """Most lines and files."""
 
 

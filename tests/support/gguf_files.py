@@ -34,6 +34,7 @@ class Spec:
         tied: Whether there is no ``output.weight``.
         biases: Whether q, k and v have biases; o too, except in qwen2.
         head_dim: Values of a head.
+        experts: Of llama: ``together`` for experts whose tensors are one, ``apart`` for those of old files; empty for none.
         types: Types of single tensors.
         metadata: Keys to add or, with None, to leave out.
         tensors: Tensors to add or, with None, to leave out.
@@ -45,6 +46,7 @@ class Spec:
     tied: bool = False
     biases: bool = False
     head_dim: int = 64
+    experts: str = ""
     types: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, NDArray[Any] | None] = field(default_factory=dict)
@@ -101,8 +103,10 @@ def _metadata(spec: Spec) -> dict[str, Any]:
     }
     if spec.architecture == "llama":
         own |= {"rope.dimension_count": spec.head_dim, "vocab_size": len(VOCABULARY)}
+    if spec.experts or spec.architecture == "qwen3moe":
+        own |= {"expert_count": EXPERTS, "expert_used_count": 2}
     if spec.architecture == "qwen3moe":
-        own |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": EXPERT}
+        own["expert_feed_forward_length"] = EXPERT
     if spec.head_dim * HEADS != HIDDEN:
         own |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
     tokenizer: dict[str, Any] = {
@@ -145,10 +149,14 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
         for part in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
             del block[f"{part}.weight"]
         block |= {"attn_qkv.weight": (queries + 2 * keys, HIDDEN), "ffn_up.weight": (2 * INNER, HIDDEN)}
-    if spec.architecture == "qwen3moe":
-        for part, shape in (("gate", (EXPERT, HIDDEN)), ("up", (EXPERT, HIDDEN)), ("down", (HIDDEN, EXPERT))):
+    if spec.experts or spec.architecture == "qwen3moe":
+        inner = INNER if spec.experts else EXPERT
+        for part, shape in (("gate", (inner, HIDDEN)), ("up", (inner, HIDDEN)), ("down", (HIDDEN, inner))):
             del block[f"ffn_{part}.weight"]
-            block[f"ffn_{part}_exps.weight"] = (EXPERTS, *shape)
+            if spec.experts == "apart":
+                block |= {f"ffn_{part}.{expert}.weight": shape for expert in range(EXPERTS)}
+            else:
+                block[f"ffn_{part}_exps.weight"] = (EXPERTS, *shape)
         block["ffn_gate_inp.weight"] = (EXPERTS, HIDDEN)
     if spec.architecture.startswith("gemma"):
         block |= {"post_attention_norm.weight": (HIDDEN,), "post_ffw_norm.weight": (HIDDEN,)}
