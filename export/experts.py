@@ -40,7 +40,9 @@ def _repeat(graph: ir.Graph, total: ir.Node, nodes: list[ir.Node]) -> None:
     columns = [node for node in nodes if f"{node.domain}::{node.op_type}" == COLUMN_OF_EXPERT]
     shapes = [node.inputs[0].shape for node in columns if node.inputs[0] is not None]
     assert shapes[0] is not None
-    count, summed = int(shapes[0][-1]), None
+    count = shapes[0][-1]
+    assert isinstance(count, int)
+    summed: ir.Value | None = None
     sizes = constant(graph, "split", [1] * count)
     splits = {node: ir.node("Split", [node.inputs[0], sizes], {"axis": -1}, num_outputs=count) for node in columns}
     made = list(splits.values())
