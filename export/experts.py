@@ -39,8 +39,8 @@ def _repeat(graph: ir.Graph, total: ir.Node, nodes: list[ir.Node]) -> None:
     """Put the sum over the experts in the place of ``total``, whose input the ``nodes`` compute for the first one."""
     columns = [node for node in nodes if f"{node.domain}::{node.op_type}" == COLUMN_OF_EXPERT]
     shapes = [node.inputs[0].shape for node in columns if node.inputs[0] is not None]
-    assert shapes[0] is not None
-    count, summed = int(shapes[0][-1]), None
+    count, summed = shapes[0][-1] if shapes[0] is not None else None, None
+    assert isinstance(count, int)
     sizes = constant(graph, "split", [1] * count)
     splits = {node: ir.node("Split", [node.inputs[0], sizes], {"axis": -1}, num_outputs=count) for node in columns}
     made = list(splits.values())
