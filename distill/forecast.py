@@ -165,7 +165,7 @@ class Work:
 
 
 def own_tokens(rows: int, length: int) -> int:
-    """Tokens that the model writes into so many rows."""
+    """How many tokens the model writes if it fills ``rows`` of ``length`` as far as it usually does."""
     return int(rows * length * OWN_ROW)
 
 

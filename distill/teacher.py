@@ -254,7 +254,7 @@ class OnlineTargets:
 
 
 def row_bytes(length: int, hidden_size: int, states: int, top_k: int, packed: bool) -> int:
-    """Bytes of a row of so many tokens in a cache of targets, with so many ``states`` of each, of 8 bits if ``packed``."""
+    """Bytes of a row in a cache of targets: ``length`` tokens of ``states`` states each, stored in 8 bits if ``packed``."""
     return int(length * (hidden_size * states * (1.0625 if packed else 4) + 6 * top_k))
 
 

@@ -29,8 +29,6 @@ def test_work_is_that_of_the_weights(learner: Path, options: TrainingOptions) ->
     training = replace(options, steps=10, batch=4, accumulate=2, length=32)
     work, machine = Work(geometry, training, 1000, 5000, 8, True, 1, 4), Machine(1e9)
     found = forecast(work, machine)
-    work, machine = Work(geometry, training, 1000, 5000, 8, True, 1, 4), Machine(1e9)
-    found = forecast(work, machine)
     model = sum(value.numel() for value in checkpoint.decoder().state_dict().values() if value.ndim == 2)
     config = ExitConfig(1, own_lm_head=True, draft_vocab=training.draft_vocab, deep=training.deep)
     head = sum(value.numel() for value in ExitHead(geometry, config).parameters() if value.ndim == 2)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.command import assert_refused, export_engine, run, slow_but
-from support.family_grid import FamilyCase
+from support.family_grid import SMALL, FamilyCase
 from support.mutants import mutate
 from support.without_operators import without_operators
 from torch import Tensor
@@ -34,20 +34,7 @@ from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.llm import Speculation
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 96,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-}
+SIZES = SMALL | {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
 OWN: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen3_moe": {"moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True},

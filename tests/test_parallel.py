@@ -15,7 +15,7 @@ import torch
 from support import team_member, tiny_models
 from support.command import assert_refused, export_engine, run, succeed
 from support.deep_heads import deep_head
-from support.family_grid import FamilyCase
+from support.family_grid import SMALL, FamilyCase
 from support.started_ranks import codes, started
 
 import eesd
@@ -33,19 +33,7 @@ from eesd.runtime.llm import LLM, Speculation
 MEMBER = Path(team_member.__file__)
 PROMPT = [1, 17, 5, 40, 3, 22, 9, 31, 7, 2, 11, 13]
 """Longer than the windows."""
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 96,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
+SIZES = SMALL | {"intermediate_size": 48, "pad_token_id": None}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 WINDOWS = {"sliding_window": 9, "query_pre_attn_scalar": 8}
 CASES = [

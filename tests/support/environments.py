@@ -35,10 +35,7 @@ def make(name: str) -> Path:
         shutil.rmtree(directory, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", directory], check=True)
         install = [str(python), "-m", "pip", "install", "--quiet", "--only-binary", ":all:", "-r", str(packages)]
-        result = subprocess.run(install, capture_output=True, text=True)
-        if result.returncode:
-            reason = result.stderr.strip().splitlines()[-1:] or ["pip failed"]
-            raise Unavailable(f"the packages of {packages.relative_to(ROOT)} cannot be installed: {reason[0]}")
+        _install(install, packages)
         (site_packages(python) / "eesd.pth").write_text(f"{ROOT / 'src'}\n")
         shutil.copy(packages, done)
         return python
@@ -59,12 +56,17 @@ def make_npm(name: str) -> Path:
             return directory
         shutil.copytree(lists, directory, dirs_exist_ok=True)
         install = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline"]
-        result = subprocess.run(install, capture_output=True, text=True, cwd=directory)
-        if result.returncode:
-            reason = result.stderr.strip().splitlines()[-1:] or ["npm failed"]
-            raise Unavailable(f"the packages of {lists.relative_to(ROOT)} cannot be installed: {reason[0]}")
+        _install(install, lists, directory)
         done.write_text(wanted)
         return directory
+
+
+def _install(command: list[str], listed: Path, directory: Path | None = None) -> None:
+    """Run a command, in a directory, that installs the ``listed`` packages. Raises :class:`Unavailable` if it fails."""
+    result = subprocess.run(command, capture_output=True, text=True, cwd=directory)
+    if result.returncode:
+        reason = result.stderr.strip().splitlines()[-1:] or [f"{Path(command[0]).name} failed"]
+        raise Unavailable(f"the packages of {listed.relative_to(ROOT)} cannot be installed: {reason[0]}")
 
 
 def site_packages(python: Path) -> Path:

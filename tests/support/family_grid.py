@@ -13,6 +13,18 @@ from support.tiny_checkpoints import randomise
 
 VOCABULARY, POSITIONS, ORIGINAL = 61, 96, 40
 Options = dict[str, Any]
+SMALL: Options = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes of one small model, for tests of what a family has of its own; ``intermediate_size`` is theirs."""
 
 
 @dataclass(frozen=True)
