@@ -1,12 +1,10 @@
 // Levels, scales and minimums of a panel, as kernels read them.
 
-constexpr int64_t AHEAD = 2048;  // bytes that are fetched before they are needed
-
 template <Format format>
 constexpr int64_t LEVEL_BYTES = format == BITS4 ? 256 : format == BITS5 ? 320 : format == BITS6 ? 384 : 512;
 
 template <Format format> static inline void fetch_ahead(const uint8_t *block) {
-  for (int64_t i = 0; i < LEVEL_BYTES<format> + 64; i += 64) prefetch(block + AHEAD + i);
+  for (int64_t i = 0; i < LEVEL_BYTES<format> + 64; i += 64) fetch_levels(block + AHEAD + i);
 }
 
 // The levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.

@@ -14,13 +14,9 @@ static void multiply_floats(const uint8_t *const panels[P], const float *x, int6
   Floats sum[M][P];
   for (int m = 0; m < M; m++)
     for (int i = 0; i < P; i++) sum[m][i] = all(0);
-  const int64_t bytes = PANEL * (format == FLOAT32 ? 4 : 2);
   for (int64_t k = 0; k < inputs; k++) {
     Floats weights[P];
-    for (int i = 0; i < P; i++) {
-      prefetch(panels[i] + k * bytes + AHEAD);
-      weights[i] = load_weights(format, panels[i], k);
-    }
+    for (int i = 0; i < P; i++) weights[i] = load_weights(format, panels[i], k);
     for (int m = 0; m < M; m++) {
       const Floats v = all(x[m * inputs + k]);
       for (int i = 0; i < P; i++) sum[m][i] = fma(v, weights[i], sum[m][i]);
@@ -41,7 +37,7 @@ static void multiply_float32(const Matrix &w, const uint8_t *panel, const Activa
   for (int m = 0; m < M; m++) sum[m] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
     const uint8_t *p = panel + w.block_at(b), *scales = p + LEVEL_BYTES<format>, *factors = panel + w.factors_at(b);
-    fetch_ahead<format>(p);
+    if (M > STREAMING) fetch_ahead<format>(p);
     Bytes levels[8];
     load_levels<format>(p, levels);
     for (int h = 0; h < halves; h++) {
@@ -88,7 +84,7 @@ static void multiply_panels(const Matrix &w, const uint8_t *const panels[P], con
 
 template <Format format, int M>
 static void multiply_two(const uint8_t *const panels[2], int count, const float *x, int64_t inputs, float *out) {
-  if (count == 2 && M * 2 <= EESD_SUMS) return multiply_floats<format, 2, M>(panels, x, inputs, out);
+  if (count == 2 && M > 1 && M * 2 <= EESD_SUMS) return multiply_floats<format, 2, M>(panels, x, inputs, out);
   for (int i = 0; i < count; i++) multiply_floats<format, 1, M>(panels + i, x, inputs, out + i * PANEL);
 }
 
@@ -103,7 +99,7 @@ static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int
   if (w[0]->format == FLOAT32) return multiply_two<FLOAT32, M>(at, count, x, inputs, out);
   if (w[0]->format == FLOAT16) return multiply_two<FLOAT16, M>(at, count, x, inputs, out);
   if (w[0]->format == BFLOAT16) return multiply_two<BFLOAT16, M>(at, count, x, inputs, out);
-  if (EESD_PANELS == 2 && count == 2 && w[0]->same_kind(*w[1])) return multiply_panels<EESD_PANELS, M>(*w[0], at, a, row, out);
+  if (EESD_PANELS == 2 && M > STREAMING && count == 2 && w[0]->same_kind(*w[1])) return multiply_panels<EESD_PANELS, M>(*w[0], at, a, row, out);
   multiply_panels<1, M>(*w[0], at, a, row, out);
   if (count == 2) multiply_panels<1, M>(*w[1], at + 1, a, row, out + PANEL);
 }

@@ -6,6 +6,8 @@
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 6, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 4 : queries <= 3 ? 2 : 1; }
+constexpr int64_t AHEAD = 2048;
+constexpr int STREAMING = 2;
 
 struct Floats { __m256 a, b; };
 struct Bytes { __m256i a, b; };
@@ -116,4 +118,5 @@ static inline Floats level(Bytes x, int k) {
           _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x.b, 8 * k), m))};
 }
 static inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+static inline void fetch_levels(const void *p) { prefetch(p); }
 #undef BOTH

@@ -6,6 +6,8 @@
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 8, KEY_TILES = 2;
 constexpr int vectors_beside(int queries) { return queries <= 4 ? 4 : 2; }
+constexpr int64_t AHEAD = 32768;
+constexpr int STREAMING = 3;
 
 struct Floats { __m512 v; };
 struct Bytes { __m512i v; };
@@ -82,3 +84,4 @@ static inline Floats level(Bytes a, int k) {
   return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(a.v, 8 * k), _mm512_set1_epi32(255)))};
 }
 static inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
+static inline void fetch_levels(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second cache

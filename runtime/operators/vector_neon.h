@@ -6,6 +6,8 @@
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 4, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 4 : queries == 2 ? 2 : 1; }
+constexpr int64_t AHEAD = 2048;
+constexpr int STREAMING = 0;
 
 #define EACH for (int i = 0; i < 4; i++)
 
@@ -108,4 +110,5 @@ static inline Floats level(Bytes a, int k) {
   return r;
 }
 static inline void prefetch(const void *p) { __builtin_prefetch(p); }
+static inline void fetch_levels(const void *p) { prefetch(p); }
 #undef EACH

@@ -7,6 +7,10 @@
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 4, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 2 : 1; }
+// Levels are fetched so many bytes before they are needed. For so few rows the processor itself is better at it, if it reads
+// straight on, one panel behind the other. So it is with floats.
+constexpr int64_t AHEAD = 0;
+constexpr int STREAMING = 0;
 
 struct Floats {
   float lane[16];
@@ -91,4 +95,5 @@ template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four
 // The k-th of the four levels of each column.
 static inline Floats level(Bytes a, int k) { Floats r; EACH r.lane[i] = (float)a.byte[4 * i + k]; return r; }
 static inline void prefetch(const void *) {}
+static inline void fetch_levels(const void *) {}
 #undef EACH
