@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.command import assert_refused, run, succeed
 
-from eesd.bench.replay.costs import CallCosts, CostModel
+from eesd.bench.replay.costs import COST_MODELS, CallCosts, CostModel
 from eesd.bench.tools.results import main as draw
 from eesd.bench.tools.spec_bench import main, read_questions
 from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, repriced, speedup
@@ -53,6 +53,22 @@ def test_all_turns_are_answered_reported_and_not_answered_again(engine: Path, qu
     report = tmp_path / "results.md"
     succeed(draw, output, "-o", report, "--no-plots")
     assert "## Spec-Bench" in report.read_text()
+
+
+def test_seconds_are_counted_by_a_cost_model_of_another_device(engine: Path, questions: Path, tmp_path: Path) -> None:
+    output = tmp_path / "spec.json"
+    options: tuple[object, ...] = ("--questions", questions, "--engine-dir", engine, "-n", 12, "--threads", 1, "-o", output)
+    options += ("--method", "exit,fixed:k=2", "--method", "both,budget,tree=2", "--costs", "13b")
+    shown = succeed(main, *options).stdout
+    costs, answers = COST_MODELS["13b"], Result.load(output).answers
+    for answer in answers:
+        rounds = sum(costs.calls.round_cost(steps, nodes) * count for steps, nodes, count in answer.rounds)
+        assert answer.decode_seconds == pytest.approx(rounds * costs.plain_seconds) and answer.equal
+    plain = {answer.question: answer for answer in answers if answer.method == PLAIN}
+    own = [answer for answer in answers if answer.method == "exit,fixed:k=2"]
+    ratio = speedup([(plain[answer.question], answer) for answer in own], lambda answer: answer.decode_seconds)
+    assert f"| **{ratio.shown(unit='x', bold=False)}" in shown
+    assert "counted" in shown and "at 70B costs" not in shown
 
 
 def test_questions_of_a_category_are_spread_over_the_file(tmp_path: Path) -> None:

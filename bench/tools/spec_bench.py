@@ -8,6 +8,7 @@ method answers in turn, so that drift of the machine affects all.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from eesd.bench.cli import announce_resume
 from eesd.bench.measure.resumable import run_with_progress
 from eesd.bench.measure.run import Bench, Generation, rotated
 from eesd.bench.measure.tasks import read_texts
+from eesd.bench.replay.costs import COST_MODELS
+from eesd.bench.tools.counted import CountedClock
 from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, markdown
 from eesd.common import cli
 from eesd.common.checks import check_choice
@@ -88,19 +91,22 @@ class Questioning:
         self._methods: dict[str, Speculation | None] = {PLAIN: None} | methods
         self._samplings: list[str] = options["samplings"]
         self._max_new_tokens: int = options["max_new_tokens"]
+        costs = options.get("costs")
+        self._clock = CountedClock(COST_MODELS[costs]).timing(self.bench.llm) if costs else nullcontext()
         for speculation in filter(None, self._methods.values()):
             self.bench.llm.with_speculation(speculation)  # refuses a width before the long work
 
     def ask(self, questions: Sequence[Question], result: Result) -> Iterator[None]:
         """Ask the questions that ``result`` has no answers to. Yields after each."""
         result.engines.setdefault(self.name, self.bench.describe())
-        self._warm_up(questions[0])
-        for sampling in self._samplings:
-            llms = self._llms()
-            for number, question in enumerate(questions):
-                if not result.has(self.name, sampling, question.id):
-                    result.answers += self._answers(question, sampling, llms, number)
-                yield
+        with self._clock:
+            self._warm_up(questions[0])
+            for sampling in self._samplings:
+                llms = self._llms()
+                for number, question in enumerate(questions):
+                    if not result.has(self.name, sampling, question.id):
+                        result.answers += self._answers(question, sampling, llms, number)
+                    yield
 
     def fits(self, question: Question) -> bool:
         """Whether all turns leave room for answers, which may have all their tokens."""
@@ -167,6 +173,7 @@ class Questioning:
 @click.option("--samplings", default="greedy", help="greedy, coupled (temperature 0.7); separated by spaces.")
 @click.option("--per-category", type=click.IntRange(1, 10**6), default=80, help="Largest number of questions of a category.")
 @click.option("-n", "--max-new-tokens", type=click.IntRange(1, 10**6), default=256, help="Tokens of an answer, at most.")
+@click.option("--costs", type=click.Choice(list(COST_MODELS)), help="Count what calls cost there, instead of timing them here.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto")
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("-o", "--output", type=cli.PATH, default=Path("spec-bench.json"), help="Result to write.")

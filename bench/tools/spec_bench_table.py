@@ -12,6 +12,7 @@ from eesd.common.markdown import table
 PLAIN = "plain"
 REPRICED = ("8b", "70b")
 """Cost models at which the measured rounds are priced again."""
+PRICED = ("with prefill", "at 8B costs", "at 70B costs")
 PUBLISHED = (
     ("SAMD[EAGLE-2]", "Vicuna-7B, RTX 3090", "2.38x", "4.61"),
     ("EAGLE-2", "Vicuna-7B, RTX 3090", "2.19x", "4.35"),
@@ -115,9 +116,7 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
         f"{result.options['max_new_tokens']} tokens through the chat template; "
         f"{result.skipped} more leave no room for an answer. Each turn is answered plainly and with every method, in an order "
         "that rotates. The speed-up is plain over drafting decode time, each summed over the questions, with its 95 % "
-        "bootstrap interval over questions; accepted tokens are those of a round, the bonus token included. With prefill: the "
-        "same with the time of the prompt, as Spec-Bench counts. At 8B and 70B costs: the same rounds priced for a GPU "
-        "(computed, verify costs the same for all sizes, without the host); the controllers decided at the costs of this CPU.",
+        "bootstrap interval over questions; accepted tokens are those of a round, the bonus token included. " + _timed(result),
         "",
     ]
     if not result.complete:
@@ -130,6 +129,20 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     return lines
 
 
+def _timed(result: Result) -> str:
+    """How the seconds came about, in sentences."""
+    if costs := result.options.get("costs"):
+        return (
+            "**Seconds were not measured but counted:** the runtime's clock goes on by what each call costs at "
+            f"{COST_MODELS[costs].name} (the host nothing), and controllers, guard and text decide by it."
+        )
+    return (
+        "With prefill: the same with the time of the prompt, as Spec-Bench counts. At 8B and 70B costs: the same rounds priced "
+        "for a GPU (computed, verify costs the same for all sizes, without the host); the controllers decided at the costs of "
+        "this CPU."
+    )
+
+
 def _table(result: Result, engine: str, sampling: str) -> list[str]:
     methods: dict[str, dict[int, Answer]] = {}
     for answer in result.answers:
@@ -137,15 +150,19 @@ def _table(result: Result, engine: str, sampling: str) -> list[str]:
             methods.setdefault(answer.method, {})[answer.question] = answer
     plain = methods.pop(PLAIN)
     names = dict.fromkeys(result.categories[str(question)] for question in plain)
-    rows = []
+    rows, counted = [], bool(result.options.get("costs"))
     for method, answers in methods.items():
         pairs = [(plain[question], answer) for question, answer in answers.items()]
         cells = [_cell([pair for pair in pairs if result.categories[str(pair[0].question)] == name]) for name in names]
-        whole = speedup(pairs, lambda answer: answer.decode_seconds + answer.prefill_seconds)
-        costs = [f"{repriced(pairs, COST_MODELS[name]):.2f}x" for name in REPRICED]
         equal = f"{sum(answer.equal for answer in answers.values())} of {len(answers)}"
-        rows.append([method, *cells, f"**{_cell(pairs)}**", f"{whole.median:.2f}x", *costs, equal])
-    return table(["method", *names, "overall", "with prefill", "at 8B costs", "at 70B costs", "equal"], rows)
+        rows.append([method, *cells, f"**{_cell(pairs)}**", *(() if counted else _priced(pairs)), equal])
+    return table(["method", *names, "overall", *(() if counted else PRICED), "equal"], rows)
+
+
+def _priced(pairs: Pairs) -> list[str]:
+    """Cells under :data:`PRICED`."""
+    whole = speedup(pairs, lambda answer: answer.decode_seconds + answer.prefill_seconds)
+    return [f"{whole.median:.2f}x", *(f"{repriced(pairs, COST_MODELS[name]):.2f}x" for name in REPRICED)]
 
 
 def _cell(pairs: Pairs) -> str:

@@ -1,0 +1,51 @@
+"""Sessions on the clock of another device: the runtime's clock goes on by what a cost model says of each call."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+from eesd.bench.replay.costs import CostModel
+from eesd.runtime.engines.base import Call, Engine, StepOutputs
+from eesd.runtime.llm import LLM
+
+
+class CountedClock:
+    """Seconds of a device that is not there. Tokens and bits are those of the engines; controllers, guard and text drafter see
+    these seconds, and decide as they would there. The host takes no time, and a piece of a prompt as much as a plain step.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self.seconds = 0.0
+        self._costs = costs.calls.scaled(costs.plain_seconds)
+        self._steps = 0
+
+    @contextmanager
+    def timing(self, llm: LLM) -> Iterator[None]:
+        """Time the calls of its engines, and of all that share them."""
+        with ExitStack() as stack:
+            stack.enter_context(patch("time.perf_counter", lambda: self.seconds))
+            stack.enter_context(_watched(llm.engines.verify, self._verified))
+            if llm.engines.draft is not None:
+                stack.enter_context(_watched(llm.engines.draft, self._drafted))
+            yield
+
+    def _verified(self, calls: Sequence[Call]) -> None:
+        self.seconds += self._costs.verify_cost(max(sum(len(call.tokens) for call in calls if call.logits), 1))
+        self._steps = 0
+
+    def _drafted(self, _: Sequence[Call]) -> None:
+        self._steps += 1
+        self.seconds += self._costs.draft_cost(self._steps) - self._costs.draft_cost(self._steps - 1)
+
+
+@contextmanager
+def _watched(engine: Engine, called: Callable[[Sequence[Call]], None]) -> Iterator[None]:
+    forward = engine.forward
+
+    def watched(calls: Sequence[Call]) -> list[StepOutputs]:
+        outputs = forward(calls)
+        called(calls)
+        return outputs
+
+    with patch.object(engine, "forward", watched):
+        yield
