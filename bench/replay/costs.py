@@ -142,9 +142,17 @@ FOUR_BIT = CostModel(
 )
 """A draft step takes 17 % of a pass, and the host 8 % more in a round that drafts; passes are those of decision 0082."""
 
+EXPORTED_8B = CostModel(
+    "8B in 16 bits on an H100, its draft as exported by default (4 layers, a quarter of the words, 4 bits)",
+    CallCosts({1: 0.47 / 6.64}, {1: 1.0}),
+    6.64e-3,
+)
+"""Predicted (docs/predict.md)."""
+
 COST_MODELS = {
     "bundled": BUNDLED,
     "4bit": FOUR_BIT,
+    "8b-exported": EXPORTED_8B,
     "8b": layer_costs("8B on an H100, exit after 4 of 32 layers", 32, 4, 5e-3),
     "7b": layer_costs("7B, exit after 4 of 32 layers", 32, 4, 10e-3),
     "13b": layer_costs("13B, exit after 4 of 40 layers", 40, 4, 19e-3),

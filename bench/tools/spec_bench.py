@@ -20,7 +20,7 @@ from eesd.bench.measure.resumable import run_with_progress
 from eesd.bench.measure.run import Bench, Generation, rotated
 from eesd.bench.measure.tasks import read_texts
 from eesd.bench.replay.costs import COST_MODELS
-from eesd.bench.tools.counted import CountedClock
+from eesd.bench.replay.counted import CountedClock
 from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, markdown
 from eesd.common import cli
 from eesd.common.checks import check_choice
