@@ -68,7 +68,7 @@ def test_seconds_are_counted_by_a_cost_model_of_another_device(engine: Path, que
     own = [answer for answer in answers if answer.method == "exit,fixed:k=2"]
     ratio = speedup([(plain[answer.question], answer) for answer in own], lambda answer: answer.decode_seconds)
     assert f"| **{ratio.shown(unit='x', bold=False)}" in shown
-    assert "counted" in shown and "at 70B costs" not in shown
+    assert ", at the costs of another device\n" in shown and costs.name in shown and "at 70B costs" not in shown
 
 
 def test_questions_of_a_category_are_spread_over_the_file(tmp_path: Path) -> None:

@@ -107,7 +107,8 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     engine = next(iter(result.engines.values()))
     answered = len({answer.question for answer in result.answers})
     lines = [
-        f"{heading} Spec-Bench: {engine['model']}, {answered} questions, {', '.join(result.engines)}",
+        f"{heading} Spec-Bench: {engine['model']}, {answered} questions, {', '.join(result.engines)}"
+        + (", at the costs of another device" if result.options.get("costs") else ""),
         "",
         f"{engine['architecture']} of {engine['num_layers']} layers, exit after layer {engine['exit_layer']}. "
         f"{shown_machine(result.machine)}; {result.machine['libraries']}.",
