@@ -11,6 +11,7 @@ from eesd.bench.replay.costs import COST_MODELS, CallCosts, CostModel
 from eesd.bench.tools.results import main as draw
 from eesd.bench.tools.spec_bench import main, read_questions
 from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, repriced, speedup
+from eesd.runtime.engines.cpu_engine import CpuEngine
 
 ROWS: list[dict[str, Any]] = [
     {"question_id": 81, "category": "writing", "turns": ["abc abc abc", "and def"]},
@@ -55,7 +56,9 @@ def test_all_turns_are_answered_reported_and_not_answered_again(engine: Path, qu
     assert "## Spec-Bench" in report.read_text()
 
 
-def test_seconds_are_counted_by_a_cost_model_of_another_device(engine: Path, questions: Path, tmp_path: Path) -> None:
+def test_seconds_are_counted_by_a_cost_model_of_another_device(
+    engine: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "spec.json"
     options: tuple[object, ...] = ("--questions", questions, "--engine-dir", engine, "-n", 12, "--threads", 1, "-o", output)
     options += ("--method", "exit,fixed:k=2", "--method", "both,budget,tree=2", "--costs", "13b")
@@ -69,6 +72,8 @@ def test_seconds_are_counted_by_a_cost_model_of_another_device(engine: Path, que
     ratio = speedup([(plain[answer.question], answer) for answer in own], lambda answer: answer.decode_seconds)
     assert f"| **{ratio.shown(unit='x', bold=False)}" in shown
     assert ", at the costs of another device\n" in shown and costs.name in shown and "at 70B costs" not in shown
+    monkeypatch.setattr(CpuEngine, "draft_chain", print)
+    assert_refused(run(main, *options, "--overwrite"), "GPU", "--backend ort")
 
 
 def test_questions_of_a_category_are_spread_over_the_file(tmp_path: Path) -> None:

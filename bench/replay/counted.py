@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 from eesd.bench.replay.costs import CostModel
+from eesd.common.errors import EESDError
 from eesd.runtime.engines.base import Call, Engine, StepOutputs
 from eesd.runtime.llm import LLM
 
@@ -21,12 +22,19 @@ class CountedClock:
 
     @contextmanager
     def timing(self, llm: LLM) -> Iterator[None]:
-        """Time the calls of its engines, and of all that share them."""
+        """Time the calls of its engines, and of all that share them.
+
+        Raises:
+            EESDError: The draft takes several steps in one call, which is not counted.
+        """
+        draft = llm.engines.draft
+        if draft is not None and draft.draft_chain is not None:
+            raise EESDError("Calls of engines on a GPU cannot be counted; choose --backend ort, or time them.")
         with ExitStack() as stack:
             stack.enter_context(patch("time.perf_counter", lambda: self.seconds))
             stack.enter_context(_watched(llm.engines.verify, self._verified))
-            if llm.engines.draft is not None:
-                stack.enter_context(_watched(llm.engines.draft, self._drafted))
+            if draft is not None:
+                stack.enter_context(_watched(draft, self._drafted))
             yield
 
     def _verified(self, calls: Sequence[Call]) -> None:

@@ -134,7 +134,7 @@ def _timed(result: Result) -> str:
     """How the seconds came about, in sentences."""
     if costs := result.options.get("costs"):
         return (
-            "**Seconds were not measured but counted:** the runtime's clock goes on by what each call costs at "
+            "**Seconds were not measured but counted:** the runtime's clock goes on by what each call should cost at "
             f"{COST_MODELS[costs].name} (the host nothing), and controllers, guard and text decide by it."
         )
     return (
