@@ -142,21 +142,18 @@ FOUR_BIT = CostModel(
 )
 """A draft step takes 17 % of a pass, and the host 8 % more in a round that drafts; passes are those of decision 0082."""
 
-EXPORTED_8B = CostModel(
-    "8B in 16 bits on an H100, its draft as exported by default (4 layers, a quarter of the words, 4 bits)",
-    CallCosts({1: 0.47 / 6.64}, {1: 1.0}),
-    6.64e-3,
-)
-"""Predicted (docs/predict.md)."""
-
 COST_MODELS = {
     "bundled": BUNDLED,
     "4bit": FOUR_BIT,
-    "8b-exported": EXPORTED_8B,
     "8b": layer_costs("8B on an H100, exit after 4 of 32 layers", 32, 4, 5e-3),
+    "8b-exported": CostModel(
+        "8B in 16 bits on an H100, its draft as exported by default (4 layers, a quarter of the words, 4 bits)",
+        CallCosts({1: 0.47 / 6.64}, {1: 1.0}),
+        6.64e-3,
+    ),
     "7b": layer_costs("7B, exit after 4 of 32 layers", 32, 4, 10e-3),
     "13b": layer_costs("13B, exit after 4 of 40 layers", 40, 4, 19e-3),
     "70b": layer_costs("70B, exit after 5 of 80 layers", 80, 5, 50e-3),
 }
 """Cost models by name. Those of 7B, 13B and 70B are computed, not measured: their plain step reads the float16 weights at
-1.5 TB/s (8B and 70B: 3 TB/s)."""
+1.5 TB/s (8B and 70B: 3 TB/s). That of ``8b-exported`` is predicted (docs/predict.md)."""

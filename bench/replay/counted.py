@@ -1,13 +1,15 @@
 """Sessions on the clock of another device: the runtime's clock goes on by what a cost model says of each call."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from unittest.mock import patch
 
 from eesd.bench.replay.costs import CostModel
 from eesd.common.errors import EESDError
-from eesd.runtime.engines.base import Call, Engine, StepOutputs
+from eesd.runtime.engines.base import Call, StepOutputs
 from eesd.runtime.llm import LLM
+
+Forward = Callable[[Sequence[Call]], list[StepOutputs]]
 
 
 class CountedClock:
@@ -27,14 +29,15 @@ class CountedClock:
         Raises:
             EESDError: The draft takes several steps in one call, which is not counted.
         """
-        draft = llm.engines.draft
-        if draft is not None and draft.draft_chain is not None:
+        verify, draft = llm.engines.verify, llm.engines.draft
+        assert draft is not None
+        if draft.draft_chain is not None:
             raise EESDError("Calls of engines on a GPU cannot be counted; choose --backend ort, or time them.")
-        with ExitStack() as stack:
-            stack.enter_context(patch("time.perf_counter", lambda: self.seconds))
-            stack.enter_context(_watched(llm.engines.verify, self._verified))
-            if draft is not None:
-                stack.enter_context(_watched(draft, self._drafted))
+        with (
+            patch("time.perf_counter", lambda: self.seconds),
+            patch.object(verify, "forward", _watched(verify.forward, self._verified)),
+            patch.object(draft, "forward", _watched(draft.forward, self._drafted)),
+        ):
             yield
 
     def _verified(self, calls: Sequence[Call]) -> None:
@@ -46,14 +49,10 @@ class CountedClock:
         self.seconds += self._costs.draft_cost(self._steps) - self._costs.draft_cost(self._steps - 1)
 
 
-@contextmanager
-def _watched(engine: Engine, called: Callable[[Sequence[Call]], None]) -> Iterator[None]:
-    forward = engine.forward
-
+def _watched(forward: Forward, called: Callable[[Sequence[Call]], None]) -> Forward:
     def watched(calls: Sequence[Call]) -> list[StepOutputs]:
         outputs = forward(calls)
         called(calls)
         return outputs
 
-    with patch.object(engine, "forward", watched):
-        yield
+    return watched

@@ -91,22 +91,19 @@ class Questioning:
         self._methods: dict[str, Speculation | None] = {PLAIN: None} | methods
         self._samplings: list[str] = options["samplings"]
         self._max_new_tokens: int = options["max_new_tokens"]
-        costs = options.get("costs")
-        self._clock = CountedClock(COST_MODELS[costs]).timing(self.bench.llm) if costs else nullcontext()
         for speculation in filter(None, self._methods.values()):
             self.bench.llm.with_speculation(speculation)  # refuses a width before the long work
 
     def ask(self, questions: Sequence[Question], result: Result) -> Iterator[None]:
         """Ask the questions that ``result`` has no answers to. Yields after each."""
         result.engines.setdefault(self.name, self.bench.describe())
-        with self._clock:
-            self._warm_up(questions[0])
-            for sampling in self._samplings:
-                llms = self._llms()
-                for number, question in enumerate(questions):
-                    if not result.has(self.name, sampling, question.id):
-                        result.answers += self._answers(question, sampling, llms, number)
-                    yield
+        self._warm_up(questions[0])
+        for sampling in self._samplings:
+            llms = self._llms()
+            for number, question in enumerate(questions):
+                if not result.has(self.name, sampling, question.id):
+                    result.answers += self._answers(question, sampling, llms, number)
+                yield
 
     def fits(self, question: Question) -> bool:
         """Whether all turns leave room for answers, which may have all their tokens."""
@@ -204,7 +201,8 @@ def main(
                 raise EESDError(f"No question leaves room for an answer in {directory}; export with a larger --max-seq-len.")
             result.categories |= {str(question.id): question.category for question in fitting}
             result.skipped = len(chosen) - len(fitting)
-            run_with_progress(asked.name, asked.ask(fitting, result), lambda: result.save(output))
+            with CountedClock(result.costs).timing(asked.bench.llm) if result.costs else nullcontext():
+                run_with_progress(asked.name, asked.ask(fitting, result), lambda: result.save(output))
     result.complete = True
     result.save(output)
     click.echo("\n".join(markdown(result)))

@@ -12,7 +12,7 @@ from eesd.common.markdown import table
 PLAIN = "plain"
 REPRICED = ("8b", "70b")
 """Cost models at which the measured rounds are priced again."""
-PRICED = ("with prefill", "at 8B costs", "at 70B costs")
+PRICED = ("with prefill", *(f"at {name.upper()} costs" for name in REPRICED))
 PUBLISHED = (
     ("SAMD[EAGLE-2]", "Vicuna-7B, RTX 3090", "2.38x", "4.61"),
     ("EAGLE-2", "Vicuna-7B, RTX 3090", "2.19x", "4.35"),
@@ -82,6 +82,12 @@ class Result(Saved):
     WHAT: ClassVar = "a result of spec_bench; measure again"
     ROWS: ClassVar = {"answers": Answer}
 
+    @property
+    def costs(self) -> CostModel | None:
+        """What the seconds were counted with; None: they were measured."""
+        name = self.options.get("costs")
+        return COST_MODELS[name] if name else None
+
     def has(self, engine: str, sampling: str, question: int) -> bool:
         """Whether a question is answered already."""
         return any((a.engine, a.sampling, a.question) == (engine, sampling, question) for a in self.answers)
@@ -108,7 +114,7 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     answered = len({answer.question for answer in result.answers})
     lines = [
         f"{heading} Spec-Bench: {engine['model']}, {answered} questions, {', '.join(result.engines)}"
-        + (", at the costs of another device" if result.options.get("costs") else ""),
+        + (", at the costs of another device" if result.costs else ""),
         "",
         f"{engine['architecture']} of {engine['num_layers']} layers, exit after layer {engine['exit_layer']}. "
         f"{shown_machine(result.machine)}; {result.machine['libraries']}.",
@@ -117,7 +123,8 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
         f"{result.options['max_new_tokens']} tokens through the chat template; "
         f"{result.skipped} more leave no room for an answer. Each turn is answered plainly and with every method, in an order "
         "that rotates. The speed-up is plain over drafting decode time, each summed over the questions, with its 95 % "
-        "bootstrap interval over questions; accepted tokens are those of a round, the bonus token included. " + _timed(result),
+        "bootstrap interval over questions; accepted tokens are those of a round, the bonus token included. "
+        + _timed(result.costs),
         "",
     ]
     if not result.complete:
@@ -130,12 +137,12 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     return lines
 
 
-def _timed(result: Result) -> str:
+def _timed(costs: CostModel | None) -> str:
     """How the seconds came about, in sentences."""
-    if costs := result.options.get("costs"):
+    if costs:
         return (
             "**Seconds were not measured but counted:** the runtime's clock goes on by what each call should cost at "
-            f"{COST_MODELS[costs].name} (the host nothing), and controllers, guard and text decide by it."
+            f"{costs.name} (the host nothing), and controllers, guard and text decide by it."
         )
     return (
         "With prefill: the same with the time of the prompt, as Spec-Bench counts. At 8B and 70B costs: the same rounds priced "
@@ -151,13 +158,13 @@ def _table(result: Result, engine: str, sampling: str) -> list[str]:
             methods.setdefault(answer.method, {})[answer.question] = answer
     plain = methods.pop(PLAIN)
     names = dict.fromkeys(result.categories[str(question)] for question in plain)
-    rows, counted = [], bool(result.options.get("costs"))
+    rows, priced = [], () if result.costs else PRICED
     for method, answers in methods.items():
         pairs = [(plain[question], answer) for question, answer in answers.items()]
         cells = [_cell([pair for pair in pairs if result.categories[str(pair[0].question)] == name]) for name in names]
         equal = f"{sum(answer.equal for answer in answers.values())} of {len(answers)}"
-        rows.append([method, *cells, f"**{_cell(pairs)}**", *(() if counted else _priced(pairs)), equal])
-    return table(["method", *names, "overall", *(() if counted else PRICED), "equal"], rows)
+        rows.append([method, *cells, f"**{_cell(pairs)}**", *(_priced(pairs) if priced else ()), equal])
+    return table(["method", *names, "overall", *priced, "equal"], rows)
 
 
 def _priced(pairs: Pairs) -> list[str]:

@@ -142,7 +142,6 @@ def _write(directory: Path, manifest: Manifest, place: Path) -> None:
                     file.write(bytes(-file.tell() % ALIGNMENT))
                     packed[part] = Located(file.tell(), weight.data.nbytes, weight.numbers)
                     file.write(weight.data.data)
-            file.write(bytes(ALIGNMENT))  # what is fetched ahead of the last weight is there
         for graph in manifest.graphs:
             (place / graph.file).write_bytes(make_graph(manifest, graph, Weights(WEIGHTS, packed, small)))
     except (KeyError, ValueError, TypeError, OverflowError, AssertionError):

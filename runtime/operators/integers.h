@@ -12,7 +12,7 @@ static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const
   for (int64_t b = 0; b < blocks; b++) {
     Bytes levels[P][8];
     for (int i = 0; i < P; i++) {
-      if (M > STREAMING) fetch_ahead<format>(panels[i] + w.block_at(b));
+      fetch_ahead<format, M>(panels[i] + w.block_at(b));
       load_levels<format>(panels[i] + w.block_at(b), levels[i]);
     }
     for (int h = 0; h < halves; h++) {

@@ -43,7 +43,7 @@ static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const
   for (int m = 0; m < M; m++) sum[m] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
     const uint8_t *p = panels[0] + w.block_at(b), *scales = p + LEVEL_BYTES<format>, *factors = panels[0] + w.factors_at(b);
-    if (M > STREAMING) fetch_ahead<format>(p);
+    fetch_ahead<format, M>(p);
     for (int h = 0; h < halves; h++) {
       const int8_t *x = a.levels + (row * blocks + b) * BLOCK;
       Bytes products[M];

@@ -3,7 +3,9 @@
 template <Format format>
 constexpr int64_t LEVEL_BYTES = format == BITS4 ? 256 : format == BITS5 ? 320 : format == BITS6 ? 384 : 512;
 
-template <Format format> static inline void fetch_ahead(const uint8_t *block) {
+// Of a product of M rows.
+template <Format format, int M> static inline void fetch_ahead(const uint8_t *block) {
+  if (M <= STREAMING) return;
   for (int64_t i = 0; i < LEVEL_BYTES<format> + 64; i += 64) fetch_levels(block + AHEAD + i);
 }
 

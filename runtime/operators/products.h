@@ -37,7 +37,7 @@ static void multiply_float32(const Matrix &w, const uint8_t *panel, const Activa
   for (int m = 0; m < M; m++) sum[m] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
     const uint8_t *p = panel + w.block_at(b), *scales = p + LEVEL_BYTES<format>, *factors = panel + w.factors_at(b);
-    if (M > STREAMING) fetch_ahead<format>(p);
+    fetch_ahead<format, M>(p);
     Bytes levels[8];
     load_levels<format>(p, levels);
     for (int h = 0; h < halves; h++) {
