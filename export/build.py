@@ -58,10 +58,10 @@ def main(
     chunk, flavour = prefill_chunk or manifest.gpu_prefill_chunk, plans.find_flavour(target)
     options = plans.BuildOptions(flavour, batch, chunk, capabilities or capabilities_for(flavour, manifest))
     plans.check_options(manifest, options)
-    outdated = [g for g in manifest.graphs if force or not plans.up_to_date(directory, manifest, g, options)]
+    outdated = [g for g in manifest.running if force or not plans.up_to_date(directory, manifest, g, options)]
     if outdated or _files_changed(directory, manifest):
         verify_files(directory, manifest)
-    for graph in manifest.graphs:
+    for graph in manifest.running:
         if graph in outdated:
             manifest = _build_plan(directory, manifest, graph, options)
         else:
@@ -155,7 +155,9 @@ def _check(directory: Path, manifest: Manifest) -> None:
     if needed > available_memory():
         _skip_check(f"the reference needs about {needed / 1e9:.0f} GB of memory; try an export with --layers")
         return
-    cosines = compare_engines(open_engines(directory, manifest, "tensorrt", None, True), directory, manifest)
+    cosines = compare_engines(
+        open_engines(directory, manifest, "tensorrt", None, manifest.exit_head.can_draft), directory, manifest
+    )
     least = LEAST_COSINE[manifest.dtype]
     for name, cosine in cosines.items():
         click.echo(f"{name}: lowest cosine {cosine:.6f} (required: {least})")

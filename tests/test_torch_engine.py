@@ -57,6 +57,7 @@ SAMPLINGS = {
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "llama-bias": {},
     "mistral": {"blocks": 2},
+    "qwen2": {"whole": True},
     "qwen2.5-tied": {},
     "qwen3": {"own_lm_head": True},
     "qwen3-bias": {"blocks": 2, "own_lm_head": True},
@@ -81,6 +82,13 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp(request.param)
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
     return tiny_models.export_tiny(model, directory / "plans", slots=384, dtype=request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The harness's model, drafted for by all of its layers in 4 bits."""
+    model = harness.directory.parent / "model"
+    return tiny_models.export_tiny(model, tmp_path_factory.mktemp("whole") / "plans", slots=384, whole=True)
 
 
 def torch_llm(directory: Path, device: str, speculation: Speculation | None) -> LLM:
@@ -143,13 +151,17 @@ def test_logits_and_candidates_match_onnx_runtime(exported: Callable[[str], Path
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize(("controller", "width"), [("fixed:k=4", 1), ("threshold:p=0.3", 2), ("beta-ts", 3)])
+@pytest.mark.parametrize(
+    ("controller", "width", "draft"),
+    [("fixed:k=4", 1, "head"), ("threshold:p=0.3", 2, "head"), ("beta-ts", 3, "head"), ("cost-aware-ts", 2, "whole")],
+)
 def test_tokens_match_plain_decoding_with_onnx_runtime(
-    harness: Harness, controller: str, width: int, name: str, device: str
+    harness: Harness, whole: Path, controller: str, width: int, draft: str, name: str, device: str
 ) -> None:
     """The sequences are long enough for the KV cache to grow, and the second prompt reuses the cache of the first."""
-    plain = eesd.load(harness.directory, "ort", speculation=None, threads=1)
-    llm = torch_llm(harness.directory, device, Speculation(controller, width, guard=False))
+    directory = whole if draft == "whole" else harness.directory
+    plain = eesd.load(directory, "ort", speculation=None, threads=1)
+    llm = torch_llm(directory, device, Speculation(controller, width, guard=False, tree_budget=draft == "whole"))
     accepted = 0
     for prompt in PROMPTS:
         expected = plain.generate(prompt, SAMPLINGS[name], max_new_tokens=150, ignore_eos=True)

@@ -232,6 +232,11 @@ class Manifest:
         return (self.draft, *self.verify)
 
     @property
+    def running(self) -> tuple[GraphInfo, ...]:
+        """The graphs that run: without a draft that is a place holder."""
+        return self.graphs if self.exit_head.can_draft else self.verify
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Bytes of every file, linked files included, plans not included."""
         own = {name: info.size for name, info in self.files.items()}
