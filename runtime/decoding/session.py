@@ -215,19 +215,23 @@ class Session:
         return call
 
     def draft_chain(self, current: Round) -> bool:
-        """Draft a chain of known length in one call, which does not wait for the host between its steps, if that can be."""
+        """Draft steps of a chain in one call, which does not wait for the host between them, if that can be: all if their number
+        is known, else as many as the controller allows before it is asked."""
         tree, length = current.tree, current.length
         assert current.drafter is not None
-        chain = current.drafter.engine.draft_chain
-        if chain is None or not length or current.drafter.tree_width > 1 or not self._sampler.proposes_top_tokens:
+        chain, controller, taken = current.drafter.engine.draft_chain, current.drafter.controller, tree.steps
+        steps = length or (controller.steps_at_once if controller.steps_at_once > 1 else 0)
+        if chain is None or not steps or current.drafter.tree_width > 1 or not self._sampler.proposes_top_tokens:
             return False
         self._kv_cache.reserve(len(self.tokens) + current.most_nodes)
-        started, count = time.perf_counter(), min(length, current.most_depth)
-        outputs = chain(self._kv_cache, tree.root.token, len(self.tokens) - 1, count)
-        current.draft_seconds = time.perf_counter() - started
-        for row in range(count):
-            tree.grow([self._sampler.propose(tree.frontier[0], outputs, row, tree.branching)])
+        started, count = time.perf_counter(), min(steps, current.most_depth - taken)
+        outputs = chain(self._kv_cache, tree.frontier[0].token, len(self.tokens) - 1 + taken, count)
+        current.draft_seconds += time.perf_counter() - started
         current.wants_more = False
+        for row in range(count):
+            step = tree.grow([self._sampler.propose(tree.frontier[0], outputs, row, tree.branching)])
+            if length is None and step is not None:  # each is told, and the last answer counts
+                current.wants_more = controller.keep_drafting(step) and tree.steps < current.most_depth and not tree.is_full
         return True
 
     def drafted(self, current: Round, outputs: StepOutputs, seconds: float) -> None:
