@@ -211,8 +211,8 @@ def main(
         notice("The file's weights are quantized, and --quantize rounds them a second time; --quantize keep does not.")
     if not head.config.can_draft:
         notice(
-            "Nothing drafts but the text itself, where it repeats: 4-bit weights leave no bits to save. Train an exit head with "
-            "eesd-distill to be faster on all text."
+            "Only the text drafts, where it repeats: weights of 4 bits leave no bits to save. Train an exit head with "
+            "eesd-distill to draft on all text."
         )
     elif not head.config.trained:
         notice("The exit head is not trained, so acceptance will be low; train one with eesd-distill.")
