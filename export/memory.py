@@ -54,10 +54,10 @@ def split_layers(
             f"--stages {stages} cannot be used with this head: it reads states after the layers "
             f"{', '.join(map(str, exit_config.read_layers))}, which another device would have; give a head without deep layers."
         )
-    if exit_config.is_whole(geometry) and stages > 1:
+    if stages > 1 and exit_config.is_whole(geometry):
         raise EESDError(
-            f"--stages {stages} cannot be used with --exit-head quantized: the draft runs all layers on the first device, which "
-            "then holds the whole model; give --exit-head DIR with a trained head, or --exit-head none."
+            f"--stages {stages} cannot be used with --exit-head quantized, whose draft runs all layers on one device; give "
+            "--exit-head DIR, or leave --stages out."
         )
     most = layers - before_exit + 1
     if not 1 <= stages <= most:
