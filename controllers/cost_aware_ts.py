@@ -21,6 +21,7 @@ class CostAwareTS(Controller):
     """
 
     learned: ClassVar = ("accept", "following", "random")
+    steps_at_once: ClassVar = 2
 
     def __init__(
         self, draws: int = 1, seed: int = 0, prior: CalibrationPrior | None = None, value: RoundValue | None = None

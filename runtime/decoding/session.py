@@ -220,34 +220,31 @@ class Session:
     def draft_chain(self, current: Round) -> bool:
         """Draft steps of a chain in one call, which does not wait for the host between them, if that can be: all if their number
         is known, else as many as the controller allows before it is asked."""
-        tree, length = current.tree, current.length
-        assert current.drafter is not None
-        chain, controller, taken = current.drafter.engine.draft_chain, current.drafter.controller, tree.steps
-        steps = length or controller.steps_at_once
-        if chain is None or not steps or current.drafter.tree_width > 1 or not self._sampler.proposes_top_tokens:
+        tree, drafter = current.tree, current.drafter
+        assert drafter is not None
+        chain, steps = drafter.engine.draft_chain, current.length or drafter.controller.steps_at_once
+        if chain is None or not steps or drafter.tree_width > 1 or not self._sampler.proposes_top_tokens:
             return False
         self._kv_cache.reserve(len(self.tokens) + current.most_nodes)
-        started, count = time.perf_counter(), min(steps, current.most_depth - taken)
-        root = len(self.tokens) - 1
-        self._drafted = max(self._drafted, root + taken + count)
-        outputs = chain(self._kv_cache, tree.frontier[0].token, root + taken, count)
-        current.draft_seconds += time.perf_counter() - started
-        step, more = None, False
-        for row in range(count):
-            if (step := self._grow(tree, outputs, False, row)) is None:
-                break
-            more = length is None and controller.keep_drafting(step)  # each is told, and the last answer counts
-        current.wants_more = more and step is not None and tree.steps < current.most_depth and not tree.is_full
+        started, slot = time.perf_counter(), len(self.tokens) - 1 + tree.steps
+        count = min(steps, current.most_depth - tree.steps)
+        self._drafted = max(self._drafted, slot + count)
+        outputs = chain(self._kv_cache, tree.frontier[0].token, slot, count)
+        self.drafted(current, outputs, time.perf_counter() - started, count)
         return True
 
-    def drafted(self, current: Round, outputs: StepOutputs, seconds: float) -> None:
-        """Add a level to the draft from the draft engine's outputs, and ask the controller whether to continue."""
+    def drafted(self, current: Round, outputs: StepOutputs, seconds: float, levels: int = 1) -> None:
+        """Add levels to the draft from the draft engine's outputs, and ask the controller whether to continue. It is asked after
+        each, and its last answer counts."""
         assert current.drafter is not None
         tree, controller = current.tree, current.drafter.controller
         current.draft_seconds += seconds
-        step = self._grow(tree, outputs, controller.needs_entropy)
-        ends = step is None or tree.steps >= current.most_depth or tree.is_full
-        current.wants_more = not ends and step is not None and controller.keep_drafting(step)
+        for row in range(levels):
+            step = self._grow(tree, outputs, controller.needs_entropy, row)
+            ends = step is None or tree.steps >= current.most_depth or tree.is_full
+            current.wants_more = not ends and step is not None and controller.keep_drafting(step)
+            if step is None:
+                break
 
     def complete(self, current: Round, share: Share | None = None) -> Call:
         """End the draft, and choose what is verified: what is worth it alone, or beside others its ``share``.
