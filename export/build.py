@@ -58,10 +58,10 @@ def main(
     chunk, flavour = prefill_chunk or manifest.gpu_prefill_chunk, plans.find_flavour(target)
     options = plans.BuildOptions(flavour, batch, chunk, capabilities or capabilities_for(flavour, manifest))
     plans.check_options(manifest, options)
-    outdated = [g for g in manifest.running if force or not plans.up_to_date(directory, manifest, g, options)]
+    outdated = [g for g in manifest.graphs if force or not plans.up_to_date(directory, manifest, g, options)]
     if outdated or _files_changed(directory, manifest):
         verify_files(directory, manifest)
-    for graph in manifest.running:
+    for graph in manifest.graphs:
         if graph in outdated:
             manifest = _build_plan(directory, manifest, graph, options)
         else:

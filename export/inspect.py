@@ -347,7 +347,7 @@ def _layers(console: Console, directory: Path, manifest: Manifest) -> None:
     from eesd.runtime.engines.trt_plans import PlanDirectory
 
     plans = PlanDirectory(directory, manifest)
-    for graph in manifest.running:
+    for graph in manifest.graphs:
         found = plans.layers(graph)
         words = [f"{name} {kind}".lower().replace("_", "") for name, kind in found]
         attentions = sum("attention" in word or "mha" in word for word in words)

@@ -34,7 +34,7 @@ class PlanDirectory:
         """Check the plans, and import their library. Raises :class:`EESDError` if they cannot run here."""
         self._directory = directory
         self._manifest = manifest
-        self._plans = [_find_plan(directory, manifest, graph) for graph in manifest.running]
+        self._plans = [_find_plan(directory, manifest, graph) for graph in manifest.graphs]
         self.trt = _import_library(directory, self._plans)
         self._check_profiles()
         _check_gpu(directory, manifest, self._plans[0])
