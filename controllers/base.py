@@ -1,6 +1,6 @@
 """What a controller is told, and what it answers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -37,13 +37,14 @@ class RoundOutcome:
     Attributes:
         steps: Draft steps that ran; 0 in a round of plain decoding, and in one that verifies what the text proposed.
         draft_seconds: Time until the draft was complete, the controller's own time included.
-        depth: Deepest level of the draft that was verified. Less than ``steps`` where a tree budget dropped levels. What the
-            text proposed does not count.
+        depth: Deepest level of the draft that was verified. Less than ``steps`` where a tree budget dropped levels. Tokens of
+            the text do not count.
         nodes: Nodes that were verified, the root not counted.
         verify_seconds: Time of the verify pass over these nodes and the root.
         accepted: Draft tokens that were accepted.
         num_expanded: Accepted tokens whose node the draft had expanded. Lower than ``accepted`` when an accepted token was a
             candidate that was never expanded, or the text's.
+        copied: Tokens of the text that were verified before the first drafted one.
         first_right: Whether the first drafted token was right, also where it was not verified; None: nothing was drafted.
     """
 
@@ -54,6 +55,7 @@ class RoundOutcome:
     verify_seconds: float
     accepted: int
     num_expanded: int
+    copied: int = 0
     first_right: bool | None = None
 
 
@@ -142,6 +144,15 @@ class Controller(Stateful):
             without drafts. None: ask :meth:`keep_drafting` after each step.
         """
         return None
+
+    def begin_after_text(self, width: int, copied: Sequence[float]) -> bool:
+        """Begin a round that verifies tokens of the text: whether to draft after them, step by step.
+
+        Args:
+            width: Nodes of a level.
+            copied: For each of these tokens, the chance that it and all before it are right.
+        """
+        return False
 
     def keep_drafting(self, step: DraftStep) -> bool:
         """Whether to draft one more token (tree: one more level)."""

@@ -222,7 +222,7 @@ class TextRule(TextChances):
 
     def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
         super().observe(steps, right, judged, outcome)
-        if outcome.steps:
+        if outcome.steps and not outcome.copied:
             spent = self.value.seconds(outcome.steps, outcome.nodes)  # stalls hardly count
             self.drafting.add(self._text_worth, outcome.accepted + 1, spent)
             self.whole = self.whole * DISCOUNT + (outcome.num_expanded >= outcome.depth)

@@ -153,7 +153,7 @@ class RoundValue(Stateful):
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a committed round."""
-        if outcome.steps:
+        if outcome.steps and not outcome.copied:  # else the first step read more than one token
             self.draft.add(outcome.steps, outcome.draft_seconds)
         self.verify.add(outcome.nodes, outcome.verify_seconds)
         self.rounds += 1

@@ -101,6 +101,7 @@ class Round:
         started: Time at which the round began, in seconds.
         most_depth: Levels that may be drafted.
         most_nodes: Nodes that may be verified besides the root.
+        copied: Tokens of the text that the draft begins with.
         length: Draft steps, if the controller knows them; None: it is asked after each.
         wants_more: Whether another draft step is wanted.
         draft_seconds: Time in the draft engine.
@@ -118,6 +119,7 @@ class Round:
     started: float = 0.0
     most_depth: int = 0
     most_nodes: int = 0
+    copied: int = 0
     length: int | None = None
     wants_more: bool = False
     draft_seconds: float = 0.0
