@@ -103,7 +103,6 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
 @click.option("--exact/--no-exact", default=None, help=BITS)
 @click.option("--activations", type=click.Choice(ACTIVATIONS), help=ROUNDED)
 @click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help=CACHED)
-@click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")
 @click.option("--show-drafts", is_flag=True, help="Colour the tokens that were drafted (on a terminal).")
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; compare speed, tokens and bits.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt.")
@@ -198,7 +197,6 @@ def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Specul
         options["backend"],
         speculation=None if options["no_draft"] else speculation,
         threads=options["threads"],
-        verify_hashes=options["verify"],
         generation_config=options["generation_config"],
         exact=options["exact"],
         activations=options["activations"],

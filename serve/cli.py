@@ -95,7 +95,6 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 @click.option("--exact/--no-exact", default=None, help=BITS)
 @click.option("--activations", type=click.Choice(ACTIVATIONS), help="As in eesd-run.")
 @click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
-@click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")
 @click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Of the log on stderr.")
 @click.option("--triton-repo", type=cli.PATH, metavar="DIR", help=TRITON)
 def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
