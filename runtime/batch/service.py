@@ -35,8 +35,6 @@ class Load:
         prefix_queries, prefix_hits: Tokens of all prompts, and those whose keys and values were kept from earlier ones.
         drafted: Levels that the last round verified.
         pauses: How often a request lost its keys and values to others, for a while.
-        judged, right, expected: Drafts whose first token was judged, those of them that were right, and how many the exit
-            head's calibration expected to be.
     """
 
     queued: int = 0
@@ -48,9 +46,6 @@ class Load:
     prefix_hits: int = 0
     drafted: int = 0
     pauses: int = 0
-    judged: int = 0
-    right: int = 0
-    expected: float = 0.0
 
 
 class Service:
@@ -157,7 +152,6 @@ class Service:
             prefixes.hits,
             scheduler.drafted,
             scheduler.pauses,
-            *((watch.judged, watch.right, watch.expected) if (watch := self.llm.head_watch) else ()),
         )
 
     @property
