@@ -1,7 +1,5 @@
 """Cost-aware Thompson Sampling: keep drafting while the next token is worth its time (docs/controllers.md derives the rule)."""
 
-from typing import ClassVar
-
 import numpy as np
 
 from eesd.common.prior import CalibrationPrior
@@ -19,8 +17,6 @@ class CostAwareTS(Controller):
 
     The first rounds are a plain one and a draft of one token, to learn what both cost; then the rule decides.
     """
-
-    learned: ClassVar = ("accept", "following", "random")
 
     def __init__(
         self, draws: int = 1, seed: int = 0, prior: CalibrationPrior | None = None, value: RoundValue | None = None
