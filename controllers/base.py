@@ -1,10 +1,8 @@
 """What a controller is told, and what it answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from eesd.controllers.value import RoundValue
@@ -59,68 +57,7 @@ class RoundOutcome:
     first_right: bool | None = None
 
 
-class Stateful:
-    """An object that learns, and can save what it learned as JSON values.
-
-    ``learned`` names the attributes to save: numbers, lists of numbers, random generators, and other ``Stateful`` objects.
-    """
-
-    learned: ClassVar[tuple[str, ...]] = ()
-
-    def state(self) -> dict[str, Any]:
-        """Everything learned, and the random state."""
-        return {name: _saved(getattr(self, name)) for name in self.learned}
-
-    def restore(self, state: Any) -> None:
-        """Continue from a :meth:`state`. Raises ValueError for anything else; the object is then of no use."""
-        if not isinstance(state, Mapping) or set(state) != set(self.learned):
-            raise ValueError(f"it must have the entries {', '.join(self.learned)}")
-        for name in self.learned:
-            setattr(self, name, _restored(getattr(self, name), state[name], name))
-        self.check_learned()
-
-    def check_learned(self) -> None:
-        """Check what was restored. Raises ValueError for values that no learning leads to."""
-
-
-def _saved(value: Any) -> Any:
-    if isinstance(value, Stateful):
-        return value.state()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    return list(value) if isinstance(value, list) else value
-
-
-def _restored(current: Any, value: Any, name: str) -> Any:
-    """``value`` as the type of ``current``."""
-    if isinstance(current, Stateful):
-        current.restore(value)
-        return current
-    if isinstance(current, np.random.Generator):
-        try:
-            current.bit_generator.state = value
-        except (KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"{name} is no random state ({error})") from None
-        return current
-    if isinstance(current, list):
-        if not isinstance(value, list) or len(value) != len(current):
-            raise ValueError(f"{name} must be a list of {len(current)} numbers")
-        return [number(item, name) for item in value]
-    return type(current)(number(value, name))
-
-
-LARGEST = 1e9
-"""Larger than anything that is learned: seconds, rounds, tokens."""
-
-
-def number(value: Any, name: str) -> float:
-    """A JSON number of at most :data:`LARGEST`; ValueError for anything else."""
-    if type(value) not in (int, float) or not -LARGEST <= value <= LARGEST:
-        raise ValueError(f"{name} must be a number")
-    return float(value)
-
-
-class Controller(Stateful):
+class Controller:
     """Decides after each draft step whether to run another. Subclasses override what they need.
 
     For each round that may draft a session calls :meth:`begin_round` once and :meth:`keep_drafting` after each step; for each

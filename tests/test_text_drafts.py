@@ -163,7 +163,8 @@ def test_a_draft_goes_on_after_the_text_if_it_is_worth_it(harness: Harness, name
     """Its first call reads all tokens of the text, and the tokens stay those of plain decoding."""
     expected = generated(harness.session(REPEATING, SAMPLINGS[name], new_tokens=60))
     controller = make_controller("cost-aware-ts")
-    controller.begin_after_text = lambda width, copied: worth  # type: ignore[method-assign]
+    assert isinstance(controller, CostAwareTS)
+    controller.begin_after_text = lambda width, copied: worth and controller.value.draft.fitted  # type: ignore[method-assign]
     controller.keep_drafting = lambda step: step.depth < 3  # type: ignore[method-assign]
     text = copying()
     text.rule.count = lambda values, drafts: min(len(values), 2)  # type: ignore[method-assign]

@@ -318,8 +318,6 @@ class Session:
         drafter, text, guard = current.drafting.drafter, current.drafting.text, current.drafting.guard
         proposal = current.proposal
         expected = 1 + sum(proposal.values[: outcome.nodes])
-        if self.drafting.watch is not None and current.tree.first_step is not None and outcome.first_right is not None:
-            self.drafting.watch.observe(current.tree.first_step, outcome.first_right)
         if current.drafting.value is not None:  # before the rules that share it
             current.drafting.value.observe(outcome)
         if drafter is not None:
