@@ -157,9 +157,7 @@ def _whole_model(run: Run, validation: ValidationSet, costs: LayerCosts) -> Cand
     device = run.accelerator.device
     draft = rounded(run.checkpoint.decoder(run.dtype), run.checkpoint).to(device)
     correct, share = correct_drafts(validation, draft, run.training.precision, device), draft_share(run.checkpoint)
-    found = {
-        name: of.best(share * of.plain_step, 0, correct, MOST_DRAFTS) for name, of in {"": costs, **LARGE}.items()
-    }
+    found = {name: of.best(share * of.plain_step, 0, correct, MOST_DRAFTS) for name, of in {"": costs, **LARGE}.items()}
     drafts, speed_up = found.pop("")
     return Candidate(run.checkpoint.geometry.num_layers, 0, replay_acceptance(correct), share, drafts, speed_up, found)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, draft_columns, exit_caches

@@ -131,7 +131,9 @@ def test_a_model_is_predicted_before_its_export(family_dir: Callable[[str], Path
     assert "not measured" in shown.stderr and "% of verify 1)" in shown.stdout
     assert_refused(run(main, "--model", tmp_path / "config"), "--model is for --predict and --memory")
     assert_refused(run(main, plans, "--model", model, "--memory"), "either an engine directory or --model")
-    (tmp_path / "config/config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | {"dtype": "int8"}))
+    (tmp_path / "config/config.json").write_text(
+        json.dumps(json.loads((model / "config.json").read_text()) | {"dtype": "int8"})
+    )
     assert_refused(run(main, "--model", tmp_path / "config", "--memory"), "config.json", "type")
 
 

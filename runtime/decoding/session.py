@@ -225,8 +225,8 @@ class Session:
         return call
 
     def draft_chain(self, current: Round) -> bool:
-        """Draft steps of a chain in one call, which does not wait for the host between them, if that can be: all if their number
-        is known, else as many as the controller allows before it is asked."""
+        """Draft steps of a chain in one call, which does not wait for the host between them, if that can be. All of them if
+        their number is known, else as many as the controller allows before it is asked."""
         tree, drafter = current.tree, current.drafter
         assert drafter is not None
         chain, steps = drafter.engine.draft_chain, current.length or drafter.controller.steps_at_once
@@ -243,7 +243,7 @@ class Session:
         return True
 
     def drafted(self, current: Round, outputs: StepOutputs, seconds: float, levels: int = 1) -> None:
-        """Add levels to the draft from the draft engine's outputs, and ask the controller whether to continue. It is asked after
+        """Add levels to the draft from the draft engine's outputs, and ask the controller whether to continue. It is told of
         each, and its last answer counts."""
         assert current.drafter is not None
         tree, controller = current.tree, current.drafter.controller
