@@ -22,8 +22,8 @@ from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.packed import describe_packed, find_packed
 
 COMPUTED = (
-    "The draft step is computed from its bytes, not measured: with the torch backend on an H200, products of 4-bit weights took "
-    "0.64 times as long as those of 16 bits, where the bytes say 0.28."
+    "The draft step is computed from its bytes, not measured: with the torch backend on an H200, products of 4-bit weights "
+    "took 0.64 times as long as those of 16 bits, where the bytes say 0.28."
 )
 """Notice for a prediction of a draft of all layers, of which no GPU has run one."""
 

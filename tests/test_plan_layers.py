@@ -33,8 +33,8 @@ Built = tuple[Manifest, dict[str, list[Layer]]]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
-    """Give the kind of quantization and the slots, get the manifest of an engine directory and the layers of its plans. With the
-    kind ``whole`` nothing is quantized but a draft of all layers, to int4."""
+    """Give the kind of quantization and the slots, get the manifest of an engine directory and the layers of its plans.
+    ``whole``: nothing is quantized but a draft of all layers, to int4."""
     root = tmp_path_factory.mktemp("layers")
     model = write_checkpoint(root / "model", {**LLAMA_70B, **SHAPE}, 1, sparse=False)
 
