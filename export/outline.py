@@ -1,6 +1,5 @@
 """The engine directory that an export with default options would write, from a model's configuration alone."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from eesd.common.errors import EESDError
@@ -34,7 +33,7 @@ class Outline:
 
     geometry: Geometry
     quantization: Quantization | None
-    own_levels: Mapping[str, Quantization] = field(default_factory=dict)
+    own_levels: dict[str, Quantization] = field(default_factory=dict)
 
 
 def outlined(name: str) -> Manifest:
