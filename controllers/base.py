@@ -65,9 +65,11 @@ class Controller:
 
     Attributes:
         value: What rounds cost and are worth, if it asks. Other rules may share it, so a session teaches it by itself.
+        steps_at_once: Steps of a chain that a device may run before it asks: each answer makes it wait for the host. 0: one.
     """
 
     needs_entropy: ClassVar[bool] = False
+    steps_at_once: ClassVar[int] = 0
     value: "RoundValue | None" = None
 
     def begin_request(self) -> None:

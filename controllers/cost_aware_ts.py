@@ -1,6 +1,7 @@
 """Cost-aware Thompson Sampling: keep drafting while the next token is worth its time (docs/controllers.md derives the rule)."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -25,6 +26,8 @@ class CostAwareTS(Controller):
     After tokens of the text, S begins with the chance that these are right. The first draft step also reads them: it costs as
     much more as a verify pass over them does. It runs only if levels with the acceptance of recent drafts are worth it.
     """
+
+    steps_at_once: ClassVar = 2
 
     def __init__(
         self, draws: int = 1, seed: int = 0, prior: CalibrationPrior | None = None, value: RoundValue | None = None

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from eesd.common import markdown
 from eesd.common.geometry import Geometry
-from eesd.distill.acceptance import DRAFTS_PER_ROUND, Acceptance, replay_acceptance
+from eesd.distill.acceptance import DRAFTS_PER_ROUND, Acceptance, ValidationSet, replay_acceptance
 from eesd.distill.options import TrainingOptions
 from eesd.distill.run import Run
 from eesd.distill.structure import block_weights
 from eesd.distill.trainer import Report
+from eesd.distill.whole_draft import MOST_DRAFTS, can_be_whole, correct_drafts, draft_share, rounded
 from eesd.model.exit_head import check_exit
 
 
@@ -54,16 +55,23 @@ class LayerCosts:
     def draft_step(self, exit_layer: int, blocks: int) -> float:
         return exit_layer + blocks + self.draft_lm_head
 
-    def round(self, exit_layer: int, blocks: int, drafts: int) -> float:
-        return drafts * self.draft_step(exit_layer, blocks) + (self.plain_step + blocks) * (1 + self.node * drafts)
+    def round(self, step: float, blocks: int, drafts: int) -> float:
+        return drafts * step + (self.plain_step + blocks) * (1 + self.node * drafts)
 
-    def best(self, exit_layer: int, blocks: int, correct: Sequence[NDArray[np.bool_]]) -> tuple[int, float]:
-        """The draft length with the highest speed-up, and that speed-up, over the replayed texts."""
+    def best(
+        self, step: float, blocks: int, correct: Sequence[NDArray[np.bool_]], most: int = DRAFTS_PER_ROUND
+    ) -> tuple[int, float]:
+        """The draft length with the highest speed-up, and that speed-up, over the replayed texts.
+
+        Args:
+            step: Cost of a draft step.
+            blocks: Blocks of the head, which verify runs, too.
+            correct: Which drafts are right; see :func:`replay_acceptance`.
+            most: The longest draft to try.
+        """
         speed_ups = {
-            drafts: replay_acceptance(correct, drafts).tokens_per_round
-            * self.plain_step
-            / self.round(exit_layer, blocks, drafts)
-            for drafts in range(1, DRAFTS_PER_ROUND + 1)
+            drafts: replay_acceptance(correct, drafts).tokens_per_round * self.plain_step / self.round(step, blocks, drafts)
+            for drafts in range(1, most + 1)
         }
         drafts = max(speed_ups, key=speed_ups.__getitem__)
         return drafts, speed_ups[drafts]
@@ -78,11 +86,12 @@ class Candidate:
     """An exit layer and block count, with the results of a short run.
 
     Attributes:
-        exit_layer: N, the number of base layers before the head.
+        exit_layer: N, the number of base layers before the head. L: the whole model drafts, in 4 bits.
         blocks: E, the number of decoder blocks in the head.
         acceptance: Acceptance in rounds of ``DRAFTS_PER_ROUND`` drafts.
         draft_cost: Cost of a draft step relative to a step of plain decoding.
-        drafts: Draft length, up to ``DRAFTS_PER_ROUND``, with the highest predicted speed-up.
+        drafts: Draft length, up to ``DRAFTS_PER_ROUND``, of the whole model ``MOST_DRAFTS``, with the highest predicted
+            speed-up.
         speed_up: The predicted speed-up with this draft length.
         large: The best draft length and its speed-up at the costs of ``LARGE``.
     """
@@ -95,9 +104,15 @@ class Candidate:
     speed_up: float
     large: dict[str, tuple[int, float]]
 
+    @property
+    def options(self) -> str:
+        """What chooses it."""
+        return f"--exit-layer {self.exit_layer} --blocks {self.blocks}" if self.blocks else "eesd-export --exit-head quantized"
+
 
 def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], node: float, report: Report) -> list[Candidate]:
-    """Train a head for each exit layer and block count, all on the same rows in the same order.
+    """Train a head for each exit layer and block count, all on the same rows in the same order. Beside them is the whole model
+    in 4 bits, which needs no training.
 
     Args:
         run: Options and parts of the run.
@@ -120,7 +135,8 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], node: f
     read = [*layers, *run.training.deep]
     validation, rows = run.validation_and_training_rows(read)
     targets = run.targets(rows, read)
-    costs, candidates = LayerCosts.from_geometry(geometry, run.training.draft_vocab, node), []
+    costs = LayerCosts.from_geometry(geometry, run.training.draft_vocab, node)
+    candidates = [_whole_model(run, validation, costs)] if can_be_whole(run.checkpoint) else []
     for layer, blocks in pairs:
         training = _training(run.training, layer, blocks)
         output = run.output / f"exit-{layer}-blocks-{blocks}"
@@ -129,11 +145,21 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], node: f
         with run.progress(f"exit {layer}, {blocks} blocks", training.steps) as advance:
             acceptance = trainer.run(run.intervals, _labelled(report, f"exit {layer}, blocks {blocks}"), advance)
         correct = validation.correct_drafts(trainer.full_head(), geometry, trainer.lm_head)
-        drafts, speed_up = costs.best(layer, blocks, correct)
-        large = {name: others.best(layer, blocks, correct) for name, others in LARGE.items()}
+        drafts, speed_up = costs.best(costs.draft_step(layer, blocks), blocks, correct)
+        large = {name: others.best(others.draft_step(layer, blocks), blocks, correct) for name, others in LARGE.items()}
         draft_cost = costs.draft_step(layer, blocks) / costs.plain_step
         candidates.append(Candidate(layer, blocks, acceptance, draft_cost, drafts, speed_up, large))
     return sorted(candidates, key=lambda candidate: -candidate.speed_up)
+
+
+def _whole_model(run: Run, validation: ValidationSet, costs: LayerCosts) -> Candidate:
+    """The whole model as its own draft. Its step costs as much less than a plain one as its weights have fewer bytes."""
+    device = run.accelerator.device
+    draft = rounded(run.checkpoint.decoder(run.dtype), run.checkpoint).to(device)
+    correct, share = correct_drafts(validation, draft, run.training.precision, device), draft_share(run.checkpoint)
+    found = {name: of.best(share * of.plain_step, 0, correct, MOST_DRAFTS) for name, of in {"": costs, **LARGE}.items()}
+    drafts, speed_up = found.pop("")
+    return Candidate(run.checkpoint.geometry.num_layers, 0, replay_acceptance(correct), share, drafts, speed_up, found)
 
 
 def _training(training: TrainingOptions, layer: int, blocks: int) -> TrainingOptions:
@@ -152,11 +178,11 @@ def table(candidates: Sequence[Candidate]) -> str:
     names = ["exit layer", "blocks", *(f"depth {d}" for d in range(1, depths + 1)), "draft cost", "drafts", "speed-up", *LARGE]
     rows = []
     for candidate in candidates:
-        cells = [str(candidate.exit_layer), str(candidate.blocks)]
+        cells = [str(candidate.exit_layer), str(candidate.blocks)] if candidate.blocks else ["all, in 4 bits", "-"]
         cells += [f"{value:.3f}" for value in candidate.acceptance.by_depth]
         cells += [f"{candidate.draft_cost:.3f}", str(candidate.drafts), f"{candidate.speed_up:.2f}x"]
         cells += [f"{speed_up:.2f}x with {drafts}" for drafts, speed_up in candidate.large.values()]
         rows.append(cells)
     best = candidates[0]
-    advice = f"Recommended: --exit-layer {best.exit_layer} --blocks {best.blocks} (predicted {best.speed_up:.2f}x)."
+    advice = f"Recommended: {best.options} (predicted {best.speed_up:.2f}x)."
     return "\n".join([*markdown.table(names, rows), advice])

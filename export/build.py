@@ -155,7 +155,9 @@ def _check(directory: Path, manifest: Manifest) -> None:
     if needed > available_memory():
         _skip_check(f"the reference needs about {needed / 1e9:.0f} GB of memory; try an export with --layers")
         return
-    cosines = compare_engines(open_engines(directory, manifest, "tensorrt", None, True), directory, manifest)
+    cosines = compare_engines(
+        open_engines(directory, manifest, "tensorrt", None, manifest.exit_head.can_draft), directory, manifest
+    )
     least = LEAST_COSINE[manifest.dtype]
     for name, cosine in cosines.items():
         click.echo(f"{name}: lowest cosine {cosine:.6f} (required: {least})")

@@ -53,9 +53,11 @@ LARGE_MODEL = 1_000_000_000
 """Weights of a model whose draft has 4 bits unless the options say otherwise."""
 
 if TYPE_CHECKING:  # --help must not load torch
+    from eesd.common.geometry import Geometry
     from eesd.common.manifest import Manifest
     from eesd.export.engine_dir import Head
     from eesd.export.onnx_graph import ExportOptions
+    from eesd.export.outline import Outline
     from eesd.model.checkpoint import Checkpoint
 
 
@@ -163,7 +165,7 @@ def main(
     found = _choose_head(checkpoint, model, exit_layer, exit_head)
     slots = max_seq_len or min(config.max_positions, DEFAULT_SLOTS)
     kind = dtype or checkpoint.dtype
-    quantization = _choose_quantization(
+    quantization = choose_quantization(
         checkpoint, kind, quantize, quantize_head, quantize_draft, symmetric, link_weights, whole=found is None
     )
     head = found or _default_head(checkpoint, quantization, exit_head)
@@ -234,8 +236,8 @@ def _check_options(options: ExportOptions, max_positions: int) -> None:
         raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
 
 
-def _choose_quantization(
-    checkpoint: Checkpoint,
+def choose_quantization(
+    checkpoint: Checkpoint | Outline,
     dtype: str,
     layers: str | None,
     head: str | None,
@@ -281,12 +283,12 @@ def _choose_quantization(
     return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft), tensors=tensors)
 
 
-def _is_large(checkpoint: Checkpoint) -> bool:
+def _is_large(checkpoint: Checkpoint | Outline) -> bool:
     """Whether reading the draft's weights takes so long that 4 bits are worth a copy of them."""
     return sum(map(prod, model_shapes(checkpoint.geometry).values())) > LARGE_MODEL
 
 
-def _check_keep(checkpoint: Checkpoint, dtype: str, head: str | None, link_weights: bool) -> None:
+def _check_keep(checkpoint: Checkpoint | Outline, dtype: str, head: str | None, link_weights: bool) -> None:
     """Raise :class:`EESDError` if the file's own levels cannot be kept."""
     if checkpoint.quantization is not None:
         return  # as always
@@ -338,9 +340,7 @@ def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: st
 
     if given == NO_HEAD:
         return no_head(checkpoint)
-    shapes = {name: shape for name, shape in model_shapes(checkpoint.geometry).items() if is_linear(name)}
-    few = sum(prod(shape) for name, shape in shapes.items() if _has_few_bits(quantization.of(name, shape)))
-    if 2 * few <= sum(map(prod, shapes.values())):
+    if not most_have_few_bits(checkpoint.geometry, quantization):
         return whole_model(checkpoint)
     if given == WHOLE_MODEL:
         raise EESDError(
@@ -348,6 +348,13 @@ def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: st
             "the draft would; give --exit-head DIR, or leave the option out to draft from the text."
         )
     return no_head(checkpoint)
+
+
+def most_have_few_bits(geometry: Geometry, quantization: Quantizations) -> bool:
+    """Whether most linear weights have no more bits than a draft in 4 bits would have."""
+    shapes = {name: shape for name, shape in model_shapes(geometry).items() if is_linear(name)}
+    few = sum(prod(shape) for name, shape in shapes.items() if _has_few_bits(quantization.of(name, shape)))
+    return 2 * few > sum(map(prod, shapes.values()))
 
 
 def _has_few_bits(levels: Quantization | None) -> bool:

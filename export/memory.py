@@ -152,19 +152,20 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
         first, last = number == 0, number == len(manifest.verify) - 1
         columns = manifest.geometry.vocab_size if last else draft_columns(manifest.geometry, manifest.exit_head)
         verify = manifest.weights_of(stage)
-        draft = manifest.weights_of(manifest.draft) if first else {}
+        drafts = first and manifest.exit_head.can_draft
+        draft = manifest.weights_of(manifest.draft) if drafts else {}
         draft_weights, verify_weights = (
             sum(rank_bytes(weight, ranks) for weight in weights.values()) for weights in (draft, verify)
         )
         devices.append(
             DeviceMemory(
-                graphs=(manifest.draft.file, stage.file) if first else (stage.file,),
+                graphs=(manifest.draft.file, stage.file) if drafts else (stage.file,),
                 layers=(layers.start, layers.stop - 1),
                 draft_weights=draft_weights,
                 verify_weights=verify_weights,
                 shared_weights=sum(rank_bytes(verify[name], ranks) for name in verify.keys() & draft.keys()),
                 kv_cache=batch * manifest.max_seq_len * slot_bytes(part, len(stage.caches)),
-                round_buffers=_buffers(part, batch * nodes, batch * nodes if first or last else 0, columns),
+                round_buffers=_buffers(part, batch * nodes, batch * nodes if drafts or last else 0, columns),
                 prefill_buffers=_buffers(part, manifest.gpu_prefill_chunk, 1 if last else 0, columns),
                 build_host_memory=build_memory(max(draft_weights, verify_weights)),
             )

@@ -237,7 +237,7 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
     """Compare engines with the graphs of a directory. Caches of all layers and exit blocks are compared.
 
     Args:
-        engines: Verify and draft engines of any backend.
+        engines: Verify and draft engines of any backend, or verify alone.
         directory: Directory of the graphs.
         manifest: Its manifest.
 
@@ -245,7 +245,6 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
         The lowest cosine over all tokens, for logits, keys and values of verify and draft. A vector holds a token's logits, or
         its keys or values of all heads in one cache.
     """
-    assert engines.draft is not None
     count = min(_ENGINE_PROMPT, manifest.max_tree_nodes + 1, manifest.max_seq_len - 1)
     tokens: list[int] = np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=count + 1).tolist()
     [kv_cache] = engines.verify.new_kv_caches()
@@ -262,7 +261,8 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
         caches.update(written)
 
     compare("verify", engines.verify, manifest.verify, 0, count)
-    compare("draft", engines.draft, [manifest.draft], count, count + 1)
+    if engines.draft is not None:
+        compare("draft", engines.draft, [manifest.draft], count, count + 1)
     return cosines
 
 

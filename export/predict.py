@@ -70,7 +70,7 @@ class Prediction:
     """Predicted seconds of an engine directory's calls.
 
     Attributes:
-        draft: Seconds of a draft step.
+        draft: Seconds of a draft step; 0: the directory has no draft, and the text proposes tokens for nothing.
         verify: Seconds of a verify pass over 1, 2, ... nodes, root included. The first is a plain step.
     """
 
@@ -115,7 +115,7 @@ def predict(manifest: Manifest, hardware: Hardware, slots: int, draft_slots: int
     """
     drafting = slots if draft_slots is None else draft_slots
     return Prediction(
-        draft=call_seconds(manifest, (manifest.draft,), hardware, drafting, 1, ranks),
+        draft=call_seconds(manifest, (manifest.draft,), hardware, drafting, 1, ranks) if manifest.exit_head.can_draft else 0.0,
         verify=tuple(
             call_seconds(manifest, manifest.verify, hardware, slots, nodes, ranks)
             for nodes in range(1, manifest.max_tree_nodes + 2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,14 @@ def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return load(directory, "torch", threads=1)
 
 
+@pytest.fixture(scope="module")
+def whole(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """The same model, drafted for by all of its layers in 4 bits."""
+    model = harness.directory.parent / "model"
+    directory = tiny_models.export_tiny(model, tmp_path_factory.mktemp("whole") / "plans", slots=384, whole=True)
+    return load(directory, "torch", threads=1)
+
+
 @pytest.mark.parametrize("levels", [None, 0, 4])
 def test_tokens_are_those_of_a_request_alone(llm: LLM, levels: int | None) -> None:
     given = list(requests(16))
@@ -56,10 +65,13 @@ def test_tokens_are_those_of_onnx_runtime(harness: Harness, llm: LLM) -> None:
     assert [record.tokens for record in records] == [alone(other, request) for request in given]
 
 
-def test_stages_with_a_shard_each_run_rows(llm: LLM, staged: LLM) -> None:
-    given = list(requests(8, seed=3))
-    records = run(Scheduler(staged, replace(OPTIONS, levels=3)), [*given, *given], every=2)  # the second time with prefixes
+@pytest.mark.parametrize("name", ["staged", "whole"])
+def test_stages_with_a_shard_each_and_drafts_of_all_layers_run_rows(name: str, request: pytest.FixtureRequest) -> None:
+    given, other = list(requests(8, seed=3)), request.getfixturevalue(name)
+    records = run(Scheduler(other, replace(OPTIONS, levels=3)), [*given, *given], every=2)  # the second time with prefixes
+    llm = request.getfixturevalue("llm") if name == "staged" else other  # rejection sampling depends on what is drafted
     assert [record.tokens for record in records] == 2 * [alone(llm, request) for request in given]
+    assert any(update.stats.accepted_tokens for record in records for update in record.updates)
     assert any(update.cached_tokens for record in records for update in record.updates)
 
 
@@ -73,7 +85,9 @@ def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_a_service_runs_rows_in_its_thread(llm: LLM) -> None:
+@pytest.mark.parametrize("name", ["llm", "whole"])
+def test_a_service_runs_rows_in_its_thread(name: str, request: pytest.FixtureRequest) -> None:
+    llm: LLM = request.getfixturevalue(name)
     given, service = list(requests(4, seed=7)), Service(llm, OPTIONS)
     try:
         assert [service.generate(request).tokens for request in given] == [alone(llm, request) for request in given]
@@ -168,16 +182,22 @@ def test_a_16_bit_batch_is_exact_or_refused(tmp_path: Path) -> None:
         assert [record.tokens for record in records] == [alone(llm, request) for request in given]
 
 
+def fill(path: Path, whole: bool) -> None:
+    model = tiny_models.build(path / "model", 97, layers=4, damping=0.3, seed=0)
+    tiny_models.export_tiny(model, path / "plans", slots=96, whole=whole)
+    fake_tensorrt.write_plans(path / "plans", batch=3)
+
+
 @pytest.fixture(scope="module")
 def planned(shared: Shared) -> Path:
     """An engine directory with plans that take three rows."""
+    return shared("late-rows", partial(fill, whole=False)) / "plans"
 
-    def fill(path: Path) -> None:
-        model = tiny_models.build(path / "model", 97, layers=4, damping=0.3, seed=0)
-        tiny_models.export_tiny(model, path / "plans", slots=96)
-        fake_tensorrt.write_plans(path / "plans", batch=3)
 
-    return shared("late-rows", fill) / "plans"
+@pytest.fixture(scope="module")
+def planned_whole(shared: Shared) -> Path:
+    """The same with a draft of all layers in 4 bits."""
+    return shared("late-rows-whole", partial(fill, whole=True)) / "plans"
 
 
 def few(count: int) -> list[Request]:
@@ -186,9 +206,10 @@ def few(count: int) -> list[Request]:
     return [replace(request, max_new_tokens=min(request.max_new_tokens, 12)) for request in given[:count]]
 
 
-@pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_rows_on_a_gpu_whose_work_is_late(planned: Path, cuda_graphs: bool) -> None:
+@pytest.mark.parametrize(("name", "cuda_graphs"), [("planned", True), ("planned", False), ("planned_whole", True)])
+def test_rows_on_a_gpu_whose_work_is_late(name: str, cuda_graphs: bool, request: pytest.FixtureRequest) -> None:
     """With plans, every call has all rows and one node count, is captured once, and keeps the rules of CUDA and TensorRT."""
+    planned = request.getfixturevalue(name)
     given, plain = few(6), load(planned, "ort", threads=1)
     setting = Setting(1, 1, Speculation(), cuda_graphs=cuda_graphs)
     with late_llm(planned, setting, seed=0) as (machine, llm):

@@ -76,6 +76,24 @@ def test_attentions_and_cache_updates_are_single_kernels_beside_a_deep_cache(
     assert (verify.fused_attentions, verify.fused_cache_updates) == (manifest.geometry.num_layers, 2 * manifest.num_caches)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_drafts_of_all_layers_are_plans_in_4_bits(family_dir: Callable[[str], Path], tmp_path: Path, dtype: str) -> None:
+    """The draft reads the caches where they are, as others do. Without a draft only verify is built; levels with minimums are
+    refused."""
+    options = ("--dtype", dtype, "--max-seq-len", 32, "--max-tree-nodes", 8)
+    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", *options, "--exit-head", "quantized")
+    assert "single kernels" not in succeed(main, directory).stderr
+    manifest = load_manifest(directory)
+    layers, plans_of = manifest.geometry.num_layers, [manifest.plans[graph.file] for graph in manifest.graphs]
+    assert [(plan.fused_attentions, plan.fused_cache_updates) for plan in plans_of] == [(layers, 2 * layers)] * 2
+    assert plans_of[0].profiles == ((1, 1, 1),) and manifest.attended_slots(manifest.draft) == (manifest.gpu_slots,)
+    none = export_engine(family_dir("qwen2"), tmp_path / "none", *options, "--exit-head", "none")
+    assert "draft" not in succeed(main, none).stdout and list(load_manifest(none).plans) == ["verify.onnx"]
+    if dtype == "float16":
+        export_engine(family_dir("qwen2"), tmp_path / "plans", *options, "--exit-head", "quantized", "--asymmetric")
+        assert_refused(run(main, directory), "minimums", "export with --symmetric")
+
+
 @pytest.mark.slow
 def test_attentions_and_cache_updates_are_single_kernels_with_heads_of_others(tmp_path: Path) -> None:
     """A model's own exit, and an EAGLE-3 head."""

@@ -438,15 +438,18 @@ def test_search_sorts_candidates_and_recommends_the_best(
     result = succeed(main, "--model", learner, "--data", own_rows, "-o", tmp_path, *SMALL, "--steps", 3, *search)
     lines = result.stdout.splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 4 and table[0].endswith("| speed-up | 8B | 70B |")
+    assert len(table) == 5 and table[0].endswith("| speed-up | 8B | 70B |")
     speeds = [float(line.split("|")[-4].strip(" x")) for line in table[2:]]
     assert speeds == sorted(speeds, reverse=True)
     dear = succeed(
         main, "--model", learner, "--data", own_rows, "-o", tmp_path, *SMALL, "--steps", 3, *search, "--search-node-cost", 1
     )
     assert float(dear.stdout.splitlines()[-3].split("|")[-4].strip(" x")) < min(speeds)
-    layer, blocks = table[2].split("|")[1:3]
-    assert lines[-1].startswith(f"Recommended: --exit-layer {layer.strip()} --blocks {blocks.strip()}")
+    [whole] = [line.split("|") for line in table[2:] if "all, in 4 bits" in line]
+    assert min(map(float, whole[3:5])) > 0.3, "rounded weights mostly say what the weights say"
+    layer, blocks = (cell.strip() for cell in table[2].split("|")[1:3])
+    options = "eesd-export --exit-head quantized" if blocks == "-" else f"--exit-layer {layer} --blocks {blocks}"
+    assert lines[-1].startswith(f"Recommended: {options} (predicted ")
 
 
 def test_training_writes_tensorboard_events(trained: Path) -> None:

@@ -48,7 +48,7 @@ def test_rejection_sampling_does_not_depend_on_it_either(planned: Planned, name:
     Over few slots some rounds draft less than on the host, and so draw other tokens."""
     speculation = replace(SETTINGS[name].speculation, drafter="exit")
     setting, sampling = replace(SETTINGS[name], speculation=speculation), Sampling(temperature=0.9, seed=4, method="rejection")
-    host = eesd.load(planned(setting), "ort", speculation=speculation, threads=1)
+    host = eesd.load(planned(setting), "ort", speculation=speculation, threads=1, activations="float32")
     expected = [host.generate(prompt, sampling, max_new_tokens=12, ignore_eos=True).tokens for prompt in PROMPTS]
     with late_llm(planned(setting), setting, seed=0) as (machine, llm):
         for seed in range(3):

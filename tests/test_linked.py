@@ -93,6 +93,22 @@ def test_torch_computes_the_same_with_links(pair: tuple[Path, Path]) -> None:
     assert tokens[0] == tokens[1]
 
 
+def test_a_draft_of_all_layers_is_copied_beside_linked_weights(
+    pair: tuple[Path, Path], family_dir: FamilyDir, tmp_path: Path
+) -> None:
+    """Its levels go to weights.bin, and verify reads the checkpoint's files. Tokens are those of plain decoding."""
+    directory = export_engine(family_dir(SHARDED), tmp_path / "plans", "--exit-head", "quantized", "--link-weights")
+    files, found = locations(directory, "draft.onnx"), locations(directory)
+    assert {name for name, file in found.items() if file == WEIGHTS_FILE} == {"cos", "sin"}
+    copies = {name for name in files if name.startswith("draft.")}
+    assert len(copies) > 30 and {files[name] for name in copies} == {WEIGHTS_FILE}
+    expected = eesd.load(pair[0], "ort", speculation=None).generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+    for backend in ("ort", "torch"):
+        llm = eesd.load(directory, backend, speculation=Speculation("fixed:k=3", guard=False, drafter="exit"))
+        made = llm.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+        assert made.tokens == expected.tokens and made.stats.accepted_tokens > 5
+
+
 @pytest.mark.parametrize("family", slow_but(["llama-tied", "qwen2", "qwen3-bias"], "llama-tied"))
 def test_linked_graphs_of_other_families_pass_the_parity_check(family_dir: FamilyDir, tmp_path: Path, family: str) -> None:
     """Families with tied embeddings and with biases."""

@@ -40,6 +40,7 @@ def estimated(directory: Path, *options: object) -> dict[str, Any]:
     ("family", "options"),
     [
         ("llama-tied", ("--stages", 3, "--dtype", "bfloat16")),
+        ("qwen2", ("--exit-head", "quantized", "--dtype", "float16")),
         pytest.param("llama-bias", ("--stages", 2), marks=pytest.mark.slow),
         pytest.param("qwen3", (), marks=pytest.mark.slow),
         pytest.param("mistral", ("--max-seq-len", 40, "--stages", 2), marks=pytest.mark.slow),

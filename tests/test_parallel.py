@@ -33,6 +33,8 @@ from eesd.runtime.llm import LLM, Speculation
 MEMBER = Path(team_member.__file__)
 PROMPT = [1, 17, 5, 40, 3, 22, 9, 31, 7, 2, 11, 13]
 """Longer than the windows."""
+WHOLE = ("--exit-head", "quantized")
+"""The draft is all layers in 4 bits."""
 SIZES = SMALL | {"intermediate_size": 48, "pad_token_id": None}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 WINDOWS = {"sliding_window": 9, "query_pre_attn_scalar": 8}
@@ -94,7 +96,7 @@ def in_processes(directory: Path, output: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(2, ("--quantize-draft", "none")), (4, ("--quantize", "int4"))])
+@pytest.mark.parametrize(("ranks", "options"), [(2, ("--quantize-draft", "none")), (4, ("--quantize", "int4")), (2, WHOLE)])
 def test_ranks_in_processes_have_the_bits_and_tokens_of_ranks_in_one(
     export: Callable[..., Path], tmp_path: Path, ranks: int, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,8 +151,10 @@ def test_models_that_no_rank_can_have_a_part_of_are_refused(tmp_path: Path) -> N
         replace(manifest.geometry, experts=replace(experts, size=33)).on_rank(2)
 
 
-def test_a_rank_has_the_bytes_that_inspect_says(directory: Path) -> None:
+@pytest.mark.parametrize("options", [("--quantize-draft", "none"), WHOLE])
+def test_a_rank_has_the_bytes_that_inspect_says(export: Callable[..., Path], options: tuple[str, ...]) -> None:
     """Draft and verify share parts, as they share whole weights; quantized weights are dequantized."""
+    directory = export(*options)
     manifest = load_manifest(directory)
     [estimated] = json.loads(succeed(inspect_main, directory, "--memory", "--parallel", 2, "--json").stdout)["devices"]
     [stage] = load_modules(directory, manifest, [torch.device("cpu")], True, Split(2, (1,)))

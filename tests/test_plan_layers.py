@@ -33,14 +33,16 @@ Built = tuple[Manifest, dict[str, list[Layer]]]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
-    """Give the kind of quantization and the slots, get the manifest of an engine directory and the layers of its plans."""
+    """Give the kind of quantization and the slots, get the manifest of an engine directory and the layers of its plans.
+    ``whole``: nothing is quantized but a draft of all layers, to int4."""
     root = tmp_path_factory.mktemp("layers")
     model = write_checkpoint(root / "model", {**LLAMA_70B, **SHAPE}, 1, sparse=False)
 
     @cache
     def build(kind: str = "none", slots: int = SLOTS) -> Built:
         directory = root / f"{kind}-{slots}"
-        export_engine(model, directory, "--dtype", "float16", "--quantize", kind, "--max-seq-len", slots)
+        options = ("--exit-head", "quantized") if kind == "whole" else ("--quantize", kind)
+        export_engine(model, directory, "--dtype", "float16", *options, "--max-seq-len", slots)
         return build_layers(directory)
 
     return build
@@ -61,8 +63,9 @@ def profile(layers: list[Layer], number: int) -> list[Layer]:
     return [layer for layer in layers if layer.profile == number]
 
 
-def test_a_draft_step_reads_weights_and_caches_once_where_they_are(built: Callable[..., Built]) -> None:
-    manifest, plans = built()
+@pytest.mark.parametrize("kind", ["none", "whole"])
+def test_a_draft_step_reads_weights_and_caches_once_where_they_are(built: Callable[..., Built], kind: str) -> None:
+    manifest, plans = built(kind)
     layers, size = plans["draft.onnx"], cache_bytes(manifest)
     assert {layer.profile for layer in layers} == {0}
     assert copies(layers, size) == parts(layers) == []
@@ -104,14 +107,15 @@ def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(
         assert traffic(profile(plans[graph.file], 0), seen) < 1.15 * least
 
 
-@pytest.mark.parametrize("kind", slow_but(["int8", "int4"], "int8"))
+@pytest.mark.parametrize("kind", slow_but(["int8", "int4", "whole"], "int8", "whole"))
 def test_no_kernel_writes_a_dequantized_weight(built: Callable[..., Built], kind: str) -> None:
     manifest, plans = built(kind)
     least = 2 * manifest.geometry.hidden_size * 2 * manifest.geometry.num_kv_heads * manifest.geometry.head_dim
-    for graph in manifest.graphs:
+    levels = "Int4" if kind == "whole" else kind.title()
+    for graph in [manifest.draft] if kind == "whole" else manifest.graphs:
         cached = copies(plans[graph.file], cache_bytes(manifest))
         assert copies(plans[graph.file], least) == cached and {tensor.nbytes for tensor in cached} <= {cache_bytes(manifest)}
-        read = [tensor for layer in plans[graph.file] for tensor in layer.constants if tensor.dtype == kind.title()]
+        read = [tensor for layer in plans[graph.file] for tensor in layer.constants if tensor.dtype == levels]
         assert sum(tensor.nbytes for tensor in read) > 0.5 * manifest.weight_bytes(graph)
 
 

@@ -1,12 +1,14 @@
 """``eesd-inspect --predict``: the formula against hand calculations, and the tables of docs/predict.md."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bundled import EXAMPLE
 from support.command import assert_refused, export_engine, run, succeed
 from support.engine_dirs import trained_head
 from support.shaped_manifests import shaped_manifest
@@ -16,8 +18,10 @@ from eesd.common.manifest import Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import BLOCK, ROTARY_TABLES, UNQUANTIZED, Quantization, Quantizations
 from eesd.export import inspect, predict
+from eesd.export.cli import main as export_main
 from eesd.export.inspect import main
 from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
+from eesd.export.outline import outlined
 from eesd.export.predict import GPUS, Hardware, Prediction, bytes_of_pass, call_seconds, operations_of_node
 from eesd.model.config import load_config
 
@@ -112,6 +116,41 @@ def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
         expected = predict.predict(load_manifest(engine), GPUS["l4"], slots, manifest.gpu_slots)
         assert found == {"gpu": "l4", "slots": slots, "ranks": 1} | json.loads(json.dumps(expected.to_dict()))
     assert_refused(run(main, engine, "--text-tokens", 5), "add --predict")
+
+
+def test_a_model_is_predicted_before_its_export(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """From config.json alone, with the draft that the export would choose: all layers in 4 bits."""
+    model, plans = family_dir("qwen2"), tmp_path / "plans"
+    succeed(export_main, "--model", model, "--no-check", "-o", plans)
+    (tmp_path / "config").mkdir()
+    shutil.copy(model / "config.json", tmp_path / "config")
+    for options in (("--predict", "--gpu", "h100", "--text-tokens", 9), ("--memory", "--batch", 2)):
+        exported = json.loads(succeed(main, plans, *options, "--json").stdout)
+        assert json.loads(succeed(main, "--model", tmp_path / "config", *options, "--json").stdout) == exported
+    shown = succeed(main, "--model", tmp_path / "config", "--predict", "--gpu", "h100")
+    assert "not measured" in shown.stderr and "% of verify 1)" in shown.stdout
+    assert_refused(run(main, "--model", tmp_path / "config"), "--model is for --predict and --memory")
+    assert_refused(run(main, plans, "--model", model, "--memory"), "either an engine directory or --model")
+    (tmp_path / "config/config.json").write_text(
+        json.dumps(json.loads((model / "config.json").read_text()) | {"dtype": "int8"})
+    )
+    assert_refused(run(main, "--model", tmp_path / "config", "--memory"), "config.json", "type")
+
+
+def test_a_model_with_a_head_is_predicted_with_it() -> None:
+    found = outlined(str(EXAMPLE / "model"))
+    assert (found.exit_head.blocks, found.quantization.draft) == (1, None) and found.exit_head.trained
+
+
+def test_a_directory_without_a_draft_is_predicted_with_drafts_of_the_text(
+    family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    plans = export_engine(family_dir("qwen2"), tmp_path / "plans", "--exit-head", "none")
+    shown = succeed(main, plans, "--predict", "--gpu", "h100").stdout
+    assert "draft step" not in shown and "of the text" in shown and "verify 33" in shown
+    [device] = json.loads(succeed(main, plans, "--memory", "--json").stdout)["devices"]
+    assert device["draft_weights"] == device["shared_weights"] == 0 and device["graphs"] == ["verify.onnx"]
+    assert "drafts come from the text alone" in succeed(main, plans).stdout
 
 
 def test_the_cpu_is_measured(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

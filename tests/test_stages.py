@@ -188,6 +188,15 @@ def test_impossible_numbers_of_stages_are_refused(text_model: Path, tmp_path: Pa
     assert listing(tmp_path) == []
 
 
+def test_stages_without_a_draft_give_the_same_tokens(text_model: Path, tmp_path: Path) -> None:
+    options = ("--stages", 2, "--exit-head", "none")
+    directory = export_engine(text_model, tmp_path / "plans", *options)
+    expected = eesd.load(directory, "ort", speculation=None).generate([5, 9, 3], max_new_tokens=20, ignore_eos=True)
+    for backend in ("ort", "torch"):
+        made = eesd.load(directory, backend).generate([5, 9, 3], max_new_tokens=20, ignore_eos=True)
+        assert made.tokens == expected.tokens
+
+
 @pytest.fixture(scope="module")
 def three(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The text model in three stages."""

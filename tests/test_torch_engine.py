@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from copy import copy
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ import eesd
 from eesd.common.errors import EESDError
 from eesd.common.manifest import WEIGHTS_FILE
 from eesd.common.manifest_reader import load_manifest
+from eesd.controllers import DraftStep
+from eesd.controllers.baselines import Threshold
+from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.model.graphs import Draft
 from eesd.runtime import doctor
 from eesd.runtime.cli import main
@@ -38,7 +42,7 @@ from eesd.runtime.compare import first_divergence
 from eesd.runtime.decoding.draft_tree import Node, tree_mask
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import Engines
-from eesd.runtime.engines.base import Engine, StepOutputs
+from eesd.runtime.engines.base import Engine, KVCache, StepOutputs
 from eesd.runtime.engines.device import device_streams, explain_out_of_memory
 from eesd.runtime.engines.device_cache import DeviceKVCache, DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine
@@ -57,6 +61,7 @@ SAMPLINGS = {
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "llama-bias": {},
     "mistral": {"blocks": 2},
+    "qwen2": {"whole": True},
     "qwen2.5-tied": {},
     "qwen3": {"own_lm_head": True},
     "qwen3-bias": {"blocks": 2, "own_lm_head": True},
@@ -81,6 +86,13 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp(request.param)
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
     return tiny_models.export_tiny(model, directory / "plans", slots=384, dtype=request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The harness's model, drafted for by all of its layers in 4 bits."""
+    model = harness.directory.parent / "model"
+    return tiny_models.export_tiny(model, tmp_path_factory.mktemp("whole") / "plans", slots=384, whole=True)
 
 
 def torch_llm(directory: Path, device: str, speculation: Speculation | None) -> LLM:
@@ -143,13 +155,17 @@ def test_logits_and_candidates_match_onnx_runtime(exported: Callable[[str], Path
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize(("controller", "width"), [("fixed:k=4", 1), ("threshold:p=0.3", 2), ("beta-ts", 3)])
+@pytest.mark.parametrize(
+    ("controller", "width", "draft"),
+    [("fixed:k=4", 1, "head"), ("threshold:p=0.3", 2, "head"), ("beta-ts", 3, "head"), ("cost-aware-ts", 2, "whole")],
+)
 def test_tokens_match_plain_decoding_with_onnx_runtime(
-    harness: Harness, controller: str, width: int, name: str, device: str
+    harness: Harness, whole: Path, controller: str, width: int, draft: str, name: str, device: str
 ) -> None:
     """The sequences are long enough for the KV cache to grow, and the second prompt reuses the cache of the first."""
-    plain = eesd.load(harness.directory, "ort", speculation=None, threads=1)
-    llm = torch_llm(harness.directory, device, Speculation(controller, width, guard=False))
+    directory = whole if draft == "whole" else harness.directory
+    plain = eesd.load(directory, "ort", speculation=None, threads=1)
+    llm = torch_llm(directory, device, Speculation(controller, width, guard=False, tree_budget=draft == "whole"))
     accepted = 0
     for prompt in PROMPTS:
         expected = plain.generate(prompt, SAMPLINGS[name], max_new_tokens=150, ignore_eos=True)
@@ -159,6 +175,35 @@ def test_tokens_match_plain_decoding_with_onnx_runtime(
         assert undrafted.tokens == expected.tokens
         accepted += completion.stats.accepted_tokens
     assert accepted > 20
+
+
+def test_a_device_drafts_two_steps_before_it_asks(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the default controller lets it. Another one takes its place here, because that one decides by the clock."""
+    assert CostAwareTS.steps_at_once == 2
+    monkeypatch.setattr(Threshold, "steps_at_once", 2)
+    llm = torch_llm(whole, "cpu", Speculation("threshold:p=0.2", guard=False, drafter="exit"))
+    draft, chains, told = llm.engines.draft, list[tuple[int, int]](), list[int]()
+    assert isinstance(draft, DeviceEngine) and isinstance(llm.controller, Threshold)
+    chain, keep = draft.draft_chain, llm.controller.keep_drafting
+
+    def drafted(kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
+        chains.append((slot, count))
+        return chain(kv_cache, token, slot, count)
+
+    def asked(step: DraftStep) -> bool:
+        told.append(step.depth)
+        return keep(step)
+
+    monkeypatch.setattr(draft, "forward", None)  # no step runs alone
+    monkeypatch.setattr(draft, "draft_chain", drafted)
+    monkeypatch.setattr(llm.controller, "keep_drafting", asked)
+    made = llm.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
+    plain = llm.generate(PROMPTS[0], max_new_tokens=60, draft=False, ignore_eos=True)
+    assert made.tokens == plain.tokens and made.stats.acceptance > 0.3
+    assert {count for _, count in chains} <= {1, 2} and made.stats.draft_steps == sum(count for _, count in chains)
+    assert len(told) in (made.stats.draft_steps, made.stats.draft_steps - 1), "the last step of a text is not asked about"
+    followed = [depth for depth, then in pairwise(told) if then == depth + 1 and depth % 2 == 0]
+    assert followed and 2 * len(chains) < 1.2 * len(told), "drafts go on after an answer"
 
 
 @pytest.fixture(scope="module")

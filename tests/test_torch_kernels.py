@@ -39,10 +39,13 @@ def quantized(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def plain(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Directories without quantized weights: norms of queries and keys, heads of 24 numbers, and one KV head."""
+    """Directories whose verify has no quantized weights: norms of queries and keys, heads of 24 numbers, and one KV head; and a
+    draft of all layers in 4 bits."""
     root = tmp_path_factory.mktemp("plain")
     options = ("--dtype", "float16", "--max-seq-len", 256)
-    return [export_engine(family_dir(name), root / name, *options) for name in ("qwen3-bias", "llama-head-dim", "mistral")]
+    names = ("qwen3-bias", "llama-head-dim", "mistral")
+    made = [export_engine(family_dir(name), root / name, *options) for name in names]
+    return [*made, export_engine(family_dir("qwen2"), root / "whole", *options, "--exit-head", "quantized")]
 
 
 def run(script: Path, *arguments: object) -> Any:
@@ -97,7 +100,7 @@ def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
 @NEEDS_TRITON
 def test_engines_compute_with_kernels_what_they_compute_with_torchs_operators(found: dict[str, Any]) -> None:
     """Of prompts, chains, trees and rows; with levels that are kept and with blocks that are fused."""
-    assert len(found["engines"]) == 4
+    assert len(found["engines"]) == 5
     for engines in found["engines"]:
         assert len(engines["difference"]) == 8
         for difference, deviation in zip(engines["difference"], engines["deviation"], strict=True):
@@ -115,6 +118,9 @@ def test_draft_and_verify_keep_their_levels_in_the_same_memory(found: dict[str, 
     assert engines["verify"] == sorted([f"{head}.kv_proj.quantized", "lm_head", *others])
     assert engines["shared"] == sorted(blocks[1]) and engines["dequantized"] == [0, 0]
     assert not any(plain["verify"] for plain in found["engines"][1:])
+    whole = found["engines"][4]
+    assert whole["draft"] == sorted(["lm_head", *(f"model.layers.{i}.{layer}" for i in range(3) for layer in layers)])
+    assert whole["dequantized"] == [0, 0] and not whole["shared"]
 
 
 @NEEDS_TRITON

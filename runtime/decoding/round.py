@@ -227,7 +227,7 @@ def draft(rounds: Sequence[Round], policy: Policy) -> None:
     while drafting := policy.draft_on(rounds, depth):
         depth += 1
         started = time.perf_counter()
-        if depth == 1 and len(drafting) == 1 and _alone(drafting[0], drafting[0].session.draft_chain, drafting[0]):
+        if len(drafting) == 1 and _alone(drafting[0], drafting[0].session.draft_chain, drafting[0]):
             continue
         calls = [call for current in drafting if (call := _alone(current, current.session.next_draft, current))]
         planned = [current for current in drafting if current.error is None]

@@ -225,31 +225,36 @@ class Session:
         return call
 
     def draft_chain(self, current: Round) -> bool:
-        """Draft a chain of known length in one call, which does not wait for the host between its steps, if that can be."""
-        tree, length = current.tree, current.length
-        assert current.drafter is not None
-        chain = current.drafter.engine.draft_chain
-        if chain is None or not length or current.drafter.tree_width > 1 or not self._sampler.proposes_top_tokens:
+        """Draft steps of a chain in one call, which does not wait for the host between them, if that can be. All of them if
+        their number is known, else as many as the controller allows before it is asked."""
+        tree, drafter = current.tree, current.drafter
+        assert drafter is not None
+        chain, steps = drafter.engine.draft_chain, current.length or drafter.controller.steps_at_once
+        if chain is None or not steps or drafter.tree_width > 1 or not self._sampler.proposes_top_tokens:
+            return False
+        if current.copied and not tree.steps:  # the first step also reads tokens of the text
             return False
         self._kv_cache.reserve(len(self.tokens) + current.most_nodes)
-        started, count = time.perf_counter(), min(length, current.most_depth)
-        self._drafted = max(self._drafted, len(self.tokens) - 1 + count)
-        outputs = chain(self._kv_cache, tree.root.token, len(self.tokens) - 1, count)
-        current.draft_seconds = time.perf_counter() - started
-        for row in range(count):
-            if self._grow(tree, outputs, False, row) is None:
-                break
-        current.wants_more = False
+        started, last = time.perf_counter(), tree.frontier[0]
+        slot, count = len(self.tokens) - 1 + last.index, min(steps, current.most_depth - last.depth)
+        self._drafted = max(self._drafted, slot + count)
+        outputs = chain(self._kv_cache, last.token, slot, count)
+        self.drafted(current, outputs, time.perf_counter() - started, count)
         return True
 
-    def drafted(self, current: Round, outputs: StepOutputs, seconds: float) -> None:
-        """Add a level to the draft from the draft engine's outputs, and ask the controller whether to continue."""
+    def drafted(self, current: Round, outputs: StepOutputs, seconds: float, levels: int = 1) -> None:
+        """Add levels to the draft from the draft engine's outputs, and ask the controller whether to continue. It is told of
+        each, and its last answer counts."""
         assert current.drafter is not None
         tree, controller = current.tree, current.drafter.controller
         current.draft_seconds += seconds
-        step = self._grow(tree, outputs, controller.needs_entropy, 0 if tree.steps else tree.frontier[0].index)
-        ends = step is None or tree.frontier[0].depth >= current.most_depth or tree.is_full
-        current.wants_more = not ends and step is not None and controller.keep_drafting(step)
+        first = 0 if tree.steps else tree.frontier[0].index
+        for row in range(first, first + levels):
+            step = self._grow(tree, outputs, controller.needs_entropy, row)
+            ends = step is None or tree.frontier[0].depth >= current.most_depth or tree.is_full
+            current.wants_more = not ends and step is not None and controller.keep_drafting(step)
+            if step is None:
+                break
 
     def complete(self, current: Round, share: Share | None = None) -> Call:
         """End the draft, and choose what is verified: what is worth it alone, or beside others its ``share``.

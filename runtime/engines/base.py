@@ -180,7 +180,7 @@ class Engine(Protocol):
 
     @property
     def draft_chain(self) -> DraftChain | None:
-        """Drafts a chain of known length by itself; None: the backend does not."""
+        """Drafts several steps of a chain by itself; None: the backend does not."""
         ...
 
     def new_kv_caches(self, count: int = 1) -> "Sequence[KVCache]":

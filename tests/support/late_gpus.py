@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -28,8 +28,8 @@ TOKENS = 12
 @dataclass(frozen=True)
 class Setting:
     """How an LLM runs: verify in ``stages`` on ``devices`` GPUs, drafting as ``speculation`` says; with ``few_slots`` attention
-    may read the first slots only; with ``deep`` the exit head reads deep states. ``flavour``: of the plans, or ``torch``.
-    ``exact``: as in ``eesd.load``."""
+    may read the first slots only; with ``deep`` the exit head reads deep states; with ``whole`` the draft is the whole model in
+    4 bits. ``flavour``: of the plans, or ``torch``. ``exact``: as in ``eesd.load``."""
 
     stages: int
     devices: int
@@ -38,6 +38,7 @@ class Setting:
     cuda_graphs: bool = True
     few_slots: bool = False
     deep: bool = False
+    whole: bool = False
     exact: bool | None = None
 
 
@@ -53,7 +54,10 @@ SETTINGS = {
     "tree in 3 stages on 3 GPUs over few slots": Setting(3, 3, TREE, few_slots=True),
     "chain of a head with deep layers": Setting(1, 1, CHAIN, deep=True),
     "tree of a head with deep layers": Setting(1, 1, TREE, "tensorrt-rtx", deep=True),
+    "chain of the whole model": Setting(1, 1, CHAIN, "tensorrt-rtx", whole=True),
     "chain by torch": Setting(1, 1, CHAIN, "torch"),
+    "chain of the whole model by torch": Setting(1, 1, Speculation(guard=False), "torch", whole=True),
+    "tree of the whole model by torch": Setting(1, 1, replace(TREE, tree_budget=True), "torch", whole=True),
     "tree in 3 stages on 2 GPUs by torch": Setting(3, 2, TREE, "torch"),
     "tree of a head with deep layers by torch, without CUDA graphs": Setting(1, 1, TREE, "torch", cuda_graphs=False, deep=True),
 }
@@ -67,7 +71,7 @@ Planned = Callable[[Setting], Path]
 
 def directory(shared: Shared, setting: Setting) -> Path:
     """The engine directory of a setting."""
-    name = f"late-{setting.stages}-{setting.flavour}-{setting.few_slots}-{setting.deep}"
+    name = f"late-{setting.stages}-{setting.flavour}-{setting.few_slots}-{setting.deep}-{setting.whole}"
     return shared(name, partial(build, setting=setting)) / "plans"
 
 
@@ -85,7 +89,7 @@ def build(path: Path, setting: Setting) -> None:
         head = stored_head(Checkpoint(model), path / "head")
         export(Checkpoint(model), head, ExportOptions("float32", 96, 12, 4), path / "plans")
     else:
-        tiny_models.export_tiny(model, path / "plans", slots=96, stages=setting.stages)
+        tiny_models.export_tiny(model, path / "plans", slots=96, stages=setting.stages, whole=setting.whole)
     if setting.flavour == "torch":
         return
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eesd.common.geometry import ExitConfig
-from eesd.export.engine_dir import export, stored_head, untrained_head
+from eesd.common.weights import BLOCK, SEARCHED_INT4, UNQUANTIZED, Quantization, Quantizations
+from eesd.export.engine_dir import export, stored_head, untrained_head, whole_model
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
@@ -66,10 +67,17 @@ def export_tiny(
     dtype: str = "float32",
     own_lm_head: bool = False,
     draft_vocab: Sequence[int] = (),
+    whole: bool = False,
 ) -> Path:
-    """Export a model with an exit head that copies its last layers. An own LM head is the model's, multiplied by two."""
-    checkpoint = Checkpoint(model)
-    if blocks == 1 and not own_lm_head and not draft_vocab:
+    """Export a model with an exit head that copies its last layers. An own LM head is the model's, multiplied by two.
+
+    ``whole``: the draft is the whole model in 4 bits, instead of a head.
+    """
+    checkpoint, quantization = Checkpoint(model), UNQUANTIZED
+    if whole:
+        head = whole_model(checkpoint)
+        quantization = Quantizations(draft=SEARCHED_INT4 if dtype == "float32" else Quantization("int4", BLOCK))
+    elif blocks == 1 and not own_lm_head and not draft_vocab:
         head = untrained_head(checkpoint, layer)
     else:
         config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), draft_vocab=len(draft_vocab))
@@ -79,6 +87,6 @@ def export_tiny(
             made.lm_head.weight.mul_(2)
         exit_head_file.save(made, output.parent / "head", torch.float32)
         head = stored_head(checkpoint, output.parent / "head")
-    options = ExportOptions(dtype, slots, tree_nodes, top_k, stages)
+    options = ExportOptions(dtype, slots, tree_nodes, top_k, stages, quantization=quantization)
     export(checkpoint, head, options, output)
     return output

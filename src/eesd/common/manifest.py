@@ -228,8 +228,8 @@ class Manifest:
 
     @property
     def graphs(self) -> tuple[GraphInfo, ...]:
-        """The draft graph and the stages of the verify graph."""
-        return (self.draft, *self.verify)
+        """The graphs that run: the draft graph, unless it is a place holder, and the stages of the verify graph."""
+        return (self.draft, *self.verify) if self.exit_head.can_draft else self.verify
 
     @property
     def sizes(self) -> dict[str, int]:

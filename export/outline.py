@@ -1,0 +1,90 @@
+"""The engine directory that an export with default options would write, from a model's configuration alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from eesd.common.errors import EESDError
+from eesd.common.geometry import ExitConfig, Geometry, draft_caches, draft_columns, exit_caches
+from eesd.common.manifest import (
+    DEFAULT_SLOTS,
+    DEFAULT_TOP_K,
+    DEFAULT_TREE_NODES,
+    FORMAT_VERSION,
+    GraphInfo,
+    Manifest,
+)
+from eesd.common.weights import DTYPES, Quantization, is_linear, layer_shapes
+from eesd.export.cli import choose_quantization, most_have_few_bits
+from eesd.export.engine_dir import stored_head
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.config import ModelConfig, load_config
+from eesd.model.exit_head_file import CONFIG_FILE
+from eesd.model.hub import find_model
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What the choices of an export depend on, without the weights. A :class:`Checkpoint` has the same attributes.
+
+    Attributes:
+        geometry: Geometry of the model.
+        quantization: The quantization of the model's own weights; None: they are not quantized.
+        own_levels: Always empty: only GGUF files have levels of their own, and those are opened.
+    """
+
+    geometry: Geometry
+    quantization: Quantization | None
+    own_levels: Mapping[str, Quantization] = field(default_factory=dict)
+
+
+def outlined(name: str) -> Manifest:
+    """The manifest, without files, of an export with default options. No weight is read or fetched.
+
+    Args:
+        name: A model as ``eesd-export`` takes it. Of a directory, ``config.json`` is read; of a GGUF file, the header.
+
+    Raises:
+        EESDError: There is no such model, or it is not supported.
+    """
+    path, head = find_model(name, weights=False), None
+    source: Checkpoint | Outline
+    if path.is_file() or (path / CONFIG_FILE).exists():  # whether a head is the model's, its weights say
+        source = Checkpoint(path)
+        config, dtype = source.config, source.dtype
+        head = stored_head(source, path).config if path.is_dir() else None
+    else:
+        config = load_config(path)
+        source, dtype = Outline(config.geometry, _own_quantization(config)), config.dtype or ""
+    if dtype not in DTYPES:
+        raise EESDError(f"{path / 'config.json'} does not say a type of weights that can be exported; export the model itself.")
+    geometry, quantization = config.geometry, choose_quantization(source, dtype, None, None, None, None, False, head is None)
+    if head is None:
+        few = most_have_few_bits(geometry, quantization)
+        quantization = replace(quantization, draft=None) if few else quantization
+        head = ExitConfig(1, blocks=0) if few else ExitConfig(geometry.num_layers, blocks=0, trained=True)
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        model=path.name,
+        geometry=geometry,
+        exit_head=head,
+        dtype=dtype,
+        quantization=quantization,
+        max_seq_len=min(config.max_positions, DEFAULT_SLOTS),
+        max_tree_nodes=DEFAULT_TREE_NODES,
+        draft_top_k=min(DEFAULT_TOP_K, draft_columns(geometry, head)),
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=config.eos_token_ids,
+        draft=GraphInfo("draft.onnx", tuple(draft_caches(geometry, head)), (), ()),
+        verify=(GraphInfo("verify.onnx", (*range(geometry.num_layers), *exit_caches(geometry, head)), (), ()),),
+        files={},
+        linked={},
+        tools={},
+        plans={},
+    )
+
+
+def _own_quantization(config: ModelConfig) -> Quantization | None:
+    if config.packing is None:
+        return None
+    shapes = layer_shapes(config.geometry, range(config.geometry.num_layers))
+    return config.packing.quantization({shape[1] for name, shape in shapes.items() if is_linear(name)})
