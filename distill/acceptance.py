@@ -146,7 +146,9 @@ def drafted_rounds(drafts: GreedyDrafts, draft_length: int = DRAFTS_PER_ROUND) -
         draft_length: Drafts in a round.
     """
     return [
-        DraftedRound([_step(drafts, replayed.start + level, level + 1) for level in range(replayed.verified)], replayed.accepted)
+        DraftedRound(
+            [_step(drafts, replayed.start + level, level + 1) for level in range(replayed.verified)], replayed.accepted
+        )
         for replayed in replay_rounds(drafts.correct, draft_length)
     ]
 

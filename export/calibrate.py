@@ -3,6 +3,7 @@ text, which the engines of the directory write, and tries it on text that was he
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import nan
 from pathlib import Path
 from typing import NamedTuple
@@ -55,8 +56,8 @@ class Quality(NamedTuple):
 def calibrate_draft(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]:
     """Fit a prior to a directory's draft, and write it into the manifest.
 
-    The manifest is replaced as a whole, and nothing else of the directory changes. Until then controllers begin with the default
-    prior.
+    The manifest is replaced as a whole, and nothing else of the directory changes. Without a prior of the draft's own, controllers
+    begin with the default one.
 
     Args:
         directory: Engine directory, complete.
@@ -173,8 +174,6 @@ def _lines(
 
 def acceptance(rounds: Sequence[DraftedRound]) -> list[float]:
     """Chance of a draft by depth, if those before it were right; empty without rounds."""
-    accepted, found = np.array([one.accepted for one in rounds]), []
-    for depth in range(len(rounds[0].steps) if rounds else 0):
-        if judged := int((accepted >= depth).sum()):
-            found.append(int((accepted > depth).sum()) / judged)
-    return found
+    accepted = np.array([one.accepted for one in rounds])
+    reached = [int((accepted >= depth).sum()) for depth in range(len(rounds[0].steps) + 1 if rounds else 0)]
+    return [right / judged for judged, right in pairwise(reached) if judged]

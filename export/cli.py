@@ -129,8 +129,8 @@ if TYPE_CHECKING:  # --help must not load torch
 @click.option(
     "--calibrate/--no-calibrate",
     default=None,
-    help="Let the model write text, about a minute, to learn when its draft is right: controllers then draft well from the first "
-    "round on.  [default: if the whole model drafts, and its weights were packed]",
+    help="Let the model write text, for about a minute, to learn when its draft is right: then controllers draft well from the "
+    "first round on.  [default: if the whole model drafts, and its weights were packed]",
 )
 def main(
     model: str,

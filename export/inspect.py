@@ -228,7 +228,7 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
         ),
         "exit head": f"EAGLE-3{deep}" if exit_head.eagle else f"after layer {exit_head.layer}, {blocks}{deep}{trained}",
         "draft vocabulary": _draft_vocab(manifest),
-        "calibration": "prior of this head" if exit_head.calibration else "default prior",
+        "calibration": "prior of this draft" if exit_head.calibration else "default prior",
         "element type": manifest.dtype,
         "linear weights": _linear_weights(manifest),
         "KV cache": (

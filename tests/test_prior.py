@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from scipy.optimize import minimize
-from support.command import assert_refused, export_engine, run, succeed
+from support.command import assert_refused, run, succeed
 from support.distilling import SMALL, distill
 
 from eesd import load
@@ -19,6 +19,7 @@ from eesd.controllers.calibration import sigmoid
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.distill.acceptance import GreedyDrafts, drafted_rounds
 from eesd.distill.cli import main
+from eesd.export.cli import main as export_main
 from eesd.export.engine_dir import stored_head
 from eesd.export.inspect import main as inspect
 from eesd.export.prior import (
@@ -141,9 +142,11 @@ def test_the_controller_uses_the_prior_that_distillation_fitted(learner: Path, c
     entry = json.loads((calibrated / "exit_head.json").read_text())["calibration"]
     prior = CalibrationPrior.from_dict(entry)
     assert prior.accept != CalibrationPrior().accept
-    plans = export_engine(learner, tmp_path / "plans", "--exit-head", calibrated)
+    plans = tmp_path / "plans"
+    said = succeed(export_main, "--model", learner, "--exit-head", calibrated, "--no-check", "--calibrate", "-o", plans).stdout
+    assert "draft not calibrated: its head has a prior of its own" in said
     assert load_manifest(plans).exit_head.calibration == prior
-    assert "prior of this head" in succeed(inspect, plans).stdout
+    assert "prior of this draft" in succeed(inspect, plans).stdout
     controller = load(plans, speculation=Speculation("cost-aware-ts")).controller
     assert isinstance(controller, CostAwareTS)
     x = (1.0, 0.5, 2.0, 0.5, 0.0)
