@@ -56,8 +56,8 @@ class Quality(NamedTuple):
 def calibrate_draft(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]:
     """Fit a prior to a directory's draft, and write it into the manifest.
 
-    The manifest is replaced as a whole, and nothing else of the directory changes. Without a prior of the draft's own, controllers
-    begin with the default one.
+    The manifest is replaced as a whole, and nothing else of the directory changes. A draft without a prior of its own has the
+    default one.
 
     Args:
         directory: Engine directory, complete.
@@ -127,7 +127,8 @@ def _problem(directory: Path, manifest: Manifest) -> str | None:
 def _write(directory: Path, manifest: Manifest) -> list[OwnText]:
     """Text of the model's own."""
     size = sum(map(manifest.weight_bytes, manifest.verify))
-    held_out, drafts = (min(count, manifest.max_tree_nodes) for count in (HELD_OUT_DRAFTS, DRAFTS))
+    # No controller is asked about a draft that fills the tree.
+    held_out, drafts = (min(count, max(manifest.max_tree_nodes - 1, 1)) for count in (HELD_OUT_DRAFTS, DRAFTS))
     lengths = [held_out if _is_held_out(number) else drafts for number in range(prompts_for(size))]
     llm = load(directory, speculation=Speculation(drafter="exit"), generation_config="none")
     with progress_bar("calibrating the draft", len(lengths)) as advance:
@@ -152,14 +153,14 @@ def _lines(
     """What was found, in words."""
     by_depth = acceptance([one for text in fitting for one in text.rounds])
     if not by_depth:
-        return ["draft not calibrated: the model ended its texts at once"]
+        return ["draft not calibrated: no round of the model's own text had a whole chain"]
     _, worth = worth_of(by_depth, draft_share(manifest))
     lines = [
-        f"draft: {by_depth[0]:.0%} of its first tokens are right on the model's own text, {by_depth[-1]:.0%} of the "
-        f"{len(by_depth)}th after right ones: up to {worth:.2f} times as fast"
+        f"draft: on the model's own text {100 * by_depth[0]:.0f} % of its first tokens are right, and at depth {len(by_depth)} "
+        f"{100 * by_depth[-1]:.0f} % after right ones: up to {worth:.2f} times as fast where a pass costs what it reads"
     ]
     if prior is None:
-        lines.append("draft: a prior of its own predicts no better than the default one, which it keeps")
+        lines.append("draft: a prior of its own predicts no better than the default one, so it has that")
     for greedy, words in ((True, "greedily"), (False, "at temperature 1")):
         texts = [text for text in held_out if text.greedy == greedy and text.rounds]
         if texts:

@@ -90,7 +90,7 @@ def test_models_without_a_template_begin_with_a_token(tmp_path: Path, monkeypatc
     if without == "a first token":
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"bos_token_id": None}))
-    said = succeed(main, *command(model, tmp_path / "plans", "--calibrate")).stdout
+    said = succeed(main, *command(model, tmp_path / "plans", "--calibrate", "--max-tree-nodes", 12)).stdout
     assert said.count("measured on held-out text") == 2
     assert load_manifest(tmp_path / "plans").bos_token_id == (None if without == "a first token" else 1)
 
