@@ -34,7 +34,7 @@ ROUNDS_PER_TEXT = 8
 MOST_PROMPTS = 40
 """Prompts of a model of at most :data:`FULL_SIZE`, which have 640 rounds in all: about a minute on two cores."""
 FULL_SIZE = 1_000_000_000
-"""Bytes of a model's weights. Larger ones write behind fewer prompts, in proportion."""
+"""Bytes of a model's weights. Larger ones write after fewer prompts, in proportion."""
 PART = 4
 """One of so many prompts is held out."""
 LEAST_TEXTS = 4

@@ -1,7 +1,7 @@
 """Text that a model writes by itself, with the engines of a directory and without any data, and how its drafts fare there.
 
-A prompt is what the model writes behind the beginning of its chat template's user turn (Magpie, Xu et al. 2024, arXiv
-2406.08464), or without a template behind its first token. Behind each prompt it writes once greedily and once at temperature 1.
+A prompt is what the model writes after the beginning of its chat template's user turn (Magpie, Xu et al. 2024, arXiv
+2406.08464), or without a template after its first token. After each prompt it writes once greedily and once at temperature 1.
 Seeds are fixed and nothing asks the clock, so the same engines write the same text.
 """
 
@@ -30,12 +30,12 @@ FIRST_TOKENS = 4
 
 
 class OwnText(NamedTuple):
-    """What a model wrote behind one prompt.
+    """What a model wrote after one prompt.
 
     Attributes:
         prompt: Number of the prompt.
         greedy: Whether it was written greedily; else at temperature 1.
-        rounds: Its rounds, but for those that the end of the cache made shorter.
+        rounds: Its rounds that drafted a whole chain.
     """
 
     prompt: int
@@ -68,7 +68,7 @@ class Recorder(Controller):
 
 
 def around_turns(codec: TextCodec) -> tuple[str, str]:
-    """What the chat template puts before and behind a user's turn. Raises :class:`EESDError` if there is none."""
+    """What the chat template puts before and after a user's turn. Raises :class:`EESDError` if there is none."""
     opening, _, closing = codec.render([{"role": "user", "content": MARK}]).partition(MARK)
     return opening, closing
 
@@ -76,7 +76,7 @@ def around_turns(codec: TextCodec) -> tuple[str, str]:
 def write_texts(
     llm: LLM, lengths: Sequence[int], rounds: int, advance: Callable[[int], None] = lambda _: None
 ) -> list[OwnText]:
-    """Let a model write prompts, and two texts behind each.
+    """Let a model write prompts, and two texts after each.
 
     Args:
         llm: The model, loaded with its draft engine.
@@ -136,7 +136,7 @@ def _write(
     tokens: int | None = None,
     stop: tuple[int, ...] = (),
 ) -> list[Session]:
-    """Write behind some prompts together, at most so many ``rounds`` and ``tokens``. Returns the ended sessions."""
+    """Write after some prompts together, for ``rounds`` and ``tokens`` at most. Returns the sessions."""
     verify, draft = llm.engines.verify, llm.engines.draft
     assert draft is not None
     limits = llm.limits(tokens or llm.manifest.max_seq_len, ignore_eos=False, stop=stop)
