@@ -18,7 +18,7 @@ from eesd.controllers.base import DraftStep
 from eesd.export import calibrate
 from eesd.export.cli import main
 from eesd.export.inspect import main as inspect
-from eesd.export.own_text import OwnText
+from eesd.export.own_text import OwnText, write_texts
 from eesd.export.prior import DraftedRound, label_rounds
 from eesd.runtime.engines import operators, packed
 from eesd.runtime.llm import Speculation, load
@@ -147,11 +147,11 @@ def test_an_export_to_the_same_place_keeps_its_own_manifest(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another export replaces the directory while the model writes: its manifest stays."""
-    plans, write = tmp_path / "plans", calibrate.write_texts
+    plans = tmp_path / "plans"
 
     def interfere(*arguments: object) -> list[OwnText]:
         succeed(main, *command(model, plans, "--no-calibrate", "--max-tree-nodes", 9))
-        return write(*arguments)  # type: ignore[arg-type]
+        return write_texts(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(calibrate, "MOST_PROMPTS", FEW)
     monkeypatch.setattr(calibrate, "write_texts", interfere)
