@@ -128,6 +128,12 @@ if TYPE_CHECKING:  # --help must not load torch
     default=None,
     help="Make what the CPU loads at once, not in the first run.  [default: if there is no GPU, and memory allows]",
 )
+@click.option(
+    "--calibrate/--no-calibrate",
+    default=None,
+    help="Let the model write text, for about a minute, to learn when its draft is right: then controllers draft well from the "
+    "first round on.  [default: if the whole model drafts, and its weights were packed]",
+)
 def main(
     model: str,
     exit_layer: int | None,
@@ -146,11 +152,13 @@ def main(
     link_weights: bool,
     check: bool | None,
     pack: bool | None,
+    calibrate: bool | None,
 ) -> None:
     """Export a model and its exit head to an engine directory: draft and verify graphs, shared weights, tokenizer, manifest."""
     try:
         import onnxscript  # noqa: F401
 
+        from eesd.export.calibrate import calibrate_draft
         from eesd.export.engine_dir import check_output, export
         from eesd.export.onnx_graph import ExportOptions
         from eesd.model.checkpoint import Checkpoint
@@ -189,6 +197,7 @@ def main(
         )
         bar.update(task, description="packing the weights for the CPU", total=None)
         report += _pack(output, manifest, pack)
+    report += calibrate_draft(output, manifest, calibrate)
     types = _types(options, own=checkpoint.quantization is not None)
     read = ", ".join(map(str, head.config.read_layers))
     drafts = f"EAGLE-3 over the layers {read}" if head.config.eagle else f"exit after layer {head.config.layer}"

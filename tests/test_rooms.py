@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "controllers": {"common"},
     "model": {"common"},
     "runtime": {"common", "controllers", "model"},
-    "export": {"common", "model", "runtime"},
+    "export": {"common", "controllers", "model", "runtime"},
     "serve": {"common", "controllers", "model", "runtime"},
     "distill": {"common", "controllers", "model", "runtime", "export"},
     "bench": {"common", "controllers", "model", "runtime", "export", "serve"},
