@@ -49,6 +49,18 @@ def cpu_features() -> list[str]:
     return [feature for feature in CPU_FEATURES if feature in flags]
 
 
+def user_cache() -> Path | None:
+    """Where EESD keeps what it can make again: ``EESD_CACHE_DIR``, else ``eesd`` in the place of the system for such files.
+    None for a user without a home, as in some containers."""
+    if given := os.environ.get("EESD_CACHE_DIR"):
+        return Path(given)
+    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(sys.platform)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or of_system or "~/.cache").expanduser() / "eesd"
+    except RuntimeError:
+        return None
+
+
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
