@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from shutil import disk_usage
@@ -28,6 +29,7 @@ from eesd.common.terminal import notice, progress
 from eesd.common.weights import (
     BLOCK,
     DTYPES,
+    FP8,
     FP8_WEIGHTS,
     NVFP4,
     QUANTIZED,
@@ -41,7 +43,8 @@ from eesd.common.weights import (
 
 QUANTIZED_OR_NONE = (*QUANTIZED, "none")
 KEEP = "keep"
-OWN_HEAD = "own"
+OWN_HEAD, WHOLE_MODEL, NO_HEAD = "own", "quantized", "none"
+"""What ``--exit-head`` takes beside a head's place."""
 EARLY_EXIT = "layerskip"
 """In the names of models that were trained to exit early (arXiv 2404.16710)."""
 LEAST_AGREEMENT = 0.25
@@ -68,9 +71,10 @@ if TYPE_CHECKING:  # --help must not load torch
 @click.option(
     "--exit-head",
     type=NAME,
-    help="A trained exit head or a published EAGLE-3 head: its directory or Hugging Face id. own: the model's norm and LM "
-    "head, for models that were trained to exit early.  "
-    "[default: the model directory; own with --exit-layer if the model's name says LayerSkip]",
+    help="What drafts. A trained exit head or a published EAGLE-3 head: its directory or Hugging Face id. quantized: the whole "
+    "model in fewer bits, which needs no training. own: the model's norm and LM head, for models that were trained to exit "
+    "early. none: nothing but the text.  [default: the head in the model directory; own with --exit-layer if the model's name "
+    "says LayerSkip; quantized for weights of 8 bits or more; else none]",
 )
 @click.option("-o", "--output", type=PATH, default=Path("plans"), help="Engine directory to write.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
@@ -156,11 +160,16 @@ def main(
     if layers is not None:
         checkpoint = checkpoint.first_layers(layers)
     config = checkpoint.config
-    head = _choose_head(checkpoint, model, exit_layer, exit_head)
+    found = _choose_head(checkpoint, model, exit_layer, exit_head)
     slots = max_seq_len or min(config.max_positions, DEFAULT_SLOTS)
-    top_k = min(draft_top_k, draft_columns(config.geometry, head.config))
     kind = dtype or checkpoint.dtype
-    quantization = _choose_quantization(checkpoint, kind, quantize, quantize_head, quantize_draft, symmetric, link_weights)
+    quantization = _choose_quantization(
+        checkpoint, kind, quantize, quantize_head, quantize_draft, symmetric, link_weights, whole=found is None
+    )
+    head = found or _default_head(checkpoint, quantization, exit_head)
+    if not head.config.can_draft:
+        quantization = replace(quantization, draft=None)
+    top_k = min(draft_top_k, draft_columns(config.geometry, head.config))
     options = ExportOptions(kind, slots, max_tree_nodes, top_k, stages, link_weights, quantization)
     _check_options(options, config.max_positions)
     unquantized = [] if quantization.layers is None else _unquantized_widths(checkpoint, options)
@@ -181,9 +190,12 @@ def main(
     types = _types(options, own=checkpoint.quantization is not None)
     read = ", ".join(map(str, head.config.read_layers))
     drafts = f"EAGLE-3 over the layers {read}" if head.config.eagle else f"exit after layer {head.config.layer}"
+    whole = head.config.is_whole(config.geometry)
+    if whole or not head.config.can_draft:
+        drafts = "the whole model drafts" if whole else "no exit head"
     click.echo(f"{output}: {config.geometry.architecture}, {types}, {drafts}, {slots} slots")
-    if not head.config.blocks:
-        click.echo("draft: the model's own final norm and LM head behind its exit layer, without an exit head")
+    if not whole and head.config.can_draft and not head.config.blocks:
+        click.echo("draft: the model's own final norm and LM head after its exit layer, without an exit head")
     if unquantized:
         widths = " and ".join(map(str, unquantized))
         click.echo(f"weights with {widths} inputs stay {options.dtype}: not a multiple of {BLOCK}")
@@ -197,7 +209,12 @@ def main(
         notice(text)
     if {quantize, quantize_head} & set(QUANTIZED) and checkpoint.own_levels:
         notice("The file's weights are quantized, and --quantize rounds them a second time; --quantize keep does not.")
-    if not head.config.trained:
+    if not head.config.can_draft:
+        notice(
+            "Only the text drafts, where it repeats: weights of 4 bits leave no bits to save. Train an exit head with "
+            "eesd-distill to draft on all text."
+        )
+    elif not head.config.trained:
         notice("The exit head is not trained, so acceptance will be low; train one with eesd-distill.")
 
 
@@ -225,8 +242,9 @@ def _choose_quantization(
     draft: str | None,
     symmetric: bool | None,
     link_weights: bool,
+    whole: bool,
 ) -> Quantizations:
-    """What the options mean together. A checkpoint's own levels stay as they are."""
+    """What the options mean together. A checkpoint's own levels stay as they are. ``whole``: the draft is the whole model."""
     own, tensors = checkpoint.quantization, checkpoint.own_levels
     if layers is None and tensors and dtype == "float32" and not link_weights:
         layers = KEEP
@@ -237,10 +255,12 @@ def _choose_quantization(
         tensors = {}
     if layers is not None and own is not None:
         raise EESDError("The checkpoint's weights are quantized already, and are taken as they are; leave --quantize out.")
-    if link_weights and {layers, head, draft} - {None, "none"}:
+    if link_weights and {layers, head} - {None, "none"}:
         raise EESDError("--link-weights uses the weights as they are, and --quantize changes them; give one of the two.")
     head = head or layers
-    if draft is None:
+    if draft is None and whole:
+        draft = None if layers == "int8" and dtype == "float32" else "int4"  # the CPU reads the upper half of 8 bits
+    elif draft is None:
         draft = "int4" if (dtype == "float32" or _is_large(checkpoint)) and not link_weights else layers
     if dtype == "float32" and {layers, head, draft} & {"fp8", "nvfp4"}:
         raise EESDError(
@@ -308,14 +328,49 @@ def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[
     return widths
 
 
-def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, given: str | None) -> Head:
+def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: str | None) -> Head:
+    """What drafts without training: the whole model in fewer bits, if its weights have more than 4; else nothing.
+
+    Raises:
+        EESDError: The whole model is ``given`` as the draft, and has too few bits.
+    """
+    from eesd.export.engine_dir import no_head, whole_model
+
+    if given == NO_HEAD:
+        return no_head(checkpoint)
+    shapes = {name: shape for name, shape in model_shapes(checkpoint.geometry).items() if is_linear(name)}
+    few = sum(prod(shape) for name, shape in shapes.items() if _has_few_bits(quantization.of(name, shape)))
+    if 2 * few <= sum(map(prod, shapes.values())):
+        return whole_model(checkpoint)
+    if given == WHOLE_MODEL:
+        raise EESDError(
+            "--exit-head quantized drafts with the whole model in 4 bits, and most of this model's weights have no more than "
+            "the draft would; give --exit-head DIR, or leave the option out to draft from the text."
+        )
+    return no_head(checkpoint)
+
+
+def _has_few_bits(levels: Quantization | None) -> bool:
+    """Whether weights with these levels cannot be read in half of their bits."""
+    return levels is not None and levels.weights != FP8 and (levels.weights != "int8" or levels.block != BLOCK)
+
+
+def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, given: str | None) -> Head | None:
     """Open the exit head that is ``given`` or else in the model directory. Without either a model that exits early by training,
-    as its ``name`` says, needs none, and others get an untrained one."""
+    as its ``name`` says, needs none, and others get an untrained one after ``exit_layer``.
+
+    Returns:
+        The head; None: :func:`_default_head` chooses.
+    """
     from eesd.export.engine_dir import eagle_head, early_exit, stored_head, untrained_head
     from eesd.model.eagle_file import is_eagle
     from eesd.model.exit_head_file import CONFIG_FILE
     from eesd.model.hub import find_head
 
+    if given in (WHOLE_MODEL, NO_HEAD):
+        if exit_layer is not None:
+            raise EESDError(f"--exit-head {given} has no exit layer; leave --exit-layer out.")
+        return None
     directory = None if given is None or given == OWN_HEAD else find_head(given)
     if given is None and (checkpoint.path / CONFIG_FILE).exists():
         directory = checkpoint.path
@@ -336,12 +391,7 @@ def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, give
                 f"{exit_layer}; leave the option out or give another --exit-head."
             )
         return head
-    if exit_layer is None:
-        raise EESDError(
-            "The model has no trained exit head; give --exit-head DIR or --exit-layer N, for a model that was trained to exit "
-            "early with --exit-head own."
-        )
-    return untrained_head(checkpoint, exit_layer)
+    return None if exit_layer is None else untrained_head(checkpoint, exit_layer)
 
 
 def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]:
@@ -384,7 +434,7 @@ def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: He
     lines.append(
         f"verify: logits of calls of 1 to {manifest.max_tree_nodes + 1} tokens {check_bits(directory, manifest).chains}"
     )
-    if not head.config.blocks:
+    if head.config.can_draft and not head.config.blocks and not head.config.is_whole(checkpoint.geometry):
         same, positions = draft_agreement(manifest, checkpoint, head)
         lines.append(f"draft: its most likely token is the model's at {same} of {positions} positions of a sampled text")
         if same < LEAST_AGREEMENT * positions:

@@ -132,6 +132,17 @@ def early_exit(checkpoint: Checkpoint, layer: int) -> Head:
     return _models_own(checkpoint, ExitConfig(layer=layer, blocks=0, base=checkpoint.fingerprint(), trained=True))
 
 
+def whole_model(checkpoint: Checkpoint) -> Head:
+    """The whole model as the draft of itself: all layers, its own final norm and LM head, with weights of fewer bits."""
+    layers = checkpoint.geometry.num_layers
+    return _models_own(checkpoint, ExitConfig(layer=layers, blocks=0, base=checkpoint.fingerprint(), trained=True))
+
+
+def no_head(checkpoint: Checkpoint) -> Head:
+    """A place holder, which has no weights of its own: nothing drafts but the text."""
+    return _models_own(checkpoint, ExitConfig(layer=1, blocks=0, base=checkpoint.fingerprint()))
+
+
 def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:
     """A head with the model's own weights."""
     exit_head.check_exit(checkpoint.geometry, config)

@@ -35,6 +35,10 @@ def forecast(manifest: Manifest, size: int, free: int, acceptance: Sequence[floa
 def _drafts(manifest: Manifest, acceptance: Sequence[float]) -> str:
     draft = bytes_of_pass(manifest, manifest.draft, 0) / sum(bytes_of_pass(manifest, stage, 0) for stage in manifest.verify)
     text = f"a draft step will read {100 * draft:.0f} % of a plain step's weights"
+    if not manifest.exit_head.can_draft:
+        return "no exit head: drafts come from the text, where it repeats"
+    if manifest.exit_head.is_whole(manifest.geometry):
+        return f"{text}: the whole model in fewer bits, right in most of its drafts"
     if not manifest.exit_head.trained:
         return f"{text}; its head is not trained, so drafts will be worth nothing"
     if not acceptance:

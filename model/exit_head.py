@@ -143,6 +143,8 @@ class ExitHead(nn.Module):
 def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:
     """Raise :class:`EESDError` unless a model of this geometry can have such an exit head."""
     layer, blocks = exit_config.layer, exit_config.blocks
+    if exit_config.is_whole(geometry):
+        return
     if geometry.num_layers < 2:
         raise EESDError("This model has 1 layer, and an exit head needs a model of at least 2.")
     if not 1 <= layer < geometry.num_layers:

@@ -25,7 +25,7 @@ from eesd.model.exit_head import ExitHead
 
 
 class Draft(nn.Module):
-    """The first N layers and the exit head.
+    """The first N layers and the exit head. A head without blocks uses the model's own LM head, whose logits have a cap.
 
     Args:
         decoder: The base model.
@@ -66,7 +66,7 @@ class Draft(nn.Module):
             x, cache = block(x, inputs, cache)
             written.append(cache)
         logits, exit_caches = self.exit_head(x, inputs, caches[layer:], self.lm_head)
-        logits = logits.float()
+        logits = logits.float() if self.exit_head.exit_config.blocks else capped(logits.float(), self.geometry.logit_cap)
         values, columns = torch.topk(logits, self.top_k)
         logprobs = values - torch.logsumexp(logits, -1, keepdim=True)
         return logits, self.exit_head.tokens(columns), logprobs, written + exit_caches

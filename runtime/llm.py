@@ -219,7 +219,7 @@ def load(
     manifest = load_manifest(directory)
     if verify_hashes:
         verify_files(directory, manifest)
-    draft = isinstance(speculation, Speculation) and speculation.head_drafts
+    draft = isinstance(speculation, Speculation) and speculation.head_drafts and manifest.exit_head.can_draft
     engines = open_engines(directory, manifest, backend, threads, draft, exact, activations, kv_cache_dtype)
     default = models_sampling(directory) if generation_config == "auto" else GREEDY
     llm = LLM(directory, manifest, engines, speculation, default, prefix_memory, plain_content)
@@ -297,7 +297,10 @@ class LLM:
         if speculation is not None and speculation.text_drafts:
             past = PastOutputs(speculation.past_tokens) if speculation.past_tokens else None
             self.text = TextDrafter(TextRule(value=self.value), past)
-        if speculation is not None and speculation.head_drafts:
+        if speculation is not None and speculation.head_drafts and not self.manifest.exit_head.can_draft:
+            if not speculation.text_drafts:
+                raise EESDError("The directory has no exit head; export with --exit-head, or choose the drafter text.")
+        elif speculation is not None and speculation.head_drafts:
             widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
             if not 1 <= speculation.tree_width <= widest:
                 raise EESDError(f"tree_width is {speculation.tree_width}; this engine allows 1 to {widest}.")

@@ -131,8 +131,7 @@ class _Builder:
         elif layers.stop == self._geometry.num_layers:
             inputs.append(_input("logit_rows", [None]))
             self._node("Gather", [x, "logit_rows"], "last", domain="", axis=0)
-            name = "uncapped" if self._geometry.logit_cap else "logits"
-            self._cap(self._product("last", [self._columns(LM_HEAD)], name, norm=FINAL_NORM))
+            self._logits("last", LM_HEAD, FINAL_NORM, self._geometry.logit_cap)
             outputs = [_output("logits")]
         else:
             self._node("Identity", [x], "hidden_out", domain="")
@@ -145,9 +144,10 @@ class _Builder:
         scale = self._geometry.embedding_scale
         return x if scale == 1 else self._node("Mul", [x, self._number("embedding_scale", scale)], "scaled", domain="")
 
-    def _cap(self, logits: str) -> None:
-        """The model's logits between its caps, if it has some, called ``logits``."""
-        if cap := self._geometry.logit_cap:
+    def _logits(self, x: str, head: str, norm: str, cap: float) -> None:
+        """The logits of x, called ``logits``, between the caps if there are some."""
+        logits = self._product(x, [self._columns(head)], "uncapped" if cap else "logits", norm=norm)
+        if cap:
             number = self._number("logit_cap", cap)
             small = self._node("Div", [logits, number], "logits_in_caps", domain="")
             self._node("Mul", [self._node("Tanh", [small], "logits_in_one", domain=""), number], "logits", domain="")
@@ -343,7 +343,7 @@ class _Builder:
             last = block == self._exit.blocks - 1
             x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, self._geometry.num_layers + block, more if last else "")
         head = f"{EXIT_HEAD}{LM_HEAD}" if self._exit.own_lm_head else LM_HEAD
-        self._product(x, [self._columns(head)], "logits", norm=f"{EXIT_HEAD}norm.weight")
+        self._logits(x, head, f"{EXIT_HEAD}norm.weight", 0.0 if self._exit.blocks else self._geometry.logit_cap)
         ids = self._small(EXIT_HEAD + DRAFT_VOCAB) if self._exit.draft_vocab else self._small()
         outputs = ["topk_ids", "topk_logprobs"]
         self.nodes.append(helper.make_node("TopK", ["logits", ids], outputs, domain=DOMAIN, k=self.manifest.draft_top_k))

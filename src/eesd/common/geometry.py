@@ -260,12 +260,12 @@ class ExitConfig:
     """Position and structure of a head that drafts: an exit head, or one of EAGLE-3.
 
     Attributes:
-        layer: N, the number of base layers before the head.
+        layer: N, the number of base layers before the head. L: the draft is the whole model, with weights of fewer bits.
         blocks: E, the number of decoder blocks in the head. 0: norm and LM head follow layer N, as LayerSkip trains models for.
         own_lm_head: Whether the head has its own LM head. If not, it uses the base model's. In an engine directory a draft
             vocabulary always has an LM head of its own: the rows of its tokens.
         base: Fingerprint of the base model.
-        trained: False for an initialised head that was never trained.
+        trained: False for an initialised head that was never trained. Without blocks: the directory has no draft worth running.
         calibration: Calibration prior of this head. None: controllers use the default prior.
         draft_vocab: Vd, the number of tokens that the head can predict. 0: the whole vocabulary.
         deep: Layers above N, ascending, whose hidden states verify puts into the deep cache, where the draft reads them. Empty:
@@ -283,6 +283,15 @@ class ExitConfig:
     draft_vocab: int = 0
     deep: tuple[int, ...] = ()
     eagle: Eagle | None = None
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the draft graph is more than a place holder."""
+        return self.trained or self.blocks > 0
+
+    def is_whole(self, geometry: Geometry) -> bool:
+        """Whether the draft is the whole model."""
+        return self.layer == geometry.num_layers and self.blocks == 0
 
     @property
     def read_layers(self) -> tuple[int, ...]:

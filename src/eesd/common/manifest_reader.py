@@ -148,7 +148,8 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     if manifest.dtype not in DTYPES:
         raise ValueError("the element type is unknown")
     least = 0 if exit_head.eagle else 1
-    if not (least <= exit_head.layer < num_layers and 0 <= exit_head.blocks <= num_layers):  # before anything is sized by them
+    most = num_layers if not exit_head.blocks else num_layers - 1
+    if not (least <= exit_head.layer <= most and 0 <= exit_head.blocks <= num_layers):  # before anything is sized by them
         raise ValueError("the exit head does not fit the model")
     manifest.geometry.check_window(manifest.max_tree_nodes)
     if fault := deep_fault(num_layers, exit_head) or eagle_fault(manifest.geometry, exit_head):
