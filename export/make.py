@@ -36,6 +36,7 @@ from eesd.export.steps import shown_steps
 QUANTIZED_OR_NONE = (*QUANTIZED, "none")
 KEEP = "keep"
 OWN_HEAD, WHOLE_MODEL, NO_HEAD = "own", "quantized", "none"
+NOT_STORED = (OWN_HEAD, WHOLE_MODEL, NO_HEAD)
 """What ``--exit-head`` takes beside a head's place."""
 EARLY_EXIT = "layerskip"
 """In the names of models that were trained to exit early (arXiv 2404.16710)."""

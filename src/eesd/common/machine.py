@@ -50,13 +50,12 @@ def cpu_features() -> list[str]:
 
 
 def user_cache() -> Path | None:
-    """Where EESD keeps what it can make again: ``EESD_CACHE_DIR``, else ``eesd`` in the place of the system for such files.
-    None for a user without a home, as in some containers."""
+    """Where EESD keeps what it can make again, as the user or the system says. None for a user without a home."""
     if given := os.environ.get("EESD_CACHE_DIR"):
         return Path(given)
-    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(sys.platform)
+    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(sys.platform) or "~/.cache"
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or of_system or "~/.cache").expanduser() / "eesd"
+        return Path(os.environ.get("XDG_CACHE_HOME") or of_system).expanduser() / "eesd"
     except RuntimeError:
         return None
 
