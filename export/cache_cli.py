@@ -10,7 +10,7 @@ import click
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
-from eesd.common.terminal import Console, Table, notice
+from eesd.common.terminal import notice
 from eesd.export.cache import Entry, cache_directory, entries, remove
 
 _DAY = 24 * 3600
@@ -27,15 +27,13 @@ def main() -> None:
 @main.command("list")
 @_place
 def show(cache_dir: Path | None) -> None:
-    """Show each directory with its model, size and last use."""
+    """Show each directory with its size, last use, model and options; the longest unused first."""
     cache = cache_directory(cache_dir)
     found = sorted(entries(cache), key=lambda entry: entry.used)
-    if found:
-        table = Table("directory", "model", "size", "last use")
-        for entry in found:
-            used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
-            table.add_row(entry.path.name, f"{entry.model} {entry.options}".strip(), _size(entry.size), used)
-        Console().print(table)
+    width = max((len(entry.path.name) for entry in found), default=0)
+    for entry in found:
+        used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
+        click.echo(f"{entry.path.name:{width}}  {_size(entry.size):>9}  {used}  {entry.model} {entry.options}".rstrip())
     click.echo(f"{cache}: {_count(found)}")
 
 

@@ -352,7 +352,7 @@ def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, give
     if given is None and (checkpoint.path / CONFIG_FILE).exists():
         directory = checkpoint.path
     exits_early = EARLY_EXIT in Path(name).name.lower()
-    if given == OWN_HEAD or (directory is None and exits_early):
+    if given == OWN_HEAD or (directory is None and exits_early and exit_layer is not None):
         if exit_layer is None:
             raise EESDError("The draft with the model's own norm and LM head needs a layer to exit after; give --exit-layer N.")
         return early_exit(checkpoint, exit_layer)

@@ -116,6 +116,8 @@ class Session:
         self._prompt_observer = prompt_observer
         self._target = len(prompt) - 1
         self._prefilled = self._observed = 0
+        self._drafted = 0
+        """From this slot on there is nothing of a draft that verify has not written again."""
         self._closed = False
 
     def prefill(self) -> None:
@@ -209,6 +211,7 @@ class Session:
         tree = current.tree
         if not tree.steps:
             self._kv_cache.reserve(len(self.tokens) + current.most_nodes)
+        self._drafted = max(self._drafted, len(self.tokens) - 1 + len(tree.nodes))
         call = self._call(tree.nodes, tree.frontier[0].index)
         if current.drafter.engine.chooses:
             return call._replace(choose=self._sampler.chooser(tree.frontier, tree.branching))
@@ -223,10 +226,12 @@ class Session:
             return False
         self._kv_cache.reserve(len(self.tokens) + current.most_nodes)
         started, count = time.perf_counter(), min(length, current.most_depth)
+        self._drafted = max(self._drafted, len(self.tokens) - 1 + count)
         outputs = chain(self._kv_cache, tree.root.token, len(self.tokens) - 1, count)
         current.draft_seconds = time.perf_counter() - started
         for row in range(count):
-            tree.grow([self._sampler.propose(tree.frontier[0], outputs, row, tree.branching)])
+            if self._grow(tree, outputs, False, row) is None:
+                break
         current.wants_more = False
         return True
 
@@ -250,7 +255,7 @@ class Session:
         nodes = tree.prune(None if current.drafting.fixed else share)
         current.nodes, current.drafted_at = nodes, time.perf_counter()
         self._kv_cache.reserve(len(self.tokens) - 1 + len(nodes))
-        call = self._call(nodes)
+        call = self._verified(nodes)
         return call._replace(choose=self._sampler.chooser(nodes, 0)) if self._verify.chooses else call
 
     def commit(self, current: Round, outputs: StepOutputs, seconds: float) -> RoundResult:
@@ -262,6 +267,7 @@ class Session:
             seconds: Of this call.
         """
         tree, nodes, started = current.tree, current.nodes, current.started
+        self._drafted = 0  # verify wrote their slots
         path, bonus = self._sampler.accept(tree.root, outputs)
         if self._limits.in_place:
             path, bonus = cut_displaced(path, bonus)
@@ -328,7 +334,7 @@ class Session:
         """The verifier's logits [V] behind the last committed token, by a single-token pass. Commits nothing."""
         self.prefill()
         self._kv_cache.reserve(len(self.tokens))
-        outputs, _ = _timed(self._verify, self._call([Node(self.tokens[-1], index=0)]))
+        outputs, _ = _timed(self._verify, self._verified([Node(self.tokens[-1], index=0)]))
         row: Logits = outputs.logits[0].copy()
         return row
 
@@ -394,15 +400,28 @@ class Session:
         """Nodes that this round may verify besides the root."""
         return min(self._limits.max_tree_nodes, self._limits.max_seq_len - len(self.tokens))
 
-    def _grow(self, tree: DraftTree, outputs: StepOutputs, with_entropy: bool) -> DraftStep | None:
-        """Add a level to the tree from the draft's outputs for its frontier."""
-        first = tree.frontier[0].index
-        step = tree.grow([self._sampler.propose(node, outputs, node.index - first, tree.branching) for node in tree.frontier])
+    def _grow(self, tree: DraftTree, outputs: StepOutputs, with_entropy: bool, row: int = 0) -> DraftStep | None:
+        """Add a level to the tree from the draft's outputs for its frontier, which begin in ``row``. Outputs that are no
+        numbers propose nothing, and so end the draft."""
+        first = tree.frontier[0].index - row
+        told = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
+        if told is not None and np.isnan(told).any():
+            step = tree.grow([[] for _ in tree.frontier])
+        else:
+            propose, count = self._sampler.propose, tree.branching
+            step = tree.grow([propose(node, outputs, node.index - first, count) for node in tree.frontier])
         if step is None or not with_entropy:
             return step
         parent = tree.frontier[0].parent
         assert parent is not None
         return step._replace(entropy=entropy_of(outputs.logits[parent.index - first]))
+
+    def _verified(self, nodes: Sequence[Node]) -> Call:
+        """The call of the verify engine for nodes. Slots after theirs keep nothing of the draft."""
+        stop = len(self.tokens) - 1 + len(nodes)
+        if self._drafted > stop:
+            self._kv_cache.clear(stop, self._drafted)
+        return self._call(nodes)
 
     def _call(self, nodes: Sequence[Node], first: int = 0) -> Call:
         """The engine call for the nodes from ``first`` on, each in the slot ``node.index`` behind the root's."""
