@@ -51,11 +51,10 @@ def cpu_features() -> list[str]:
 
 def user_cache() -> Path | None:
     """Where EESD keeps what it can make again, as the user or the system says. None for a user without a home."""
-    if given := os.environ.get("EESD_CACHE_DIR"):
-        return Path(given)
-    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(sys.platform) or "~/.cache"
+    given, xdg = os.environ.get("EESD_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(sys.platform)
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or of_system).expanduser() / "eesd"
+        return Path(given) if given else Path(xdg or of_system or "~/.cache").expanduser() / "eesd"
     except RuntimeError:
         return None
 
