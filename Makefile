@@ -78,12 +78,13 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) 'eesd[dev]'
 	touch $@
 
-# The library of our own operators, which the installation has built already. Here it is built again when its sources change.
-# Without a C++ compiler there is a warning instead, and ONNX Runtime's own operators run the models.
+# The library of our own operators, which the installation has built already: make looks whether it is there before it installs,
+# so the recipe looks again. Here it is built again when its sources change. Without a C++ compiler there is a warning instead,
+# and ONNX Runtime's own operators run the models.
 operators: $(LIBRARY)
 
 $(LIBRARY): $(wildcard runtime/operators/*.cpp runtime/operators/*.h) setup.py | $(VENV)/installed
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	@test -f $@ && test -z "$$(find $^ -newer $@)" || { echo "Building the operators."; $(BIN)/python setup.py --quiet build_ext --inplace; }
 
 clean:
 	rm -rf $(VENV) build $(LIBRARY)
