@@ -9,7 +9,7 @@ import click
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
-from eesd.common.files import remove_leftovers
+from eesd.common.files import readable, remove_leftovers
 from eesd.common.terminal import notice
 from eesd.export.cache import Entry, cache_directory, entries, remove
 
@@ -33,7 +33,7 @@ def show(cache_dir: Path | None) -> None:
     width = max((len(entry.path.name) for entry in found), default=0)
     for entry in found:
         used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
-        click.echo(f"{entry.path.name:{width}}  {_size(entry.size):>9}  {used}  {entry.model} {entry.options}".rstrip())
+        click.echo(f"{entry.path.name:{width}}  {readable(entry.size):>9}  {used}  {entry.model} {entry.options}".rstrip())
     click.echo(f"{cache}: {_count(found)}")
 
 
@@ -73,11 +73,7 @@ def _removed(entry: Entry) -> bool:
 
 def _count(found: Sequence[Entry]) -> str:
     directories = "1 directory" if len(found) == 1 else f"{len(found)} directories"
-    return f"{directories}, {_size(sum(entry.size for entry in found))}"
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
+    return f"{directories}, {readable(sum(entry.size for entry in found))}"
 
 
 if __name__ == "__main__":

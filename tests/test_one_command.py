@@ -232,11 +232,12 @@ def test_a_start_after_a_killed_one(model: Path, cache: Path, moment: str) -> No
 
 
 def test_what_was_damaged_is_exported_again(model: Path, place: Path) -> None:
-    before = contents(place)
+    before = (place / "weights.bin").read_bytes()
     for damage in ("weights.bin", "manifest.json"):
         (place / damage).write_bytes((place / damage).read_bytes()[:-5])
         assert "Exporting" in succeed(run_main, "--model", model, *ASK).stderr
-        assert (place / damage).read_bytes() == before[damage]
+        assert "Exporting" not in succeed(run_main, "--model", model, *ASK).stderr
+        assert (place / "weights.bin").read_bytes() == before
     (place / "manifest.json").unlink()
     (place / "notes.txt").write_text("mine")
     assert_refused(run(run_main, "--model", model, *ASK), str(place), "notes.txt", "move it away")
@@ -319,7 +320,7 @@ def test_the_options_are_those_of_export() -> None:
 
 def test_the_cache_is_listed_and_cleaned(model: Path, place: Path, cache: Path) -> None:
     listed = succeed(cache_main, "list").stdout
-    assert place.name in listed and str(model) in listed and "--exit-layer 1" in listed and "1 directory" in listed
+    assert place.name in listed and f"{os.sep}model --exit-layer 1\n" in listed and f"{cache}: 1 directory" in listed
     assert_refused(run(cache_main, "clean"), "--all", "--older-than")
     assert_refused(run(cache_main, "clean", place.name, "--all"), "only one")
     assert_refused(run(cache_main, "clean", "other"), "no directory other", "eesd-cache list")

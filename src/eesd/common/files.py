@@ -154,13 +154,13 @@ class Claim(NamedTuple):
                 self.clean_up()
                 if not (_exists(self.new) or _exists(self.old)):
                     if size:
-                        LOGGER.warning("Removed %s that a killed run left beside %s.", _readable(size), self.target)
+                        LOGGER.warning("Removed %s that a killed run left beside %s.", readable(size), self.target)
                     return
         left = [str(path) for path in (self.new, self.old) if _exists(path)]
         if left:
             LOGGER.warning(
                 "A run that may still be going on left %s (%s); if none writes to %s, delete it, or rename it to keep it.",
-                " and ".join(left), _readable(size), self.target,
+                " and ".join(left), readable(size), self.target,
             )  # fmt: skip
 
 
@@ -264,5 +264,5 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _readable(size: int) -> str:
+def readable(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size} bytes"
