@@ -37,7 +37,9 @@ RUN, EXPORT = ("from eesd.runtime.cli import main; main()", "from eesd.export.pr
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in this process export in it, too."""
-    monkeypatch.setattr(prepare, "_run", lambda command: prepare.main.callback(command[-1]))
+    export = prepare.main.callback
+    assert export
+    monkeypatch.setattr(prepare, "_run", lambda command: export(command[-1]))
 
 
 @pytest.fixture
@@ -191,23 +193,22 @@ def test_names_are_readable(tmp_path: Path) -> None:
 
 
 def test_two_that_start_together_export_once(first: Path, model: Path, cache: Path) -> None:
-    first_start = first
     cache.mkdir()
     held = "import sys, eesd.export.cache as c; m = c.mark\n"
     held += "def mark(*a): print('complete', file=sys.stderr, flush=True); sys.stdin.readline(); m(*a)\n"
     held += f"c.mark = mark; {EXPORT}"
-    with python(held, request(cache, model)) as first:
-        assert first.stderr and first.stdin
-        assert any(line == "complete\n" for line in iter(first.stderr.readline, ""))
-        with python(RUN, "--model", model, *ASK) as second:
-            assert second.stderr
-            assert second.stderr.readline().startswith(notice() + f"Another process exports {model}")
-            first.stdin.write("\n")
-            first.stdin.flush()
-            first.communicate()
-            answer = second.communicate()
-    assert (first.returncode, second.returncode) == (0, 0)
-    assert answer == ((first_start / "stdout").read_text(), notice())
+    with python(held, request(cache, model)) as exporting:
+        assert exporting.stderr and exporting.stdin
+        assert any(line == "complete\n" for line in iter(exporting.stderr.readline, ""))
+        with python(RUN, "--model", model, *ASK) as waiting:
+            assert waiting.stderr
+            assert waiting.stderr.readline().startswith(notice() + f"Another process exports {model}")
+            exporting.stdin.write("\n")
+            exporting.stdin.flush()
+            exporting.communicate()
+            answer = waiting.communicate()
+    assert (exporting.returncode, waiting.returncode) == (0, 0)
+    assert answer == ((first / "stdout").read_text(), notice())
     assert len(listing(cache)) == 1
 
 
@@ -245,7 +246,11 @@ def test_what_was_damaged_is_exported_again(model: Path, place: Path) -> None:
 
 
 def test_a_model_that_changes_while_it_is_exported(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make, "_check", lambda *_: edit_json(model / "config.json") or [])
+    def edit(*_: object) -> list[str]:
+        edit_json(model / "config.json")
+        return []
+
+    monkeypatch.setattr(make, "_check", edit)
     result = run(run_main, "--model", model, *ASK)
     assert result.exit_code == 2 and result.stdout == ""
     assert_one_line(result.stderr.splitlines(keepends=True)[-1], "changed while it was exported")
