@@ -198,12 +198,18 @@ class Session:
         current.proposal = proposal = self._proposal(current.drafting.text, current.most_depth)
         width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
         current.tree = DraftTree(self.tokens[-1], current.most_nodes, width, budget, self._limits.in_place)
-        copied = self._copied(current) if proposal.tokens else 0
+        copied = current.copied = self._copied(current) if proposal.tokens else 0
         if copied:
             current.tree.follow_text(proposal.tokens[:copied])
-        if drafter is not None and not copied:
+        if drafter is None:
+            return
+        if not copied:
             current.length = drafter.controller.begin_round(width)
             current.wants_more = current.length != 0
+        elif proposal.steps and budget is None and copied < current.most_depth and not drafter.engine.chooses:
+            # Plans of drafts take one node a call, so devices draft where nothing is copied.
+            current.wants_more = drafter.controller.begin_after_text(width, proposal.values[:copied])
+            current.tree.frontier = current.tree.nodes[-1:]
 
     def next_draft(self, current: Round) -> Call:
         """The call of the next draft step."""
@@ -212,9 +218,10 @@ class Session:
         if not tree.steps:
             self._kv_cache.reserve(len(self.tokens) + current.most_nodes)
         self._drafted = max(self._drafted, len(self.tokens) - 1 + len(tree.nodes))
-        call = self._call(tree.nodes, tree.frontier[0].index)
+        first = tree.frontier[0].index if tree.steps else 0  # the first step also reads tokens of the text
+        call = self._call(tree.nodes, first)
         if current.drafter.engine.chooses:
-            return call._replace(choose=self._sampler.chooser(tree.frontier, tree.branching))
+            return call._replace(choose=self._sampler.chooser(tree.nodes[first:], tree.branching))
         return call
 
     def draft_chain(self, current: Round) -> bool:
@@ -240,8 +247,8 @@ class Session:
         assert current.drafter is not None
         tree, controller = current.tree, current.drafter.controller
         current.draft_seconds += seconds
-        step = self._grow(tree, outputs, controller.needs_entropy)
-        ends = step is None or tree.steps >= current.most_depth or tree.is_full
+        step = self._grow(tree, outputs, controller.needs_entropy, 0 if tree.steps else tree.frontier[0].index)
+        ends = step is None or tree.frontier[0].depth >= current.most_depth or tree.is_full
         current.wants_more = not ends and step is not None and controller.keep_drafting(step)
 
     def complete(self, current: Round, share: Share | None = None) -> Call:
@@ -279,11 +286,12 @@ class Session:
         outcome = RoundOutcome(
             steps=tree.steps,
             draft_seconds=current.drafted_at - started,
-            depth=max([node.depth for node in nodes if not node.from_text]),
+            depth=max([0, *[node.depth - current.copied for node in nodes if not node.from_text]]),
             nodes=len(nodes) - 1,
             verify_seconds=seconds,
             accepted=len(path),
             num_expanded=sum([node.expanded for node in path]),
+            copied=current.copied if tree.steps else 0,
             first_right=tree.root.candidates[0].token == chosen[0] if tree.steps and tree.root.candidates else None,
         )
         committed_at = time.perf_counter()
@@ -310,8 +318,6 @@ class Session:
         drafter, text, guard = current.drafting.drafter, current.drafting.text, current.drafting.guard
         proposal = current.proposal
         expected = 1 + sum(proposal.values[: outcome.nodes])
-        if self.drafting.watch is not None and current.tree.first_step is not None and outcome.first_right is not None:
-            self.drafting.watch.observe(current.tree.first_step, outcome.first_right)
         if current.drafting.value is not None:  # before the rules that share it
             current.drafting.value.observe(outcome)
         if drafter is not None:
