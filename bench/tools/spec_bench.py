@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
-from numpy.typing import NDArray
 
 from eesd.bench.cli import announce_resume
 from eesd.bench.measure.resumable import run_with_progress
@@ -48,10 +46,6 @@ WARM_UP_TOKENS = 48
 COUNT = click.IntRange(1, 10**6)
 KEPT_BYTES = 1 << 28
 """Keys and values of prompts that are kept: those of a question."""
-
-
-Logits = list[NDArray[np.float32]]
-"""Those of each round, [tokens, V]."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +117,13 @@ def draft_error(directory: Path, manifest: Manifest) -> float | None:
     stages = load_modules(directory, manifest, [device("cpu")] * len(manifest.verify), True, kernels=False)
     assert stages[0].draft is not None
     own = {name: weight for stage in stages for name, weight in stage.verify.named_parameters() if not weight.is_meta}
-    pairs = [
-        (own[name].float(), weight.float())
-        for name, weight in stages[0].draft.named_parameters()
-        if is_linear(name) and name in own and not weight.is_meta
-    ]
+    shared = [(own[name], weight) for name, weight in stages[0].draft.named_parameters() if is_linear(name) and name in own]
+    pairs = [(weight.float(), rounded.float()) for weight, rounded in shared if not rounded.is_meta]
     wrong = sum(float((weight - rounded).square().sum()) for weight, rounded in pairs)
     return (wrong / sum(float(weight.square().sum()) for weight, _ in pairs)) ** 0.5 if pairs else None
+
+
+Turns = list[tuple[Generation, bytes]]
 
 
 class Questioning:
@@ -151,19 +145,13 @@ class Questioning:
         if self._kernels:
             threads = self._options["threads"] or default_threads()
             bench.llm = open_with(directory, "ort", self._kernels, threads, ACTIVATIONS[0])
-        if self._options.get("keep_prompts"):
+        if self._options.get("bits"):
             bench.llm.prefixes = PrefixCache(KEPT_BYTES)
         return self.benches.setdefault(directory, bench)
 
     def ask(self, questions: Sequence[Question], result: Result, fewer: set[int], first: bool) -> Iterator[None]:
-        """Ask the questions that ``result`` has no answers to. Yields after each.
-
-        Args:
-            questions: The questions.
-            result: What to add the answers to.
-            fewer: Numbers of the questions that are asked with all samplings.
-            first: Whether the first sampling is asked all questions.
-        """
+        """Ask the questions that ``result`` has no answers to: those in ``fewer`` with all samplings, the others only with the
+        first one if these are the ``first`` kernels. Yields after each."""
         for directory, bench in self.benches.items():
             if (name := directory.resolve().name) not in result.engines:
                 error = draft_error(directory, bench.manifest) if self._options.get("bits") else None
@@ -192,11 +180,8 @@ class Questioning:
     def _make_llms(self, sampling: str) -> dict[str, tuple[Bench, LLM | None]]:
         """A bench and an LLM for each method, whose controllers learn from question to question as in a service; None: plain
         decoding. Each ``sampling`` has its own."""
-        found: dict[str, tuple[Bench, LLM | None]] = {}
-        for method in self._methods:
-            bench = self.benches.get(method.directory) or self._open(method.directory)
-            found[method.name] = bench, method.speculation and bench.llm.with_speculation(method.speculation)
-        return found
+        benches = [(one, self.benches.get(one.directory) or self._open(one.directory)) for one in self._methods]
+        return {one.name: (bench, one.speculation and bench.llm.with_speculation(one.speculation)) for one, bench in benches}
 
     def _warm_up(self, question: Question) -> None:
         """Let engines prepare calls of the sizes that methods use."""
@@ -207,7 +192,7 @@ class Questioning:
     def _answers(self, question: Question, sampling: str, number: int) -> list[Answer]:
         """All turns with every method. The conversation goes on with the plain answers, so that all do the same work."""
         llms, messages = self._llms(sampling), list[Message]()
-        turns: dict[str, list[tuple[Generation, Logits]]] = {name: [] for name in llms}
+        turns: dict[str, Turns] = {name: [] for name in llms}
         for place, text in enumerate(question.turns):
             messages.append({"role": "user", "content": text})
             tokens = self._encode(messages)
@@ -218,29 +203,17 @@ class Questioning:
             messages.append({"role": "assistant", "content": self.bench.llm.codec.decode(plain)})
         return [self._answer(question, sampling, name, found, turns[PLAIN]) for name, found in turns.items()]
 
-    def _generate(self, bench: Bench, llm: LLM | None, tokens: list[int], sampling: Sampling) -> tuple[Generation, Logits]:
-        """An answer, and the logits that chose its tokens if bits are compared: copies, 2 MB for ten tokens."""
-        rows: Logits = []
+    def _generate(self, bench: Bench, llm: LLM | None, tokens: list[int], sampling: Sampling) -> tuple[Generation, bytes]:
+        """An answer, and where bits are compared the logits that chose its tokens."""
+        rows: list[bytes] = []
         if self._options.get("bits"):
-            asked = copy(bench)
-            asked.llm, llm = copy(bench.llm), llm and copy(llm)
-            (llm or asked.llm).observer = lambda _, logits: rows.append(logits.copy())
-            bench = asked
-        return bench.generate(tokens, sampling, llm, self._options["max_new_tokens"], ignore_eos=False), rows
+            bench, bench.llm, llm = copy(bench), copy(bench.llm), llm and copy(llm)
+            (llm or bench.llm).observer = lambda _, logits: rows.append(logits.tobytes())
+        return bench.generate(tokens, sampling, llm, self._options["max_new_tokens"], ignore_eos=False), b"".join(rows)
 
-    def _answer(
-        self,
-        question: Question,
-        sampling: str,
-        method: str,
-        turns: list[tuple[Generation, Logits]],
-        plain: list[tuple[Generation, Logits]],
-    ) -> Answer:
+    def _answer(self, question: Question, sampling: str, method: str, turns: Turns, plain: Turns) -> Answer:
         rounds: Counter[tuple[int, int]] = sum((turn.rounds for turn, _ in turns), Counter())
         stats = [turn.stats for turn, _ in turns]
-        bits = None
-        if self._options.get("bits"):
-            bits = all(_bytes(own) == _bytes(expected) for (_, own), (_, expected) in zip(turns, plain, strict=True))
         return Answer(
             engine=self.name,
             sampling=sampling,
@@ -255,12 +228,8 @@ class Questioning:
             accepted=sum(sum(one.accepted_at_depth) for one in stats),
             judged=sum(sum(one.verified_at_depth) for one in stats),
             pauses=sum(one.guard_pauses for one in stats),
-            bits=bits,
+            bits=[logits for _, logits in turns] == [logits for _, logits in plain] if self._options.get("bits") else None,
         )
-
-
-def _bytes(rows: Logits) -> bytes:
-    return np.concatenate(rows).tobytes() if rows else b""
 
 
 @cli.command()
@@ -280,8 +249,7 @@ def _bytes(rows: Logits) -> bytes:
 @click.option("--kernels", multiple=True, default=("",), help="CPU kernels, such as avx2; repeatable.  [default: the fastest]")
 @click.option("--per-category", type=COUNT, default=80, help="Largest number of questions of a category.")
 @click.option("--others", type=COUNT, help="That of other samplings and kernels than the first.  [default: the same]")
-@click.option("--bits", is_flag=True, help="Compare the bits of logits, too, and measure how the draft's weights are rounded.")
-@click.option("--keep-prompts", is_flag=True, help="Read a prompt once for all methods of a directory: shorter.")
+@click.option("--bits", is_flag=True, help="Compare logits, too, measure the draft's rounding, and read a prompt once for all.")
 @click.option("-n", "--max-new-tokens", type=COUNT, default=256, help="Tokens of an answer, at most.")
 @click.option("--costs", type=click.Choice(list(COST_MODELS)), help="Count what calls cost there, instead of timing them here.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto")

@@ -119,11 +119,15 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     engine = next(iter(result.engines.values()))
     answered = len({answer.question for answer in result.answers})
     title, whose = ("Spec-Bench", "of Spec-Bench's questions") if _RAG in result.categories.values() else ("Prompts", "prompts")
+    drafts = [
+        "the whole model drafts" if of["exit_layer"] == of["num_layers"] else f"exit after layer {of['exit_layer']}"
+        for of in result.engines.values()
+    ]
     lines = [
         f"{heading} {title}: {engine['model']}, {answered} questions, {', '.join(result.engines)}"
         + (", at the costs of another device" if result.costs else ""),
         "",
-        f"{engine['architecture']} of {engine['num_layers']} layers, {_drafts(result)}. "
+        f"{engine['architecture']} of {engine['num_layers']} layers, {' or '.join(dict.fromkeys(drafts))}. "
         f"{shown_machine(result.machine)}; {result.machine['libraries']}.",
         "",
         f"{answered} {whose} with all their turns, answers of at most {result.options['max_new_tokens']} tokens through the "
@@ -141,16 +145,6 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
         columns = ["system", "model, device", "speed-up", "mean accepted tokens"]
         lines += [f"{heading}# Published", "", *table(columns, PUBLISHED)]
     return lines
-
-
-def _drafts(result: Result) -> str:
-    """What drafts in each engine directory."""
-    found = []
-    for name, engine in result.engines.items():
-        whole = engine["exit_layer"] == engine["num_layers"]
-        found.append((name, "the whole model drafts" if whole else f"exit after layer {engine['exit_layer']}"))
-    several = len({kind for _, kind in found}) > 1
-    return "; ".join(f"{name}: {kind}" for name, kind in found) if several else found[0][1]
 
 
 def _explained(result: Result) -> str:
