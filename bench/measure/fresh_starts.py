@@ -37,9 +37,7 @@ def read_prompts(path: Path, count: int) -> list[str]:
 def measure_starts(
     directory: Path, prompts: Sequence[str], drafter: str, threads: int | None, tokens: int, costs: str | None = None
 ) -> Iterator[Start]:
-    """Decode ``tokens`` tokens behind each prompt (a chat message) plainly and drafting, in a process each.
-
-    With ``costs``, a name in :data:`~eesd.bench.replay.costs.COST_MODELS`, seconds are counted, and not measured.
+    """Decode behind each prompt (a chat message) plainly and drafting, in a process each; ``costs`` names what counts seconds.
 
     Raises:
         EESDError: A process failed, or its two texts differ.

@@ -233,9 +233,7 @@ class Questioning:
 
 
 @cli.command()
-@click.option(
-    "--questions", type=cli.PATH, multiple=True, required=True, help="Spec-Bench's question.jsonl, or other JSON lines."
-)
+@click.option("--questions", type=cli.PATH, multiple=True, required=True, help="Spec-Bench's question.jsonl; repeatable.")
 @click.option("--engine-dir", "directories", type=cli.PATH, multiple=True, required=True, help="Engine directory; repeatable.")
 @click.option(
     "--method",
@@ -257,24 +255,17 @@ class Questioning:
 @click.option("-o", "--output", type=cli.PATH, default=Path("spec-bench.json"), help="Result to write.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing result.")
-def main(
-    questions: tuple[Path, ...],
-    directories: tuple[Path, ...],
-    output: Path,
-    resume: bool,
-    overwrite: bool,
-    others: int | None,
-    **given: Any,
-) -> None:
+def main(questions: tuple[Path, ...], directories: tuple[Path, ...], output: Path, **given: Any) -> None:
     """Answer questions plainly and drafted, and print a table."""
+    resume, overwrite = given.pop("resume"), given.pop("overwrite")
     given |= {"samplings": given["samplings"].split()} | {name: [*given[name]] for name in ("methods", "kernels")}
     for sampling in given["samplings"]:
         check_choice("A sampling", sampling, SAMPLINGS)
     for method in given["methods"]:
         parse_method(method, directories[0])
     chosen = choose(read_questions(questions), given["per_category"])
-    fewer = {question.id for question in choose(chosen, others or len(chosen))}
-    result = Result(given | {"others": others}).begun(output, resume, overwrite)
+    fewer = {question.id for question in choose(chosen, given["others"] or len(chosen))}
+    result = Result(given).begun(output, resume, overwrite)
     with announce_resume(output):
         for directory in directories:
             all_asked = [Questioning(directory, kernels, result.options) for kernels in result.options["kernels"]]
@@ -284,9 +275,10 @@ def main(
             result.categories |= {str(question.id): question.category for question in fitting}
             result.skipped = len(chosen) - len(fitting)
             with ExitStack() as timing:
-                clock = CountedClock(result.costs) if result.costs else None
-                for bench in (bench for asked in all_asked for bench in asked.benches.values() if clock):
-                    timing.enter_context(clock.timing(bench.llm))
+                if result.costs:
+                    clock = CountedClock(result.costs)
+                    for bench in chain.from_iterable(asked.benches.values() for asked in all_asked):
+                        timing.enter_context(clock.timing(bench.llm))
                 steps = zip_longest(*(asked.ask(fitting, result, fewer, not i) for i, asked in enumerate(all_asked)))
                 run_with_progress(directory.resolve().name, (None for _ in steps), lambda: result.save(output))
     result.complete = True

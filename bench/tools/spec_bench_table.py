@@ -118,7 +118,8 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     """The tables of a result, under a heading of this level, and those of the published systems."""
     engine = next(iter(result.engines.values()))
     answered = len({answer.question for answer in result.answers})
-    title, whose = ("Spec-Bench", "of Spec-Bench's questions") if _RAG in result.categories.values() else ("Prompts", "prompts")
+    title = "Spec-Bench" if _RAG in result.categories.values() else "Prompts"
+    whose = "questions" if result.options.get("bits") else "of Spec-Bench's questions"
     drafts = [
         "the whole model drafts" if of["exit_layer"] == of["num_layers"] else f"exit after layer {of['exit_layer']}"
         for of in result.engines.values()
