@@ -56,3 +56,10 @@ def test_real_engines_are_recorded_and_read_again(engine: Path, quantized_engine
     assert succeed(main, trace).stdout == shown
     assert_refused(run(main, trace, "--prompts", prompts), "--engines")
     assert_refused(run(main, prompts), "is not a trace")
+
+
+def test_the_decision_rests_on_the_recorded_traces(pytestconfig: pytest.Config) -> None:
+    """Decision 0116: three levels are not 15 % better on both models."""
+    shown = succeed(main, pytestconfig.rootpath / "bench/results/cascade-smollm2.npy").stdout
+    gains = [line.split("|")[2].strip() for line in shown.splitlines() if line.startswith("| three over two levels |")]
+    assert gains == ["0.97x (0.90 to 1.05)", "0.98x (0.90 to 1.05)", "0.87x (0.81 to 0.95)"]
