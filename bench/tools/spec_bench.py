@@ -181,7 +181,10 @@ class Questioning:
         """A bench and an LLM for each method, whose controllers learn from question to question as in a service; None: plain
         decoding. Each ``sampling`` has its own."""
         benches = [(one, self.benches.get(one.directory) or self._open(one.directory)) for one in self._methods]
-        return {one.name: (bench, one.speculation and bench.llm.with_speculation(one.speculation)) for one, bench in benches}
+        return {
+            one.name: (bench, bench.llm.with_speculation(one.speculation) if one.speculation else None)
+            for one, bench in benches
+        }
 
     def _warm_up(self, question: Question) -> None:
         """Let engines prepare calls of the sizes that methods use."""

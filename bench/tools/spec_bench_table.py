@@ -142,7 +142,7 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
         lines += ["**Incomplete.**", ""]
     for name, sampling in dict.fromkeys((answer.engine, answer.sampling) for answer in result.answers):
         lines += [f"{heading}# {name}, {sampling}", "", *_table(result, name, sampling)]
-    if published:
+    if published and title == "Spec-Bench":
         columns = ["system", "model, device", "speed-up", "mean accepted tokens"]
         lines += [f"{heading}# Published", "", *table(columns, PUBLISHED)]
     return lines
