@@ -93,7 +93,8 @@ def test_drafts_of_several_directories_are_compared_bit_for_bit(
     names = list(dict.fromkeys(a.engine for a in whole))
     assert Counter((a.sampling, names.index(a.engine)) for a in whole) == expected
     assert {a.method for a in result.answers} == {PLAIN, "plans:exit,fixed:k=2", "exit", "both"}
-    assert all(0 <= a.accepted <= a.judged for a in result.answers) and sum(a.judged for a in whole)
+    assert all(0 <= a.accepted <= a.judged for a in result.answers)
+    assert any(a.judged for a in whole)
     head, own = result.engines["plans"]["draft_error"], result.engines["quantized"]["draft_error"]
     assert 0 < own < 0.2 and 0 < head < 0.2
     for words in (
@@ -137,7 +138,8 @@ def test_fresh_processes_count_what_their_first_rounds_accept(quantized_engine: 
 
 
 def test_a_method_needs_the_same_model(engine: Path, questions: Path, tmp_path: Path) -> None:
-    model = add_tokenizer(tiny_models.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0)) or tmp_path / "model"
+    model = tiny_models.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0)
+    add_tokenizer(model)
     other = export_engine(model, tmp_path / "other")
     given = ("--questions", questions, "--engine-dir", engine, "--method", f"{other}:exit", "-o", tmp_path / "out.json")
     assert_refused(run(main, *given), "another model")

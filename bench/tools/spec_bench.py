@@ -180,10 +180,9 @@ class Questioning:
     def _make_llms(self, sampling: str) -> dict[str, tuple[Bench, LLM | None]]:
         """A bench and an LLM for each method, whose controllers learn from question to question as in a service; None: plain
         decoding. Each ``sampling`` has its own."""
-        benches = [(one, self.benches.get(one.directory) or self._open(one.directory)) for one in self._methods]
+        benches = [(of, self.benches.get(of.directory) or self._open(of.directory)) for of in self._methods]
         return {
-            one.name: (bench, bench.llm.with_speculation(one.speculation) if one.speculation else None)
-            for one, bench in benches
+            of.name: (bench, bench.llm.with_speculation(of.speculation) if of.speculation else None) for of, bench in benches
         }
 
     def _warm_up(self, question: Question) -> None:
