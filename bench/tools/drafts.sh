@@ -1,6 +1,6 @@
 #!/bin/sh
 # What drafts with which gain: every way to draft side by side, for each model one run. Sets up engine directories in build/,
-# and goes on where it stopped. An idle machine: other programs spoil the times.
+# and goes on where it stopped. It needs the environment's commands in PATH, and an idle machine: other programs spoil the times.
 #
 #   bench/tools/drafts.sh SPEC_BENCH.jsonl [CELL ...]
 #
