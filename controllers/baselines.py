@@ -1,10 +1,8 @@
 """Baselines: a fixed length, a probability threshold, an entropy threshold, and a bandit over lengths."""
 
 from math import log, sqrt
-from typing import ClassVar
 
-from eesd.common.manifest import MAX_TREE_NODES
-from eesd.controllers.base import Controller, DraftStep, RoundOutcome, Stateful
+from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.controllers.value import RoundValue, is_due
 
 
@@ -43,7 +41,6 @@ class AdaEDL(Controller):
     """
 
     needs_entropy = True
-    learned: ClassVar = ("threshold", "acceptance")
 
     def __init__(self, gamma: float = 0.2, target: float = 0.9, start: float = 0.4, step: float = 0.01, seed: int = 0) -> None:
         if not 0 < gamma < 1e6:
@@ -65,23 +62,17 @@ class AdaEDL(Controller):
         self.threshold = min(max(0.9 * self.threshold + 0.1 * moved, 0.0), 1.0)
 
 
-class AcceptanceByDepth(Stateful):
+class AcceptanceByDepth:
     """How often drafts are accepted at each depth, from rounds whose length did not depend on what was drafted.
 
     Feedback is one-sided full information: a round of n draft tokens tells for every shorter length how many would have been
     accepted. Tokens behind the first rejection or behind n were not judged and do not count.
     """
 
-    learned: ClassVar = ("judged", "accepted")
-
     def __init__(self, longest: int, discount: float) -> None:
         self.discount = discount
         self.judged = [0.0] * longest
         self.accepted = [0.0] * longest
-
-    def check_learned(self) -> None:
-        if not all(0 <= accepted <= judged for judged, accepted in zip(self.judged, self.accepted, strict=True)):
-            raise ValueError("no more can be accepted than was judged")
 
     def add(self, length: int, accepted: int) -> None:
         """Note a round of ``length`` draft tokens, of which ``accepted`` were accepted."""
@@ -113,8 +104,6 @@ class UCB(Controller):
     makes old rounds count less.
     """
 
-    learned: ClassVar = ("acceptance", "rounds", "length", "width")
-
     def __init__(
         self, longest: int = 12, optimism: float = 0.1, discount: float = 0.998, seed: int = 0, value: RoundValue | None = None
     ) -> None:
@@ -131,10 +120,6 @@ class UCB(Controller):
         self.length = longest
         """The arm to pull next."""
         self.width = 1
-
-    def check_learned(self) -> None:
-        if self.rounds < 0 or not 0 <= self.length <= self.longest or not 1 <= self.width <= MAX_TREE_NODES:
-            raise ValueError("rounds, length or width is out of range")
 
     def begin_round(self, width: int) -> int:
         self.width = width

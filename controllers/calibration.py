@@ -7,12 +7,9 @@ the model and persist. The offset belongs to the request: it starts at 0 with it
 
 from collections.abc import Sequence
 from math import exp, log, log1p
-from typing import ClassVar
-
-import numpy as np
 
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers.base import DraftStep, Stateful
+from eesd.controllers.base import DraftStep
 
 CERTAIN = 0.9999
 """No chance is higher: a parent must stay likelier than its child."""
@@ -29,26 +26,18 @@ def sigmoid(z: float) -> float:
     return 1 / (1 + exp(-z)) if z > -500 else 0.0
 
 
-class Calibrator(Stateful):
+class Calibrator:
     """Posterior over (a, s, b) for one score: mean and covariance (aa, as, ab, ss, sb, bb).
 
     Assumed-density filtering: each label is a logistic likelihood; one Newton step (online Laplace) gives the next Gaussian.
     Between rounds the variances of a, s and b grow, up to the prior's.
     """
 
-    learned: ClassVar = ("mean", "covariance")
-
     def __init__(self, weights: Sequence[float], prior: CalibrationPrior) -> None:
         self._weights = tuple(weights)
         self._prior = prior
         self.mean = [0.0, 1.0, 0.0]
         self.covariance = [prior.shift**2, 0.0, 0.0, prior.slope**2, 0.0, prior.request**2]
-
-    def check_learned(self) -> None:
-        aa, as_, ab, ss, sb, bb = self.covariance
-        eigenvalues = np.linalg.eigvalsh([[aa, as_, ab], [as_, ss, sb], [ab, sb, bb]])
-        if min(aa, ss, bb) < 0 or eigenvalues[0] < -1e-6 * max(eigenvalues[-1], 1e-6):
-            raise ValueError("covariance must be positive semidefinite")
 
     def score(self, x: Sequence[float]) -> float:
         """z of a token with the features ``x`` [5]."""

@@ -1,10 +1,7 @@
 """What engine calls over several sequences cost, estimated while they run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import mul
-from typing import Any
-
-from eesd.controllers.base import Stateful, number
 
 SLOTS = 1024.0
 """Slots are counted in this many, so that all features are of one size."""
@@ -22,7 +19,7 @@ MOST_SAMPLES = 30.0
 """Weight that a size of call can have."""
 
 
-class CallCosts(Stateful):
+class CallCosts:
     """Seconds of a call over B rows of n nodes, with S slots each.
 
     A line through all calls, a + b N + c B S + d N S for N = B n nodes: reading the weights, computing nodes, reading caches,
@@ -31,7 +28,7 @@ class CallCosts(Stateful):
 
     def __init__(self) -> None:
         self._weights = [1e-2, 1e-3, 0.0, 0.0]
-        self._covariance = _diagonal(1 / PRIOR_WEIGHT)
+        self._covariance = [[1 / PRIOR_WEIGHT if row == column else 0.0 for column in range(4)] for row in range(4)]
         self._cells: dict[tuple[int, int], tuple[float, float]] = {}
         """Samples, and the mean of measured over fitted seconds, by (B, n)."""
         self.samples = 0
@@ -74,35 +71,10 @@ class CallCosts(Stateful):
     def _fitted(self, x: Sequence[float]) -> float:
         return max(_dot([max(weight, 0.0) for weight in self._weights], x), 1e-6)
 
-    def state(self) -> dict[str, Any]:
-        cells = [[rows, nodes, *values] for (rows, nodes), values in self._cells.items()]
-        return {"weights": self._weights, "samples": self.samples, "cells": cells}
-
-    def restore(self, state: Any) -> None:
-        if not isinstance(state, Mapping) or state.keys() != {"weights", "samples", "cells"}:
-            raise ValueError("call costs must have the entries weights, samples, cells")
-        weights, cells = state["weights"], state["cells"]
-        if not isinstance(weights, list) or len(weights) != 4 or not isinstance(cells, list) or len(cells) > 10_000:
-            raise ValueError("weights must be four numbers, and cells a list")
-        self._weights = [number(weight, "weights") for weight in weights]
-        self.samples = int(number(state["samples"], "samples"))
-        for cell in cells:
-            if not isinstance(cell, list) or len(cell) != 4:
-                raise ValueError("cells must be lists of rows, nodes, a number of samples and a factor")
-            rows, nodes, count, ratio = (number(value, "cells") for value in cell)
-            if min(rows, nodes) < 1 or not 0 <= count <= MOST_SAMPLES or not 0 < ratio < 100:
-                raise ValueError("cells must have sizes of at least 1, and factors above 0")
-            self._cells[int(rows), int(nodes)] = count, ratio
-        self._covariance = _diagonal(0.1)
-
 
 def _features(rows: int, nodes: float, slots: float) -> tuple[float, ...]:
     many, length = rows * nodes, slots / SLOTS
     return 1.0, many, rows * length, many * length
-
-
-def _diagonal(value: float) -> list[list[float]]:
-    return [[value if row == column else 0.0 for column in range(4)] for row in range(4)]
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:

@@ -1,6 +1,6 @@
 """Cost-aware Thompson Sampling: keep drafting while the next token is worth its time (docs/controllers.md derives the rule)."""
 
-from typing import ClassVar
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -8,6 +8,9 @@ from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.controllers.calibration import Calibrator, features, sigmoid
 from eesd.controllers.value import HORIZON, RoundValue, pays
+
+RECENT = 0.98
+"""Weight of a judged draft in the recent acceptance for each later one."""
 
 
 class CostAwareTS(Controller):
@@ -18,9 +21,10 @@ class CostAwareTS(Controller):
     lambda is the recent rate in tokens per second. Both are those of ``value``.
 
     The first rounds are a plain one and a draft of one token, to learn what both cost; then the rule decides.
-    """
 
-    learned: ClassVar = ("accept", "following", "random")
+    After tokens of the text, S begins with the chance that these are right. The first draft step also reads them: it costs as
+    much more as a verify pass over them does. It runs only if levels with the acceptance of recent drafts are worth it.
+    """
 
     def __init__(
         self, draws: int = 1, seed: int = 0, prior: CalibrationPrior | None = None, value: RoundValue | None = None
@@ -32,6 +36,8 @@ class CostAwareTS(Controller):
         prior = prior or CalibrationPrior()
         self.accept, self.following = Calibrator(prior.accept, prior), Calibrator(prior.following, prior)
         self.random = np.random.Generator(np.random.PCG64(seed))
+        self.recent = [0.5, 1.0]
+        """Accepted and judged drafts, discounted."""
         self.begin_round(1)
 
     def begin_request(self) -> None:
@@ -39,12 +45,20 @@ class CostAwareTS(Controller):
         self.following.begin_request()
 
     def begin_round(self, width: int) -> int | None:
-        self._width = width
+        self._width, self._copied = width, list[float]()
         self._scores: list[tuple[float, float]] = []
         self._survival = 1.0
         self._fixed = None if self.value.draft.fitted else int(self.value.verify.fitted)
         self._draw: tuple[float, float, float, float] | None = None
         return 0 if self._fixed == 0 else None  # a draft is asked step by step: every label teaches the calibration
+
+    def begin_after_text(self, width: int, copied: Sequence[float]) -> bool:
+        if self.begin_round(width) is not None or self._fixed is not None:
+            return False
+        self._copied, self._survival = list(copied), copied[-1]
+        draft, verify = self.value.draft, self.value.verify
+        more = self.value.rate * draft.seconds(1) * (verify.seconds(len(copied)) / verify.seconds(0) - 1)
+        return self._is_worth_it(0, self.recent[0] / self.recent[1], more)
 
     def keep_drafting(self, step: DraftStep) -> bool:
         if self._draw is None:
@@ -59,31 +73,33 @@ class CostAwareTS(Controller):
         self._survival *= sigmoid(shift + slope * own)
         return self._is_worth_it(step.depth, sigmoid(next_shift + next_slope * following))
 
-    def _is_worth_it(self, depth: int, m: float) -> bool:
-        """Whether some number of further levels brings more tokens than their seconds would bring at the present rate."""
-        price, width = self.value.price, self._width
-        before = price(depth, depth * width)
+    def _is_worth_it(self, depth: int, m: float, more: float = 0.0) -> bool:
+        """Whether some number of further levels brings more tokens than their seconds, and ``more``, would bring at the present
+        rate."""
+        price, width, copied = self.value.price, self._width, len(self._copied)
+        before = price(depth, copied + depth * width) - more
         tokens = (self._survival * m**ahead for ahead in range(1, HORIZON + 1))
-        return pays(tokens, lambda ahead: price(depth + ahead, (depth + ahead) * width) - before)
+        return pays(tokens, lambda ahead: price(depth + ahead, copied + (depth + ahead) * width) - before)
 
     def expected_tokens(self, outcome: RoundOutcome) -> float:
-        """1 and the chances of the verified levels, each that of the levels before it and its own."""
+        """1, and the chances of the verified tokens: each that of the tokens before it and its own."""
         if not outcome.steps or len(self._scores) < outcome.depth:  # at the end of a text the last level is not asked about
             return outcome.accepted + 1
         shift, slope = self.accept.draw((0.0, 0.0))
-        tokens = survival = 1.0
+        tokens, survival = 1 + sum(self._copied), self._copied[-1] if self._copied else 1.0
         for own, _ in self._scores[: outcome.depth]:
             survival *= sigmoid(shift + slope * own)
             tokens += survival
         return tokens
 
     def observe(self, outcome: RoundOutcome) -> None:
-        if not outcome.steps:
+        if not outcome.steps or outcome.accepted < outcome.copied:
             return
         depth, accepted = outcome.depth, outcome.num_expanded
         for level, (own, following) in enumerate(self._scores[: accepted + 1], start=1):
             if level <= depth:
                 self.accept.learn(own, level <= accepted)
+                self.recent = [old * RECENT + new for old, new in zip(self.recent, (level <= accepted, 1), strict=True)]
             if level <= accepted and level < depth:
                 self.following.learn(following, level < accepted)
         self.accept.advance()

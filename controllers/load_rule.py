@@ -8,12 +8,11 @@ docs/controllers.md derives the rule.
 
 from collections.abc import Callable, Sequence
 from math import erf, exp, pi, sqrt
-from typing import ClassVar
 
 import numpy as np
 
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers.base import Controller, DraftStep, RoundOutcome, Stateful, number
+from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.controllers.calibration import Calibrator, features, sigmoid
 from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.text_rule import PRIOR as TEXT_PRIOR
@@ -44,10 +43,8 @@ LONGEST_COPY = 16
 """Tokens of the text that one round verifies at most."""
 
 
-class LoadRule(Stateful):
+class LoadRule:
     """Shared by all rows: costs of calls, acceptance, and the rate in tokens per second by number of rows."""
-
-    learned: ClassVar = ("draft", "verify", "accept", "following", "text", "judged", "accepted", "random")
 
     def __init__(self, prior: CalibrationPrior | None = None, seed: int = 0, width: int = 1) -> None:
         """Begin with the prior of the exit head. ``width``: nodes that a row verifies for each level."""
@@ -70,10 +67,6 @@ class LoadRule(Stateful):
         self.accept.advance()
         self.following.advance()
         self.normals = self.random.standard_normal(4).tolist()
-
-    def check_learned(self) -> None:
-        if not all(0 <= accepted <= judged for accepted, judged in zip(self.accepted, self.judged, strict=True)):
-            raise ValueError("no more can be accepted than was judged")
 
     def chance(self, depth: int) -> float:
         """The share of drafted tokens at a depth that were accepted, if all before were."""
@@ -186,22 +179,6 @@ class LoadRule(Stateful):
         if rows == 1:
             return 0.0
         return self.rate(rows, slots) * (self._drafting(rows, slots) - self._drafting(1, slots)) / (rows - 1)
-
-    def state(self) -> dict[str, object]:
-        rates = [[rows, *values] for rows, values in self._rates.items()]
-        return {**super().state(), "rates": rates}
-
-    def restore(self, state: object) -> None:
-        if not isinstance(state, dict) or not isinstance(state.get("rates"), list) or len(state["rates"]) > 10_000:
-            raise ValueError("it must have the entry rates, a list")
-        super().restore({name: value for name, value in state.items() if name != "rates"})
-        for entry in state["rates"]:
-            if not isinstance(entry, list) or len(entry) != 3:
-                raise ValueError("rates must be lists of rows, tokens and seconds")
-            rows, tokens, seconds = (number(value, "rates") for value in entry)
-            if rows < 1 or min(tokens, seconds) <= 0:
-                raise ValueError("rates must be above 0")
-            self._rates[int(rows)] = [tokens, seconds]
 
 
 class FixedLevels(LoadRule):

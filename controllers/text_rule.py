@@ -3,10 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import log
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers.base import RoundOutcome, Stateful
+from eesd.controllers.base import RoundOutcome
 from eesd.controllers.calibration import CERTAIN, Calibrator, sigmoid
 from eesd.controllers.value import RoundValue, most_valuable
 
@@ -72,22 +72,16 @@ def combined(chances: Sequence[float], index: int | None, chance: float) -> tupl
     return mixed, own * chance / total
 
 
-class DraftingWorth(Stateful):
+class DraftingWorth:
     """What a round that drafts is worth, as a line over what the text was worth in it.
 
     Where the text has much to offer, drafting does well, too: tokens are easy, and the text goes on behind the draft. The mean
     of all rounds that drafted would say that drafting is as good where it stands alone.
     """
 
-    learned: ClassVar = ("sums",)
-
     def __init__(self) -> None:
         self.sums = [0.0] * 7
         """Of 1, w, w^2, tokens, seconds, w tokens, and w seconds over the rounds, w the text's worth; discounted."""
-
-    def check_learned(self) -> None:
-        if min(self.sums) < 0:
-            raise ValueError("rounds and what they brought must not be negative")
 
     @property
     def rounds(self) -> float:
@@ -108,7 +102,7 @@ class DraftingWorth(Stateful):
         return gained + min(max(slope, 0.0), 1.0) * (text_worth - mean)
 
 
-class TextChances(Stateful, ABC):
+class TextChances(ABC):
     """Chances of the tokens that the text proposes, from what became of others. How many of them to verify, classes below say.
 
     The committed tokens tell in every round whether the text was right, also when nothing was verified, so nothing needs
@@ -169,8 +163,6 @@ class TextRule(TextChances):
     learned from the rounds that drafted.
     """
 
-    learned: ClassVar = ("accept", "drafting", "whole", "drafts")
-
     def __init__(self, value: RoundValue | None = None) -> None:
         super().__init__(Calibrator(PRIOR.accept, PRIOR))
         self.value, self.drafting = value or RoundValue(), DraftingWorth()
@@ -179,12 +171,6 @@ class TextRule(TextChances):
         self.drafts = 0
         self._text_worth = 0.0
         """What the text was worth in this round."""
-
-    def check_learned(self) -> None:
-        if min(self.whole, self.drafts) < 0:
-            raise ValueError("rounds must not be negative")
-        if self.whole > self.drafting.rounds or (self.drafts > 0) != (self.drafting.rounds > 0):
-            raise ValueError("the drafts that were accepted and counted must be those that were made")
 
     def count(self, values: Sequence[float], drafts: bool) -> int:
         """One of ``SIZES``, or 0."""
@@ -222,7 +208,7 @@ class TextRule(TextChances):
 
     def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
         super().observe(steps, right, judged, outcome)
-        if outcome.steps:
+        if outcome.steps and not outcome.copied:
             spent = self.value.seconds(outcome.steps, outcome.nodes)  # stalls hardly count
             self.drafting.add(self._text_worth, outcome.accepted + 1, spent)
             self.whole = self.whole * DISCOUNT + (outcome.num_expanded >= outcome.depth)

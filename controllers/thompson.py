@@ -4,7 +4,6 @@ It samples one acceptance probability, or a calibration of the draft's own confi
 """
 
 from math import inf
-from typing import ClassVar
 
 import numpy as np
 
@@ -21,8 +20,6 @@ class BetaTS(Controller):
     1 / (1 - discount) rounds count, because acceptance differs from text to text; 1 is the paper's.
     """
 
-    learned: ClassVar = ("accepted", "rejected", "random")
-
     def __init__(self, alpha: float = 2.0, beta: float = 1.0, discount: float = 0.9, seed: int = 0) -> None:
         if not (0 < alpha < inf and 0 < beta < inf):
             raise ValueError("alpha and beta must be above 0 and finite")
@@ -33,10 +30,6 @@ class BetaTS(Controller):
         self.rejected = 0.0
         self.discount = discount
         self.random = np.random.Generator(np.random.PCG64(seed))
-
-    def check_learned(self) -> None:
-        if min(self.accepted, self.rejected) < 0:
-            raise ValueError("accepted and rejected must not be negative")
 
     def keep_drafting(self, step: DraftStep) -> bool:
         theta = self.random.beta(self.prior[0] + self.accepted, self.prior[1] + self.rejected)
@@ -55,8 +48,6 @@ class CalibrationTS(Controller):
 
     ``confidence=0`` hides the draft's confidence: one theta for all tokens, as in ``beta-ts``.
     """
-
-    learned: ClassVar = ("accept", "random")
 
     def __init__(self, confidence: int = 1, seed: int = 0, prior: CalibrationPrior | None = None) -> None:
         if confidence not in (0, 1):

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
-from typing import ClassVar
 
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers.base import DraftStep, RoundOutcome, Stateful
+from eesd.controllers.base import DraftStep, RoundOutcome
 from eesd.controllers.calibration import CERTAIN, Calibrator, features, sigmoid
 from eesd.controllers.value import RoundValue, most_valuable
 
@@ -31,7 +30,7 @@ class SiblingLabel:
     chosen: int | None
 
 
-class TreeBudget(Stateful):
+class TreeBudget:
     """Chances of candidates, and how many nodes to verify: the n that maximises the sum of n values - lambda v(n + 1).
 
     A node's value is the chance that its whole path is accepted. The first candidate's chance is a :class:`Calibrator`'s
@@ -39,8 +38,6 @@ class TreeBudget(Stateful):
     posterior), shared by their scores. The verifier judges every candidate behind an accepted node, verified or not, so there
     is nothing to explore. lambda, the recent rate, and v(n) are those of ``value``.
     """
-
-    learned: ClassVar = ("accept", "covered", "missed", "rounds")
 
     def __init__(self, discount: float = 0.998, prior: CalibrationPrior | None = None, value: RoundValue | None = None) -> None:
         if not 0 < discount <= 1:
@@ -50,10 +47,6 @@ class TreeBudget(Stateful):
         self.accept = Calibrator(prior.accept, prior)
         self.covered, self.missed = COVERED
         self.rounds = 0
-
-    def check_learned(self) -> None:
-        if min(self.covered, self.missed, self.rounds) < 0:
-            raise ValueError("covered, missed and rounds must not be negative")
 
     def begin_request(self) -> None:
         """Another request begins."""

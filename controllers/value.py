@@ -1,10 +1,9 @@
 """What rounds cost, and what their seconds are worth: one for all that decide how a request drafts (docs/controllers.md)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
 
-from eesd.controllers.base import RoundOutcome, Stateful, number
+from eesd.controllers.base import RoundOutcome
 
 MEMORY = 64
 """About this many of the last samples of a count make its mean."""
@@ -33,7 +32,7 @@ HORIZON = 3
 """Levels that a rule looks ahead: more than one only because the verify pass may cost more in steps."""
 
 
-class CostCurve(Stateful):
+class CostCurve:
     """Seconds as a function of a count.
 
     Each count has Huber's mean of its own samples. Where samples are few, the estimate leans on a line through all counts. It
@@ -103,28 +102,8 @@ class CostCurve(Stateful):
             return table[count]
         return table[-1] + (table[-1] - table[0]) / max(len(table) - 1, 1) * (count - len(table) + 1)
 
-    def state(self) -> dict[str, Any]:
-        samples = [[count, samples, mean] for count, (samples, mean) in self.samples.items()]
-        return {"samples": samples, "table": self._table}
 
-    def restore(self, state: Any) -> None:
-        if not isinstance(state, Mapping) or state.keys() != {"samples", "table"}:
-            raise ValueError("a cost curve must have the entries samples, table")
-        if not all(isinstance(part, list) and len(part) <= 10_000 for part in state.values()):
-            raise ValueError("samples and table must be lists")
-        for row in state["samples"]:
-            if not isinstance(row, list) or len(row) != 3:
-                raise ValueError("samples must be lists of a count, a number of samples and their mean")
-            count, samples, mean = (number(value, "samples") for value in row)
-            if min(count, mean) < 0 or samples <= 0 or count > 10_000:
-                raise ValueError("samples must be above 0, their mean not negative, and counts at most 10000")
-            self.samples[int(count)] = samples, mean
-        self._table = [number(value, "table") for value in state["table"]]
-        if self._table != sorted(self._table) or min(self._table, default=0) < 0 or (self._table and not self.samples):
-            raise ValueError("the table of costs must not fall, and needs samples")
-
-
-class RoundValue(Stateful):
+class RoundValue:
     """What a request's rounds cost, and lambda, the tokens that a second brings at the recent rate.
 
     Who runs rounds tells it of each that is committed, once, and before the rules that share it.
@@ -138,22 +117,14 @@ class RoundValue(Stateful):
         rounds: Committed rounds.
     """
 
-    learned: ClassVar = ("draft", "verify", "brought", "rounds")
-
     def __init__(self) -> None:
         self.draft, self.verify = CostCurve(from_zero=True), CostCurve()
         self.brought = [0.0, 0.0]
         self.rounds = 0
 
-    def check_learned(self) -> None:
-        if min(*self.brought, self.rounds) < 0:
-            raise ValueError("brought and rounds must not be negative")
-        if (self.rounds or self.draft.fitted or self.verify.fitted) and not (self.brought[1] and self.verify.fitted):
-            raise ValueError("rounds must have seconds, and a table of costs")
-
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a committed round."""
-        if outcome.steps:
+        if outcome.steps and not outcome.copied:  # else the first step read more than one token
             self.draft.add(outcome.steps, outcome.draft_seconds)
         self.verify.add(outcome.nodes, outcome.verify_seconds)
         self.rounds += 1

@@ -211,8 +211,8 @@ def main(
         notice("The file's weights are quantized, and --quantize rounds them a second time; --quantize keep does not.")
     if not head.config.can_draft:
         notice(
-            "Nothing drafts but the text itself, where it repeats: 4-bit weights leave no bits to save. Train an exit head with "
-            "eesd-distill to be faster on all text."
+            "Only the text drafts, where it repeats: weights of 4 bits leave no bits to save. Train an exit head with "
+            "eesd-distill to draft on all text."
         )
     elif not head.config.trained:
         notice("The exit head is not trained, so acceptance will be low; train one with eesd-distill.")
@@ -375,7 +375,7 @@ def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, give
     if given is None and (checkpoint.path / CONFIG_FILE).exists():
         directory = checkpoint.path
     exits_early = EARLY_EXIT in Path(name).name.lower()
-    if given == OWN_HEAD or (directory is None and exits_early):
+    if given == OWN_HEAD or (directory is None and exits_early and exit_layer is not None):
         if exit_layer is None:
             raise EESDError("The draft with the model's own norm and LM head needs a layer to exit after; give --exit-layer N.")
         return early_exit(checkpoint, exit_layer)

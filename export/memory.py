@@ -54,6 +54,11 @@ def split_layers(
             f"--stages {stages} cannot be used with this head: it reads states after the layers "
             f"{', '.join(map(str, exit_config.read_layers))}, which another device would have; give a head without deep layers."
         )
+    if stages > 1 and exit_config.is_whole(geometry):
+        raise EESDError(
+            f"--stages {stages} cannot be used with --exit-head quantized, whose draft runs all layers on one device; give "
+            "--exit-head DIR, or leave --stages out."
+        )
     most = layers - before_exit + 1
     if not 1 <= stages <= most:
         raise EESDError(

@@ -18,7 +18,6 @@ from eesd.common.json_input import MAX_BYTES, decode, json_lines, read_text
 from eesd.common.terminal import Console, Table, coloured, notice
 from eesd.controllers import CONTROLLERS
 from eesd.runtime.compare import Comparison, LogitComparison, compare
-from eesd.runtime.controller_state import load_controller_state, save_controller_state
 from eesd.runtime.decoding.sampling import METHODS, Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, KV_CACHE_DTYPES
@@ -36,7 +35,6 @@ BITS = (
 ROUNDED = "What quantized weights are multiplied by on the CPU: activations of 8 bits, or float32.  [default: int8]"
 CACHED = "The KV cache on the CPU: float16 takes half the memory, and half the time to read.  [default: float32]"
 DRAFTED = "What drafts: the exit head, the text itself where it repeats, or both."
-LEARNED = "Start with what the controller learned in FILE, if it exists; save it there at the end."
 
 
 Command = Callable[..., None]
@@ -66,7 +64,7 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
     Raises:
         EESDError: A value cannot be used, or an option needs drafting and ``--no-draft`` is given.
     """
-    for name in ("comparing", "controller_state", "log_rounds"):
+    for name in ("comparing", "log_rounds"):
         if options.get(name) and options["no_draft"]:
             option = "compare" if name == "comparing" else name.replace("_", "-")
             raise EESDError(f"--{option} needs drafting; leave --no-draft out.")
@@ -97,13 +95,11 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
 @click.option("--logprobs", type=int, metavar="N", help="With --json: log-probabilities of the tokens, and N alternatives.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at EOS (for measuring).")
 @drafting_options
-@click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", help=AUTO)
 @click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("--exact/--no-exact", default=None, help=BITS)
 @click.option("--activations", type=click.Choice(ACTIVATIONS), help=ROUNDED)
 @click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help=CACHED)
-@click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")
 @click.option("--show-drafts", is_flag=True, help="Colour the tokens that were drafted (on a terminal).")
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; compare speed, tokens and bits.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt.")
@@ -112,30 +108,23 @@ def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, *
     """Generate text with the engines of a directory."""
     chosen = {name: options[name] for name in (*SAMPLING_OPTIONS, "seed", "method") if options[name] is not None}
     Sampling(**chosen)  # refuses bad options before anything is loaded
-    learned: Path | None = options["controller_state"]
     log: Path | None = options["log_rounds"]
     constraint = _constraint_of(options)
     llm = load_as_asked(engine_dir, options, speculation_of(options))
     options["make_constraint"] = _compiled(constraint, llm)
     sampling = replace(llm.default_sampling, **chosen)
-    if learned is not None and learned.exists():
-        load_controller_state(llm, learned)
     on_terminal = options["chat"] and not prompts and prompt_file is None and sys.stdin and sys.stdin.isatty()
     found = [] if on_terminal else read_prompts(prompts, prompt_file, options["chat"])
     if options["generation_config"] == "auto":
         _show_generation_config(engine_dir, sampling, chosen)
-    try:
-        with log_rounds(llm, log) if log else nullcontext():
-            if options["comparing"]:
-                _compare(llm, found, sampling, options)
-            else:
-                for prompt in found:
-                    _run(llm, prompt, sampling, options)
-            if on_terminal:
-                _chat(llm, sampling, options)
-    finally:
-        if learned is not None:
-            save_controller_state(llm, learned)
+    with log_rounds(llm, log) if log else nullcontext():
+        if options["comparing"]:
+            _compare(llm, found, sampling, options)
+        else:
+            for prompt in found:
+                _run(llm, prompt, sampling, options)
+        if on_terminal:
+            _chat(llm, sampling, options)
 
 
 def _constraint_of(options: dict[str, Any]) -> tuple[str, str] | None:
@@ -198,7 +187,6 @@ def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Specul
         options["backend"],
         speculation=None if options["no_draft"] else speculation,
         threads=options["threads"],
-        verify_hashes=options["verify"],
         generation_config=options["generation_config"],
         exact=options["exact"],
         activations=options["activations"],

@@ -22,7 +22,6 @@ from eesd.common.machine import release_freed_memory
 from eesd.common.manifest import MAX_TREE_NODES, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import Controller, make_controller
-from eesd.controllers.head_watch import HeadWatch
 from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import RoundValue
@@ -290,7 +289,6 @@ class LLM:
             raise EESDError(f"speculation is {shown(speculation)}; it must be a Speculation or None.")
         self.speculation, self.value = speculation, RoundValue()
         self.controller: Controller | None = None
-        self.head_watch: HeadWatch | None = None
         self.guard = Guard() if speculation is not None and speculation.guard else None
         self.budget: TreeBudget | None = None
         self.text: TextDrafter | None = None
@@ -305,7 +303,6 @@ class LLM:
             if not 1 <= speculation.tree_width <= widest:
                 raise EESDError(f"tree_width is {speculation.tree_width}; this engine allows 1 to {widest}.")
             prior = self.manifest.exit_head.calibration
-            self.head_watch = None if prior is None else HeadWatch(prior)
             self.controller = make_controller(speculation.controller, speculation.seed, prior, self.value)
             self.budget = TreeBudget(prior=prior, value=self.value) if speculation.tree_budget else None
 
@@ -431,8 +428,8 @@ class LLM:
         if self.engines.draft is not None and controller is not None:
             drafter = Drafter(self.engines.draft, controller, speculation.tree_width, budget, self.draft_columns)
         if fixed:
-            return Drafting(drafter, fixed=True, watch=self.head_watch)
-        return Drafting(drafter, self.text, self.guard, self.value, watch=self.head_watch)
+            return Drafting(drafter, fixed=True)
+        return Drafting(drafter, self.text, self.guard, self.value)
 
     def limits(self, max_new_tokens: int, ignore_eos: bool, stop: tuple[int, ...] = ()) -> Limits:
         """Where a request of this model ends, and what its calls may hold. ``stop``: tokens that end it, besides EOS."""

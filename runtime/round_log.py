@@ -1,8 +1,8 @@
 """A record of rounds: everything that the parts that decide were told, and what they answered.
 
-The file is JSON lines. The first says how they were made and what they had learned. Each further one is a call, ``[part,
-method, arguments, answer]``; a part is ``value`` (what rounds cost and are worth), ``controller``, ``guard``, ``budget`` or
-``text`` (the rule for what the text proposes).
+The file is JSON lines. The first says how they were made. Each further one is a call, ``[part, method, arguments, answer]``; a
+part is ``value`` (what rounds cost and are worth), ``controller``, ``guard``, ``budget`` or ``text`` (the rule for what the
+text proposes).
 ``eesd-bench replay-rounds`` repeats the calls.
 """
 
@@ -19,38 +19,38 @@ from eesd.controllers import Controller
 from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import RoundValue
-from eesd.runtime.controller_state import learned
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.llm import LLM
 
-KIND, FORMAT = "rounds", 5
+KIND, FORMAT = "rounds", 6
 ENDS_ROUND = ("begin_request", "observe", "record")
 """Calls behind which the file is flushed, so that a process that dies leaves its rounds."""
 
 
 @contextmanager
 def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
-    """Record the rounds of ``llm`` until the block ends. The guard starts anew, so that a replay can start with it, too.
+    """Record the rounds of ``llm`` until the block ends. All parts that decide start anew in it, as they do in a replay. What
+    they learn ends with the block.
 
     Raises:
         EESDError: The LLM does not draft, or the file cannot be written.
     """
     if llm.speculation is None:
         raise EESDError("This LLM does not draft, so there is nothing to record; load it with a Speculation.")
-    parts = llm.value, llm.controller, llm.guard, llm.budget, llm.text
+    parts, new = (llm.value, llm.controller, llm.guard, llm.budget, llm.text), llm.with_speculation(llm.speculation)
     try:
         file = path.open("w", encoding="utf-8")
     except OSError as error:
         raise EESDError(f"{path} cannot be written ({error.strerror}); give another file.") from None
     with file:
         calibration = llm.manifest.exit_head.calibration
-        header = {"kind": KIND, "format": FORMAT, "speculation": asdict(llm.speculation), "state": learned(llm)}
+        header = {"kind": KIND, "format": FORMAT, "speculation": asdict(llm.speculation)}
         _write(file, header | {"calibration": calibration.to_dict() if calibration else None})
-        llm.value = cast(RoundValue, _Recorded(file, "value", llm.value))
-        llm.controller = cast(Controller, _Recorded(file, "controller", llm.controller)) if llm.controller else None
-        llm.guard = cast(Guard, _Recorded(file, "guard", Guard())) if llm.guard else None
-        llm.budget = cast(TreeBudget, _Recorded(file, "budget", llm.budget)) if llm.budget else None
-        llm.text = replace(llm.text, rule=cast(TextRule, _Recorded(file, "text", llm.text.rule))) if llm.text else None
+        llm.value = cast(RoundValue, _Recorded(file, "value", new.value))
+        llm.controller = cast(Controller, _Recorded(file, "controller", new.controller)) if new.controller else None
+        llm.guard = cast(Guard, _Recorded(file, "guard", new.guard)) if new.guard else None
+        llm.budget = cast(TreeBudget, _Recorded(file, "budget", new.budget)) if new.budget else None
+        llm.text = replace(new.text, rule=cast(TextRule, _Recorded(file, "text", new.text.rule))) if new.text else None
         try:
             yield
         finally:
@@ -65,7 +65,7 @@ class _Recorded:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        if not callable(found) or name == "state":
+        if not callable(found):
             return found
 
         def call(*arguments: Any) -> Any:

@@ -29,9 +29,6 @@ LOG_FORMATS = ("text", "json")
 KEYS = "EESD_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of this machine. Who listens on one of them answers for all of them, and for no other."""
-LEARNED = (
-    "Start with what the batch learned about drafting in FILE, if it exists; save it there every few minutes and at the end."
-)
 HOSTS = "Name that requests may be for; repeatable.  [default: those of this machine if --host is one of them, else any]"
 CONFIG = "TOML file with options, such as port = 8080. The command line and EESD_SERVE_* variables go before it."
 PLAIN = "Text of chat messages writes no special tokens, so that it can end no turn; refused if the template cannot have it."
@@ -88,14 +85,12 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
     type=int,
     help="Each round drafts this many levels, without --controller.  [default: as many as pay, given the load]",
 )
-@click.option("--controller-state", type=cli.PATH, metavar="FILE", help=LEARNED)
 @click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help="As in eesd-run.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="As in eesd-run.")
 @click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("--exact/--no-exact", default=None, help=BITS)
 @click.option("--activations", type=click.Choice(ACTIVATIONS), help="As in eesd-run.")
 @click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
-@click.option("--verify", is_flag=True, help="Hash all files of the directory before loading it.")
 @click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Of the log on stderr.")
 @click.option("--triton-repo", type=cli.PATH, metavar="DIR", help=TRITON)
 def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
@@ -123,20 +118,16 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     limits = ServeOptions(
         api_keys=api_keys(options["api_key_file"]), allowed_hosts=hosts, **{name: options[name] for name in names}
     )
-    learned: Path | None = options["controller_state"]
     log_to_stderr(options["log_format"])
     if rank() > 0:
         load_as_asked(engine_dir, options, speculation)  # runs what rank 0 says, which has the port, until rank 0 ends
     with bind(host, port) as bound:  # before the model is loaded: a port that is taken is known at once
         llm = load_as_asked(engine_dir, options, speculation)
-        service = Service(llm, batch)
-        if learned is not None and learned.exists():
-            service.load_state(learned)
-        app = make_app(service, limits)
+        app = make_app(Service(llm, batch), limits)
         if not limits.api_keys and not bound.getsockname()[0].startswith(("127.", "::1")):
             LOGGER.warning("Everybody who reaches %s may use it; --api-key-file restricts that.", address_of(bound))
         with log_rounds(llm, log) if log else nullcontext():
-            serve(app, bound, (lambda: service.save_state(learned)) if learned else (lambda: None))
+            serve(app, bound)
 
 
 def _write_triton_repository(engine_dir: Path, batch: BatchOptions, speculation: Speculation, options: dict[str, Any]) -> None:

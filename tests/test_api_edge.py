@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.json_input import MAX_DEPTH
-from eesd.runtime.controller_state import load_controller_state, save_controller_state
 from eesd.runtime.llm import LLM, Speculation
 
 PROMPT = [1, 40, 50, 60]
@@ -261,14 +260,7 @@ HUGE = 10**5000
         lambda llm: eesd.load(llm.directory, threads=HUGE),
         lambda llm: llm.with_speculation(5),
         lambda llm: llm.with_speculation("fixed:k=4"),
-        lambda llm: save_controller_state(llm, 5),  # type: ignore[arg-type]
-        lambda llm: save_controller_state(llm, "/nowhere/at/all/state.json"),
-        lambda llm: save_controller_state(llm.with_speculation(None), "state.json"),
-        lambda llm: load_controller_state(llm.with_speculation(None), "state.json"),
-        lambda llm: load_controller_state(llm, "/nowhere"),
-        lambda llm: load_controller_state(llm, "/proc/self/mem"),
         lambda _: eesd.load("x" * 5000),
-        lambda llm: load_controller_state(llm, "/dev/null"),
     ],
 )
 def test_odd_calls_are_refused(llm: LLM, call: Callable[[Any], object]) -> None:

@@ -127,7 +127,7 @@ def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
     rows[2].copy_from(rows[1], 10, 60)
     assert torch.equal(second.shards[0][:, :, 2:, :, 10:60], first.shards[0][..., :50, :])
     assert torch.equal(second.shards[0][:, :, 1:2, :, 10:60], first.shards[0][..., :50, :])
-    rows[2].clear_from(20)
+    rows[2].clear(20)
     assert second.shards[0][:, :, 2, :, 10:20].any() and not second.shards[0][:, :, 2, :, 20:].any()
     assert not second.shards[0][:, :, 1, :, 60:].any() and second.shards[0][:, :, 0, :, :128].isinf().all()
     assert rows[0].slot_bytes == cache.slot_bytes == first.shards[0][..., 0, :].nbytes
@@ -205,7 +205,7 @@ def test_rows_on_a_gpu_whose_work_is_late(planned: Path, cuda_graphs: bool) -> N
 
 def clear_nothing(patch: pytest.MonkeyPatch, _: Machine) -> None:
     patch.setattr(DeviceMemory, "reset", lambda *_: None)
-    patch.setattr(DeviceKVCache, "clear_from", lambda *_: None)
+    patch.setattr(DeviceKVCache, "clear", lambda *_: None)
     patch.setattr(DeviceMemory, "_zeros", lambda self, _, shape: torch.empty(shape, device=self.streams[0].device))
 
 

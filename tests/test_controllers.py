@@ -1,6 +1,4 @@
-"""Controllers alone: what they decide, what they learn, and that they continue from a saved state."""
-
-import json
+"""Controllers alone: what they decide, and what they learn."""
 
 import numpy as np
 import pytest
@@ -56,47 +54,6 @@ def test_same_seed_same_decisions(spec: str) -> None:
 
 def test_another_seed_decides_otherwise() -> None:
     assert rounds(make_controller("beta-ts", seed=5), 50, seed=0) != rounds(make_controller("beta-ts", seed=6), 50, seed=0)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_state_restored_from_json_decides_alike(spec: str) -> None:
-    controller = make_controller(spec, seed=5)
-    rounds(controller, 20, seed=0)
-    stored = json.dumps(controller.state())
-    other = make_controller(spec, seed=99)
-    other.restore(json.loads(stored))
-    if controller.value and other.value:
-        other.value.restore(json.loads(json.dumps(controller.value.state())))
-    assert json.dumps(other.state()) == stored
-    assert rounds(other, 50, seed=1) == rounds(controller, 50, seed=1)
-    assert other.state() == controller.state()
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_stored_state_does_not_change_with_the_controller(spec: str) -> None:
-    controller = make_controller(spec, seed=5)
-    state = controller.state()
-    stored = json.dumps(state)
-    rounds(controller, 20, seed=0)
-    assert json.dumps(state) == stored
-
-
-DAMAGE: list[object] = [None, [], {}, {"unknown": 1}]
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_damaged_state_is_refused(spec: str) -> None:
-    """Every value of a state, replaced by something else, is refused or makes a controller that still works."""
-    learned = make_controller(spec, seed=5)
-    rounds(learned, 40, seed=0)
-    state = learned.state()
-    for damaged in DAMAGE[: None if state else 2]:
-        with pytest.raises(ValueError, match="must have the entries"):
-            make_controller(spec).restore(damaged)
-    for name in state:
-        for value in (None, "x", [1], {"a": 1}, float("nan"), True, {**state, name: ...}):
-            with pytest.raises(ValueError, match=r"must|is no|not"):
-                make_controller(spec).restore(state | {name: value})
 
 
 def test_every_controller_is_tested_here() -> None:

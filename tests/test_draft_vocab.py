@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.command import assert_refused, export_engine, run, succeed
 from support.distilling import SMALL, distill, read_losses, read_metrics
-from support.engine_dirs import assert_weights_match_manifest, edit_manifest, logits_of, make_version_6
+from support.engine_dirs import assert_weights_match_manifest, edit_manifest, logits_of
 from support.harness import Harness
 from support.lossless_checks import DRAFT_VOCAB, PROMPTS
 from support.on_cache import OnCache
@@ -194,16 +194,6 @@ def test_the_python_api_is_lossless_with_it(reduced_harness: Harness) -> None:
         for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):
             drafted, plain = (llm.generate(PROMPTS[2], sampling, max_new_tokens=40, draft=draft) for draft in (True, False))
             assert drafted.tokens == plain.tokens and drafted.stats.accepted_tokens > 3
-
-
-def test_directories_of_version_5_have_the_whole_vocabulary(text_model: Path, tmp_path: Path) -> None:
-    directory = export_engine(text_model, tmp_path / "plans", "--quantize-draft", "int8")
-    expected = load_manifest(directory)
-    make_version_6(directory)
-    edit_manifest(directory, "exit_head/draft_vocab", ...)
-    edit_manifest(directory, "format_version", 5)
-    assert load_manifest(directory) == expected and load_draft_vocab(directory, expected) is None
-    assert "all 97 tokens" in succeed(inspect_main, directory).stdout
 
 
 def test_inspect_shows_it_and_damage_is_refused(learner: Path, reduced_head: Path, tmp_path: Path) -> None:

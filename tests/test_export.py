@@ -309,8 +309,8 @@ def test_limits_out_of_range_are_refused(text_model: Path, tmp_path: Path, optio
     assert listing(tmp_path) == []
 
 
-def test_manifest_is_json_of_format_version_10(engine: Path) -> None:
+def test_manifest_is_json_of_format_version_1(engine: Path) -> None:
     raw = json.loads((engine / MANIFEST_FILE).read_text())
-    assert raw["format_version"] == 10 and raw["verify"][0]["inputs"][5]["shape"] == ["B", 2, "S", 8]
+    assert raw["format_version"] == 1 and raw["verify"][0]["inputs"][5]["shape"] == ["B", 2, "S", 8]
     assert raw["geometry"]["rope_theta"] == 10000.0 and raw["geometry"]["rope_scaling"] is None
     assert raw["exit_head"].keys() == {field.name for field in dataclasses.fields(ExitConfig)}

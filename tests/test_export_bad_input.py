@@ -121,11 +121,6 @@ def test_exit_layer_out_of_range_is_refused(text_model: Path, tmp_path: Path, la
     assert_refused(result, "between 1 and 2", str(layer))
 
 
-def test_export_without_exit_head_or_exit_layer_is_refused(text_model: Path, tmp_path: Path) -> None:
-    result = run(export_main, "--model", text_model, "-o", tmp_path / "plans")
-    assert_refused(result, "has no trained exit head", "--exit-layer N", "--exit-head DIR")
-
-
 def save_head(model: Path, directory: Path, **changes: Any) -> Path:
     checkpoint = Checkpoint(model)
     defaults: dict[str, Any] = {"layer": 2, "base": checkpoint.fingerprint(), "trained": True}

@@ -232,14 +232,6 @@ def test_a_directory_that_was_moved_aside_comes_back(
     assert listing(engine_copy.parent) == ["plans"]
 
 
-def test_a_run_after_one_that_was_killed_saving_what_it_learned(engine: Path, tmp_path: Path) -> None:
-    options = ("--engine-dir", engine, "-p", "hello", "-n", 4, "--controller-state", tmp_path / "state.json")
-    kill_command("eesd.runtime.cli", "import pathlib; pathlib.Path.replace = kill", *options)
-    assert listing(tmp_path) != []
-    succeed(run_main, *options)
-    assert listing(tmp_path) == ["state.json"]
-
-
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_a_distillation_continues_after_a_killed_one(learner: Path, own_rows: Path, tmp_path: Path, call: int) -> None:
     options = ("--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", tmp_path / "out", *SMALL, "--steps", 4)

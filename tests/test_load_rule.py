@@ -171,19 +171,6 @@ def test_a_stall_hardly_counts_and_a_slower_machine_is_believed() -> None:
     assert costs.seconds(2, 1, SLOTS) == pytest.approx(0.04, rel=0.05)
 
 
-def test_what_a_rule_learned_can_be_restored() -> None:
-    simulated = Rows(LoadRule(PRIOR), 4, 0.5)
-    simulated.run(50)
-    other = LoadRule(PRIOR)
-    other.restore(simulated.rule.state())
-    assert other.state() == simulated.rule.state()
-    assert other.rate(4, SLOTS) == simulated.rule.rate(4, SLOTS)
-    assert other.verify.seconds(4, 2, SLOTS) == pytest.approx(simulated.rule.verify.seconds(4, 2, SLOTS))
-    for name, value in (("rates", [[0, 1, 1]]), ("judged", [0.0] * 16), ("verify", {}), ("draft", {"weights": 1})):
-        with pytest.raises(ValueError):
-            LoadRule(PRIOR).restore({**simulated.rule.state(), name: value})
-
-
 def test_the_expectation_of_an_excess_is_that_of_a_normal() -> None:
     from eesd.controllers.load_rule import _expected_excess
 

@@ -157,6 +157,8 @@ def check_products(path: Path) -> None:
             ("bits6", True, False),
             ("bits5", True, True),
             ("float16", False, False),
+            ("planes", False, False),
+            ("upper", False, False),
         ):
             weight = random_weight(random, form, 96, 33, fine, NARROW, minimums)
             norm = random.normal(1, 0.3, 96).astype(np.float32)
@@ -312,6 +314,15 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
         "sum = add(mul(all(job.weights[i]), load_some(job.experts + job.rows[i] * job.columns + column, count)), sum)",
         check_experts,
     ),
+    "lower halves as the upper ones": (
+        "vector_scalar.h",
+        "(low.byte[i] & 15) | high.byte[i] << 4",
+        "(high.byte[i] & 15) | low.byte[i] << 4",
+        check_products,
+    ),
+    "lower halves of another block": ("levels.h", "panel[2] + block * HALF", "panel[2]", check_products),
+    "lower plane of another panel": ("kernels.h", "panel * (inputs / BLOCK) * HALF", "0 * panel", check_products),
+    "upper halves without what they lack": ("levels.h", "7.5f - (float)w.zero", "-(float)w.zero", check_products),
     "norm without epsilon": ("rows.h", "(float)size + epsilon", "(float)size", check_products),
 }
 """By name: file, what is replaced, by what, and the check that must fail."""

@@ -1,5 +1,6 @@
 """The operators of this project against their specification in NumPy, bit for bit, and float64; bad inputs are refused."""
 
+from dataclasses import replace
 from itertools import product as combinations
 from pathlib import Path
 from threading import Thread
@@ -12,6 +13,7 @@ from support import specification
 from support.operators import (
     MOST,
     NOTHING,
+    PLANES_OF,
     UNWRITTEN,
     Attention,
     Mixture,
@@ -36,13 +38,14 @@ from eesd.common.errors import EESDError
 from eesd.model.gguf_file import _unpack_blocks
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.operators import make_session
-from eesd.runtime.engines.panels import NARROW, SPLIT, WIDE, Levels, _split, pack_levels
+from eesd.runtime.engines.panels import NARROW, PLANES, SPLIT, UPPER, WIDE, Levels, _split, pack_levels
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 
 SIZES = [(32, 1), (64, 49), (96, 16), (160, 33), (32, 97), (128, 80)]
 SPLIT_SIZES = [(256, 17), (512, 33)]
 VARIANTS = list(combinations((False, True), (NARROW, WIDE, SPLIT), (False, True)))
+FORMS = [(form, *of) for form in BITS for of in VARIANTS if form not in PLANES_OF or not (of[0] or of[2])]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +58,7 @@ def seeded(*values: object) -> np.random.Generator:
 
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
-@pytest.mark.parametrize("fine, kind, minimums", VARIANTS)
-@pytest.mark.parametrize("form", BITS)
+@pytest.mark.parametrize("form, fine, kind, minimums", FORMS)
 def test_products_with_levels(
     tmp_path: Path, names: list[str], form: str, fine: bool, kind: int, minimums: bool, int8: bool
 ) -> None:
@@ -88,7 +90,13 @@ def parts(random: np.random.Generator, inputs: int, *forms: str, outputs: int = 
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
 @pytest.mark.parametrize(
-    "forms", [("bits4", "bits6", "bits8"), ("float32", "bits5", "float16", "bits4"), ("bfloat16", "float32")]
+    "forms",
+    [
+        ("bits4", "bits6", "bits8"),
+        ("upper", "bits5", "planes"),
+        ("float32", "bits5", "float16", "bits4"),
+        ("bfloat16", "float32"),
+    ],
 )
 @pytest.mark.parametrize("norm, bias, residual", list(combinations((False, True), repeat=3))[1:])
 def test_products_of_several_parts(
@@ -103,7 +111,17 @@ def test_products_of_several_parts(
 
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
-@pytest.mark.parametrize("forms", [("bits4", "bits4"), ("bits6", "bits8"), ("float32", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    "forms",
+    [
+        ("bits4", "bits4"),
+        ("bits6", "bits8"),
+        ("planes", "planes"),
+        ("upper", "bits4"),
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+    ],
+)
 @pytest.mark.parametrize(
     "norm, bias, residual, gating", [(False, False, False, 1), (True, True, False, 2), (True, False, True, 1)]
 )
@@ -115,6 +133,47 @@ def test_gates(
     weight = random.normal(1, 0.3, 64).astype(np.float32) if norm else None
     added = random.normal(0, 1, 98).astype(np.float32) if bias else None
     check_product(Product(own, weight, added, residual, gating), tmp_path / "model", int8, names)
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
+@pytest.mark.parametrize("kind", [NARROW, WIDE, SPLIT])
+def test_two_planes_have_the_bits_and_bytes_of_one(tmp_path: Path, names: list[str], kind: int, int8: bool) -> None:
+    inputs, outputs = (512, 33) if kind == SPLIT else (160, 49)
+    weight = random_weight(seeded(kind), "bits8", inputs, outputs, False, kind, False)
+    whole, planes = Product([weight]), Product([replace(weight, form="planes")])
+    assert pack(whole.parts[0]).data.nbytes == pack(planes.parts[0]).data.nbytes
+    whole.write(tmp_path / "whole")
+    planes.write(tmp_path / "planes")
+    for name in names:
+        one, other = (make_session(tmp_path / file, 2, int8, name) for file in ("whole", "planes"))
+        for rows in range(1, 34):
+            assert_same(planes.run(other, 0, rows), whole.run(one, 0, rows), f"{name}, {rows} rows")
+
+
+@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
+def test_the_upper_plane_is_read_alone(tmp_path: Path, names: list[str], int8: bool) -> None:
+    """Other lower halves change nothing, and lie after the upper ones."""
+    weight = random_weight(seeded("upper"), "upper", 96, 49, False, NARROW, False)
+    other = replace(weight, levels=weight.levels - weight.levels % 16 + seeded("lower").integers(0, 16, (96, 49)))
+    packed, changed = pack(weight).data, pack(other).data
+    lower = 4 * 3 * 256
+    assert (packed[:-lower] == changed[:-lower]).all() and (packed[-lower:] != changed[-lower:]).any()
+    products = Product([weight]), Product([other])
+    for name in names:
+        found = [own.run(make_session(own.write(tmp_path / "model"), 1, int8, name)) for own in products]
+        assert_same(found[1], found[0], name)
+
+
+def test_two_planes_with_minimums_or_finer_scales_are_refused(tmp_path: Path) -> None:
+    for fine, minimums in ((True, False), (False, True)):
+        packed = pack(random_weight(seeded(), "bits8", 64, 16, fine, NARROW, minimums))
+        for form in (PLANES, UPPER):
+            one_node(
+                tmp_path / "model", "Product", product_inputs(packed.data), epsilon=1.0, gating=0,
+                matrices=(form, *packed.numbers[1:]),
+            )  # fmt: skip
+            with pytest.raises(EESDError, match="two planes"):
+                make_session(tmp_path / "model", 1, True)
 
 
 def experts(count: int, hidden: int, inner: int, *forms: str) -> list[list[Weight]]:
@@ -135,6 +194,7 @@ def experts(count: int, hidden: int, inner: int, *forms: str) -> list[list[Weigh
         (("bits4", "bits4", "bits8"), 64, 96, 5, 5, True, True, True, 1, True),
         (("bits4", "bits6", "bits5"), 96, 64, 40, 18, False, True, True, 1, False),
         (("bits8", "bits8", "float32"), 64, 20, 4, 1, False, True, True, 2, True),
+        (("planes", "upper", "upper"), 64, 96, 5, 2, True, True, True, 1, True),
     ],
 )
 def test_mixtures(
@@ -277,7 +337,7 @@ def factor_of(values: Any) -> tuple[float, list[int]]:
 def packed_by_hand(weight: Weight, scales: int) -> bytes:
     """The bytes of a weight's panels, value by value as SPECIFICATION.md lists them."""
     inputs, outputs = weight.shape
-    found = bytearray()
+    found, lower = bytearray(), bytearray()
     halves, shared = 2 if weight.fine else 1, [part for part in (weight.scales, weight.minimums) if part is not None]
 
     def level(k: int, column: int) -> int:
@@ -294,6 +354,9 @@ def packed_by_hand(weight: Weight, scales: int) -> bytes:
             ]
             if weight.form == "bits8":
                 found += bytes(every)
+            elif weight.form in PLANES_OF:
+                found += bytes(every[j] >> 4 | every[j + 256] >> 4 << 4 for j in range(256))
+                lower += bytes(every[j] & 15 | (every[j + 256] & 15) << 4 for j in range(256))
             else:
                 found += bytes(every[j] & 15 | (every[j + 256] & 15) << 4 for j in range(256))
             if weight.form == "bits5":
@@ -312,11 +375,10 @@ def packed_by_hand(weight: Weight, scales: int) -> bytes:
                         columns = values[first : first + 8 * halves, panel * 16 : panel * 16 + 16].T
                         row = np.array([factor_of(column)[1][(block % 8) * halves + half] for column in columns])
                     found += np.pad(row, (0, 16 - len(row))).astype(KINDS[scales]).tobytes()
-    return bytes(found)
+    return bytes(found + lower)
 
 
-@pytest.mark.parametrize("fine, kind, minimums", VARIANTS)
-@pytest.mark.parametrize("form", BITS)
+@pytest.mark.parametrize("form, fine, kind, minimums", FORMS)
 def test_panels_have_the_specified_bytes(form: str, fine: bool, kind: int, minimums: bool) -> None:
     weight = random_weight(seeded(form), form, 512 if kind == SPLIT else 64, 37, fine, kind, minimums, signed=False)
     packed = pack(weight)
@@ -348,8 +410,9 @@ def test_scales_of_k_quants_are_packed_as_files_have_them(kind: str, size: int, 
             np.testing.assert_array_equal(integers * np.repeat(factors.astype(np.float32), rows, 0), values)
 
 
-@pytest.mark.parametrize("fine, kind, minimums", VARIANTS)
-@pytest.mark.parametrize("form", ["float32", "float16", "bfloat16", *BITS])
+@pytest.mark.parametrize(
+    "form, fine, kind, minimums", [*FORMS, *((form, False, NARROW, False) for form in ("float32", "float16", "bfloat16"))]
+)
 def test_embed_gives_the_table(tmp_path: Path, form: str, fine: bool, kind: int, minimums: bool) -> None:
     weight = random_weight(seeded(form), form, 512 if kind == SPLIT else 96, 49, fine, kind, minimums)
     packed = pack(weight)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, load, numpy_helper
 from safetensors.torch import load_file, save_file
 from support.command import assert_refused, export_engine, run
-from support.engine_dirs import assert_weights_match_manifest, edit_manifest, make_version_6
+from support.engine_dirs import assert_weights_match_manifest
 from support.tiny_checkpoints import Family, build
 from support.without_operators import float32_activations
 
@@ -139,24 +139,6 @@ def test_values_are_those_of_the_definition(pairs: Callable[[str], Pair], name: 
         torch.testing.assert_close(tensors[weight].read(), tensor, rtol=0, atol=0)
     for weight, parameter in Checkpoint(packed).decoder().named_parameters():  # the teacher of eesd-distill
         assert torch.equal(parameter, expected[weight])
-
-
-def test_directories_of_version_6_are_read(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
-    """Their unsigned levels have zero points."""
-    directory = export_engine(pairs("awq")[0], tmp_path / "plans", "--quantize-head", "int8", "--quantize-draft", "none")
-    expected = load_manifest(directory)
-
-    def tokens(backend: str) -> list[int]:
-        llm = eesd.load(directory, backend, threads=1, activations=float32_activations(backend))
-        return llm.generate(PROMPT, max_new_tokens=8, ignore_eos=True).tokens
-
-    wanted = tokens("ort")
-    make_version_6(directory)
-    assert load_manifest(directory) == expected
-    assert tokens("ort") == tokens("torch") == wanted
-    edit_manifest(directory, "quantization/layers/block", 16)
-    with pytest.raises(EESDError, match=r"is damaged \(an unknown quantization\)"):
-        load_manifest(directory)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

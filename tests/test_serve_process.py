@@ -103,22 +103,18 @@ def test_who_is_not_done_in_time_is_cancelled(engine: Path) -> None:
         assert "[DONE]" not in rest(connection)
 
 
-def test_an_idle_server_ends_at_once_and_keeps_what_it_learned(engine: Path, tmp_path: Path) -> None:
-    state = tmp_path / "state.json"
-    for run_number in range(2):  # the second run begins with what the first one wrote
-        rounds = tmp_path / f"rounds-{run_number}"
-        options = ("--controller-state", state, "--log-rounds", rounds, "--tree-width", 2, "--log-format", "json")
-        with started(engine, *options) as server:
-            body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True}
-            assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 200
-            server.process.send_signal(signal.SIGINT)
-            assert server.process.wait(30) == 0
-            assert server.process.stderr
-            lines = [json.loads(line) for line in [*server.log, *server.process.stderr]]
-            assert [line["completion_tokens"] for line in lines if "completion_tokens" in line] == [200]
-        assert json.loads(state.read_text())
-        logged, differences = replay_rounds(rounds)  # its rounds ran alone: controller and guard decided
-        assert logged > 20 and not differences
+def test_an_idle_server_ends_at_once_and_its_rounds_are_recorded(engine: Path, tmp_path: Path) -> None:
+    rounds = tmp_path / "rounds.jsonl"
+    with started(engine, "--log-rounds", rounds, "--tree-width", 2, "--log-format", "json") as server:
+        body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True}
+        assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 200
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 0
+        assert server.process.stderr
+        lines = [json.loads(line) for line in [*server.log, *server.process.stderr]]
+        assert [line["completion_tokens"] for line in lines if "completion_tokens" in line] == [200]
+    logged, differences = replay_rounds(rounds)  # its rounds ran alone: controller and guard decided
+    assert logged > 20 and not differences
 
 
 @pytest.mark.parametrize(
@@ -131,7 +127,7 @@ def test_an_idle_server_ends_at_once_and_keeps_what_it_learned(engine: Path, tmp
         (["--levels", "-1"], ["levels"]),
         (["--api-key-file", os.devnull], ["no API key"]),
         (["--host", "256.1.1.1"], ["256.1.1.1", "--host"]),
-        (["--no-draft", "--controller-state", "x"], ["--controller-state"]),
+        (["--no-draft", "--log-rounds", "x"], ["--log-rounds"]),
         (["--port", "70000"], ["--port"]),
     ],
 )

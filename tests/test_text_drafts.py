@@ -18,7 +18,8 @@ from support.lossless_checks import (
 )
 
 from eesd.common.errors import EESDError
-from eesd.controllers import Controller, make_controller
+from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
+from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.compare import compare
@@ -154,6 +155,55 @@ def test_a_long_copy_needs_no_draft_step(harness: Harness) -> None:
     session = harness.session([*range(40), 1], controller=controller, new_tokens=30, workspace=workspace, text=copying())
     session.step()
     assert len(session.tokens) > 41 + 10 and session.stats.draft_steps == 0
+
+
+@pytest.mark.parametrize("worth", [True, False])
+@pytest.mark.parametrize("name", ["greedy", "T0.7"])
+def test_a_draft_goes_on_after_the_text_if_it_is_worth_it(harness: Harness, name: str, worth: bool) -> None:
+    """Its first call reads all tokens of the text, and the tokens stay those of plain decoding."""
+    expected = generated(harness.session(REPEATING, SAMPLINGS[name], new_tokens=60))
+    controller = make_controller("cost-aware-ts")
+    assert isinstance(controller, CostAwareTS)
+    controller.begin_after_text = lambda width, copied: worth and controller.value.draft.fitted  # type: ignore[method-assign]
+    controller.keep_drafting = lambda step: step.depth < 3  # type: ignore[method-assign]
+    text = copying()
+    text.rule.count = lambda values, drafts: min(len(values), 2)  # type: ignore[method-assign]
+    session = harness.session(REPEATING, SAMPLINGS[name], controller, text=text, new_tokens=60)
+    outcomes: list[RoundOutcome] = []
+    controller.observe = outcomes.append  # type: ignore[method-assign]
+    assert generated(session) == expected
+    after_text = [one for one in outcomes if one.copied]
+    assert bool(after_text) == worth and session.stats.text_rounds == sum(one.nodes > 0 and not one.steps for one in outcomes)
+    for one in after_text:
+        assert one.steps <= 3 and one.depth <= one.steps and one.nodes >= one.copied + one.depth
+        assert not one.num_expanded or one.accepted >= one.copied + one.num_expanded
+
+
+def test_a_draft_after_the_text_is_worth_it_where_both_are_sure() -> None:
+    """A step costs a quarter of a pass. Drafts were right until now."""
+    controller = make_controller("cost-aware-ts")
+    assert isinstance(controller, CostAwareTS)
+    assert not controller.begin_after_text(1, [0.9]), "costs are not known"
+    for depth in (0, *[3] * 30):
+        if depth:
+            controller.begin_round(1)
+            controller.keep_drafting(DraftStep(1, 0.9, 0.9, None, 3.0, 1))
+        outcome = RoundOutcome(
+            steps=depth, draft_seconds=0.25 * depth, depth=min(depth, 1), nodes=depth, verify_seconds=1 + 0.02 * depth,
+            accepted=depth, num_expanded=min(depth, 1),
+        )  # fmt: skip
+        controller.value.observe(outcome)
+        controller.observe(outcome)
+    assert controller.begin_after_text(1, [0.98, 0.97]) and not controller.begin_after_text(1, [0.5, 0.2])
+    judged = controller.recent[1]
+    controller.begin_after_text(1, [0.98, 0.97])
+    controller.keep_drafting(DraftStep(1, 0.9, 0.9, None, 3.0, 1))
+    wrong = RoundOutcome(
+        steps=1, draft_seconds=0.3, depth=1, nodes=3, verify_seconds=1.1, accepted=1, num_expanded=0, copied=2
+    )  # fmt: skip
+    assert 1.97 < controller.expected_tokens(wrong) - 0.97 < 2.98
+    controller.observe(wrong)
+    assert controller.recent[1] == judged, "verify judged a token of the text, and no draft"
 
 
 @pytest.mark.parametrize("budget", [False, True])

@@ -1,6 +1,5 @@
 """The rule for what the text proposes, with made-up seconds."""
 
-import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from eesd.controllers import RoundOutcome
 from eesd.controllers.text_rule import FIRST_DRAFTS, FIRST_NODES, SIZES, TextRule, TextStep, combined
-from eesd.controllers.value import RoundValue
 
 pytestmark = pytest.mark.fast
 
@@ -121,23 +119,3 @@ def test_two_witnesses_are_combined() -> None:
     for chance in (0.0001, 0.9999):
         mixed, text = combined([0.9999, 0.00005], None, chance)
         assert all(0 <= one < 1 for one in (*mixed, text))
-
-
-def test_state_survives_json() -> None:
-    one, other = taught([4, 0, 1, 2] * 20), TextRule()
-    round_of(one, [STEP], 1, nodes=3, drafts=3, accepted=2)
-    other.restore(json.loads(json.dumps(one.state())))
-    other.value.restore(json.loads(json.dumps(one.value.state())))
-    assert other.state() == one.state()
-    for rule in (one, other):
-        round_of(rule, [STEP] * 3, 2, nodes=3, accepted=2)
-    assert other.state() == one.state() and other.count([0.9, 0.8], True) == one.count([0.9, 0.8], True)
-
-
-@pytest.mark.parametrize(("name", "value"), [("drafts", -1), ("drafting", []), ("whole", 1), ("drafts", 9)])
-def test_a_damaged_state_is_refused(name: str, value: object) -> None:
-    state = taught([1] * 20).state()
-    with pytest.raises(ValueError, match="must"):
-        TextRule().restore(state | {name: value})
-    with pytest.raises(ValueError, match="table"):
-        RoundValue().restore(RoundValue().state() | {"brought": [1.0, 1.0], "rounds": 1})

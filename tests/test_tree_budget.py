@@ -1,6 +1,5 @@
 """A budget chooses what is verified of all that the draft proposes; the tokens stay those of plain decoding."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -198,21 +197,6 @@ def test_the_first_sizes_differ() -> None:
         observe(budget, [], outcome(3, 1, sizes[-1]))
     assert sizes == list(FIRST_SIZES)
     assert budget.size([0.5] * 2) <= 2
-
-
-def test_state_survives_json() -> None:
-    one = taught(TreeBudget())
-    observe(one, [SiblingLabel(0.3, 0), SiblingLabel(1.0, 2), SiblingLabel(-1.0, None)], outcome(3, 1, 7))
-    state: dict[str, Any] = json.loads(json.dumps(one.state()))
-    other = TreeBudget()
-    other.restore(state)
-    other.value.restore(json.loads(json.dumps(one.value.state())))
-    assert other.state() == one.state()
-    for budget in (one, other):
-        taught(budget, rounds=20)
-    assert other.state() == one.state()
-    values = [0.9, 0.5, 0.3, 0.1, 0.05]
-    assert other.size(values) == one.size(values) and other.chances(step(), [0, -1]) == one.chances(step(), [0, -1])
 
 
 def test_discount_must_be_a_share() -> None:

@@ -1,6 +1,5 @@
 """Replays a record of rounds (``eesd-run --log-rounds``): the same calls must get the same answers."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -56,20 +55,17 @@ def replay_rounds(path: Path) -> tuple[int, list[Difference]]:
 
 
 def _made(header: dict[str, Any]) -> dict[str, Any]:
-    """The parts as they were when the record began."""
-    speculation, state = header["speculation"], header["state"]
+    """New parts, as those were when the record began."""
+    speculation = header["speculation"]
     prior = CalibrationPrior.from_dict(header["calibration"]) if header["calibration"] else None
     value = RoundValue()
-    makers: dict[str, Callable[[], Any]] = {
-        "value": lambda: value,
-        "controller": lambda: make_controller(speculation["controller"], speculation["seed"], prior, value),
-        "budget": lambda: TreeBudget(prior=prior, value=value),
-        "text": lambda: TextRule(value=value),
+    return {
+        "value": value,
+        "controller": make_controller(speculation["controller"], speculation["seed"], prior, value),
+        "guard": Guard(),
+        "budget": TreeBudget(prior=prior, value=value),
+        "text": TextRule(value=value),
     }
-    parts: dict[str, Any] = {name: make() for name, make in makers.items() if state[name] is not None}
-    for name, part in parts.items():
-        part.restore(state[name])
-    return parts | {"guard": Guard()}
 
 
 def _arguments(part: str, method: str, told: list[Any]) -> list[Any]:

@@ -1,22 +1,15 @@
 """The batch in a thread of its own, for programs with many threads or an event loop."""
 
-import json
-import os
 import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from eesd.common.checks import check_path
 from eesd.common.errors import EESDError
-from eesd.common.files import written_whole
-from eesd.common.json_input import read_json
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
-from eesd.runtime.controller_state import restore, state_of
 from eesd.runtime.llm import LLM, Completion, completion_of
 from eesd.runtime.request import Generation, OnUpdate, QueueFullError, Request, Update
 
-STATE_FORMAT = 2
 OPTIONS = BatchOptions()
 
 
@@ -35,8 +28,6 @@ class Load:
         prefix_queries, prefix_hits: Tokens of all prompts, and those whose keys and values were kept from earlier ones.
         drafted: Levels that the last round verified.
         pauses: How often a request lost its keys and values to others, for a while.
-        judged, right, expected: Drafts whose first token was judged, those of them that were right, and how many the exit
-            head's calibration expected to be.
     """
 
     queued: int = 0
@@ -48,9 +39,6 @@ class Load:
     prefix_hits: int = 0
     drafted: int = 0
     pauses: int = 0
-    judged: int = 0
-    right: int = 0
-    expected: float = 0.0
 
 
 class Service:
@@ -157,7 +145,6 @@ class Service:
             prefixes.hits,
             scheduler.drafted,
             scheduler.pauses,
-            *((watch.judged, watch.right, watch.expected) if (watch := self.llm.head_watch) else ()),
         )
 
     @property
@@ -165,44 +152,12 @@ class Service:
         """Whether the service's thread runs."""
         return self._thread.is_alive()
 
-    def controller_state(self) -> dict[str, Any]:
-        """What the batch learned about drafting, as JSON values: costs, calibration, acceptance by depth."""
-        return self._scheduler.rule.state()
-
-    def save_state(self, path: str | os.PathLike[str]) -> None:
-        """Write what was learned by the batch, and by requests that ran alone. The file appears whole or not at all."""
-        path = check_path("path", path, "the file to write")
-        alone = state_of(self.llm) if self.llm.speculation is not None else None
-        model = self.llm.manifest.exit_head.base
-        state = {"format": STATE_FORMAT, "model": model, "state": self.controller_state(), "alone": alone}
-        try:
-            with written_whole(path) as temporary:
-                temporary.write_text(json.dumps(state) + "\n")
-        except OSError as error:
-            raise EESDError(f"{path} cannot be written ({error.strerror}); give another file.") from None
-
-    def load_state(self, path: str | os.PathLike[str]) -> None:
-        """Continue with what :meth:`save_state` wrote. Call it before the first request.
-
-        Raises:
-            EESDError: The file is damaged, or was learned with another model or controller.
-        """
-        path = check_path("path", path, "a file that save_state wrote")
-        saved = read_json(path, "give another file")
-        if (
-            not isinstance(saved, dict)
-            or saved.keys() != {"format", "model", "state", "alone"}
-            or saved["format"] != STATE_FORMAT
-        ):
-            raise EESDError(f"{path} is not what a server learned; give another file.")
-        if saved["model"] != self.llm.manifest.exit_head.base:
-            raise EESDError(f"{path} was learned with another model; give another file.")
-        if self.llm.speculation is not None:
-            restore(self.llm, saved["alone"], path)
-        try:
-            self._scheduler.rule.restore(saved["state"])
-        except (ValueError, KeyError) as error:
-            raise EESDError(f"{path} is damaged ({error}); delete it.") from None
+    def beliefs(self) -> dict[str, Any]:
+        """The calibrations of the exit head's drafts (``accept``) and of what texts propose (``text``), as JSON values: mean
+        and covariance of each :class:`~eesd.controllers.calibration.Calibrator`."""
+        rule = self._scheduler.rule
+        found = {"accept": rule.accept, "text": rule.text}
+        return {name: {"mean": [*one.mean], "covariance": [*one.covariance]} for name, one in found.items()}
 
     def _run(self) -> None:
         """The thread: take what was asked for, and run rounds while there is work."""

@@ -105,7 +105,6 @@ class DraftTree:
         nodes: The root and the expanded nodes, in the order of their slots.
         frontier: The last level of ``nodes``, best path first: the input of the next draft step.
         steps: Levels drafted.
-        first_step: What the controller was told of the first level.
         branching: Children to propose for each node.
     """
 
@@ -125,7 +124,6 @@ class DraftTree:
         self.nodes = [self.root]
         self.frontier = [self.root]
         self.steps = 0
-        self.first_step: DraftStep | None = None
         self.branching = width if budget is None else max(width, CANDIDATES)
         self._max_nodes, self._width, self._budget, self._in_place = max_nodes, width, budget, in_place
 
@@ -154,10 +152,7 @@ class DraftTree:
         best = self.frontier[0]
         assert best.parent is not None
         probability = exp(best.logprob - best.parent.logprob)
-        step = DraftStep(self.steps, probability, exp(best.logprob), None, best.margin, len(self.nodes) - 1)
-        if self.steps == 1:
-            self.first_step = step
-        return step
+        return DraftStep(self.steps, probability, exp(best.logprob), None, best.margin, len(self.nodes) - 1)
 
     def _add_candidates(self, parent: Node, proposals: Sequence[Proposal]) -> None:
         depth = parent.depth + 1

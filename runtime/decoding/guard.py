@@ -19,6 +19,9 @@ TRIAL, SWITCH = 3, 0.1
 """A pause ends when so many rounds can be paid for, or the stake, and what the draft costs the plain round behind it."""
 PROBE, NEAR = 4, 4
 """Plain rounds of a probe, and drafting rounds before and behind plain ones that are compared with them."""
+PATIENCE = 3
+"""Rounds of a drafter before its first pause. A first call may take ten times as long as later ones, for which nothing was paid
+yet; a process whose first draft was paused for that drafted nothing for 250 tokens."""
 FIRST_INTERVAL, LONGEST_INTERVAL = 16, 256
 """Drafting rounds between two probes."""
 SURE = 2.0
@@ -64,7 +67,7 @@ class Account:
         """How many of the remembered rounds had so many draft steps and nodes."""
         self._expected = self._luck = 0.0
         """Tokens that these rounds were expected to bring, and what they brought beyond that."""
-        self._budget = STAKE
+        self._budget, self._rounds_seen = STAKE, 0
 
     @property
     def gain(self) -> float:
@@ -82,8 +85,11 @@ class Account:
         self._rounds[shape] = self._rounds.get(shape, 0.0) + 1
         self._expected += expected
         self._luck += outcome.accepted + 1 - expected
+        self._rounds_seen += 1
         self._budget = min(max(self._budget + self.gain, -2 * STAKE), MOST)
-        if self._budget < 0:
+        if self._rounds_seen == PATIENCE:  # by now prices are known
+            self._budget = max(self._budget, STAKE + PATIENCE * self.gain)
+        if self._budget < 0 and self._rounds_seen >= PATIENCE:
             self.paused = True
             self.pauses += 1
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.controllers import Controller
-from eesd.controllers.head_watch import HeadWatch
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share
@@ -62,7 +61,6 @@ class Drafting:
         guard: Pauses a drafter that loses time; None: no drafter is paused.
         value: What rounds cost and are worth, which controller, budget and text rule share; None: nothing needs it.
         fixed: Whether every round must draft and verify the same, because tokens depend on it: with rejection sampling.
-        watch: Notices an exit head that knows less than it was calibrated to know; None: it was not calibrated.
     """
 
     drafter: Drafter | None = None
@@ -70,7 +68,6 @@ class Drafting:
     guard: Guard | None = None
     value: RoundValue | None = None
     fixed: bool = False
-    watch: HeadWatch | None = None
 
     def begin_request(self) -> None:
         """Tell all that learn that another text begins."""
@@ -101,6 +98,7 @@ class Round:
         started: Time at which the round began, in seconds.
         most_depth: Levels that may be drafted.
         most_nodes: Nodes that may be verified besides the root.
+        copied: Tokens of the text that the draft begins with.
         length: Draft steps, if the controller knows them; None: it is asked after each.
         wants_more: Whether another draft step is wanted.
         draft_seconds: Time in the draft engine.
@@ -118,6 +116,7 @@ class Round:
     started: float = 0.0
     most_depth: int = 0
     most_nodes: int = 0
+    copied: int = 0
     length: int | None = None
     wants_more: bool = False
     draft_seconds: float = 0.0

@@ -116,6 +116,8 @@ class Session:
         self._prompt_observer = prompt_observer
         self._target = len(prompt) - 1
         self._prefilled = self._observed = 0
+        self._drafted = 0
+        """From this slot on there is nothing of a draft that verify has not written again."""
         self._closed = False
 
     def prefill(self) -> None:
@@ -196,12 +198,18 @@ class Session:
         current.proposal = proposal = self._proposal(current.drafting.text, current.most_depth)
         width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
         current.tree = DraftTree(self.tokens[-1], current.most_nodes, width, budget, self._limits.in_place)
-        copied = self._copied(current) if proposal.tokens else 0
+        copied = current.copied = self._copied(current) if proposal.tokens else 0
         if copied:
             current.tree.follow_text(proposal.tokens[:copied])
-        if drafter is not None and not copied:
+        if drafter is None:
+            return
+        if not copied:
             current.length = drafter.controller.begin_round(width)
             current.wants_more = current.length != 0
+        elif proposal.steps and budget is None and copied < current.most_depth and not drafter.engine.chooses:
+            # Plans of drafts take one node a call, so devices draft where nothing is copied.
+            current.wants_more = drafter.controller.begin_after_text(width, proposal.values[:copied])
+            current.tree.frontier = current.tree.nodes[-1:]
 
     def next_draft(self, current: Round) -> Call:
         """The call of the next draft step."""
@@ -209,9 +217,11 @@ class Session:
         tree = current.tree
         if not tree.steps:
             self._kv_cache.reserve(len(self.tokens) + current.most_nodes)
-        call = self._call(tree.nodes, tree.frontier[0].index)
+        self._drafted = max(self._drafted, len(self.tokens) - 1 + len(tree.nodes))
+        first = tree.frontier[0].index if tree.steps else 0  # the first step also reads tokens of the text
+        call = self._call(tree.nodes, first)
         if current.drafter.engine.chooses:
-            return call._replace(choose=self._sampler.chooser(tree.frontier, tree.branching))
+            return call._replace(choose=self._sampler.chooser(tree.nodes[first:], tree.branching))
         return call
 
     def draft_chain(self, current: Round) -> bool:
@@ -223,10 +233,12 @@ class Session:
             return False
         self._kv_cache.reserve(len(self.tokens) + current.most_nodes)
         started, count = time.perf_counter(), min(length, current.most_depth)
+        self._drafted = max(self._drafted, len(self.tokens) - 1 + count)
         outputs = chain(self._kv_cache, tree.root.token, len(self.tokens) - 1, count)
         current.draft_seconds = time.perf_counter() - started
         for row in range(count):
-            tree.grow([self._sampler.propose(tree.frontier[0], outputs, row, tree.branching)])
+            if self._grow(tree, outputs, False, row) is None:
+                break
         current.wants_more = False
         return True
 
@@ -235,8 +247,8 @@ class Session:
         assert current.drafter is not None
         tree, controller = current.tree, current.drafter.controller
         current.draft_seconds += seconds
-        step = self._grow(tree, outputs, controller.needs_entropy)
-        ends = step is None or tree.steps >= current.most_depth or tree.is_full
+        step = self._grow(tree, outputs, controller.needs_entropy, 0 if tree.steps else tree.frontier[0].index)
+        ends = step is None or tree.frontier[0].depth >= current.most_depth or tree.is_full
         current.wants_more = not ends and step is not None and controller.keep_drafting(step)
 
     def complete(self, current: Round, share: Share | None = None) -> Call:
@@ -250,7 +262,7 @@ class Session:
         nodes = tree.prune(None if current.drafting.fixed else share)
         current.nodes, current.drafted_at = nodes, time.perf_counter()
         self._kv_cache.reserve(len(self.tokens) - 1 + len(nodes))
-        call = self._call(nodes)
+        call = self._verified(nodes)
         return call._replace(choose=self._sampler.chooser(nodes, 0)) if self._verify.chooses else call
 
     def commit(self, current: Round, outputs: StepOutputs, seconds: float) -> RoundResult:
@@ -262,6 +274,7 @@ class Session:
             seconds: Of this call.
         """
         tree, nodes, started = current.tree, current.nodes, current.started
+        self._drafted = 0  # verify wrote their slots
         path, bonus = self._sampler.accept(tree.root, outputs)
         if self._limits.in_place:
             path, bonus = cut_displaced(path, bonus)
@@ -273,11 +286,12 @@ class Session:
         outcome = RoundOutcome(
             steps=tree.steps,
             draft_seconds=current.drafted_at - started,
-            depth=max([node.depth for node in nodes if not node.from_text]),
+            depth=max([0, *[node.depth - current.copied for node in nodes if not node.from_text]]),
             nodes=len(nodes) - 1,
             verify_seconds=seconds,
             accepted=len(path),
             num_expanded=sum([node.expanded for node in path]),
+            copied=current.copied if tree.steps else 0,
             first_right=tree.root.candidates[0].token == chosen[0] if tree.steps and tree.root.candidates else None,
         )
         committed_at = time.perf_counter()
@@ -304,8 +318,6 @@ class Session:
         drafter, text, guard = current.drafting.drafter, current.drafting.text, current.drafting.guard
         proposal = current.proposal
         expected = 1 + sum(proposal.values[: outcome.nodes])
-        if self.drafting.watch is not None and current.tree.first_step is not None and outcome.first_right is not None:
-            self.drafting.watch.observe(current.tree.first_step, outcome.first_right)
         if current.drafting.value is not None:  # before the rules that share it
             current.drafting.value.observe(outcome)
         if drafter is not None:
@@ -328,7 +340,7 @@ class Session:
         """The verifier's logits [V] behind the last committed token, by a single-token pass. Commits nothing."""
         self.prefill()
         self._kv_cache.reserve(len(self.tokens))
-        outputs, _ = _timed(self._verify, self._call([Node(self.tokens[-1], index=0)]))
+        outputs, _ = _timed(self._verify, self._verified([Node(self.tokens[-1], index=0)]))
         row: Logits = outputs.logits[0].copy()
         return row
 
@@ -394,15 +406,28 @@ class Session:
         """Nodes that this round may verify besides the root."""
         return min(self._limits.max_tree_nodes, self._limits.max_seq_len - len(self.tokens))
 
-    def _grow(self, tree: DraftTree, outputs: StepOutputs, with_entropy: bool) -> DraftStep | None:
-        """Add a level to the tree from the draft's outputs for its frontier."""
-        first = tree.frontier[0].index
-        step = tree.grow([self._sampler.propose(node, outputs, node.index - first, tree.branching) for node in tree.frontier])
+    def _grow(self, tree: DraftTree, outputs: StepOutputs, with_entropy: bool, row: int = 0) -> DraftStep | None:
+        """Add a level to the tree from the draft's outputs for its frontier, which begin in ``row``. Outputs that are no
+        numbers propose nothing, and so end the draft."""
+        first = tree.frontier[0].index - row
+        told = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
+        if told is not None and np.isnan(told).any():
+            step = tree.grow([[] for _ in tree.frontier])
+        else:
+            propose, count = self._sampler.propose, tree.branching
+            step = tree.grow([propose(node, outputs, node.index - first, count) for node in tree.frontier])
         if step is None or not with_entropy:
             return step
         parent = tree.frontier[0].parent
         assert parent is not None
         return step._replace(entropy=entropy_of(outputs.logits[parent.index - first]))
+
+    def _verified(self, nodes: Sequence[Node]) -> Call:
+        """The call of the verify engine for nodes. Slots after theirs keep nothing of the draft."""
+        stop = len(self.tokens) - 1 + len(nodes)
+        if self._drafted > stop:
+            self._kv_cache.clear(stop, self._drafted)
+        return self._call(nodes)
 
     def _call(self, nodes: Sequence[Node], first: int = 0) -> Call:
         """The engine call for the nodes from ``first`` on, each in the slot ``node.index`` behind the root's."""

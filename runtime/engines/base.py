@@ -104,6 +104,11 @@ class KVCache(Protocol):
         """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``, ``start + 1``, ..."""
         ...
 
+    def clear(self, start: int, stop: int | None = None) -> None:
+        """Make the slots from ``start`` to ``stop - 1`` harmless: some engines multiply a masked slot by 0, and 0 x NaN is NaN.
+        None: to the last slot."""
+        ...
+
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values of one layer, each [1, KV, S, D]: a copy in host memory."""
         ...

@@ -78,6 +78,9 @@ class CpuKVCache:
     def compact(self, start: int, sources: list[int]) -> None:
         self.fill(start, self._gather(np.array(sources, np.intp)))
 
+    def clear(self, start: int, stop: int | None = None) -> None:
+        """Do nothing: attention reads no slot that a token does not see."""
+
     def read(self, index: int) -> tuple[Values, Values]:
         """Keys and values of one layer, each [1, KV, S, D]: a copy."""
         every = self._gather(np.arange(self.slots), slice(index, index + 1))

@@ -199,10 +199,9 @@ class DeviceKVCache:
             mine[..., start:stop, :] = theirs[:, :, other.row, :, start:stop]
 
     @torch.inference_mode()
-    def clear_from(self, start: int) -> None:
-        """Make the slots from ``start`` on zeros."""
+    def clear(self, start: int, stop: int | None = None) -> None:
         for cache in self._shards():
-            cache[..., start:, :] = 0
+            cache[..., start:stop, :] = 0
 
     @contextmanager
     def kept(self, start: int, stop: int) -> Iterator[None]:

@@ -251,7 +251,7 @@ class DeviceEngine:
         row, stop = _row(call.kv_cache), call.slot + len(call.tokens)
         staging = self._staging(row.memory)
         staging.copy_from(row, 0, call.slot)
-        staging.clear_from(call.slot)
+        staging.clear(call.slot)
         outputs = self._of_prompts()._alone(call._replace(kv_cache=staging))
         row.copy_from(staging, call.slot, stop)
         return outputs

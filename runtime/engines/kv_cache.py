@@ -58,6 +58,7 @@ class HostKVCache:
         """Begin another sequence at the first size, so that a short text does not pay for a long one before it."""
         if self.slots > self._first:
             self._resize(self._first, 0)
+        self.clear(0)
 
     def _resize(self, slots: int, used: int) -> None:
         """Have this many slots; the first ``used`` are kept."""
@@ -67,6 +68,9 @@ class HostKVCache:
 
     def compact(self, start: int, sources: list[int]) -> None:
         self.data[..., start : start + len(sources), :] = self.data[..., sources, :]
+
+    def clear(self, start: int, stop: int | None = None) -> None:
+        self.data[..., start:stop, :] = 0
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         keys, values = self.data[index].copy()

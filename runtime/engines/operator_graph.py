@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from eesd.common.geometry import FULL, SLIDING, UNROTATED, ExitConfig, Geometry, exit_caches
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.weights import (
+    BLOCK,
     DEEP_IN,
     DRAFT,
     DRAFT_VOCAB,
@@ -31,6 +32,7 @@ from eesd.common.weights import (
 )
 from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN
+from eesd.runtime.engines.panels import PLANES, UPPER
 
 GATINGS = {"silu": 1, "gelu_tanh": 2}
 """The operators' numbers of activations."""
@@ -72,6 +74,21 @@ def products_of(manifest: Manifest, graph: GraphInfo) -> list[Columns]:
     builder = _Builder(manifest, graph, None)
     builder.build()
     return builder.products
+
+
+def halved_weights(manifest: Manifest) -> set[str]:
+    """Names of the weights of which products of the draft read the upper 4 bits alone, and verify all 8.
+
+    Only a draft that is the whole model reads so: what it shares with verify. A table of embeddings is looked up, and so read
+    whole, unless it is the LM head, too.
+    """
+    whole, tied = manifest.exit_head.is_whole(manifest.geometry), manifest.geometry.tied_embeddings
+    shared = {
+        name: weight.quantization
+        for name, weight in manifest.weights_of(manifest.draft).items()
+        if whole and not name.startswith((DRAFT, EXIT_HEAD)) and (tied or name != EMBEDDINGS)
+    }
+    return {name for name, of in shared.items() if of is not None and (of.weights, of.block) == ("int8", BLOCK)}
 
 
 def make_graph(manifest: Manifest, graph: GraphInfo, weights: Weights) -> bytes:
@@ -140,7 +157,7 @@ class _Builder:
 
     def _embed(self, ids: str) -> str:
         table = self._columns(EMBEDDINGS)
-        x = self._node("Embed", [ids, self._packed(table)], "embedded", matrices=self._numbers([table]))
+        x = self._node("Embed", [ids, self._packed(table)], "embedded", matrices=self._numbers([table], whole=True))
         scale = self._geometry.embedding_scale
         return x if scale == 1 else self._node("Mul", [x, self._number("embedding_scale", scale)], "scaled", domain="")
 
@@ -395,8 +412,14 @@ class _Builder:
             self.initializers[name] = tensor
         return name
 
-    def _numbers(self, parts: Sequence[Columns]) -> list[int]:
-        return [0] if self.weights is None else [number for part in parts for number in self.weights.packed[part].numbers]
+    def _numbers(self, parts: Sequence[Columns], whole: bool = False) -> list[int]:
+        """What the operators must know of weights. Of two planes the draft reads the upper one, but ``whole``."""
+        if self.weights is None:
+            return [0]
+        numbers: list[int] = []
+        for form, *others in (self.weights.packed[part].numbers for part in parts):
+            numbers += [UPPER if form == PLANES and self._draft and not whole else form, *others]
+        return numbers
 
     def _small(self, *names: str) -> str:
         """The initializer of a norm, a table, or biases side by side; an empty one for names that the graph has not."""

@@ -30,7 +30,7 @@ from eesd.runtime.engines.stored_values import read_tensor, to_float32
 if TYPE_CHECKING:
     from eesd.runtime.engines.operator_graph import Columns
 
-LAYOUT = 3
+LAYOUT = 4
 """Version of packed weights and graphs. Another one makes them again."""
 _NAME = re.compile("cpu-[0-9a-f]{16}")
 WEIGHTS, SIZES = "weights.bin", "sizes.json"
@@ -126,11 +126,12 @@ def _is_complete(place: Path, manifest: Manifest) -> bool:
 
 
 def _write(directory: Path, manifest: Manifest, place: Path) -> None:
-    from eesd.runtime.engines.operator_graph import Located, Weights, make_graph, products_of
+    from eesd.runtime.engines.operator_graph import Located, Weights, halved_weights, make_graph, products_of
 
     packed: dict[Columns, Located] = {}
     small: dict[str, NDArray[Any]] = {}
     try:
+        halved = halved_weights(manifest)
         with (place / WEIGHTS).open("wb") as file:
             for graph in manifest.graphs:
                 reader = _Reader(directory, manifest, graph)
@@ -138,7 +139,7 @@ def _write(directory: Path, manifest: Manifest, place: Path) -> None:
                 for part in products_of(manifest, graph):
                     if part in packed:
                         continue
-                    weight = reader.pack(part)
+                    weight = reader.pack(part, part.weight in halved)
                     file.write(bytes(-file.tell() % ALIGNMENT))
                     packed[part] = Located(file.tell(), weight.data.nbytes, weight.numbers)
                     file.write(weight.data.data)
@@ -179,8 +180,8 @@ class _Reader:
             raise ValueError(name)
         return to_float32(values, kind)
 
-    def pack(self, part: "Columns") -> Packed:
-        """Some columns of a weight, or all of them."""
+    def pack(self, part: "Columns", planes: bool) -> Packed:
+        """Some columns of a weight, or all of them, in two planes if the draft shall read the upper half of their bits."""
         weight = self._weights[part.weight]
         values, kind = self._read(part.weight)
         across = weight.transposed and self._tensor_file(part.weight) == WEIGHTS_FILE  # stored as [in, out]
@@ -208,7 +209,7 @@ class _Reader:
             values, parts[SCALES] = np.where(values & 8, -1, 1) * _TWICE_FP4[values & 7], parts[SCALES] / 2
         zeros, levels = parts.get(ZEROS), oriented(values).astype(np.int16)
         zeros = None if zeros is None else zeros.astype(np.int16)
-        return pack_levels(Levels(levels, parts[SCALES], zeros, parts.get(MINIMUMS)))
+        return pack_levels(Levels(levels, parts[SCALES], zeros, parts.get(MINIMUMS)), planes)
 
     def _tensor_file(self, name: str) -> str:
         from onnx.external_data_helper import ExternalDataInfo

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 PANEL, BLOCK, SUPER = 16, 32, 256
-FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8 = range(7)
-"""Formats, as the operators number them."""
+FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER = range(9)
+"""Formats, as the operators number them. The last two have the same bytes, levels of 8 bits in two planes of 4: ``UPPER`` reads
+only the first plane."""
 NARROW, WIDE, SPLIT = range(3)
 """What scales and minimums are: float16, float32, or int8 times a float16 for 256 inputs, as K-quants have them."""
 
@@ -57,8 +58,8 @@ def pack_floats(weight: NDArray[np.generic], form: int) -> Packed:
     return Packed(data.reshape(-1).view(np.uint8), (form, inputs, outputs, 0, 0, 0, 0))
 
 
-def pack_levels(weight: Levels) -> Packed:
-    """Pack levels in the narrowest format that holds them."""
+def pack_levels(weight: Levels, planes: bool = False) -> Packed:
+    """Pack levels in the narrowest format that holds them; with ``planes`` 8 bits in two planes, where that is possible."""
     inputs, outputs = weight.levels.shape
     scales, minimums = weight.scales, weight.minimums
     if weight.zeros is not None:
@@ -70,7 +71,9 @@ def pack_levels(weight: Levels) -> Packed:
         minimums = None if minimums is None else np.repeat(minimums, block // BLOCK, 0)
     fine = block < BLOCK
     form, zero = _format(int(weight.levels.min()), int(weight.levels.max()))
-    levels = (weight.levels + zero).astype(np.uint8)
+    blocks = _blocks((weight.levels + zero).astype(np.uint8))
+    if planes and form == BITS8 and not fine and minimums is None:
+        form = PLANES
     halves = 2 if fine else 1
     shared: list[NDArray[Any]] = [part for part in (scales, minimums) if part is not None]
     split = None
@@ -80,11 +83,16 @@ def pack_levels(weight: Levels) -> Packed:
         kind, shared = SPLIT, [part for part, _ in split]
     else:
         kind = WIDE
-    data = np.concatenate([_pack_bits(_blocks(levels), form), *(_pack_scales(part, halves) for part in shared)], -1)
+    data = np.concatenate(
+        [_pack_bits(blocks >> 4 if form == PLANES else blocks, form), *(_pack_scales(part, halves) for part in shared)], -1
+    )
     if split:
         supers = data.reshape(len(data), inputs // SUPER, -1)
         data = np.concatenate([*(_pack_scales(factors, 1) for _, factors in split), supers], -1)
-    return Packed(data.reshape(-1), (form, inputs, outputs, zero, int(fine), kind, int(minimums is not None)))
+    data = data.reshape(-1)
+    if form == PLANES:
+        data = np.concatenate([data, _pack_bits(blocks & 15, form).reshape(-1)])
+    return Packed(data, (form, inputs, outputs, zero, int(fine), kind, int(minimums is not None)))
 
 
 def _format(least: int, most: int) -> tuple[int, int]:

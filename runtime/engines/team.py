@@ -121,6 +121,9 @@ class TeamCache:
     def compact(self, start: int, sources: list[int]) -> None:
         self._all("compact", start, [int(source) for source in sources])
 
+    def clear(self, start: int, stop: int | None = None) -> None:
+        self._all("clear", start, stop)
+
     def _all(self, method: str, *values: Any) -> None:
         self.team.send("cache", cache=self.number, method=method, values=values)
         getattr(self.own, method)(*values)

@@ -173,8 +173,8 @@ def open_tensorrt(
         pad=True,
         one_by_one=True,
         slots=(
-            _attended(manifest, manifest.verify, engines),
-            _attended(manifest, (manifest.draft,), engines) if draft else (),
+            manifest.attended_slots(manifest.verify[0]),
+            manifest.attended_slots(manifest.draft) if draft else (),
         ),
         prefill_chunk=source.prefill_chunk,
         exact=exact,
@@ -197,13 +197,6 @@ def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
                 f"The plan of {graph.file} does not update {tensor.name.removesuffix('_out')} in place, as TensorRT's "
                 "KVCacheUpdate layers do; build it again with: eesd-build --force."
             )
-
-
-def _attended(manifest: Manifest, graphs: Sequence[GraphInfo], engines: dict[str, Any]) -> tuple[int, ...]:
-    """How many of the first slots attention of all these graphs may read. Plans of earlier versions read all."""
-    if any(engines[graph.file].get_tensor_shape("attn_mask")[3] != -1 for graph in graphs):
-        return (manifest.gpu_slots,)
-    return manifest.attended_slots(graphs[0])
 
 
 def _memory_maker(

@@ -12,8 +12,9 @@ static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const
   for (int64_t b = 0; b < blocks; b++) {
     Bytes levels[P][8];
     for (int i = 0; i < P; i++) {
-      fetch_ahead<format, M>(panels[i] + w.block_at(b));
-      load_levels<format>(panels[i] + w.block_at(b), levels[i]);
+      const uint8_t *p = panels[i] + w.block_at(b), *lower = lower_plane<format>(panels + i, b);
+      fetch_ahead<format, M>(p, lower);
+      load_levels<format>(p, lower, levels[i]);
     }
     for (int h = 0; h < halves; h++) {
       Floats scale[P], minimum[P];
@@ -25,15 +26,17 @@ static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const
       for (int m = 0; m < M; m++) {
         const int64_t block = (row + m) * blocks + b, part = block * halves + h;
         const int8_t *x = a.levels + block * BLOCK + h * 16;
-        const Bytes zero = all_sums(minimums ? 0 : -w.zero * a.sums[fine][part]);
+        const Bytes zero = all_sums(minimums || format == UPPER ? 0 : -w.zero * a.sums[fine][part]);
         Bytes products[P];
         for (int i = 0; i < P; i++) products[i] = zero;
         for (int k = 0; k < groups; k++) {
           const Four four = all_fours(x + 4 * k);
-          for (int i = 0; i < P; i++) products[i] = dot<format == BITS8>(products[i], levels[i][h * groups + k], four);
+          for (int i = 0; i < P; i++) products[i] = dot<format == BITS8 || format == PLANES>(products[i], levels[i][h * groups + k], four);
         }
         for (int i = 0; i < P; i++) {
-          sum[m][i] = fma(to_floats(products[i]), mul(scale[i], all(a.scales[block])), sum[m][i]);
+          Floats integers = to_floats(products[i]);
+          if (format == UPPER) integers = from_upper(w, integers, (float)a.sums[fine][part]);
+          sum[m][i] = fma(integers, mul(scale[i], all(a.scales[block])), sum[m][i]);
           if (minimums) sum[m][i] = fma(minimum[i], all(a.shares[fine][part]), sum[m][i]);
         }
       }

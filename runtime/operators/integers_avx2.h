@@ -39,26 +39,30 @@ template <Format format, bool fine, bool minimums, int P, int M>
 static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
   constexpr int halves = fine ? 2 : 1;
   const int64_t blocks = w.inputs / BLOCK;
+  constexpr bool both = format == BITS8 || format == PLANES;
   Floats sum[M];
   for (int m = 0; m < M; m++) sum[m] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
     const uint8_t *p = panels[0] + w.block_at(b), *scales = p + LEVEL_BYTES<format>, *factors = panels[0] + w.factors_at(b);
-    fetch_ahead<format, M>(p);
+    const uint8_t *lower = lower_plane<format>(panels, b);
+    fetch_ahead<format, M>(p, lower);
     for (int h = 0; h < halves; h++) {
       const int8_t *x = a.levels + (row * blocks + b) * BLOCK;
       Bytes products[M];
-      add_groups<format, fine, 0, M>(p, h, x, w.inputs, products);
-      if (format == BITS8) {
+      add_groups<format, fine, 0, M>(format == PLANES ? lower : p, h, x, w.inputs, products);
+      if (both) {
         Bytes high[M];
-        add_groups<format, fine, 4, M>(p, h, x, w.inputs, high);
+        add_groups<format, fine, format == BITS8 ? 4 : 0, M>(p, h, x, w.inputs, high);
         for (int m = 0; m < M; m++) products[m] = add_sums(products[m], shift_sums(high[m], 4));
       }
       const Floats scale = load_scales(w, scales, h, factors);
       const Floats minimum = minimums ? load_minimums(w, scales, h, factors) : all(0);
       for (int m = 0; m < M; m++) {
         const int64_t block = (row + m) * blocks + b, part = block * halves + h;
-        if (!minimums) products[m] = add_sums(products[m], all_sums(-w.zero * a.sums[fine][part]));
-        sum[m] = fma(to_floats(products[m]), mul(scale, all(a.scales[block])), sum[m]);
+        if (!minimums && format != UPPER) products[m] = add_sums(products[m], all_sums(-w.zero * a.sums[fine][part]));
+        Floats integers = to_floats(products[m]);
+        if (format == UPPER) integers = from_upper(w, integers, (float)a.sums[fine][part]);
+        sum[m] = fma(integers, mul(scale, all(a.scales[block])), sum[m]);
         if (minimums) sum[m] = fma(minimum, all(a.shares[fine][part]), sum[m]);
       }
     }

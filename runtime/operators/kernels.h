@@ -10,10 +10,12 @@ namespace eesd {
 constexpr int64_t PANEL = 16;  // columns of a weight that lie side by side
 constexpr int64_t BLOCK = 32;  // inputs that share a scale, of weights and of activations
 constexpr int64_t SUPER = 8;   // blocks whose split scales share a factor
+constexpr int64_t HALF = 256;  // bytes of the upper or the lower 4 bits of a block
 constexpr int64_t CHUNK = 128; // positions whose softmax is computed at once
 constexpr int64_t MAX_WIDTH = 256;  // of a head
 
-enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8 };
+// PLANES: levels of 8 bits, of which the lower halves lie behind all panels; UPPER: of the same bytes, what lies before them.
+enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER };
 enum Scales { NARROW, WIDE, SPLIT };  // float16, float32; or int8, times a float16 for 256 inputs
 
 // A weight [inputs, outputs] in panels of 16 columns. Of levels, a block of a panel holds 32 inputs, then scales, then minimums.
@@ -29,12 +31,13 @@ struct Matrix {
 
   // Always inlined: of a function that is not, the linker keeps one copy, which may be the one in AVX-512.
   [[gnu::always_inline]] bool has_levels() const { return format >= BITS4; }
+  [[gnu::always_inline]] bool has_planes() const { return format >= PLANES; }
   [[gnu::always_inline]] int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
   [[gnu::always_inline]] bool same_kind(const Matrix &other) const {
     return format == other.format && zero == other.zero && fine == other.fine && scales == other.scales && minimums == other.minimums;
   }
   [[gnu::always_inline]] int64_t level_bytes() const {
-    return format == BITS4 ? 256 : format == BITS5 ? 320 : format == BITS6 ? 384 : 512;
+    return format == BITS5 ? 320 : format == BITS6 ? 384 : format == BITS8 ? 512 : HALF;
   }
   [[gnu::always_inline]] int64_t factor_bytes() const { return scales == SPLIT ? PANEL * 2 * (minimums ? 2 : 1) : 0; }
   [[gnu::always_inline]] int64_t block_bytes() const {
@@ -44,6 +47,9 @@ struct Matrix {
     if (!has_levels()) return inputs * PANEL * (format == FLOAT32 ? 4 : 2);
     return inputs / BLOCK * block_bytes() + inputs / BLOCK / SUPER * factor_bytes();
   }
+  // Of two planes, where the lower one of a panel is; of everything, where it ends.
+  [[gnu::always_inline]] int64_t lower_at(int64_t panel) const { return panels() * panel_bytes() + panel * (inputs / BLOCK) * HALF; }
+  [[gnu::always_inline]] int64_t bytes() const { return lower_at(has_planes() ? panels() : 0); }
   // Where in a panel a block is, and the factors of its scales.
   [[gnu::always_inline]] int64_t block_at(int64_t block) const { return block * block_bytes() + (block / SUPER + 1) * factor_bytes(); }
   [[gnu::always_inline]] int64_t factors_at(int64_t block) const { return block / SUPER * (SUPER * block_bytes() + factor_bytes()); }

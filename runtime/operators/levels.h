@@ -1,24 +1,30 @@
 // Levels, scales and minimums of a panel, as kernels read them.
 
 template <Format format>
-constexpr int64_t LEVEL_BYTES = format == BITS4 ? 256 : format == BITS5 ? 320 : format == BITS6 ? 384 : 512;
+constexpr int64_t LEVEL_BYTES = format == BITS5 ? 320 : format == BITS6 ? 384 : format == BITS8 ? 512 : HALF;
+
+// Of two planes, the lower one of a block. Its panel's stands two places behind the panel's upper one.
+template <Format format> static inline const uint8_t *lower_plane(const uint8_t *const *panel, int64_t block) {
+  return format == PLANES ? panel[2] + block * HALF : nullptr;
+}
 
 // Of a product of M rows.
-template <Format format, int M> static inline void fetch_ahead(const uint8_t *block) {
+template <Format format, int M> static inline void fetch_ahead(const uint8_t *block, const uint8_t *lower) {
   if (M <= STREAMING) return;
   for (int64_t i = 0; i < LEVEL_BYTES<format> + 64; i += 64) fetch_levels(block + AHEAD + i);
+  for (int64_t i = 0; format == PLANES && i < HALF; i += 64) fetch_levels(lower + AHEAD + i);
 }
 
 // The levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.
-template <Format format> static inline void load_levels(const uint8_t *p, Bytes levels[8]) {
+template <Format format> static inline void load_levels(const uint8_t *p, const uint8_t *lower, Bytes levels[8]) {
   if (format == BITS8) {
     for (int i = 0; i < 8; i++) levels[i] = load_bytes(p + 64 * i);
     return;
   }
   for (int i = 0; i < 4; i++) {
-    const Bytes pair = load_bytes(p + 64 * i);
-    levels[i] = low_bits(pair, 0, 15);
-    levels[i + 4] = low_bits(pair, 4, 15);
+    const Bytes pair = load_bytes(p + 64 * i), low = format == PLANES ? load_bytes(lower + 64 * i) : pair;
+    levels[i] = format == PLANES ? join_halves(low, pair, false) : low_bits(pair, 0, 15);
+    levels[i + 4] = format == PLANES ? join_halves(low, pair, true) : low_bits(pair, 4, 15);
   }
   if (format == BITS5)
     for (int i = 0; i < 8; i++) levels[i] = join_bits(levels[i], spread_bits(p + 256 + 8 * i, 16), 0);
@@ -26,6 +32,9 @@ template <Format format> static inline void load_levels(const uint8_t *p, Bytes 
     for (int i = 0; i < 8; i++)
       levels[i] = join_bits(levels[i], low_bits(load_bytes(p + 256 + 64 * (i / 4)), 2 * (i % 4), 3), 4);
 }
+
+// Upper halves h, or a sum of theirs, without the level of 0: each stands for the level 16 h + 7.5. A sum has `count` levels. Exact.
+static inline Floats from_upper(const Matrix &w, Floats h, float count) { return fma(h, all(16.f), all((7.5f - (float)w.zero) * count)); }
 
 // Sixteen of the scales or minimums behind a block's levels; `factors` are those of split ones.
 static inline Floats load_scales(const Matrix &w, const uint8_t *p, int index, const uint8_t *factors) {

@@ -33,16 +33,17 @@ std::vector<Matrix> read_matrices(const Node &node, size_t first_input) {
   std::vector<Matrix> matrices;
   for (size_t i = 0; i < numbers.size(); i += 7) {
     const int64_t *n = &numbers[i];
-    check(n[0] >= FLOAT32 && n[0] <= BITS8 && n[1] > 0 && n[1] < LIMIT && n[2] > 0 && n[2] < LIMIT, "a weight has no such size");
+    check(n[0] >= FLOAT32 && n[0] <= UPPER && n[1] > 0 && n[1] < LIMIT && n[2] > 0 && n[2] < LIMIT, "a weight has no such size");
     check(n[3] >= 0 && n[3] <= 255, "the level of 0 is out of range");
     check(n[5] >= NARROW && n[5] <= SPLIT, "there are no such scales");
     const Tensor data = node.constant(first_input + i / 7);
     const Matrix matrix = {static_cast<const uint8_t *>(data.data), static_cast<Format>(n[0]), n[1], n[2],
                            static_cast<int32_t>(n[3]), n[4] != 0, static_cast<Scales>(n[5]), n[6] != 0};
     check(!matrix.minimums || matrix.zero == 0, "a weight has either a level of 0 or minimums");
+    check(!matrix.has_planes() || (!matrix.fine && !matrix.minimums), "two planes have a scale for 32 inputs and no minimums");
     check(!matrix.has_levels() || matrix.inputs % BLOCK == 0, "levels need a multiple of 32 inputs");
     check(matrix.scales != SPLIT || matrix.inputs % (SUPER * BLOCK) == 0, "split scales need a multiple of 256 inputs");
-    check(data.type == ort::UINT8 && data.size() == matrix.panels() * matrix.panel_bytes(), "a weight has another size");
+    check(data.type == ort::UINT8 && data.size() == matrix.bytes(), "a weight has another size");
     matrices.push_back(matrix);
   }
   return matrices;
@@ -70,6 +71,8 @@ float weight_at(const Matrix &w, int64_t k, int64_t column) {
     level = block[group % 4 * 64 + byte] >> (group / 4 * 4) & 15;
     if (w.format == BITS5) level |= (block[256 + group * 8 + byte / 8] >> byte % 8 & 1) << 4;
     if (w.format == BITS6) level |= (block[256 + group / 4 * 64 + byte] >> group % 4 * 2 & 3) << 4;
+    if (w.format == PLANES)
+      level = level << 4 | (w.data[w.lower_at(column / PANEL) + k / BLOCK * HALF + group % 4 * 64 + byte] >> (group / 4 * 4) & 15);
   }
   const int64_t halves = w.fine ? 2 : 1, at = (w.fine ? i / 16 : 0) * PANEL + c;
   const uint16_t *factors = reinterpret_cast<const uint16_t *>(panel + w.factors_at(k / BLOCK));
@@ -78,7 +81,8 @@ float weight_at(const Matrix &w, int64_t k, int64_t column) {
     if (w.scales == NARROW) return float_of(reinterpret_cast<const uint16_t *>(scales)[index]);
     return static_cast<float>(reinterpret_cast<const int8_t *>(scales)[index]) * float_of(factors[factor]);
   };
-  const float value = static_cast<float>(level - w.zero) * scale_at(at, c);
+  const float integer = w.format == UPPER ? static_cast<float>(16 * level - w.zero) + 7.5f : static_cast<float>(level - w.zero);
+  const float value = integer * scale_at(at, c);
   return w.minimums ? value + scale_at(halves * PANEL + at, PANEL + c) : value;
 }
 

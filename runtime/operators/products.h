@@ -29,23 +29,24 @@ static void multiply_floats(const uint8_t *const panels[P], const float *x, int6
 // M rows of float32 activations times a panel of levels. Of each block, or half of one, with sums of the even and the odd inputs:
 //   sum = fma(even + odd, scale, sum), then fma(minimum, share, sum)
 template <Format format, bool fine, int M>
-static void multiply_float32(const Matrix &w, const uint8_t *panel, const Activations &a, int64_t row, float *out) {
+static void multiply_float32(const Matrix &w, const uint8_t *const *panel, const Activations &a, int64_t row, float *out) {
   constexpr int halves = fine ? 2 : 1, groups = 8 / halves;
   const int64_t blocks = w.inputs / BLOCK;
-  const Floats zero = all((float)w.zero);
+  const auto value = [&](Floats q) { return format == UPPER ? from_upper(w, q, 1) : sub(q, all((float)w.zero)); };
   Floats sum[M];
   for (int m = 0; m < M; m++) sum[m] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
-    const uint8_t *p = panel + w.block_at(b), *scales = p + LEVEL_BYTES<format>, *factors = panel + w.factors_at(b);
-    fetch_ahead<format, M>(p);
+    const uint8_t *p = *panel + w.block_at(b), *scales = p + LEVEL_BYTES<format>, *factors = *panel + w.factors_at(b);
+    const uint8_t *lower = lower_plane<format>(panel, b);
+    fetch_ahead<format, M>(p, lower);
     Bytes levels[8];
-    load_levels<format>(p, levels);
+    load_levels<format>(p, lower, levels);
     for (int h = 0; h < halves; h++) {
       Floats even[M], odd[M];
       for (int m = 0; m < M; m++) even[m] = odd[m] = all(0);
       for (int k = 0; k < 4 * groups; k += 2) {
-        const Floats first = sub(level(levels[h * 4 + k / 4], k % 4), zero);
-        const Floats second = sub(level(levels[h * 4 + k / 4], k % 4 + 1), zero);
+        const Floats first = value(level(levels[h * 4 + k / 4], k % 4));
+        const Floats second = value(level(levels[h * 4 + k / 4], k % 4 + 1));
         const float *x = a.x + row * w.inputs + b * BLOCK + h * 16 + k;
         for (int m = 0; m < M; m++) {
           even[m] = fma(first, all(x[m * w.inputs]), even[m]);
@@ -63,15 +64,16 @@ static void multiply_float32(const Matrix &w, const uint8_t *panel, const Activa
   for (int m = 0; m < M; m++) store(out + m * 2 * PANEL, sum[m]);
 }
 
-// Panels of one kind of levels: P of them, times M rows.
+// Panels of one kind of levels: P of them, times M rows. Planes have a scale for 32 inputs, and no minimums.
 template <Format format, int P, int M>
 static void multiply_levels(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
+  constexpr bool any = format < PLANES;
   if (a.levels && w.fine)
-    return (w.minimums ? multiply_int8<format, true, true, P, M> : multiply_int8<format, true, false, P, M>)(w, panels, a, row, out);
+    return (w.minimums ? multiply_int8<format, any, any, P, M> : multiply_int8<format, any, false, P, M>)(w, panels, a, row, out);
   if (a.levels)
-    return (w.minimums ? multiply_int8<format, false, true, P, M> : multiply_int8<format, false, false, P, M>)(w, panels, a, row, out);
+    return (w.minimums ? multiply_int8<format, false, any, P, M> : multiply_int8<format, false, false, P, M>)(w, panels, a, row, out);
   for (int i = 0; i < P; i++)
-    (w.fine ? multiply_float32<format, true, M> : multiply_float32<format, false, M>)(w, panels[i], a, row, out + i * PANEL);
+    (w.fine ? multiply_float32<format, any, M> : multiply_float32<format, false, M>)(w, panels + i, a, row, out + i * PANEL);
 }
 
 template <int P, int M>
@@ -80,6 +82,8 @@ static void multiply_panels(const Matrix &w, const uint8_t *const panels[P], con
   if (w.format == BITS5) multiply_levels<BITS5, P, M>(w, panels, a, row, out);
   if (w.format == BITS6) multiply_levels<BITS6, P, M>(w, panels, a, row, out);
   if (w.format == BITS8) multiply_levels<BITS8, P, M>(w, panels, a, row, out);
+  if (w.format == PLANES) multiply_levels<PLANES, P, M>(w, panels, a, row, out);
+  if (w.format == UPPER) multiply_levels<UPPER, P, M>(w, panels, a, row, out);
 }
 
 template <Format format, int M>
@@ -92,8 +96,11 @@ static void multiply_two(const uint8_t *const panels[2], int count, const float 
 template <int M>
 static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int count, const Activations &a, int64_t row,
                           float *out) {
-  const uint8_t *at[2] = {w[0]->data + panels[0] * w[0]->panel_bytes(), nullptr};
-  if (count == 2) at[1] = w[1]->data + panels[1] * w[1]->panel_bytes();
+  const uint8_t *at[4] = {};  // panels, and their lower planes
+  for (int i = 0; i < count; i++) {
+    at[i] = w[i]->data + panels[i] * w[i]->panel_bytes();
+    if (w[i]->has_planes()) at[i + 2] = w[i]->data + w[i]->lower_at(panels[i]);
+  }
   const float *x = a.x + row * w[0]->inputs;
   const int64_t inputs = w[0]->inputs;
   if (w[0]->format == FLOAT32) return multiply_two<FLOAT32, M>(at, count, x, inputs, out);

@@ -83,6 +83,10 @@ static inline Bytes low_bits(Bytes x, int shift, int mask) {
 static inline Bytes join_bits(Bytes x, Bytes high, int shift) {
   return {_mm256_or_si256(x.a, _mm256_slli_epi16(high.a, shift)), _mm256_or_si256(x.b, _mm256_slli_epi16(high.b, shift))};
 }
+static inline Bytes join_halves(Bytes low, Bytes high, bool second) {
+  const Bytes own = low_bits(low, second ? 4 : 0, 15), other = low_bits(high, 0, second ? 240 : 15);
+  return join_bits(own, other, second ? 0 : 4);
+}
 static inline __m256i spread_half(const uint8_t *mask, int value) {
   int32_t bits;
   memcpy(&bits, mask, 4);

@@ -66,6 +66,11 @@ static inline Bytes low_bits(Bytes a, int shift, int mask) {
 static inline Bytes join_bits(Bytes low, Bytes high, int shift) {
   return {_mm512_or_si512(low.v, _mm512_slli_epi16(high.v, shift))};  // high's bits do not leave their bytes
 }
+static inline Bytes join_halves(Bytes low, Bytes high, bool second) {
+  if (second) low.v = _mm512_srli_epi16(low.v, 4);
+  else high.v = _mm512_slli_epi16(high.v, 4);
+  return {_mm512_ternarylogic_epi32(_mm512_set1_epi8(15), low.v, high.v, 0xCA)};  // where the mask has a 1 that of low
+}
 static inline Bytes spread_bits(const uint8_t *mask, int value) {
   uint64_t bits;
   memcpy(&bits, mask, 8);
@@ -81,7 +86,8 @@ template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four
   return {_mm512_dpbusd_epi32(sums.v, levels.v, four.v)};
 }
 static inline Floats level(Bytes a, int k) {
-  return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(a.v, 8 * k), _mm512_set1_epi32(255)))};
+  const __m512i at = _mm512_add_epi32(_mm512_set4_epi32(12, 8, 4, 0), _mm512_set1_epi32((int)0x80808000 + k));  // of 128 bits
+  return {_mm512_cvtepi32_ps(_mm512_shuffle_epi8(a.v, at))};
 }
 static inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 static inline void fetch_levels(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second cache

@@ -79,6 +79,10 @@ static inline Bytes join_bits(Bytes low, Bytes high, int shift) {
   EACH low.v[i] = vorrq_u8(low.v[i], vshlq_u8(high.v[i], vdupq_n_s8((int8_t)shift)));
   return low;
 }
+static inline Bytes join_halves(Bytes low, Bytes high, bool second) {
+  EACH low.v[i] = second ? vsriq_n_u8(high.v[i], low.v[i], 4) : vsliq_n_u8(low.v[i], high.v[i], 4);
+  return low;
+}
 static inline Bytes spread_bits(const uint8_t *mask, int value) {
   const uint8x16_t bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201u));
   Bytes r;

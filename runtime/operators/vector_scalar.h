@@ -77,6 +77,11 @@ static inline Bytes join_bits(Bytes low, Bytes high, int shift) {
   for (int i = 0; i < 64; i++) low.byte[i] |= high.byte[i] << shift;
   return low;
 }
+// Of each byte bits 0-3 of `low` and of `high`, or with `second` bits 4-7 of both.
+static inline Bytes join_halves(Bytes low, Bytes high, bool second) {
+  for (int i = 0; i < 64; i++) low.byte[i] = second ? low.byte[i] >> 4 | (high.byte[i] & 240) : (low.byte[i] & 15) | high.byte[i] << 4;
+  return low;
+}
 // Bytes of which each has its bit of a mask of 64 bits, in the place of `value`.
 static inline Bytes spread_bits(const uint8_t *mask, int value) {
   Bytes r;

@@ -138,9 +138,6 @@ class _LoadCollector(Collector):
             "vllm:prefix_cache_queries": ("Tokens of prompts that were looked up in the prefix cache.", load.prefix_queries),
             "vllm:prefix_cache_hits": ("Those of them that were found.", load.prefix_hits),
             "vllm:num_preemptions": ("How often a request paused because others needed its memory.", load.pauses),
-            "eesd:exit_head_judged": ("Drafts of the exit head whose first token was judged.", load.judged),
-            "eesd:exit_head_right": ("Those of them whose first token was right.", load.right),
-            "eesd:exit_head_expected": ("How many of them its calibration expected to be right.", load.expected),
             "eesd:rounds": ("Rounds of the batch.", load.rounds),
         }
         for name, (text, value) in gauges.items():

@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import sys
-from collections.abc import Callable
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -19,8 +18,6 @@ from eesd.common.errors import EESDError
 from eesd.serve.http.observe import LOGGER
 from eesd.serve.http.options import Serving
 
-SAVE_SECONDS = 300.0
-"""How often what the controllers learned is saved."""
 KEEP_SECONDS = 65
 """How long a connection is kept for the next request: longer than proxies and clients keep theirs."""
 UNREAD_BYTES = 64 << 10
@@ -57,13 +54,12 @@ def address_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: FastAPI, bound: socket.socket, save: Callable[[], None]) -> None:
+def serve(app: FastAPI, bound: socket.socket) -> None:
     """Serve until SIGTERM or Ctrl-C, then let running requests finish; a second signal ends them.
 
     Args:
         app: The application. Its service is closed at the end.
         bound: From :func:`bind`; closed at the end.
-        save: Saves what the controllers learned. Called every few minutes and at the end, never twice at once.
     """
     _allow_many_connections()
     serving: Serving = app.state.serving
@@ -79,12 +75,11 @@ def serve(app: FastAPI, bound: socket.socket, save: Callable[[], None]) -> None:
         timeout_keep_alive=KEEP_SECONDS,
         timeout_graceful_shutdown=LAST_SECONDS,
     )
-    server = _Server(config, serving, save)
+    server = _Server(config, serving)
     try:
         server.run(sockets=[bound])
     finally:
         serving.service.close()
-        save()
 
 
 def _allow_many_connections() -> None:
@@ -99,11 +94,10 @@ def _allow_many_connections() -> None:
 class _Server(uvicorn.Server):
     """Stops in two steps: it refuses new requests and says so to probes, then it ends when the running ones have finished."""
 
-    def __init__(self, config: uvicorn.Config, serving: Serving, save: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
         super().__init__(config)
-        self._serving, self._save = serving, save
+        self._serving = serving
         self._deadline = 0.0
-        self._next_save = monotonic() + SAVE_SECONDS
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -117,14 +111,7 @@ class _Server(uvicorn.Server):
         self._serving.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        now = monotonic()
-        if now >= self._next_save:
-            self._next_save = now + SAVE_SECONDS
-            try:
-                await asyncio.to_thread(self._save)
-            except EESDError as error:  # serving goes on; the last save says it again
-                LOGGER.warning("%s", error)
-        over = self._serving.draining and (self._serving.active == 0 or now >= self._deadline)
+        over = self._serving.draining and (self._serving.active == 0 or monotonic() >= self._deadline)
         if over and self._serving.active:
             LOGGER.warning("%d requests did not finish in time; they are cancelled.", self._serving.active)
             await asyncio.to_thread(self._serving.service.close)

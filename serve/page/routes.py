@@ -4,7 +4,6 @@ The page is three files without a build step. Nothing comes from elsewhere, and 
 """
 
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
@@ -37,8 +36,6 @@ HEADERS = {
 }
 LEARNED_SECONDS = 0.25
 """How often the page is told what was learned about drafting."""
-LEARNED = ("accept", "following", "text", "judged", "accepted")
-"""What it is told of it."""
 
 router = APIRouter(route_class=JSONRoute, include_in_schema=False)
 
@@ -124,9 +121,7 @@ async def _events(generations: Generations, serving: Serving) -> Events:
             learned = None
             if update.finish_reason or monotonic() - told >= LEARNED_SECONDS:
                 told = monotonic()
-                with suppress(RuntimeError):  # the batch learned in the middle of it: the page is told next time
-                    state = serving.service.controller_state()
-                    learned = {name: state[name] for name in LEARNED if name in state}
+                learned = serving.service.beliefs()
             yield event(_event(update, learned, serving))
 
 

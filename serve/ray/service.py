@@ -103,7 +103,7 @@ class RemoteService:
         """What this process knows: the replicas have the rest."""
         return Load(running=len(self._open))
 
-    def controller_state(self) -> dict[str, Any]:
+    def beliefs(self) -> dict[str, Any]:
         """Nothing: each replica learns for itself."""
         return {}
 

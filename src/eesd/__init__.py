@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from eesd.runtime.batch.scheduler import BatchOptions as BatchOptions
     from eesd.runtime.batch.service import Service as Service
     from eesd.runtime.constraint import make_constraint as make_constraint
-    from eesd.runtime.controller_state import load_controller_state as load_controller_state
-    from eesd.runtime.controller_state import save_controller_state as save_controller_state
     from eesd.runtime.decoding.round import RoundResult as RoundResult
     from eesd.runtime.decoding.sampling import Sampling as Sampling
     from eesd.runtime.decoding.session import Session as Session
@@ -35,7 +33,6 @@ _NAMES = {
     "eesd.runtime.batch.scheduler": ["BatchOptions"],
     "eesd.runtime.batch.service": ["Service"],
     "eesd.runtime.constraint": ["make_constraint"],
-    "eesd.runtime.controller_state": ["load_controller_state", "save_controller_state"],
     "eesd.runtime.decoding.sampling": ["Sampling"],
     "eesd.runtime.decoding.round": ["RoundResult"],
     "eesd.runtime.decoding.session": ["Session"],
@@ -63,10 +60,8 @@ __all__ = [  # a list of constants, which type checkers understand
     "Update",
     "__version__",
     "load",
-    "load_controller_state",
     "log_rounds",
     "make_constraint",
-    "save_controller_state",
 ]
 
 

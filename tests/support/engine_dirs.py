@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.memory import estimate_memory
@@ -88,24 +87,6 @@ def edit_manifest(directory: Path, path: str, value: Any) -> None:
     else:
         container[last] = value
     (directory / "manifest.json").write_text(json.dumps(raw))
-
-
-def make_version_6(directory: Path) -> None:
-    """Make the manifest one of version 6, which had no minimums, tensors with levels of their own, deep layers, EAGLE-3 heads
-    or parts of a model that Llama, Mistral and Qwen do not have."""
-    raw = json.loads((directory / "manifest.json").read_text())
-    geometry = raw["geometry"]
-    for field in fields(Geometry):
-        if field.default is not MISSING and field.name not in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm"):
-            assert geometry.pop(field.name) in (field.default, [])
-    if geometry["rope_scaling"]:
-        assert geometry["rope_scaling"].pop("divisors") == []
-    assert (raw["exit_head"].pop("deep"), raw["exit_head"].pop("eagle")) == ([], None)
-    quantization = raw["quantization"]
-    assert quantization.pop("tensors") == {}
-    for place in filter(None, quantization.values()):
-        assert (place.pop("minimums"), place.pop("scales")) == (False, None)
-    (directory / "manifest.json").write_text(json.dumps(raw | {"format_version": 6}))
 
 
 def garble(directory: Path) -> None:

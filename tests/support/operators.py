@@ -3,7 +3,7 @@
 import ctypes
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from eesd.runtime.engines.panels import (
     NARROW,
     SPLIT,
     SUPER,
+    UPPER,
     Levels,
     Packed,
     pack_floats,
@@ -28,6 +29,8 @@ from support import specification
 from support.specification import BITS, BLOCK, Floats, Heads, Weight
 
 NOTHING = np.zeros(0, np.float32)
+PLANES_OF = ("planes", "upper")
+"""Formats of two planes. They have a scale for 32 inputs, and no minimums."""
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 70, 130)
 MOST = max(ROWS)
 Array = NDArray[Any]
@@ -89,6 +92,8 @@ def random_weight(
         if form == "bfloat16":
             values = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
         return Weight(form, values)
+    if form in PLANES_OF:
+        fine = minimums = False
     size = 1 << BITS[form]
     levels = random.integers(0, size, (inputs, outputs))
     levels[0, 0], levels[-1, -1] = 0, size - 1
@@ -115,7 +120,9 @@ def split(random: np.random.Generator, values: Array, rows: int) -> Array:
 
 def pack(weight: Weight) -> Packed:
     if weight.values is None:
-        return pack_levels(Levels((weight.levels - weight.zero).astype(np.int16), weight.scales, None, weight.minimums))
+        levels = Levels((weight.levels - weight.zero).astype(np.int16), weight.scales, None, weight.minimums)
+        packed = pack_levels(levels, planes=weight.form in PLANES_OF)
+        return replace(packed, numbers=(UPPER, *packed.numbers[1:])) if weight.form == "upper" else packed
     if weight.form == "float32":
         return pack_floats(weight.values, FLOAT32)
     if weight.form == "float16":

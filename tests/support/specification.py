@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 BLOCK, CHUNK = 32, 128
-BITS = {"bits4": 4, "bits5": 5, "bits6": 6, "bits8": 8}
+BITS = {"bits4": 4, "bits5": 5, "bits6": 6, "bits8": 8, "planes": 8, "upper": 8}
 
 
 def fma(a: Any, b: Any, c: Any) -> Floats:
@@ -129,6 +129,11 @@ class Weight:
         return len(self.levels) // len(self.scales) == 16
 
     @property
+    def read(self) -> Floats:
+        """The levels as products read them: of an upper plane, what the upper 4 bits of each stand for."""
+        return (self.levels - self.levels % 16 + 7.5 if self.form == "upper" else self.levels).astype(np.float32)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return (self.levels if self.values is None else self.values).shape
 
@@ -137,7 +142,7 @@ class Weight:
         if self.values is not None:
             return self.values
         block = len(self.levels) // len(self.scales)
-        found: Floats = (self.levels - self.zero).astype(np.float32) * np.repeat(self.scales, block, 0)
+        found: Floats = (self.read - np.float32(self.zero)) * np.repeat(self.scales, block, 0)
         return found if self.minimums is None else found + np.repeat(self.minimums, block, 0)
 
 
@@ -176,16 +181,16 @@ def multiply(x: Floats, weight: Weight, int8: bool) -> Floats:
     rounded = round_blocks(x)
     for part in range(x.shape[1] // size):
         inputs = slice(part * size, part * size + size)
-        levels, scale = weight.levels[inputs] - weight.zero, weight.scales[part]
+        levels, scale = weight.read[inputs] - np.float32(weight.zero), weight.scales[part]
         if int8:
             own = rounded.scales[:, part * size // BLOCK, None]
-            sums = rounded.levels[:, inputs] @ levels
+            sums = rounded.levels[:, inputs] @ levels.astype(np.float64)
             total = fma(sums.astype(np.float32), scale * own, total)
             share = own * rounded.levels[:, inputs].sum(1)[:, None].astype(np.float32)
         else:
             both = [np.zeros_like(total), np.zeros_like(total)]
             for k in range(size):
-                both[k % 2] = fma(levels[k].astype(np.float32), x[:, inputs.start + k, None], both[k % 2])
+                both[k % 2] = fma(levels[k], x[:, inputs.start + k, None], both[k % 2])
             total = fma(both[0] + both[1], scale, total)
             values = x[:, inputs]
             share = add_lanes(values if weight.fine else values[:, :16] + values[:, 16:])[:, None]

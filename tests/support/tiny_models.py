@@ -46,7 +46,7 @@ def build(
     )
     model = LlamaForCausalLM(config)
     randomise(model, seed)
-    layer = model.model.layers[EXIT_LAYER]
+    layer = model.model.layers[min(EXIT_LAYER, layers - 1)]
     with torch.no_grad():
         layer.self_attn.o_proj.weight.mul_(damping)
         layer.mlp.down_proj.weight.mul_(damping)

@@ -10,7 +10,7 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, exit_caches
 from eesd.common.weights import Quantizations, StoredWeight, graph_shapes, stored_weight
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DRAFT_VOCAB_FILE = "draft_vocab.bin"

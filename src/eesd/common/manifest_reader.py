@@ -1,7 +1,7 @@
 """Reading ``manifest.json``: every value is checked before anything uses it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -10,7 +10,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
-from eesd.common.geometry import Geometry, deep_fault, draft_caches, draft_columns, eagle_fault, exit_caches
+from eesd.common.geometry import deep_fault, draft_caches, draft_columns, eagle_fault, exit_caches
 from eesd.common.json_input import read_json
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
@@ -60,9 +60,6 @@ def load_manifest(directory: Path) -> Manifest:
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version is None:
         raise EESDError(f"{path} is not an EESD manifest; give the output directory of eesd-export.")
-    while type(version) is int and version in _OLDER:
-        raw = _OLDER[version](raw)
-        version = raw["format_version"]
     if version != FORMAT_VERSION:
         raise EESDError(
             f"{path} has format version {shown(version)}, this EESD reads version {FORMAT_VERSION}; export the model again."
@@ -78,62 +75,6 @@ def load_manifest(directory: Path) -> Manifest:
         if file.stat().st_size != size:
             raise EESDError(f"{file} has {file.stat().st_size} bytes where the manifest says {size}; export the model again.")
     return manifest
-
-
-def _without_draft_vocab(raw: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of version 5 as one of version 6, which can have a draft vocabulary and differs in nothing else."""
-    head = raw.get("exit_head")
-    return raw | {"format_version": 6, "exit_head": {**head, "draft_vocab": 0} if isinstance(head, dict) else head}
-
-
-def _without_minimums(raw: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of version 6 as one of version 7, which can have minimums and quantize single tensors."""
-    found = raw.get("quantization")
-    if isinstance(found, dict):
-        added = {"minimums": False, "scales": None}
-        places = {name: {**place, **added} if isinstance(place, dict) else place for name, place in found.items()}
-        found = {**places, "tensors": {}}
-    return raw | {"format_version": 7, "quantization": found}
-
-
-def _without_deep_layers(raw: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of version 7 as one of version 8, whose exit head can have deep layers."""
-    head = raw.get("exit_head")
-    return raw | {"format_version": 8, "exit_head": {**head, "deep": []} if isinstance(head, dict) else head}
-
-
-def _without_families(raw: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of version 8 as one of version 9, whose model can have other parts than Llama's and its relatives, and whose
-    head can be one of EAGLE-3."""
-    geometry, head = raw.get("geometry"), raw.get("exit_head")
-    if isinstance(geometry, dict):
-        parts = {one.name: one.default for one in fields(Geometry) if one.default is not MISSING}
-        geometry = parts | {"layer_kinds": []} | geometry
-        scaling = geometry.get("rope_scaling")
-        if isinstance(scaling, dict):
-            geometry["rope_scaling"] = scaling | {"divisors": []}
-    head = {**head, "eagle": None} if isinstance(head, dict) else head
-    return raw | {"format_version": 9, "geometry": geometry, "exit_head": head}
-
-
-def _without_experts(raw: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of version 9 as one of version 10, whose model can have experts."""
-    geometry, head = raw.get("geometry"), raw.get("exit_head")
-    if isinstance(geometry, dict):
-        geometry = {"experts": None} | geometry
-    if isinstance(head, dict) and isinstance(head.get("eagle"), dict) and isinstance(head["eagle"].get("block"), dict):
-        head = head | {"eagle": head["eagle"] | {"block": {"experts": None} | head["eagle"]["block"]}}
-    return raw | {"format_version": 10, "geometry": geometry, "exit_head": head}
-
-
-_OLDER = {
-    5: _without_draft_vocab,
-    6: _without_minimums,
-    7: _without_deep_layers,
-    8: _without_families,
-    9: _without_experts,
-}
-"""What makes a manifest of an older version one of the next."""
 
 
 def _parse(raw: Mapping[str, Any]) -> Manifest:
