@@ -109,9 +109,12 @@ def test_drafts_of_several_directories_are_compared_bit_for_bit(
 
 def test_the_rounding_of_a_draft_is_that_of_its_bits(text_model: Path, quantized_engine: Path, tmp_path: Path) -> None:
     finer = export_engine(text_model, tmp_path / "int8", "--exit-head", "quantized", "--quantize-draft", "int8")
+    halved = export_engine(text_model, tmp_path / "halved", "--exit-head", "quantized", "--quantize", "int8")
     shared = export_engine(text_model, tmp_path / "none", "--quantize-draft", "none")
-    four, eight, none = (draft_error(path, load_manifest(path)) for path in (quantized_engine, finer, shared))
+    paths = quantized_engine, finer, halved, shared
+    four, eight, upper, none = (draft_error(path, load_manifest(path)) for path in paths)
     assert four is not None and eight is not None and 8 < four / eight < 24 and none == 0
+    assert upper == pytest.approx(four, rel=0.5), "the upper half of 8 bits is about as coarse as 4"
 
 
 def test_fresh_processes_count_what_their_first_rounds_accept(quantized_engine: Path, questions: Path) -> None:

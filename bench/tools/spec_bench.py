@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from eesd.bench.cli import announce_resume
 from eesd.bench.measure.resumable import run_with_progress
@@ -30,7 +31,7 @@ from eesd.common import cli
 from eesd.common.checks import check_choice
 from eesd.common.errors import EESDError
 from eesd.common.manifest import Manifest
-from eesd.common.weights import is_linear
+from eesd.common.weights import SCALES, is_linear
 from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, default_threads
@@ -112,6 +113,9 @@ def draft_error(directory: Path, manifest: Manifest) -> float | None:
     """sqrt(sum (w - w')^2 / sum w^2) of verify's linear weights w and the draft's copies w'; None: it has no copies."""
     from torch import device
 
+    from eesd.runtime.engines.graph_file import read_graph
+    from eesd.runtime.engines.operator_graph import halved_weights
+    from eesd.runtime.engines.stored_values import read_tensor, to_float32
     from eesd.runtime.engines.torch_weights import load_modules
 
     stages = load_modules(directory, manifest, [device("cpu")] * len(manifest.verify), True, kernels=False)
@@ -120,6 +124,11 @@ def draft_error(directory: Path, manifest: Manifest) -> float | None:
     shared = [(own[name], weight) for name, weight in stages[0].draft.named_parameters() if is_linear(name) and name in own]
     pairs = [(weight.float(), rounded.float()) for weight, rounded in shared if not rounded.is_meta]
     wrong = sum(float((weight - rounded).square().sum()) for weight, rounded in pairs)
+    tensors = {tensor.name: tensor for tensor in read_graph(directory / manifest.draft.file).graph.initializer}
+    for name in filter(is_linear, halved_weights(manifest)):  # of 8 bits the CPU reads the upper 4: the middle of 16 levels
+        scales, levels = (to_float32(*read_tensor(directory, tensors[name + suffix])) for suffix in (SCALES, ""))
+        middle = levels.reshape(len(scales), -1, levels.shape[1]) % 16 - np.float32(7.5)
+        wrong += float(np.square(middle * scales[:, None]).sum())
     return (wrong / sum(float(weight.square().sum()) for weight, _ in pairs)) ** 0.5 if pairs else None
 
 
