@@ -134,13 +134,14 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), default=Path("work"), show_default=True)
 @click.option("--text", "texts", type=click.Path(path_type=Path, exists=True), multiple=True, help="Directory of English text.")
+@click.option("--tokenizer", "given", type=click.Path(path_type=Path, exists=True), help="Use this tokenizer.json; train none.")
 @click.option("--vocab-size", default=4096, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-def main(output: Path, texts: tuple[Path, ...], vocab_size: int, seed: int) -> None:
-    """Collect the corpus, train the tokenizer, and write the token arrays."""
+def main(output: Path, texts: tuple[Path, ...], given: Path | None, vocab_size: int, seed: int) -> None:
+    """Collect the corpus, train the tokenizer unless one is given, and write the token arrays."""
     output.mkdir(parents=True, exist_ok=True)
     train, heldout = collect(texts, seed)
-    tokenizer = train_tokenizer(train[: len(train) // 3], vocab_size)
+    tokenizer = Tokenizer.from_file(str(given)) if given else train_tokenizer(train[: len(train) // 3], vocab_size)
     tokenizer.save(str(output / "tokenizer.json"))
     for name, parts in (("train", train), ("heldout", heldout)):
         ids = encode(tokenizer, parts)

@@ -1,4 +1,4 @@
-"""Train a small Llama or Qwen3 on the corpus for a given number of steps.
+"""Train a small Llama or Qwen3, or the model that ``grow.py`` made, on the corpus for a given number of steps.
 
     python pretrain.py --data work/ --steps 420 --output work/base
 
@@ -37,6 +37,9 @@ from transformers import (
 from eesd.common.files import directory_written_whole, written_whole
 
 FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+
+# Compiled, eager attention is a third faster than the CPU's flash kernel at these lengths.
+ATTENTION = "eager"
 
 SAVE_SECONDS = 300
 
@@ -139,8 +142,7 @@ def make_model(family: str, vocab_size: int, hidden: int, intermediate: int, lay
         rope_theta=10000.0,
         initializer_range=0.02,
     )
-    # Compiled, eager attention is a third faster than the CPU's flash kernel at these lengths.
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
     for name, parameter in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             parameter.data.mul_(1 / math.sqrt(2 * layers))
@@ -152,8 +154,9 @@ def save(model: PreTrainedModel, data: Path, output: Path, dtype: torch.dtype, t
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(data / "tokenizer.json"), bos_token="<|endoftext|>", eos_token="<|endoftext|>"
     )
-    # The LM head is tied to the embedding table, which is stored once.
-    state = {n: value.to(dtype) for n, value in model.state_dict().items() if n != "lm_head.weight"}
+    # A tied LM head is stored once, as the embedding table.
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    state = {n: value.to(dtype) for n, value in model.state_dict().items() if n not in tied}
     with directory_written_whole(output) as directory:
         tokenizer.save_pretrained(directory)
         model.save_pretrained(directory, state_dict=state)
@@ -178,10 +181,10 @@ def save(model: PreTrainedModel, data: Path, output: Path, dtype: torch.dtype, t
 @click.option("--lr", default=5e-3, show_default=True, help="Learning rate of Muon, whose updates are scaled to match AdamW's.")
 @click.option("--adam-lr", default=4e-3, show_default=True, help="Learning rate of AdamW.")
 @click.option("--decay", default=0.55, show_default=True, help="Fraction of the steps with a falling learning rate.")
-@click.option("--init", type=click.Path(path_type=Path), help="Start from these weights.")
+@click.option("--init", type=click.Path(path_type=Path), help="Start from this model; the options for its shape do not matter.")
 @click.option("--resume", is_flag=True, help="Continue from the checkpoint beside the output.")
 @click.option("--float32", is_flag=True, help="Also write the weights as trained.")
-@click.option("--compiled/--eager", default=True, show_default=True, help="Use torch.compile.")
+@click.option("--compiled/--eager", default=True, show_default=True, help="Compile the layers.")
 @click.option("--early-exit", default=0.0, show_default=True, help="Weight of the losses of early exits, such as 0.2.")
 @click.option("--layer-dropout", default=0.1, show_default=True, help="With --early-exit: how often the last layer is dropped.")
 @click.option("--rotation", default=8, show_default=True, help="With --early-exit: of so many layers one has a loss in a step.")
@@ -211,11 +214,14 @@ def main(
 ) -> None:
     """Train the base model."""
     torch.manual_seed(seed)
-    vocab_size = len(json.loads((data / "tokenizer.json").read_text())["model"]["vocab"])
-    model = make_model(family, vocab_size, hidden, intermediate, layers)
     if init is not None:
-        model.load_state_dict(AutoModelForCausalLM.from_pretrained(init, dtype=torch.float32).state_dict())
-    runner = torch.compile(model, dynamic=False) if compiled and not early_exit else model
+        model = AutoModelForCausalLM.from_pretrained(init, dtype=torch.float32, attn_implementation=ATTENTION)
+    else:
+        vocab_size = len(json.loads((data / "tokenizer.json").read_text())["model"]["vocab"])
+        model = make_model(family, vocab_size, hidden, intermediate, layers)
+    if compiled and not early_exit:
+        for layer in model.model.layers:  # all have the same code, so it is compiled once
+            layer.compile(dynamic=False)
     exits = EarlyExits(model, early_exit, layer_dropout, rotation) if early_exit else None
     optimizers = make_optimizers(model, lr, adam_lr)
     train, heldout = np.load(data / "train.npy"), np.load(data / "heldout.npy")
@@ -255,7 +261,7 @@ def main(
     rows, long = batches(train, length, micro, seed), False
     for _ in range(accumulate * short_steps):
         next(rows)  # seen before the checkpoint
-    loss_of(runner, next(batches(train, length, micro, seed))).backward()  # compiles before the clock starts
+    loss_of(model, next(batches(train, length, micro, seed))).backward()  # compiles before the clock starts
     model.zero_grad()
     start = saved = time.monotonic()
     first = tokens
@@ -271,7 +277,7 @@ def main(
                 group["lr"] = base * schedule(progress, decay)
         losses = []
         for part in itertools.islice(rows, accumulate):
-            loss = exits.loss(part) if exits else loss_of(runner, part)
+            loss = exits.loss(part) if exits else loss_of(model, part)
             (loss / accumulate).backward()
             losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -281,19 +287,19 @@ def main(
         step += 1
         short_steps += not long
         tokens += accumulate * micro * length
-        if step % 20 == 0:
+        if step % 10 == 0:
             rate = (tokens - first) / (time.monotonic() - start)
             click.echo(
                 f"{progress:6.1%}  step {step:5}  loss {np.mean(losses):.4f}  {tokens / 1e6:6.2f} M  {rate:.0f} tokens/s"
             )
         if step % 100 == 0:
-            value = validation_loss(runner, heldout, length, micro)
+            value = validation_loss(model, heldout, length, micro)
             log.append({"step": step, "tokens": tokens, "validation_loss": value})
             click.echo(f"        validation loss {value:.4f}")
         if time.monotonic() - saved > SAVE_SECONDS:
             store()
             saved = time.monotonic()
-    final = validation_loss(runner, heldout, length, micro, passes=32)
+    final = validation_loss(model, heldout, length, micro, passes=32)
     log.append({"step": step, "tokens": tokens, "validation_loss": final})
     store()
     click.echo(f"done: {step} steps, validation loss {final:.4f}")
