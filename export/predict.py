@@ -17,6 +17,7 @@ from eesd.common.machine import cores
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.weights import BITS, EMBEDDINGS, HEAD_TABLES, ROTARY_TABLES, StoredWeight
 from eesd.export.memory import is_split, rank_bytes, slot_bytes
+from eesd.runtime.engines.operator_graph import halved_weights
 
 KERNELS_PER_BLOCK, OTHER_KERNELS = 12, 10
 """Assumed: norms, products, rotation, cache updates, attention and activation of a block; mask, embedding, head and copies."""
@@ -154,7 +155,11 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int =
         slots: Slots of the KV cache that attention reads.
         ranks: Of so many ranks, each reads that much.
     """
-    weights = sum(rank_bytes(weight, ranks) for weight in _weights_read(manifest, graph))
+    read_weights = _weights_read(manifest, graph)
+    weights = sum(rank_bytes(weight, ranks) for weight in read_weights)
+    if graph == manifest.draft and manifest.dtype == "float32":  # as the CPU reads them
+        halved = halved_weights(manifest)
+        weights -= sum(prod(weight.shape) // 2 for weight in read_weights if weight.name in halved)
     read = len(graph.caches) - state_caches(manifest.geometry, manifest.exit_head)  # of caches of states a single slot
     return weights + slots * slot_bytes(manifest, read) // ranks
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,17 @@ def test_a_model_is_predicted_before_its_export(family_dir: Callable[[str], Path
         json.dumps(json.loads((model / "config.json").read_text()) | {"dtype": "int8"})
     )
     assert_refused(run(main, "--model", tmp_path / "config", "--memory"), "config.json", "type")
+
+
+def test_a_draft_that_reads_half_of_8_bits_is_predicted_so(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """The levels of 8 bits once, of which the draft reads 4, and their scales."""
+    options = ("--exit-head", "quantized", "--dtype", "float32", "--quantize", "int8")
+    manifest = load_manifest(export_engine(family_dir("qwen2"), tmp_path / "plans", *options))
+    weights = {name: one for name, one in manifest.weights_of(manifest.draft).items() if one.quantization}
+    verify, draft = (bytes_of_pass(manifest, graph, 0) for graph in (manifest.verify[0], manifest.draft))
+    assert verify - draft == sum(prod(one.shape) for one in weights.values()) // 2 > 0.3 * verify
+    [device] = estimate_memory(manifest, 1)
+    assert device.shared_weights > 0.9 * device.draft_weights
 
 
 def test_a_model_with_a_head_is_predicted_with_it() -> None:
