@@ -60,6 +60,7 @@ class Choices:
 
     Attributes:
         model: Directory, GGUF file, Hugging Face id or short name.
+        plans: Whether plans may be built of 16-bit engines, so that a 4-bit draft has no minimums, which TensorRT cannot read.
     """
 
     model: str
@@ -79,6 +80,7 @@ class Choices:
     check: bool | None = None
     pack: bool | None = None
     calibrate: bool | None = None
+    plans: bool = True
 
 
 def make_engines(
@@ -163,6 +165,7 @@ def _choose(choices: Choices, checkpoint: Checkpoint) -> tuple[Head, ExportOptio
         choices.symmetric,
         choices.link_weights,
         whole=found is None,
+        plans=choices.plans,
     )
     head = found or _default_head(checkpoint, quantization, choices.exit_head)
     if not head.config.can_draft:
@@ -226,8 +229,14 @@ def choose_quantization(
     symmetric: bool | None,
     link_weights: bool,
     whole: bool,
+    plans: bool = True,
 ) -> Quantizations:
-    """What the options mean together. A checkpoint's own levels stay as they are. ``whole``: the draft is the whole model."""
+    """What the options mean together. A checkpoint's own levels stay as they are.
+
+    Args:
+        whole: Whether the draft is the whole model.
+        plans: Whether plans may be built of 16-bit engines.
+    """
     own, tensors = checkpoint.quantization, checkpoint.own_levels
     if layers is None and tensors and dtype == "float32" and not link_weights:
         layers = KEEP
@@ -252,7 +261,7 @@ def choose_quantization(
     if symmetric is not None and "int4" not in (layers, head, draft):
         raise EESDError("--symmetric and --asymmetric are for int4; leave the option out.")
     if symmetric is None:
-        symmetric = dtype != "float32"  # TensorRT, which runs 16-bit engines, has no zero points of 4 bits
+        symmetric = plans and dtype != "float32"  # TensorRT has no zero points of 4 bits
 
     def scheme(kind: str | None) -> Quantization | None:
         if kind in (None, "none"):

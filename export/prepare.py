@@ -15,6 +15,7 @@ import click
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
+from eesd.common.machine import torch_sees_gpu
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.turns import turn
 from eesd.export import cache
@@ -86,7 +87,7 @@ def _export(place: Path, model: str, options: Options) -> None:
         cache.mark(directory, place, model, options)
 
     _say(f"Exporting {model} to {place}. Later starts use it from there.")
-    make_engines(Choices(model, **options), place, _say, lambda step: _say(f"{step} ..."), finish)
+    make_engines(Choices(model, plans=torch_sees_gpu(), **options), place, _say, lambda step: _say(f"{step} ..."), finish)
 
 
 def _place(directory: Path, model: str, options: Options) -> Path:
