@@ -270,7 +270,7 @@ def choose_quantization(
             return SEARCHED_INT4
         return {"fp8": FP8_WEIGHTS, "nvfp4": NVFP4}.get(str(kind), Quantization(str(kind), BLOCK))
 
-    return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft), tensors=tensors)
+    return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft), tensors=dict(tensors))
 
 
 def _is_large(checkpoint: Checkpoint | Outline) -> bool:
