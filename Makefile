@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip install --no-compile --constraint constraints.txt
 LIBRARY := runtime/engines/libeesd_operators.so
+RUN = $(BIN)/eesd-run --cache-dir build/cache
 SMOLLM2 := build/SmolLM2-135M-Instruct.Q4_1.gguf
 # Two processes, a processor each. The tests of a file stay together because they share engines. tests/conftest.py says which
 # files begin; without the last option, those of most tests would.
@@ -14,17 +16,15 @@ STANDARD := $(addprefix tests/test_,lossless.py exactness.py batch.py widened.py
 
 # A model that people know, where it can be fetched (93 MB); else the model of the repository.
 run: operators
+	@echo "Fetching SmolLM2-135M-Instruct (93 MB), unless it is there."
 	@if $(BIN)/python examples/smollm2/fetch.py $(SMOLLM2); then $(MAKE) --no-print-directory run-smollm2; \
 	else echo "Running the bundled model instead."; $(MAKE) --no-print-directory run-pycode; fi
 
-run-smollm2: build/smollm2/manifest.json operators
-	$(BIN)/eesd-run --engine-dir build/smollm2 --chat --prompt-file examples/smollm2/prompts.jsonl --max-new-tokens 200 --compare
+run-smollm2: $(SMOLLM2) operators
+	$(RUN) --model $(SMOLLM2) --exit-head examples/smollm2/head --chat --prompt-file examples/smollm2/prompts.jsonl --max-new-tokens 200 --compare
 
-run-pycode: build/pycode/manifest.json operators
-	$(BIN)/eesd-run --engine-dir build/pycode --prompt-file examples/pycode/prompt.txt --max-new-tokens 160 --compare
-
-build/smollm2/manifest.json: $(VENV)/installed $(SMOLLM2) $(wildcard examples/smollm2/head/*) | operators
-	$(BIN)/eesd-export --model $(SMOLLM2) --exit-head examples/smollm2/head --output build/smollm2
+run-pycode: operators
+	$(RUN) --model examples/pycode/model --dtype float32 --prompt-file examples/pycode/prompt.txt --max-new-tokens 160 --compare
 
 build/pycode/manifest.json: $(VENV)/installed | operators
 	$(BIN)/eesd-export --model examples/pycode/model --dtype float32 --output build/pycode
@@ -36,45 +36,55 @@ $(SMOLLM2): | $(VENV)/installed
 test: operators
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
-pytest: operators
+pytest: operators $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-fast: operators
+test-fast: operators $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "fast and not slow"
 
-test-slow: operators
+test-slow: operators $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 # As if there were no C++ compiler.
-test-standard: $(VENV)/installed
+test-standard: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(PARALLEL) --without-operators $(STANDARD)
 
 # What the tests of Triton, Ray, container files and clients run, beside this project's packages. The tests make it if it is missing.
-triton-venv ray-venv containers-venv clients-venv: $(VENV)/installed
+triton-venv ray-venv containers-venv clients-venv: $(VENV)/installed-dev
 	$(BIN)/python tests/support/environments.py $(@:-venv=)
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/support/core_size.py
 	$(BIN)/python docs/check.py
 	$(BIN)/mypy src/eesd tests
 
-bench: build/pycode/manifest.json operators
+bench: build/pycode/manifest.json operators $(VENV)/installed-dev
 	$(BIN)/eesd-bench --engine-dir build/pycode --output bench-results --overwrite
 
-# src/eesd links to the top-level folders, so an editable install sees new files without being made again.
+# What runs and exports models. Python files are compiled when they are first imported: compiling them all takes a minute.
+# setuptools builds the library again when its sources change. src/eesd links to the top-level folders, so an editable install
+# sees new files without being made again.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@echo "Installing what runs and exports models into $(VENV), and building the operators."
+	$(PIP) --editable '.[export]' setuptools
 	touch $@
 
-# The library of our own operators, which the installation has built already. Here it is built again when its sources change.
-# Without a C++ compiler there is a warning instead, and ONNX Runtime's own operators run the models.
+# What tests, lint and benchmarks run besides.
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "Installing what the tests run into $(VENV)."
+	$(PIP) 'eesd[dev]'
+	touch $@
+
+# The library of our own operators, which the installation has built already: make looks whether it is there before it installs,
+# so the recipe looks again. Here it is built again when its sources change. Without a C++ compiler there is a warning instead,
+# and ONNX Runtime's own operators run the models.
 operators: $(LIBRARY)
 
 $(LIBRARY): $(wildcard runtime/operators/*.cpp runtime/operators/*.h) setup.py | $(VENV)/installed
-	$(BIN)/python setup.py --quiet build_ext --inplace
+	@test -f $@ && test -z "$$(find $^ -newer $@)" || { echo "Building the operators."; $(BIN)/python setup.py --quiet build_ext --inplace; }
 
 clean:
 	rm -rf $(VENV) build $(LIBRARY)

@@ -25,6 +25,7 @@ from eesd.bench.report.lease import read_lease, write_lease
 from eesd.bench.report.markdown import write_report
 from eesd.bench.report.plots import check_plots
 from eesd.common import cli
+from eesd.common.checks import check_choice
 from eesd.common.errors import EESDError
 from eesd.common.terminal import progress_bar
 from eesd.controllers import make_controller
@@ -200,13 +201,22 @@ def starts(trace: Path | None, costs: str | None, controller: str, starts: int, 
         raise EESDError("Give --engine-dir and --prompts together to measure real processes, and neither with --trace.")
     if real["prompts"] is not None:
         prompts, found = read_prompts(real["prompts"], starts), []
-        measured = measure_starts(real["engine_dir"], prompts, real["drafter"], real["threads"], real["max_new_tokens"])
+        if costs:
+            check_choice("costs", costs, COST_MODELS)
+        options = real["drafter"], real["threads"], real["max_new_tokens"], costs
+        measured = measure_starts(real["engine_dir"], prompts, *options)
         with progress_bar("starting", starts) as advance:
-            for speed in measured:
-                found.append(speed)
+            for start in measured:
+                found.append(start)
                 advance(1)
-        few = f"below 0.98 {sum(speed < 0.98 for speed in found)} of {starts}"
-        click.echo(f"speed over plain decoding: least {min(found):.3f}, median {median(found):.3f}, {few}")
+        speeds, rounds, pauses = zip(*found, strict=True)
+        few = f"below 0.98 {sum(speed < 0.98 for speed in speeds)} of {starts}"
+        click.echo(f"speed over plain decoding: least {min(speeds):.3f}, median {median(speeds):.3f}, {few}")
+        shut = f"1.00 in {sum(tokens < 1.005 for tokens in rounds)} of {starts}"
+        click.echo(
+            f"tokens a round: median {median(rounds):.2f}, {shut}, each {' '.join(f'{tokens:.2f}' for tokens in rounds)}"
+        )
+        click.echo(f"pauses of the guard: {sum(map(bool, pauses))} of {starts}, each {' '.join(map(str, pauses))}")
         return
     make_controller(controller)
     recorded = load_trace(trace) if trace else None

@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from eesd.common.geometry import Geometry
+from eesd.controllers.base import DraftStep
 from eesd.distill.ages import AGES
 from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.distill.teacher import TeacherCall, chunk_rows, full_sequence_inputs
+from eesd.export.prior import DraftedRound
 from eesd.model.deep_states import deep_states
 from eesd.model.exit_head import ExitHead
 
@@ -134,6 +136,35 @@ class GreedyDrafts:
     correct: NDArray[np.bool_]
     probability: NDArray[np.float32]
     margin: NDArray[np.float32]
+
+
+def drafted_rounds(drafts: GreedyDrafts, draft_length: int = DRAFTS_PER_ROUND) -> list[DraftedRound]:
+    """Replay rounds over one text, with what a controller is told of each draft up to the first rejection.
+
+    Args:
+        drafts: The head's drafts.
+        draft_length: Drafts in a round.
+    """
+    return [
+        DraftedRound(
+            [_step(drafts, replayed.start + level, level + 1) for level in range(replayed.verified)], replayed.accepted
+        )
+        for replayed in replay_rounds(drafts.correct, draft_length)
+    ]
+
+
+def _step(drafts: GreedyDrafts, index: int, depth: int) -> DraftStep:
+    """The draft of one of the text's tokens, as one of a chain."""
+    age = min(depth, len(drafts.probability)) - 1
+    probability = float(drafts.probability[age, index])
+    return DraftStep(
+        depth=depth,
+        probability=probability,
+        path_probability=probability,
+        entropy=None,
+        margin=float(drafts.margin[age, index]),
+        nodes=depth,
+    )
 
 
 @dataclass(frozen=True)

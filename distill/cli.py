@@ -208,7 +208,7 @@ def _search(run: Run, layers: tuple[Any, ...], blocks: tuple[Any, ...], node: fl
 
 
 def _evaluate(run: Run) -> None:
-    from eesd.distill.calibrate import table
+    from eesd.export.prior import table
 
     acceptance, calibration = run.evaluate()
     if not run.is_main:

@@ -24,8 +24,7 @@ from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers, written_whole
 from eesd.common.geometry import ExitConfig
 from eesd.common.terminal import notice
-from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, replay_acceptance
-from eesd.distill.calibrate import CalibrationResult, calibrate
+from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, drafted_rounds, replay_acceptance
 from eesd.distill.card import write_card
 from eesd.distill.continuing import TorchWriter, Writer
 from eesd.distill.data import (
@@ -44,11 +43,13 @@ from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.forecast import Forecast, Machine, Work, forecast, own_tokens
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions, digest
-from eesd.distill.self_prompt import SelfPromptOptions, around_turns, self_prompts
+from eesd.distill.self_prompt import SelfPromptOptions, self_prompts
 from eesd.distill.stored import saving
 from eesd.distill.structure import head_config, structure
 from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall, check_compiler
 from eesd.distill.trainer import Report, Trainer
+from eesd.export.own_text import around_turns
+from eesd.export.prior import CalibrationResult, calibrate, label_rounds
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import ModelConfig
 from eesd.model.decoder import Decoder
@@ -424,7 +425,8 @@ class Run:
         drafts = validation.drafts(head, self.checkpoint.geometry, self.lm_head)
         if not all(np.isfinite(text.margin).all() for text in drafts):
             raise EESDError(f"The head in {self.output} computes logits that are not finite; train it again.")
-        result, texts = calibrate(drafts), [text.correct for text in drafts]
+        result = calibrate([label_rounds(drafted_rounds(text)) for text in drafts])
+        texts = [text.correct for text in drafts]
         acceptance = replay_acceptance(texts)
         if self.is_main:
             save_config(replace(head.exit_config, calibration=result.prior), self.output, acceptance.by_depth)
@@ -563,5 +565,7 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
     )
     check_exit(checkpoint.geometry, run.head_config(training))
     if data.self_prompt:
-        around_turns(run.codec)
+        if run.codec is None:
+            raise EESDError("--self-prompt needs a tokenizer; give prompts as token arrays with --self-generate.")
+        around_turns(run.codec)  # refuses a model without a chat template
     return run

@@ -33,7 +33,7 @@ def forecast(manifest: Manifest, size: int, free: int, acceptance: Sequence[floa
 
 
 def _drafts(manifest: Manifest, acceptance: Sequence[float]) -> str:
-    draft = bytes_of_pass(manifest, manifest.draft, 0) / sum(bytes_of_pass(manifest, stage, 0) for stage in manifest.verify)
+    draft = draft_share(manifest)
     text = f"a draft step will read {100 * draft:.0f} % of a plain step's weights"
     if not manifest.exit_head.can_draft:
         return "no exit head: drafts come from the text, where it repeats"
@@ -45,6 +45,11 @@ def _drafts(manifest: Manifest, acceptance: Sequence[float]) -> str:
         return f"{text}; how often its head is right is not known: eesd-distill --steps 0 --init-head measures it"
     tokens, worth = worth_of(acceptance, draft)
     return f"{text}; its head gave {tokens:.2f} tokens a round on held-out text: up to {worth:.2f} times as fast"
+
+
+def draft_share(manifest: Manifest) -> float:
+    """What a draft step reads, as a part of a plain step."""
+    return bytes_of_pass(manifest, manifest.draft, 0) / sum(bytes_of_pass(manifest, stage, 0) for stage in manifest.verify)
 
 
 def worth_of(acceptance: Sequence[float], draft: float) -> tuple[float, float]:

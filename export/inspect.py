@@ -255,7 +255,7 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
         ),
         "exit head": _head(manifest),
         "draft vocabulary": _draft_vocab(manifest),
-        "calibration": "prior of this head" if exit_head.calibration else "default prior",
+        "calibration": "prior of this draft" if exit_head.calibration else "default prior",
         "element type": manifest.dtype,
         "linear weights": _linear_weights(manifest),
         "KV cache": (

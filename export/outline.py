@@ -13,8 +13,8 @@ from eesd.common.manifest import (
     Manifest,
 )
 from eesd.common.weights import DTYPES, Quantization, is_linear, layer_shapes
-from eesd.export.cli import choose_quantization, most_have_few_bits
 from eesd.export.engine_dir import stored_head
+from eesd.export.make import choose_quantization, most_have_few_bits
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import ModelConfig, load_config
 from eesd.model.exit_head_file import CONFIG_FILE

@@ -101,7 +101,7 @@ def check_space(directory: Path, needed: int) -> None:
     if free < needed:
         raise EESDError(
             f"The export needs {needed / 1e9:.1f} GB but {directory} has {free / 1e9:.1f} GB free; "
-            "free some space or give another --output."
+            "free some space, or write to another disk."
         )
 
 

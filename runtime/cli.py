@@ -1,4 +1,4 @@
-"""``eesd-run``: generate from an engine directory."""
+"""``eesd-run``: generate with a model or an engine directory."""
 
 import json
 import sys
@@ -20,6 +20,7 @@ from eesd.controllers import CONTROLLERS
 from eesd.runtime.compare import Comparison, LogitComparison, compare
 from eesd.runtime.decoding.sampling import METHODS, Sampling
 from eesd.runtime.decoding.stats import Stats
+from eesd.runtime.engine_options import engine_dir_of, engine_options
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, KV_CACHE_DTYPES
 from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, LLM, Options, Prompt, Speculation, load
 from eesd.runtime.request import Constraint
@@ -74,7 +75,7 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
 
 
 @cli.command()
-@click.option("--engine-dir", type=cli.PATH, required=True, help="Directory made by eesd-export.")
+@engine_options
 @click.option("-p", "--prompt", "prompts", multiple=True, help="Prompt; may be given several times. - reads stdin.")
 @click.option("--prompt-file", type=cli.PATH, help="Text file (one prompt) or .jsonl (one a line).")
 @click.option("--chat", is_flag=True, help="Prompts are chat messages. Without a prompt: chat on the terminal.")
@@ -104,13 +105,15 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; compare speed, tokens and bits.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt.")
 @click.option("--stats/--no-stats", default=True, help="Table of statistics on stderr.")
-def main(engine_dir: Path, prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> None:
-    """Generate text with the engines of a directory."""
+def main(prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> None:
+    """Generate text with a model, which is exported first, or with the engines of a directory."""
     chosen = {name: options[name] for name in (*SAMPLING_OPTIONS, "seed", "method") if options[name] is not None}
     Sampling(**chosen)  # refuses bad options before anything is loaded
     log: Path | None = options["log_rounds"]
     constraint = _constraint_of(options)
-    llm = load_as_asked(engine_dir, options, speculation_of(options))
+    speculation = speculation_of(options)
+    engine_dir = engine_dir_of(options)
+    llm = load_as_asked(engine_dir, options, speculation)
     options["make_constraint"] = _compiled(constraint, llm)
     sampling = replace(llm.default_sampling, **chosen)
     on_terminal = options["chat"] and not prompts and prompt_file is None and sys.stdin and sys.stdin.isatty()

@@ -38,7 +38,7 @@ BUILD = "install a C++ compiler (g++), then: pip install --force-reinstall --no-
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(engine_dir: Path | None, as_json: bool) -> None:
     """Show versions, processor and GPU, and for each job whether this machine can do it."""
-    facts = {"packages": packages(), "machine": machine.describe(), "jobs": jobs()}
+    facts = {"packages": packages(), "machine": machine.describe() | {"cache of models": _cache()}, "jobs": jobs()}
     if engine_dir is not None:
         facts["engines"] = engines(engine_dir)
     if as_json:
@@ -91,6 +91,12 @@ def jobs() -> dict[str, str]:
     for flavour in FLAVOURS:
         found[f"build plans ({flavour})"] = _plans_lack(flavour, "onnx") or _building_lacks(flavour) or "yes"
     return found | {"export": exporting or "yes"}
+
+
+def _cache() -> str:
+    """Where ``--model`` exports to."""
+    place = machine.user_cache()
+    return "none: this user has no home; set EESD_CACHE_DIR" if place is None else f"{place}; eesd-cache list shows it"
 
 
 def _missing(remedy: str, *names: str) -> str:

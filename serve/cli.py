@@ -1,4 +1,4 @@
-"""``eesd-serve``: OpenAI's API over an engine directory."""
+"""``eesd-serve``: OpenAI's API over a model or an engine directory."""
 
 import os
 import tomllib
@@ -16,6 +16,7 @@ from eesd.common.machine import rank
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.cli import drafting_options, load_as_asked, speculation_of
+from eesd.runtime.engine_options import engine_dir_of, engine_options
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, KV_CACHE_DTYPES
 from eesd.runtime.llm import GENERATION_CONFIGS, Speculation
 from eesd.runtime.round_log import log_rounds
@@ -55,7 +56,7 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 
 @cli.command(environment="EESD_SERVE")
 @click.option("--config", type=cli.PATH, is_eager=True, expose_value=False, callback=_configure, metavar="FILE", help=CONFIG)
-@click.option("--engine-dir", type=cli.PATH, required=True, help="Directory made by eesd-export.")
+@engine_options
 @click.option("--host", type=cli.NAME, default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: a free one.")
 @click.option("--model-name", default="", show_default=False, help="Name that clients give as model.  [default: the model's]")
@@ -93,8 +94,8 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 @click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
 @click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Of the log on stderr.")
 @click.option("--triton-repo", type=cli.PATH, metavar="DIR", help=TRITON)
-def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
-    """Serve OpenAI's API from the engines of a directory.
+def main(host: str, port: int, **options: Any) -> None:
+    """Serve OpenAI's API with a model, which is exported first, or from the engines of a directory.
 
     One process serves many requests at once. SIGTERM lets running requests finish.
     """
@@ -104,7 +105,7 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     if options["triton_repo"] is not None:
         if log is not None:
             raise EESDError("--log-rounds cannot be used with --triton-repo; leave it out.")
-        _write_triton_repository(engine_dir, batch, speculation, options)
+        _write_triton_repository(engine_dir_of(options), batch, speculation, options)
         return
     try:
         from eesd.serve.app import make_app
@@ -120,9 +121,10 @@ def main(engine_dir: Path, host: str, port: int, **options: Any) -> None:
     )
     log_to_stderr(options["log_format"])
     if rank() > 0:
-        load_as_asked(engine_dir, options, speculation)  # runs what rank 0 says, which has the port, until rank 0 ends
+        # runs what rank 0 says, which has the port, until rank 0 ends
+        load_as_asked(engine_dir_of(options), options, speculation)
     with bind(host, port) as bound:  # before the model is loaded: a port that is taken is known at once
-        llm = load_as_asked(engine_dir, options, speculation)
+        llm = load_as_asked(engine_dir_of(options), options, speculation)
         app = make_app(Service(llm, batch), limits)
         if not limits.api_keys and not bound.getsockname()[0].startswith(("127.", "::1")):
             LOGGER.warning("Everybody who reaches %s may use it; --api-key-file restricts that.", address_of(bound))

@@ -197,6 +197,15 @@ def engine(shared: Shared, text_model: Path) -> Path:
     return shared("engine", lambda path: export_engine(text_model, path / "plans")) / "plans"
 
 
+@pytest.fixture(scope="session")
+def quantized_engine(shared: Shared, text_model: Path) -> Path:
+    """The same, with the whole model in 4 bits as the draft."""
+    return (
+        shared("quantized", lambda path: export_engine(text_model, path / "quantized", "--exit-head", "quantized"))
+        / "quantized"
+    )
+
+
 @pytest.fixture
 def engine_copy(engine: Path, tmp_path: Path) -> Path:
     """Engines that the test may damage."""

@@ -1,16 +1,22 @@
 """The tool for Spec-Bench answers all turns of every question in every configuration, and reports them by category."""
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command import assert_refused, run, succeed
+from support import tiny_models
+from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
 
+from eesd.bench.cli import main as bench
 from eesd.bench.replay.costs import COST_MODELS, CallCosts, CostModel
 from eesd.bench.tools.results import main as draw
-from eesd.bench.tools.spec_bench import main, read_questions
+from eesd.bench.tools.spec_bench import choose, draft_error, main, read_questions
 from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, repriced, speedup
+from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.engines import operators
 from eesd.runtime.engines.cpu_engine import CpuEngine
 
 ROWS: list[dict[str, Any]] = [
@@ -56,6 +62,92 @@ def test_all_turns_are_answered_reported_and_not_answered_again(engine: Path, qu
     assert "## Spec-Bench" in report.read_text()
 
 
+def test_drafts_of_several_directories_are_compared_bit_for_bit(
+    engine: Path, quantized_engine: Path, questions: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "spec.json"
+    others = write(tmp_path / "others.jsonl", [{"task": "notes", "prompt": "abc abc"}, {"task": "notes", "prompt": "xy xy"}])
+    options: tuple[object, ...] = ("--questions", questions, "--questions", others, "--threads", 1, "-n", 10, "-o", output)
+    options += (
+        "--engine-dir",
+        quantized_engine,
+        "--method",
+        f"{engine}:exit,fixed:k=2",
+        "--method",
+        "exit",
+        "--method",
+        "both",
+    )
+    options += ("--samplings", "greedy coupled-1", "--others", 1, "--bits")
+    kernels = [] if operators.missing() else operators.supported()[:2]
+    for name in kernels:
+        options += ("--kernels", name)
+    shown = succeed(main, *options).stdout
+    result = Result.load(output)
+    assert result.complete and set(result.categories.values()) == {"multi-turn", "rag", "notes"}
+    assert all(answer.equal and answer.bits for answer in result.answers)
+    whole = [a for a in result.answers if a.method == "exit"]
+    expected = Counter(
+        {("greedy", 0): 5, ("coupled-1", 0): 3} | {(s, 1): 3 for s in ("greedy", "coupled-1") if len(kernels) > 1}
+    )
+    names = list(dict.fromkeys(a.engine for a in whole))
+    assert Counter((a.sampling, names.index(a.engine)) for a in whole) == expected
+    assert {a.method for a in result.answers} == {PLAIN, "plans:exit,fixed:k=2", "exit", "both"}
+    assert all(0 <= a.accepted <= a.judged for a in result.answers)
+    assert any(a.judged for a in whole)
+    head, own = result.engines["plans"]["draft_error"], result.engines["quantized"]["draft_error"]
+    assert 0 < own < 0.2 and 0 < head < 0.2
+    for words in (
+        f"| {own:.3f} |",
+        "the whole model drafts or exit after layer 1",
+        "5 of 5",
+        "acceptance",
+        "pauses",
+    ):
+        assert words in shown
+
+
+def test_the_rounding_of_a_draft_is_that_of_its_bits(text_model: Path, quantized_engine: Path, tmp_path: Path) -> None:
+    finer = export_engine(text_model, tmp_path / "int8", "--exit-head", "quantized", "--quantize-draft", "int8")
+    halved = export_engine(text_model, tmp_path / "halved", "--exit-head", "quantized", "--quantize", "int8")
+    shared = export_engine(text_model, tmp_path / "none", "--quantize-draft", "none")
+    paths = quantized_engine, finer, halved, shared
+    four, eight, upper, none = (draft_error(path, load_manifest(path)) for path in paths)
+    assert four is not None and eight is not None and 8 < four / eight < 24 and none == 0
+    assert upper == pytest.approx(four, rel=0.5), "the upper half of 8 bits is about as coarse as 4"
+
+
+def test_fresh_processes_count_what_their_first_rounds_accept(quantized_engine: Path, questions: Path) -> None:
+    """At counted costs nothing depends on the machine: whatever the prompt, the whole model in 4 bits is not shut out."""
+    given = (
+        "--engine-dir",
+        quantized_engine,
+        "--prompts",
+        questions,
+        "--drafter",
+        "exit",
+        "--threads",
+        1,
+        "--starts",
+        2,
+        "-n",
+        24,
+    )
+    shown = succeed(bench, "starts", *given, "--costs", "4bit").stdout
+    found = re.search(r"tokens a round: median \d\.\d\d, 1\.00 in 0 of 2, each (\d\.\d\d) (\d\.\d\d)\n", shown)
+    assert found and min(map(float, found.groups())) > 1.3, shown
+    assert "pauses of the guard: 0 of 2, each 0 0" in shown
+    assert_refused(run(bench, "starts", *given, "--costs", "9b"), "13b")
+
+
+def test_a_method_needs_the_same_model(engine: Path, questions: Path, tmp_path: Path) -> None:
+    model = tiny_models.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0)
+    add_tokenizer(model)
+    other = export_engine(model, tmp_path / "other")
+    given = ("--questions", questions, "--engine-dir", engine, "--method", f"{other}:exit", "-o", tmp_path / "out.json")
+    assert_refused(run(main, *given), "another model")
+
+
 def test_seconds_are_counted_by_a_cost_model_of_another_device(
     engine: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +170,7 @@ def test_seconds_are_counted_by_a_cost_model_of_another_device(
 
 def test_questions_of_a_category_are_spread_over_the_file(tmp_path: Path) -> None:
     rows = [{"question_id": i, "category": "qa" if i < 9 else "stem", "turns": ["t"]} for i in range(12)]
-    found = read_questions(write(tmp_path / "q.jsonl", rows), 3)
+    found = choose(read_questions([write(tmp_path / "q.jsonl", rows)]), 3)
     assert [(question.id, question.category) for question in found] == [
         (1, "qa"), (10, "multi-turn"), (4, "qa"), (11, "multi-turn"), (7, "qa"), (12, "multi-turn"),
     ]  # fmt: skip

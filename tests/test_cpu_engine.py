@@ -268,7 +268,7 @@ def test_where_the_engine_directory_cannot_be_written_the_users_cache_is_used(
     CpuEngine(place, manifest, manifest.verify, 1)
     forbid(plans.parent, monkeypatch)
     shutil.rmtree(own_cache)
-    with pytest.raises(EESDError, match=r"cannot be written .* set XDG_CACHE_HOME"):
+    with pytest.raises(EESDError, match=r"cannot be written .* set EESD_CACHE_DIR"):
         packed_directory(plans, manifest)
 
 

@@ -321,7 +321,7 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
         check_products,
     ),
     "lower halves of another block": ("levels.h", "panel[2] + block * HALF", "panel[2]", check_products),
-    "lower plane of another panel": ("kernels.h", "panel * (inputs / BLOCK) * HALF", "0 * panel", check_products),
+    "lower plane of another panel": ("products.h", "lower_at(panels[i])", "lower_at(0)", check_products),
     "upper halves without what they lack": ("levels.h", "7.5f - (float)w.zero", "-(float)w.zero", check_products),
     "norm without epsilon": ("rows.h", "(float)size + epsilon", "(float)size", check_products),
 }

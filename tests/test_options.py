@@ -20,6 +20,7 @@ MODULES = {
     "export": "eesd.export.cli",
     "build": "eesd.export.build",
     "inspect": "eesd.export.inspect",
+    "cache": "eesd.export.cache_cli",
     "run": "eesd.runtime.cli",
     "doctor": "eesd.runtime.doctor",
     "bench": "eesd.bench.cli",

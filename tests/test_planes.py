@@ -1,5 +1,6 @@
 """A draft that is the whole model reads the upper half of 8-bit weights; verify reads both halves and has its usual bits."""
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -33,7 +34,7 @@ INT8 = ("--dtype", "float32", "--quantize", "int8")
 WHOLE, LAYER = ("--exit-head", "quantized"), ("--exit-layer", 1)
 KINDS: dict[str, tuple[Any, ...]] = {
     "int8": ("llama-bias", *INT8),
-    "int8, tied, stages": ("qwen3", *INT8, "--stages", 2),
+    "int8, tied": ("qwen3", *INT8),
     "Q8_0, tied": (gguf_files.Spec("llama", matrices="Q8_0", table="Q8_0", tied=True),),
     "Q8_0, experts": (gguf_files.Spec("llama", matrices="Q8_0", table="Q8_0", experts="together"),),
 }
@@ -118,11 +119,9 @@ def test_the_draft_reads_the_upper_plane_of_the_bytes_of_verify(
     assert {form for form, _ in draft["Embed"]} == {"int8": set(), "Q8_0, tied": {PLANES}, "Q8_0, experts": {BITS8}}[kind]
     size = (packed_directory(plans, load_manifest(plans)) / WEIGHTS).stat().st_size
     monkeypatch.setattr(operator_graph, "halved_weights", lambda manifest: set())
-    monkeypatch.setattr("eesd.runtime.engines.packed.LAYOUT", -1)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    whole = packed_directory(plans, load_manifest(plans))
-    assert (whole / WEIGHTS).stat().st_size == size
-    assert {form for form, _ in formats(plans, "draft.onnx")["Product"]} == {BITS8}
+    whole = shutil.copytree(plans, tmp_path / "plans", ignore=shutil.ignore_patterns("cpu-*"))
+    assert {form for form, _ in formats(whole, "draft.onnx")["Product"]} == {BITS8}
+    assert (packed_directory(whole, load_manifest(whole)) / WEIGHTS).stat().st_size == size
 
 
 @pytest.mark.parametrize("options", [LAYER, (*WHOLE, "--quantize-draft", "int4")], ids=["a layer", "int4"])
@@ -152,7 +151,7 @@ def test_drafts_are_those_of_the_upper_halves(directory: Directory, tmp_path: Pa
     found, rounded = (logits(plans, (1, 39), draft=True, int8=int8) for int8 in (False, True))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     assert (found.argmax(-1) == expected.argmax(-1)).all()
-    np.testing.assert_allclose(rounded, expected, rtol=0, atol=0.05 * np.abs(expected).max())
+    assert np.linalg.norm(rounded - expected) < 0.1 * np.linalg.norm(expected)
     whole = logits(plans, (40,), int8=False)
     assert np.abs(whole - expected).max() > 1e-3 * np.abs(expected).max(), "the upper halves say as much as all bits"
 

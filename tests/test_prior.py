@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 from scipy.optimize import minimize
-from support.command import assert_refused, export_engine, run, succeed
+from support.command import assert_refused, run, succeed
 from support.distilling import SMALL, distill
 
 from eesd import load
@@ -17,19 +17,21 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.calibration import sigmoid
 from eesd.controllers.cost_aware_ts import CostAwareTS
-from eesd.distill.acceptance import GreedyDrafts
-from eesd.distill.calibrate import (
+from eesd.distill.acceptance import GreedyDrafts, drafted_rounds
+from eesd.distill.cli import main
+from eesd.export.cli import main as export_main
+from eesd.export.engine_dir import stored_head
+from eesd.export.inspect import main as inspect
+from eesd.export.prior import (
     REQUEST_STDS,
+    LabelledText,
     best_request_std,
     calibrate,
     fit_prior,
     fit_weights,
-    label_drafts,
+    label_rounds,
     predict,
 )
-from eesd.distill.cli import main
-from eesd.export.engine_dir import stored_head
-from eesd.export.inspect import main as inspect
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.llm import Speculation
 
@@ -38,7 +40,7 @@ pytestmark = pytest.mark.fast
 TRUTH = CalibrationPrior(accept=(1.0, 0.3, 0.6, -0.8, 0.5))
 
 
-def texts(count: int, tokens: int, offset: float, seed: int, truth: CalibrationPrior = TRUTH) -> list[GreedyDrafts]:
+def texts(count: int, tokens: int, offset: float, seed: int, truth: CalibrationPrior = TRUTH) -> list[LabelledText]:
     """Texts whose drafts are correct with the probability that ``truth`` predicts at depth 2, plus a random offset per text."""
     random, drafts = np.random.default_rng(seed), []
     for b in random.normal(0, offset, count):
@@ -47,7 +49,8 @@ def texts(count: int, tokens: int, offset: float, seed: int, truth: CalibrationP
         w = truth.accept
         z = w[0] + w[1] * np.log1p(margin) + w[2] * np.log(probability / (1 - probability)) + w[3] / 3
         correct = random.random(tokens) < [sigmoid(value) for value in z + b]
-        drafts.append(GreedyDrafts(correct[None], probability[None].astype(np.float32), margin[None].astype(np.float32)))
+        text = GreedyDrafts(correct[None], probability[None].astype(np.float32), margin[None].astype(np.float32))
+        drafts.append(label_rounds(drafted_rounds(text)))
     return drafts
 
 
@@ -74,7 +77,7 @@ def test_labels_end_with_the_first_rejection() -> None:
     """Two rounds: four drafts with two accepted ones; one draft (the last token is not drafted)."""
     correct = np.array([True, True, False, True, False])
     drafts = GreedyDrafts(correct[None], np.full((1, 5), 0.5, np.float32), np.arange(5, dtype=np.float32)[None])
-    text = label_drafts(drafts, draft_length=4)
+    text = label_rounds(drafted_rounds(drafts, draft_length=4))
     labels: dict[str, Any] = {score: [[(x[1], x[3] * 6, y) for x, y in labelled] for labelled in text[score]] for score in text}
     log = [pytest.approx(np.log1p(margin)) for margin in range(5)]
     assert labels["accept"] == [[(log[0], 1, True), (log[1], 2, True), (log[2], 3, False)], [(log[3], 1, True)]]
@@ -116,7 +119,7 @@ def test_a_request_offset_width_needs_a_significant_gain() -> None:
 
 
 def test_online_predictions_improve_from_text_to_text() -> None:
-    labelled = [label_drafts(text) for text in texts(30, 100, offset=0.0, seed=5)]
+    labelled = texts(30, 100, offset=0.0, seed=5)
     wrong = CalibrationPrior(accept=(-3.0, 0.0, 0.5, 0.0, 0.0), shift=3.0)
     online = [text.losses.mean() for text in predict(wrong, "accept", labelled)]
     alone = [text.losses.mean() for text in predict(wrong, "accept", labelled, online=False)]
@@ -139,9 +142,11 @@ def test_the_controller_uses_the_prior_that_distillation_fitted(learner: Path, c
     entry = json.loads((calibrated / "exit_head.json").read_text())["calibration"]
     prior = CalibrationPrior.from_dict(entry)
     assert prior.accept != CalibrationPrior().accept
-    plans = export_engine(learner, tmp_path / "plans", "--exit-head", calibrated)
+    plans = tmp_path / "plans"
+    said = succeed(export_main, "--model", learner, "--exit-head", calibrated, "--no-check", "--calibrate", "-o", plans).stdout
+    assert "draft not calibrated: its head has a prior of its own" in said
     assert load_manifest(plans).exit_head.calibration == prior
-    assert "prior of this head" in succeed(inspect, plans).stdout
+    assert "prior of this draft" in succeed(inspect, plans).stdout
     controller = load(plans, speculation=Speculation("cost-aware-ts")).controller
     assert isinstance(controller, CostAwareTS)
     x = (1.0, 0.5, 2.0, 0.5, 0.0)

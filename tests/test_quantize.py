@@ -24,7 +24,7 @@ from support.without_operators import without_operators
 import eesd
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import BITS, BLOCK, MINIMUMS, SCALES, ZEROS, parts_of
-from eesd.export import cli as export_cli
+from eesd.export import make
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.model.quantize import Quantized, dequantize, join_quantized, pack, part_of, quantize
@@ -286,7 +286,7 @@ def test_the_draft_of_a_large_model_has_4_bits(
     family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     """Symmetric, as TensorRT needs it. Verify keeps its 16 bits."""
-    monkeypatch.setattr(export_cli, "LARGE_MODEL", 1000)
+    monkeypatch.setattr(make, "LARGE_MODEL", 1000)
     plans = export_engine(family_dir("llama-tied"), tmp_path / "plans", "--dtype", dtype)
     found = load_manifest(plans).quantization
     assert (found.layers, found.head) == (None, None) and found.draft is not None

@@ -15,12 +15,14 @@ MAY_IMPORT = {
     "controllers": {"common"},
     "model": {"common"},
     "runtime": {"common", "controllers", "model"},
-    "export": {"common", "model", "runtime"},
+    "export": {"common", "controllers", "model", "runtime"},
     "serve": {"common", "controllers", "model", "runtime"},
     "distill": {"common", "controllers", "model", "runtime", "export"},
     "bench": {"common", "controllers", "model", "runtime", "export", "serve"},
 }
 """Rooms from the lowest to the highest, and the rooms that each may import."""
+LAZILY = {"runtime.engine_options": "eesd.export.prepare"}
+"""What commands import of a higher room, in the function that needs it: ``--model`` exports what it then runs."""
 MAY_IMPORT_INSIDE = {
     "runtime.engines": set(),
     "runtime.decoding": {"runtime.engines"},
@@ -83,8 +85,10 @@ def test_rooms_import_one_way(room: str) -> None:
     for name, path in modules():
         if name.partition(".")[0] != room:
             continue
-        for imported, _ in imports(path):
+        for imported, at_load in imports(path):
             parts = imported.split(".")
+            if LAZILY.get(name) == imported and not at_load:
+                continue
             if parts[0] == "eesd" and len(parts) > 1 and parts[1] not in (room, "__version__"):
                 assert parts[1] in MAY_IMPORT[room], f"{path} imports {imported}: {room} must not know {parts[1]}"
 

@@ -170,7 +170,7 @@ def test_a_draft_goes_on_after_the_text_if_it_is_worth_it(harness: Harness, name
     text.rule.count = lambda values, drafts: min(len(values), 2)  # type: ignore[method-assign]
     session = harness.session(REPEATING, SAMPLINGS[name], controller, text=text, new_tokens=60)
     outcomes: list[RoundOutcome] = []
-    controller.observe = outcomes.append  # type: ignore[method-assign]
+    controller.observe = outcomes.append  # type: ignore[method-assign, assignment]
     assert generated(session) == expected
     after_text = [one for one in outcomes if one.copied]
     assert bool(after_text) == worth and session.stats.text_rounds == sum(one.nodes > 0 and not one.steps for one in outcomes)

@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from eesd.bench.measure.results import Saved, describe_machine, shown_machine
-from eesd.bench.measure.stats import Interval, bootstrap_ratio
+from eesd.bench.measure.stats import Interval, bootstrap, bootstrap_ratio
 from eesd.bench.replay.costs import COST_MODELS, CostModel
 from eesd.common.markdown import table
 
 PLAIN = "plain"
-REPRICED = ("8b", "70b")
-"""Cost models at which the measured rounds are priced again."""
-PRICED = ("with prefill", *(f"at {name.upper()} costs" for name in REPRICED))
+_RAG = "rag"
+"""A category of Spec-Bench alone."""
 PUBLISHED = (
     ("SAMD[EAGLE-2]", "Vicuna-7B, RTX 3090", "2.38x", "4.61"),
     ("EAGLE-2", "Vicuna-7B, RTX 3090", "2.19x", "4.35"),
@@ -31,8 +30,8 @@ class Answer:
     """All turns of one question, answered in one configuration.
 
     Attributes:
-        engine: Name of the engine directory.
-        sampling: ``greedy`` or ``coupled``.
+        engine: Name of the engine directory that decodes plainly, and of the kernels if they were chosen.
+        sampling: ``greedy``, ``coupled`` (temperature 0.7) or ``coupled-1``.
         method: What drafts and how; ``plain`` without drafting.
         question: Number of the question.
         tokens: Tokens generated.
@@ -40,6 +39,9 @@ class Answer:
         prefill_seconds, decode_seconds: Time of prompts and of generated tokens.
         text_tokens: Accepted tokens that the text proposed, and not the exit head.
         equal: Whether all tokens are those of plain decoding.
+        accepted, judged: Draft tokens; judged are those before which all were accepted. Older results lack them.
+        pauses: Times that the guard paused drafting.
+        bits: Whether all logits are those of plain decoding, bit for bit; None: not compared.
     """
 
     engine: str
@@ -52,6 +54,10 @@ class Answer:
     decode_seconds: float
     text_tokens: int
     equal: bool
+    accepted: int = 0
+    judged: int = 0
+    pauses: int = 0
+    bits: bool | None = None
 
 
 @dataclass
@@ -60,7 +66,7 @@ class Result(Saved):
 
     Attributes:
         options: What was measured.
-        engines: Description of each engine directory by name.
+        engines: Description of each engine directory by name; ``draft_error`` if it was measured.
         categories: Category of each question by its number.
         skipped: How many questions leave no room for an answer.
         machine: Where it was measured.
@@ -112,37 +118,48 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     """The tables of a result, under a heading of this level, and those of the published systems."""
     engine = next(iter(result.engines.values()))
     answered = len({answer.question for answer in result.answers})
+    title = "Spec-Bench" if _RAG in result.categories.values() else "Prompts"
+    whose = "questions" if result.options.get("bits") else "of Spec-Bench's questions"
+    drafts = [
+        "the whole model drafts" if of["exit_layer"] == of["num_layers"] else f"exit after layer {of['exit_layer']}"
+        for of in result.engines.values()
+    ]
     lines = [
-        f"{heading} Spec-Bench: {engine['model']}, {answered} questions, {', '.join(result.engines)}"
+        f"{heading} {title}: {engine['model']}, {answered} questions, {', '.join(result.engines)}"
         + (", at the costs of another device" if result.costs else ""),
         "",
-        f"{engine['architecture']} of {engine['num_layers']} layers, exit after layer {engine['exit_layer']}. "
+        f"{engine['architecture']} of {engine['num_layers']} layers, {' or '.join(dict.fromkeys(drafts))}. "
         f"{shown_machine(result.machine)}; {result.machine['libraries']}.",
         "",
-        f"{answered} of Spec-Bench's questions with all their turns, answers of at most "
-        f"{result.options['max_new_tokens']} tokens through the chat template; "
-        f"{result.skipped} more leave no room for an answer. Each turn is answered plainly and with every method, in an order "
-        "that rotates. The speed-up is plain over drafting decode time, each summed over the questions, with its 95 % "
-        "bootstrap interval over questions; accepted tokens are those of a round, the bonus token included. "
-        + _timed(result.costs),
+        f"{answered} {whose} with all their turns, answers of at most {result.options['max_new_tokens']} tokens through the "
+        f"chat template; {result.skipped} more leave no room for an answer. Each turn is answered plainly and with every "
+        "method, in an order that rotates. The speed-up is plain over drafting decode time, each summed over the questions, "
+        "with its 95 % bootstrap interval over questions; accepted tokens are those of a round, the bonus token included. "
+        + _explained(result),
         "",
     ]
     if not result.complete:
         lines += ["**Incomplete.**", ""]
     for name, sampling in dict.fromkeys((answer.engine, answer.sampling) for answer in result.answers):
         lines += [f"{heading}# {name}, {sampling}", "", *_table(result, name, sampling)]
-    if published:
+    if published and title == "Spec-Bench":
         columns = ["system", "model, device", "speed-up", "mean accepted tokens"]
         lines += [f"{heading}# Published", "", *table(columns, PUBLISHED)]
     return lines
 
 
-def _timed(costs: CostModel | None) -> str:
-    """How the seconds came about, in sentences."""
-    if costs:
+def _explained(result: Result) -> str:
+    """How the seconds came about, and what other columns show, in sentences."""
+    if costs := result.costs:
         return (
             "**Seconds were not measured but counted:** the runtime's clock goes on by what each call should cost at "
             f"{costs.name} (the host nothing), and controllers, guard and text decide by it."
+        )
+    if result.options.get("bits"):
+        return (
+            "Median: of the questions' speed-ups, with the same interval. Acceptance: of judged draft tokens. Pauses: of the "
+            "guard, in all. Bits: answers whose logits are plain decoding's, bit for bit. Rounded by: the squared differences "
+            "of the draft's linear weights from verify's, over the squares of these, and the root of it."
         )
     return (
         "With prefill: the same with the time of the prompt, as Spec-Bench counts. At 8B and 70B costs: the same rounds priced "
@@ -158,19 +175,49 @@ def _table(result: Result, engine: str, sampling: str) -> list[str]:
             methods.setdefault(answer.method, {})[answer.question] = answer
     plain = methods.pop(PLAIN)
     names = dict.fromkeys(result.categories[str(question)] for question in plain)
-    rows, priced = [], () if result.costs else PRICED
+    bits = bool(result.options.get("bits"))
+    more: dict[str, Callable[[Pairs], str]] = {} if result.costs else MEASURED if bits else PRICED
+    rows = []
     for method, answers in methods.items():
         pairs = [(plain[question], answer) for question, answer in answers.items()]
         cells = [_cell([pair for pair in pairs if result.categories[str(pair[0].question)] == name]) for name in names]
         equal = f"{sum(answer.equal for answer in answers.values())} of {len(answers)}"
-        rows.append([method, *cells, f"**{_cell(pairs)}**", *(_priced(pairs) if priced else ()), equal])
-    return table(["method", *names, "overall", *priced, "equal"], rows)
+        directory = method.partition(",")[0].rpartition(":")[0] or engine.partition(" ")[0]
+        error = None if method.startswith("text") else result.engines[directory].get("draft_error")
+        rounding = [f"{error:.3f}" if error else ""] if bits else []
+        rows.append([method, *cells, f"**{_cell(pairs)}**", *(cell(pairs) for cell in more.values()), equal, *rounding])
+    lines = table(["method", *names, "overall", *more, "equal", *["rounded by"] * bits], rows)
+    if bits:
+        step = sum(answer.decode_seconds for answer in plain.values()) / sum(answer.tokens for answer in plain.values())
+        lines += [f"A token of plain decoding took {step * 1e3:.2f} ms.", ""]
+    return lines
 
 
-def _priced(pairs: Pairs) -> list[str]:
-    """Cells under :data:`PRICED`."""
-    whole = speedup(pairs, lambda answer: answer.decode_seconds + answer.prefill_seconds)
-    return [f"{whole.median:.2f}x", *(f"{repriced(pairs, COST_MODELS[name]):.2f}x" for name in REPRICED)]
+def _with_prefill(pairs: Pairs) -> str:
+    return f"{speedup(pairs, lambda answer: answer.decode_seconds + answer.prefill_seconds).median:.2f}x"
+
+
+def _median(pairs: Pairs) -> str:
+    return bootstrap([plain.decode_seconds / own.decode_seconds for plain, own in pairs]).shown(unit="x", bold=False)
+
+
+def _acceptance(pairs: Pairs) -> str:
+    return f"{sum(own.accepted for _, own in pairs) / max(sum(own.judged for _, own in pairs), 1):.2f}"
+
+
+def _at(name: str) -> Callable[[Pairs], str]:
+    return lambda pairs: f"{repriced(pairs, COST_MODELS[name]):.2f}x"
+
+
+PRICED = {"with prefill": _with_prefill} | {f"at {name.upper()} costs": _at(name) for name in ("8b", "70b")}
+"""Columns of measured rounds: some are priced again at other cost models."""
+MEASURED = {
+    "median": _median,
+    "acceptance": _acceptance,
+    "pauses": lambda pairs: str(sum(own.pauses for _, own in pairs)),
+    "bits": lambda pairs: f"{sum(own.bits is True for _, own in pairs)} of {len(pairs)}",
+}
+"""Columns where bits were compared."""
 
 
 def _cell(pairs: Pairs) -> str:

@@ -44,6 +44,10 @@ class Prices:
         samples.append(price)
         self._medians[count] = median_low(samples) if len(samples) >= NEAR else min(samples)
 
+    def forget(self) -> None:
+        """Let the next samples alone make the prices; until they come, the old prices hold."""
+        self._samples.clear()
+
     def __contains__(self, count: int) -> bool:
         return count in self._medians
 
@@ -150,7 +154,10 @@ class Guard:
             self._measure_plain(seconds)
         elif self._plain_step:
             self._measure_draft(outcome, seconds)
-            self._accounts[EXIT_HEAD if outcome.steps else TEXT].drafted(outcome, expected)
+            account = self._accounts[EXIT_HEAD if outcome.steps else TEXT]
+            account.drafted(outcome, expected)
+            if account.paused:  # the trial after the pause is not judged by the load before it
+                (self._draft if outcome.steps else self._verify).forget()
         for account in self._accounts.values():
             account.earn(outcome.accepted + 1)
 

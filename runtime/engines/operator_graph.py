@@ -77,18 +77,14 @@ def products_of(manifest: Manifest, graph: GraphInfo) -> list[Columns]:
 
 
 def halved_weights(manifest: Manifest) -> set[str]:
-    """Names of the weights of which products of the draft read the upper 4 bits alone, and verify all 8.
+    """Names of the weights of which products of the draft read the upper 4 bits, and verify all 8.
 
-    Only a draft that is the whole model reads so: what it shares with verify. A table of embeddings is looked up, and so read
-    whole, unless it is the LM head, too.
+    A draft that is the whole model shares them with verify. An embedding table is one of them if it is the LM head, too.
     """
-    whole, tied = manifest.exit_head.is_whole(manifest.geometry), manifest.geometry.tied_embeddings
-    shared = {
-        name: weight.quantization
-        for name, weight in manifest.weights_of(manifest.draft).items()
-        if whole and not name.startswith((DRAFT, EXIT_HEAD)) and (tied or name != EMBEDDINGS)
-    }
-    return {name for name, of in shared.items() if of is not None and (of.weights, of.block) == ("int8", BLOCK)}
+    whole, alone = manifest.exit_head.is_whole(manifest.geometry), not manifest.geometry.tied_embeddings
+    found = {name: weight.quantization for name, weight in manifest.weights_of(manifest.draft).items() if whole}
+    int8 = {name for name, of in found.items() if of is not None and (of.weights, of.block) == ("int8", BLOCK)}
+    return {name for name in int8 if not name.startswith(DRAFT) and not (alone and name == EMBEDDINGS)}
 
 
 def make_graph(manifest: Manifest, graph: GraphInfo, weights: Weights) -> bytes:
@@ -413,13 +409,10 @@ class _Builder:
         return name
 
     def _numbers(self, parts: Sequence[Columns], whole: bool = False) -> list[int]:
-        """What the operators must know of weights. Of two planes the draft reads the upper one, but ``whole``."""
-        if self.weights is None:
-            return [0]
-        numbers: list[int] = []
-        for form, *others in (self.weights.packed[part].numbers for part in parts):
-            numbers += [UPPER if form == PLANES and self._draft and not whole else form, *others]
-        return numbers
+        """What the operators must know of weights. Of two planes the draft reads the upper one, but ``whole`` ones."""
+        upper = {PLANES: UPPER} if self._draft and not whole else {}
+        given = [(0,)] if self.weights is None else [self.weights.packed[part].numbers for part in parts]
+        return [number for form, *others in given for number in (upper.get(form, form), *others)]
 
     def _small(self, *names: str) -> str:
         """The initializer of a norm, a table, or biases side by side; an empty one for names that the graph has not."""

@@ -7,7 +7,6 @@ made again in seconds.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
+from eesd.common.machine import user_cache
 from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
 from eesd.common.weights import FACTOR, FP4, FP8, HEAD_TABLES, MINIMUMS, ROTARY_TABLES, SCALES, ZEROS
 from eesd.runtime.engines.graph_file import read_graph
@@ -69,7 +69,7 @@ def packed_directory(directory: Path, manifest: Manifest) -> Path:
             return place
         except OSError as error:
             problem = str(error)
-    raise EESDError(f"The packed weights of {directory} cannot be written ({problem}); set XDG_CACHE_HOME to a directory.")
+    raise EESDError(f"The packed weights of {directory} cannot be written ({problem}); set EESD_CACHE_DIR to a directory.")
 
 
 def find_packed(directory: Path, manifest: Manifest) -> Path | None:
@@ -92,7 +92,7 @@ def is_packed(path: Path) -> bool:
 def _places(directory: Path, manifest: Manifest) -> list[Path]:
     """Where packed weights may be, in the order in which the places are tried."""
     name = f"cpu-{_key(manifest)}"
-    return [parent / name for parent in (directory, _user_cache()) if parent is not None]
+    return [parent / name for parent in (directory, user_cache()) if parent is not None]
 
 
 def _key(manifest: Manifest) -> str:
@@ -101,16 +101,6 @@ def _key(manifest: Manifest) -> str:
     contents |= {name: info.samples for name, info in manifest.linked.items()}
     options = [LAYOUT, manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k]
     return hashlib.sha256(json.dumps([options, contents], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _user_cache() -> Path | None:
-    """The directory of this user's cache; None for a user without a home, as in some containers."""
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given) / "eesd"
-    try:
-        return Path.home() / ".cache" / "eesd"
-    except RuntimeError:
-        return None
 
 
 def _is_complete(place: Path, manifest: Manifest) -> bool:

@@ -83,15 +83,13 @@ def pack_levels(weight: Levels, planes: bool = False) -> Packed:
         kind, shared = SPLIT, [part for part, _ in split]
     else:
         kind = WIDE
-    data = np.concatenate(
-        [_pack_bits(blocks >> 4 if form == PLANES else blocks, form), *(_pack_scales(part, halves) for part in shared)], -1
-    )
+    data = np.concatenate([_pack_bits(blocks, form), *(_pack_scales(part, halves) for part in shared)], -1)
     if split:
         supers = data.reshape(len(data), inputs // SUPER, -1)
         data = np.concatenate([*(_pack_scales(factors, 1) for _, factors in split), supers], -1)
     data = data.reshape(-1)
     if form == PLANES:
-        data = np.concatenate([data, _pack_bits(blocks & 15, form).reshape(-1)])
+        data = np.concatenate([data, _pack_bits(blocks, BITS4).reshape(-1)])
     return Packed(data, (form, inputs, outputs, zero, int(fine), kind, int(minimums is not None)))
 
 
@@ -158,11 +156,11 @@ def _blocks(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _pack_bits(blocks: NDArray[np.uint8], form: int) -> NDArray[np.uint8]:
-    """Levels [panels, blocks, 8, 64] as the bytes of a block [panels, blocks, bytes]."""
+    """Levels [panels, blocks, 8, 64] as the bytes of a block [panels, blocks, bytes], or of a block in the upper plane."""
     shape = blocks.shape[:2]
     if form == BITS8:
         return blocks.reshape(*shape, 512)
-    low = blocks & 15
+    low = blocks >> 4 if form == PLANES else blocks & 15
     parts: list[Any] = [(low[:, :, :4] | low[:, :, 4:] << 4).reshape(*shape, 256)]
     if form == BITS5:
         parts.append(np.packbits(blocks >> 4, -1, bitorder="little").reshape(*shape, 64))

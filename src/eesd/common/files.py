@@ -95,10 +95,10 @@ def remove_leftovers(directory: Path, name: str | None = None) -> None:
     with suppress(OSError):
         found = filter(None, (_TEMPORARY.fullmatch(path.name) for path in directory.iterdir()))
         for written, key in {(match["name"], match["key"]) for match in found if name in (None, match["name"])}:
-            _Claim(directory / written, key).sweep()
+            Claim(directory / written, key).sweep()
 
 
-class _Claim(NamedTuple):
+class Claim(NamedTuple):
     """The temporary names of one writer.
 
     Attributes:
@@ -154,18 +154,18 @@ class _Claim(NamedTuple):
                 self.clean_up()
                 if not (_exists(self.new) or _exists(self.old)):
                     if size:
-                        LOGGER.warning("Removed %s that a killed run left beside %s.", _readable(size), self.target)
+                        LOGGER.warning("Removed %s that a killed run left beside %s.", readable(size), self.target)
                     return
         left = [str(path) for path in (self.new, self.old) if _exists(path)]
         if left:
             LOGGER.warning(
                 "A run that may still be going on left %s (%s); if none writes to %s, delete it, or rename it to keep it.",
-                " and ".join(left), _readable(size), self.target,
+                " and ".join(left), readable(size), self.target,
             )  # fmt: skip
 
 
 @contextmanager
-def _claimed(target: Path) -> Iterator[_Claim]:
+def _claimed(target: Path) -> Iterator[Claim]:
     """Temporary names for what will be ``target``, under a lock. They are cleaned up at the end."""
     remove_leftovers(target.parent, target.name)
     claim, lock = _new_claim(target)
@@ -179,16 +179,16 @@ def _claimed(target: Path) -> Iterator[_Claim]:
             os.close(lock)
 
 
-def _new_claim(target: Path) -> tuple[_Claim, int]:
+def _new_claim(target: Path) -> tuple[Claim, int]:
     """Create and lock the lock file of a new claim; returns its descriptor, too."""
     while True:
-        claim = _Claim(target, secrets.token_hex(8))
+        claim = Claim(target, secrets.token_hex(8))
         try:
             lock = os.open(claim.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:  # the user knows the final name only
             raise OSError(error.errno, error.strerror, str(target)) from None
         # Another run that just looks for leftovers may take the lock first, and delete the file.
-        if _try_lock(lock) is not False and claim.lock.exists():
+        if try_lock(lock) is not False and claim.lock.exists():
             return claim, lock
         os.close(lock)
 
@@ -202,7 +202,7 @@ def _taken(lock: Path) -> Iterator[tuple[bool, str]]:
     """
     file = os.open(lock, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     try:
-        is_free = _try_lock(file)
+        is_free = try_lock(file)
         if is_free is None:
             raise OSError("there are no locks here")
         yield is_free, os.read(file, 4096).decode(errors="replace")
@@ -210,7 +210,7 @@ def _taken(lock: Path) -> Iterator[tuple[bool, str]]:
         os.close(file)
 
 
-def _try_lock(file: int) -> bool | None:
+def try_lock(file: int) -> bool | None:
     """Lock an open file without waiting. False: another process has the lock. None: there are no locks here."""
     if sys.platform == "win32":
         return None
@@ -264,5 +264,5 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _readable(size: int) -> str:
+def readable(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size} bytes"

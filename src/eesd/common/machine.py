@@ -49,6 +49,16 @@ def cpu_features() -> list[str]:
     return [feature for feature in CPU_FEATURES if feature in flags]
 
 
+def user_cache() -> Path | None:
+    """Where EESD keeps what it can make again, as the user or the system says. None for a user without a home."""
+    given, xdg = os.environ.get("EESD_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(sys.platform)
+    try:
+        return Path(given) if given else Path(xdg or of_system or "~/.cache").expanduser() / "eesd"
+    except RuntimeError:
+        return None
+
+
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

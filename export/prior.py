@@ -1,11 +1,11 @@
-"""Fits the prior of the controllers' calibration (docs/controllers.md) to a head's drafts over validation texts.
+"""Fits the prior of the controllers' calibration (docs/controllers.md) to rounds that were drafted over several texts.
 
-Rounds are replayed over the texts; each draft up to and including the first rejection gives a label. The weights of both scores
-are fitted to the labels, and the standard deviation of the request offset is the one with which the controllers' online
-calibration predicts best. All reported metrics are cross-validated.
+Each draft up to and including the first rejection gives a label. The weights of both scores are fitted to the labels, and the
+standard deviation of the request offset is the one with which the controllers' online calibration predicts best. All reported
+metrics are cross-validated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ from eesd.common import markdown
 from eesd.common.prior import FEATURES, CalibrationPrior
 from eesd.controllers.base import DraftStep
 from eesd.controllers.calibration import Calibrator, features, sigmoid
-from eesd.distill.acceptance import DRAFTS_PER_ROUND, GreedyDrafts, replay_rounds
 
 SCORES = ("accept", "following")
 """Fields of the prior. ``accept`` predicts whether a draft is accepted, ``following`` whether the next draft is, too."""
@@ -37,12 +36,20 @@ LabelledText = dict[str, list[LabelledRound]]
 """The rounds of one text, for each of ``SCORES``."""
 
 
-def label_drafts(drafts: GreedyDrafts, draft_length: int = DRAFTS_PER_ROUND) -> LabelledText:
-    """Replay rounds over one text and label their drafts.
+class DraftedRound(NamedTuple):
+    """A round that drafted a chain.
 
-    Args:
-        drafts: The head's drafts.
-        draft_length: Drafts in a round.
+    Attributes:
+        steps: What a controller is told of each draft.
+        accepted: Number of drafts that were accepted.
+    """
+
+    steps: Sequence[DraftStep]
+    accepted: int
+
+
+def label_rounds(rounds: Iterable[DraftedRound]) -> LabelledText:
+    """Label the drafts of a text's rounds.
 
     Returns:
         For ``accept``, each draft up to the first rejection, with whether it is accepted. For ``following``, each accepted
@@ -50,26 +57,11 @@ def label_drafts(drafts: GreedyDrafts, draft_length: int = DRAFTS_PER_ROUND) -> 
     """
     accept: list[LabelledRound] = []
     following: list[LabelledRound] = []
-    for replayed in replay_rounds(drafts.correct, draft_length):
-        x = [_features(drafts, replayed.start + level, level + 1) for level in range(replayed.verified)]
-        accept.append([(row, level < replayed.accepted) for level, row in enumerate(x)])
-        following.append([(row, level + 1 < replayed.accepted) for level, row in enumerate(x[:-1])])
+    for steps, accepted in rounds:
+        x = [features(step) for step in steps[: accepted + 1]]
+        accept.append([(row, level < accepted) for level, row in enumerate(x)])
+        following.append([(row, level + 1 < accepted) for level, row in enumerate(x[:-1])])
     return {"accept": accept, "following": following}
-
-
-def _features(drafts: GreedyDrafts, index: int, depth: int) -> tuple[float, ...]:
-    """The controllers' features of one draft of a chain."""
-    age = min(depth, len(drafts.probability)) - 1
-    probability = float(drafts.probability[age, index])
-    step = DraftStep(
-        depth=depth,
-        probability=probability,
-        path_probability=probability,
-        entropy=None,
-        margin=float(drafts.margin[age, index]),
-        nodes=depth,
-    )
-    return features(step)
 
 
 def fit_weights(x: Floats, y: Floats, mean: Sequence[float], std: float = 1.0) -> tuple[float, ...]:
@@ -189,17 +181,16 @@ class CalibrationResult:
     fitted: dict[str, PredictionQuality]
 
 
-def calibrate(texts: Sequence[GreedyDrafts]) -> CalibrationResult:
-    """Fit a prior to the drafts over several texts.
+def calibrate(labelled: Sequence[LabelledText]) -> CalibrationResult:
+    """Fit a prior to the labelled drafts of several texts.
 
     It is accepted if its cross-validated losses, of the prior alone and with online learning together, are lower than the
     default's by more than a standard error.
     """
-    labelled = [label_drafts(drafts) for drafts in texts]
-    fold_of = np.arange(len(texts)) % FOLDS
+    fold_of = np.arange(len(labelled)) % FOLDS
     folds = [_select(labelled, fold_of == fold) for fold in range(FOLDS)]
     priors = [fit_prior(_select(labelled, fold_of != fold)) for fold in range(FOLDS)]
-    losses = np.zeros((len(REQUEST_STDS), len(texts)))
+    losses = np.zeros((len(REQUEST_STDS), len(labelled)))
     for fold, (held_out, prior) in enumerate(zip(folds, priors, strict=True)):
         for number, std in enumerate(REQUEST_STDS):
             losses[number, fold_of == fold] = _online_losses(replace(prior, request=std), held_out)
@@ -208,7 +199,7 @@ def calibrate(texts: Sequence[GreedyDrafts]) -> CalibrationResult:
     fitted, fitted_losses = _evaluate(priors, folds)
     better = _significant(default_losses - fitted_losses)
     result = replace(fit_prior(labelled), request=best_request_std(losses)) if better else None
-    return CalibrationResult(result, len(texts), default, fitted)
+    return CalibrationResult(result, len(labelled), default, fitted)
 
 
 def fit_prior(texts: Sequence[LabelledText]) -> CalibrationPrior:

@@ -1,0 +1,180 @@
+"""The cache of engine directories that commands make of models: how one is found, and what is in it.
+
+Each is named after its model and a key of everything that it was made of. A mark file in it says so; its time is that of the
+last use. Only a directory with such a mark is ever removed, and only while it holds nothing else. Nothing here needs torch.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from re import fullmatch, sub
+from typing import Any
+
+import eesd
+from eesd.common.errors import EESDError
+from eesd.common.files import is_temporary, remove_leftovers, temporary_beside
+from eesd.common.integrity import link_info, sha256_of
+from eesd.common.json_input import read_json
+from eesd.common.machine import user_cache
+from eesd.common.manifest import FORMAT_VERSION
+from eesd.common.turns import turn
+from eesd.runtime.engines.packed import is_packed
+
+MARK_FILE = "eesd-cache.json"
+_ADDED = (".plan", ".cache", ".kernels")
+"""Suffixes of the files that builds and the runtime add to an engine directory."""
+_READ = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
+"""The files of a directory that an export may read."""
+_SMALL = 1 << 26
+"""Bytes of the largest file that is hashed whole. That takes a moment, and models of gigabytes must start at once, too."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An engine directory of the cache.
+
+    Attributes:
+        path: The directory.
+        model: The model as the user named it.
+        options: The options of the export that the user gave, such as ``--dtype float32``.
+        used: When it was last used, in seconds since 1970.
+        size: Bytes of its files.
+    """
+
+    path: Path
+    model: str
+    options: str
+    used: float
+    size: int
+
+
+def cache_directory(given: Path | None) -> Path:
+    """The directory of the cache: ``given``, or this user's. Raises :class:`EESDError` for a user without a home."""
+    found = given or user_cache()
+    if found is None:
+        raise EESDError("This user has no home directory for a cache; give --cache-dir DIR, or set EESD_CACHE_DIR.")
+    return found.expanduser()
+
+
+def place_of(cache: Path, name: str, model: Path, options: Mapping[str, Any], head: Path | None) -> Path:
+    """Where the engine directory of a model lies.
+
+    Args:
+        cache: The cache.
+        name: The model as the user named it.
+        model: Its directory or GGUF file.
+        options: The options of its export.
+        head: Directory of the exit head, if it is not the model's own.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    parts = [eesd.__version__, FORMAT_VERSION, options, _contents(model), head and _contents(head)]
+    key = sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    named = model.resolve() if Path(name).expanduser().exists() else Path(name)  # the hub's directories are called like hashes
+    readable = sub(r"[^A-Za-z0-9._-]+", "-", named.name.removesuffix(".gguf")).strip("-.")[:80]
+    return cache.resolve() / f"{readable or 'model'}-{key}"
+
+
+def _contents(path: Path) -> dict[str, Any]:
+    """What identifies the contents of a GGUF file, or of the files in a directory, by name."""
+    if path.is_file():
+        return {"": _content(path)}
+    if not any(path.glob("*config.json")) and not any(path.glob("exit_head.json")):
+        return {}  # neither a model nor a head, and perhaps a directory with very many files: the export will say what is wrong
+    found = {file for pattern in _READ for file in path.glob(pattern) if file.is_file()}
+    return {file.relative_to(path).as_posix(): _content(file) for file in found}
+
+
+def _content(file: Path) -> str | tuple[int, int, str]:
+    """The SHA-256 of a small file. Of a large one size, time of the last change, and the SHA-256 of samples: an edit that the
+    samples miss changes the time."""
+    if file.stat().st_size <= _SMALL:
+        return sha256_of(file)
+    info = link_info(file)
+    return info.size, info.mtime_ns, info.samples
+
+
+def mark(directory: Path, place: Path, model: str, options: Mapping[str, Any]) -> None:
+    """Write the mark into an engine directory that will be ``place``."""
+    given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value is not None)
+    files = sorted(file.name for file in directory.iterdir())
+    text = {"made_by": f"eesd {eesd.__version__}", "name": place.name, "model": model, "options": given, "files": files}
+    (directory / MARK_FILE).write_text(json.dumps(text, indent=2) + "\n")
+
+
+def note_use(place: Path) -> None:
+    """Set the time of the last use to now, where the cache can be written."""
+    with suppress(OSError):
+        os.utime(place / MARK_FILE)
+
+
+def is_marked(place: Path) -> bool:
+    """Whether a command made this directory of the cache."""
+    return _mark_of(place, place.name) is not None
+
+
+def entries(cache: Path) -> Iterator[Entry]:
+    """The engine directories that commands made in this cache, by name. All else in it is passed over."""
+    for path in sorted(cache.iterdir()) if cache.is_dir() else ():
+        found = _mark_of(path, path.name)
+        if found is not None:
+            files = [file.lstat() for file in path.rglob("*")]
+            used = (path / MARK_FILE).stat().st_mtime
+            yield Entry(path, str(found.get("model")), str(found.get("options")), used, sum(file.st_size for file in files))
+
+
+def _mark_of(path: Path, name: str) -> dict[str, Any] | None:
+    """The mark of an engine directory with this name in the cache; None for anything else."""
+    if is_temporary(name) or not fullmatch(r"(?s).+-[0-9a-f]{16}", name) or path.is_symlink() or not path.is_dir():
+        return None
+    if (path / MARK_FILE).is_symlink():
+        return None
+    with suppress(EESDError):
+        found = read_json(path / MARK_FILE, "")
+        if isinstance(found, dict) and found.get("name") == name and str(found.get("made_by")).startswith("eesd "):
+            return found
+    return None
+
+
+def remove(place: Path) -> str:
+    """Remove an engine directory of the cache, unless a process is making it. See :func:`discard`."""
+    with turn(place, None) as mine:
+        return discard(place) if mine else "another process is making it"
+
+
+def discard(place: Path) -> str:
+    """Remove an engine directory of the cache. Nothing is removed if it holds anything that no command of EESD wrote.
+
+    Returns:
+        Why it was kept; "" if it is gone.
+    """
+    remove_leftovers(place)
+    kept = _foreign(place, place.name)
+    if kept:
+        return kept
+    with temporary_beside(place) as aside:  # deleted at the end
+        place.rename(aside)
+        kept = _foreign(aside, place.name)  # what came in the meantime
+        if kept:
+            aside.rename(place)
+    return kept
+
+
+def _foreign(path: Path, name: str) -> str:
+    """Why a directory is not one to remove; "" if everything in it was made by EESD."""
+    found = _mark_of(path, name)
+    if found is None:
+        return "no command of EESD made it"
+    made = found.get("files")
+    for file in sorted(path.iterdir()):
+        if is_temporary(file.name):
+            return "another process is writing into it"
+        known = file.suffix in _ADDED or file.name == MARK_FILE or (isinstance(made, list) and file.name in made)
+        if not (known and file.is_file() and not file.is_symlink()) and not is_packed(file):
+            return f"it also holds {file.name}, which EESD did not make"
+    return ""

@@ -1,0 +1,448 @@
+"""Make an engine directory of a model as a user asks: choose the exit head and the types of weights, export, check, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from shutil import disk_usage
+from typing import TYPE_CHECKING
+
+from eesd.common.errors import EESDError
+from eesd.common.files import existing_parent
+from eesd.common.generation_config import GENERATION_CONFIG_FILE, parse_generation_config
+from eesd.common.geometry import draft_columns
+from eesd.common.machine import available_memory, torch_sees_gpu
+from eesd.common.manifest import DEFAULT_SLOTS, DEFAULT_TOP_K, DEFAULT_TREE_NODES, WEIGHTS_FILE
+from eesd.common.terminal import notice
+from eesd.common.weights import (
+    BLOCK,
+    DTYPES,
+    FP8,
+    FP8_WEIGHTS,
+    NVFP4,
+    QUANTIZED,
+    SEARCHED_INT4,
+    Quantization,
+    Quantizations,
+    is_linear,
+    model_shapes,
+    stored_weight,
+)
+from eesd.export.forecast import forecast
+from eesd.export.steps import shown_steps
+
+QUANTIZED_OR_NONE = (*QUANTIZED, "none")
+KEEP = "keep"
+OWN_HEAD, WHOLE_MODEL, NO_HEAD = "own", "quantized", "none"
+NOT_STORED = (OWN_HEAD, WHOLE_MODEL, NO_HEAD)
+"""What ``--exit-head`` takes beside a head's place."""
+EARLY_EXIT = "layerskip"
+"""In the names of models that were trained to exit early (arXiv 2404.16710)."""
+LEAST_AGREEMENT = 0.25
+"""Of a draft's first tokens, the part from which on drafting can be worth something."""
+LARGE_MODEL = 1_000_000_000
+"""Weights of a model whose draft has 4 bits unless the options say otherwise."""
+
+if TYPE_CHECKING:  # --help must not load torch
+    from eesd.common.geometry import Geometry
+    from eesd.common.manifest import Manifest
+    from eesd.export.engine_dir import Head
+    from eesd.export.onnx_graph import ExportOptions
+    from eesd.export.outline import Outline
+    from eesd.model.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a user asks of an export, as ``eesd-export --help`` explains it. None: the default.
+
+    Attributes:
+        model: Directory, GGUF file, Hugging Face id or short name.
+        plans: Whether plans may be built of 16-bit engines, so that a 4-bit draft has no minimums, which TensorRT cannot read.
+    """
+
+    model: str
+    exit_layer: int | None = None
+    exit_head: str | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    quantize_head: str | None = None
+    quantize_draft: str | None = None
+    symmetric: bool | None = None
+    layers: int | None = None
+    max_seq_len: int | None = None
+    max_tree_nodes: int = DEFAULT_TREE_NODES
+    draft_top_k: int = DEFAULT_TOP_K
+    stages: int = 1
+    link_weights: bool = False
+    check: bool | None = None
+    pack: bool | None = None
+    calibrate: bool | None = None
+    plans: bool = True
+
+
+def make_engines(
+    choices: Choices,
+    output: Path,
+    say: Callable[[str], None],
+    log: Callable[[str], None] = lambda _: None,
+    finish: Callable[[Path], None] = lambda _: None,
+) -> None:
+    """Export a model to an engine directory.
+
+    Args:
+        choices: What the user asks for.
+        output: The engine directory to write.
+        say: Called with each line for the user, before and after the long work.
+        log: Called with the name of each step where no progress bar can be shown.
+        finish: Called with the directory when it is complete, just before it gets its name. If it raises, nothing is left.
+
+    Raises:
+        EESDError: A package is missing, the choices do not fit the model, the model is not supported, or the disk is too small.
+    """
+    with shown_steps(log) as steps:
+        steps.begin("importing torch")
+        try:
+            import onnxscript  # noqa: F401
+
+            from eesd.export.calibrate import calibrate_draft
+            from eesd.export.engine_dir import check_output, export
+            from eesd.model.checkpoint import Checkpoint
+            from eesd.model.hub import find_model
+        except ImportError as error:
+            raise EESDError(f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'.") from None
+        check_output(output)
+        steps.begin("reading the checkpoint")
+        checkpoint = Checkpoint(find_model(choices.model))
+        if choices.layers is not None:
+            checkpoint = checkpoint.first_layers(choices.layers)
+        head, options = _choose(choices, checkpoint)
+        unquantized = [] if options.quantization.layers is None else _unquantized_widths(checkpoint, options)
+        report: list[str] = []
+
+        def check(directory: Path, manifest: Manifest) -> None:
+            report.extend(_check(directory, manifest, checkpoint, head, choices.check))
+            finish(directory)
+
+        def announce(manifest: Manifest, size: int) -> None:
+            for line in forecast(manifest, size, disk_usage(existing_parent(output)).free, head.acceptance):
+                say(line)
+
+        manifest = export(checkpoint, head, options, output, check, steps.progress, announce)
+        steps.begin("packing the weights for the CPU")
+        report += _pack(output, manifest, choices.pack)
+    steps.begin("calibrating the draft")  # which shows a bar of its own
+    report += calibrate_draft(output, manifest, choices.calibrate)
+    say(_summary(output, manifest, options, own=checkpoint.quantization is not None))
+    if not manifest.exit_head.is_whole(checkpoint.geometry) and manifest.exit_head.can_draft and not head.config.blocks:
+        say("draft: the model's own final norm and LM head after its exit layer, without an exit head")
+    if unquantized:
+        say(f"weights with {' and '.join(map(str, unquantized))} inputs stay {options.dtype}: not a multiple of {BLOCK}")
+    if choices.link_weights:
+        linked = sum(info.size for info in manifest.linked.values())
+        say(f"weights: {linked / 1e9:.2f} GB linked, {manifest.files[WEIGHTS_FILE].size / 1e9:.2f} GB copied")
+    for line in report:
+        say(line)
+    say(f"exported in {steps.seconds()}")
+    _warn(choices, checkpoint, head)
+
+
+def _choose(choices: Choices, checkpoint: Checkpoint) -> tuple[Head, ExportOptions]:
+    """The exit head, and the options of the export, that the choices and the defaults for this model give."""
+    from eesd.export.onnx_graph import ExportOptions
+
+    config = checkpoint.config
+    found = _choose_head(checkpoint, choices.model, choices.exit_layer, choices.exit_head)
+    dtype = choices.dtype or checkpoint.dtype
+    quantization = choose_quantization(
+        checkpoint,
+        dtype,
+        choices.quantize,
+        choices.quantize_head,
+        choices.quantize_draft,
+        choices.symmetric,
+        choices.link_weights,
+        whole=found is None,
+        plans=choices.plans,
+    )
+    head = found or _default_head(checkpoint, quantization, choices.exit_head)
+    if not head.config.can_draft:
+        quantization = replace(quantization, draft=None)
+    options = ExportOptions(
+        dtype,
+        choices.max_seq_len or min(config.max_positions, DEFAULT_SLOTS),
+        choices.max_tree_nodes,
+        min(choices.draft_top_k, draft_columns(config.geometry, head.config)),
+        choices.stages,
+        choices.link_weights,
+        quantization,
+    )
+    _check_options(options, config.max_positions)
+    return head, options
+
+
+def _summary(output: Path, manifest: Manifest, options: ExportOptions, own: bool) -> str:
+    """What was exported, in a line."""
+    head, geometry = manifest.exit_head, manifest.geometry
+    read = ", ".join(map(str, head.read_layers))
+    drafts = f"EAGLE-3 over the layers {read}" if head.eagle else f"exit after layer {head.layer}"
+    if not head.can_draft:
+        drafts = "no exit head"
+    if head.is_whole(geometry):
+        drafts = "the whole model drafts"
+    return f"{output}: {geometry.architecture}, {_types(options, own)}, {drafts}, {options.max_seq_len} slots"
+
+
+def _warn(choices: Choices, checkpoint: Checkpoint, head: Head) -> None:
+    """What the user should know of the checkpoint, the choices and the head."""
+    unused = parse_generation_config(checkpoint.config.generation, GENERATION_CONFIG_FILE).notice
+    for text in (*checkpoint.config.notices, *([unused] if unused else [])):
+        notice(text)
+    if {choices.quantize, choices.quantize_head} & set(QUANTIZED) and checkpoint.own_levels:
+        notice("The file's weights are quantized, and --quantize rounds them a second time; --quantize keep does not.")
+    if not head.config.can_draft:
+        notice(
+            "Only the text drafts, where it repeats: weights of 4 bits leave no bits to save. Train an exit head with "
+            "eesd-distill to draft on all text."
+        )
+    elif not head.config.trained:
+        notice("The exit head is not trained, so acceptance will be low; train one with eesd-distill.")
+
+
+def _check_options(options: ExportOptions, max_positions: int) -> None:
+    if options.max_seq_len > max_positions:
+        raise EESDError(f"--max-seq-len {options.max_seq_len} is more than the model's {max_positions} positions.")
+    if options.max_tree_nodes >= options.max_seq_len:
+        raise EESDError(f"--max-tree-nodes {options.max_tree_nodes} does not fit a cache of {options.max_seq_len} slots.")
+    if options.dtype not in DTYPES:
+        raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
+
+
+def choose_quantization(
+    checkpoint: Checkpoint | Outline,
+    dtype: str,
+    layers: str | None,
+    head: str | None,
+    draft: str | None,
+    symmetric: bool | None,
+    link_weights: bool,
+    whole: bool,
+    plans: bool = True,
+) -> Quantizations:
+    """What the options mean together. A checkpoint's own levels stay as they are.
+
+    Args:
+        whole: Whether the draft is the whole model.
+        plans: Whether plans may be built of 16-bit engines.
+    """
+    own, tensors = checkpoint.quantization, checkpoint.own_levels
+    if layers is None and tensors and dtype == "float32" and not link_weights:
+        layers = KEEP
+    if layers == KEEP:
+        _check_keep(checkpoint, dtype, head, link_weights)
+        layers = None
+    else:
+        tensors = {}
+    if layers is not None and own is not None:
+        raise EESDError("The checkpoint's weights are quantized already, and are taken as they are; leave --quantize out.")
+    if link_weights and {layers, head} - {None, "none"}:
+        raise EESDError("--link-weights uses the weights as they are, and --quantize changes them; give one of the two.")
+    head = head or layers
+    if draft is None and whole:
+        draft = None if layers == "int8" and dtype == "float32" else "int4"  # the CPU reads the upper half of 8 bits
+    elif draft is None:
+        draft = "int4" if (dtype == "float32" or _is_large(checkpoint)) and not link_weights else layers
+    if dtype == "float32" and {layers, head, draft} & {"fp8", "nvfp4"}:
+        raise EESDError(
+            "fp8 and nvfp4 weights are for engines of 16 bits; give --dtype float16 or bfloat16, or take int8 or int4."
+        )
+    if symmetric is not None and "int4" not in (layers, head, draft):
+        raise EESDError("--symmetric and --asymmetric are for int4; leave the option out.")
+    if symmetric is None:
+        symmetric = plans and dtype != "float32"  # TensorRT has no zero points of 4 bits
+
+    def scheme(kind: str | None) -> Quantization | None:
+        if kind in (None, "none"):
+            return None
+        if kind == "int4" and not symmetric:
+            return SEARCHED_INT4
+        return {"fp8": FP8_WEIGHTS, "nvfp4": NVFP4}.get(str(kind), Quantization(str(kind), BLOCK))
+
+    return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft), tensors=dict(tensors))
+
+
+def _is_large(checkpoint: Checkpoint | Outline) -> bool:
+    """Whether reading the draft's weights takes so long that 4 bits are worth a copy of them."""
+    return sum(map(prod, model_shapes(checkpoint.geometry).values())) > LARGE_MODEL
+
+
+def _check_keep(checkpoint: Checkpoint | Outline, dtype: str, head: str | None, link_weights: bool) -> None:
+    """Raise :class:`EESDError` if the file's own levels cannot be kept."""
+    if checkpoint.quantization is not None:
+        return  # as always
+    if not checkpoint.own_levels:
+        raise EESDError("--quantize keep is for quantized weights, and the checkpoint's are not; leave the option out.")
+    if dtype != "float32":
+        raise EESDError(
+            f"--quantize keep is for float32 engines, and these are {dtype}; give --dtype float32, or leave --quantize out."
+        )
+    if link_weights:
+        raise EESDError(
+            "--link-weights uses a checkpoint's weights in its own files, and --quantize keep stores levels; give one."
+        )
+    if head is not None:
+        raise EESDError("--quantize keep also keeps the levels of the LM head; leave --quantize-head out, or give --quantize.")
+
+
+def _types(options: ExportOptions, own: bool) -> str:
+    """The element type, and what is quantized, in words."""
+    texts = [f"{one.name} {place}" for place, one in options.quantization.places.items() if one is not None]
+    if own:
+        texts[0] = f"the checkpoint's own {texts[0]}"
+    kept = sorted({one.weights for one in options.quantization.tensors.values()})
+    if kept:
+        texts.insert(0, f"the file's own {' and '.join(kept)} levels")
+    return f"{options.dtype} with {', '.join(texts)}" if texts else options.dtype
+
+
+def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[int]:
+    """The numbers of inputs of linear weights that cannot be quantized. Raises EESDError if none can be."""
+    linear = {name: shape for name, shape in model_shapes(checkpoint.geometry).items() if is_linear(name)}
+    stored = [stored_weight(name, shape, options.dtype, options.quantization) for name, shape in linear.items()]
+    widths = sorted({weight.shape[1] for weight in stored if weight.quantization is None})
+    if all(weight.quantization is None for weight in stored):
+        raise EESDError(
+            f"--quantize needs weights whose number of inputs is a multiple of {BLOCK}; this model's weights have "
+            f"{', '.join(map(str, widths))} inputs. Leave the option out."
+        )
+    return widths
+
+
+def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: str | None) -> Head:
+    """What drafts without training: the whole model in fewer bits, if its weights have more than 4; else nothing.
+
+    Raises:
+        EESDError: The whole model is ``given`` as the draft, and has too few bits.
+    """
+    from eesd.export.engine_dir import no_head, whole_model
+
+    if given == NO_HEAD:
+        return no_head(checkpoint)
+    if not most_have_few_bits(checkpoint.geometry, quantization):
+        return whole_model(checkpoint)
+    if given == WHOLE_MODEL:
+        raise EESDError(
+            "--exit-head quantized drafts with the whole model in 4 bits, and most of this model's weights have no more than "
+            "the draft would; give --exit-head DIR, or leave the option out to draft from the text."
+        )
+    return no_head(checkpoint)
+
+
+def most_have_few_bits(geometry: Geometry, quantization: Quantizations) -> bool:
+    """Whether most linear weights have no more bits than a draft in 4 bits would have."""
+    shapes = {name: shape for name, shape in model_shapes(geometry).items() if is_linear(name)}
+    few = sum(prod(shape) for name, shape in shapes.items() if _has_few_bits(quantization.of(name, shape)))
+    return 2 * few > sum(map(prod, shapes.values()))
+
+
+def _has_few_bits(levels: Quantization | None) -> bool:
+    """Whether weights with these levels cannot be read in half of their bits."""
+    return levels is not None and levels.weights != FP8 and (levels.weights != "int8" or levels.block != BLOCK)
+
+
+def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, given: str | None) -> Head | None:
+    """Open the exit head that is ``given`` or else in the model directory. Without either a model that exits early by training,
+    as its ``name`` says, needs none, and others get an untrained one after ``exit_layer``.
+
+    Returns:
+        The head; None: :func:`_default_head` chooses.
+    """
+    from eesd.export.engine_dir import eagle_head, early_exit, stored_head, untrained_head
+    from eesd.model.eagle_file import is_eagle
+    from eesd.model.exit_head_file import CONFIG_FILE
+    from eesd.model.hub import find_head
+
+    if given in (WHOLE_MODEL, NO_HEAD):
+        if exit_layer is not None:
+            raise EESDError(f"--exit-head {given} has no exit layer; leave --exit-layer out.")
+        return None
+    directory = None if given is None or given == OWN_HEAD else find_head(given)
+    if given is None and (checkpoint.path / CONFIG_FILE).exists():
+        directory = checkpoint.path
+    exits_early = EARLY_EXIT in Path(name).name.lower()
+    if given == OWN_HEAD or (directory is None and exits_early and exit_layer is not None):
+        if exit_layer is None:
+            raise EESDError("The draft with the model's own norm and LM head needs a layer to exit after; give --exit-layer N.")
+        return early_exit(checkpoint, exit_layer)
+    if directory is not None and not (directory / CONFIG_FILE).exists() and is_eagle(directory):
+        if exit_layer is not None:
+            raise EESDError("An EAGLE-3 head stands behind the embeddings; leave --exit-layer out.")
+        return eagle_head(checkpoint, directory)
+    if directory is not None:
+        head = stored_head(checkpoint, directory)
+        if exit_layer not in (None, head.config.layer):
+            raise EESDError(
+                f"The exit head in {directory} was trained for an exit after layer {head.config.layer}, but --exit-layer is "
+                f"{exit_layer}; leave the option out or give another --exit-head."
+            )
+        return head
+    return None if exit_layer is None else untrained_head(checkpoint, exit_layer)
+
+
+def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]:
+    """Make what the CPU loads, so that the first run need not. Returns a line if that did not work."""
+    size = sum(manifest.weight_bytes(graph) for graph in manifest.graphs)
+    if wanted is False or (wanted is None and (torch_sees_gpu() or size > available_memory())):
+        return []  # this machine will hardly run it on the CPU
+    try:
+        from eesd.runtime.engines import operators
+        from eesd.runtime.engines.packed import packed_directory
+    except ImportError as error:  # an ONNX Runtime that is broken
+        return [f"weights not packed for the CPU: {error}"]
+    problem = operators.missing()
+    if problem:  # every run will say so
+        return [f"weights not packed for the CPU: {problem}"] if wanted else []
+    try:
+        packed_directory(directory, manifest)
+    except EESDError as error:
+        return [f"weights not packed for the CPU; the first run will try again: {error}"]
+    return []
+
+
+def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head, wanted: bool | None) -> list[str]:
+    """Run the parity check, and return lines that report its result. Raises EESDError if a graph is wrong."""
+    from eesd.export.parity import check_bits, compare_graphs, compare_graphs_memory, draft_agreement, quantization_drift
+
+    if wanted is False:
+        return []
+    needed = compare_graphs_memory(manifest)
+    if wanted is None and needed > available_memory() // 4:
+        return [f"parity not checked: the check needs about {needed / 1e9:.0f} GB of memory; --check runs it anyway"]
+    differences = compare_graphs(directory, manifest, checkpoint, head)
+    bad = [kind for kind, difference in differences.items() if not difference.acceptable]
+    if bad:
+        raise EESDError(f"The {' and '.join(bad)} graph does not compute what the model does; please report this model.")
+    lines = [
+        f"{kind}: largest difference to torch {difference.largest:.2e} (largest logit {difference.scale:.1f})"
+        for kind, difference in differences.items()
+    ]
+    lines.append(
+        f"verify: logits of calls of 1 to {manifest.max_tree_nodes + 1} tokens {check_bits(directory, manifest).chains}"
+    )
+    if head.config.can_draft and not head.config.blocks and not head.config.is_whole(checkpoint.geometry):
+        same, positions = draft_agreement(manifest, checkpoint, head)
+        lines.append(f"draft: its most likely token is the model's at {same} of {positions} positions of a sampled text")
+        if same < LEAST_AGREEMENT * positions:
+            lines.append(
+                f"this model was not trained to exit after layer {head.config.layer}: drafting will gain nothing; give another "
+                "--exit-layer, or train an exit head with eesd-distill"
+            )
+    if (manifest.quantization.layers or manifest.quantization.head) and checkpoint.quantization is None:
+        drift = quantization_drift(manifest, checkpoint, head)
+        lines.append(
+            f"quantized: logits change by {drift.logit_change:.1%} of their standard deviation; the most "
+            f"likely token is the unquantized model's at {drift.same_token} of {drift.positions} positions of a sampled text"
+        )
+    return lines

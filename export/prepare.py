@@ -1,0 +1,116 @@
+"""The engine directory of a model that a command is to run: found in the cache, or exported into it first.
+
+A process of its own exports: the one that goes on has neither torch nor the memory of an export.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eesd.common import cli
+from eesd.common.errors import EESDError
+from eesd.common.files import remove_leftovers
+from eesd.common.machine import torch_sees_gpu
+from eesd.common.manifest_reader import load_manifest
+from eesd.common.turns import turn
+from eesd.export import cache
+from eesd.export.make import NOT_STORED, Choices, make_engines
+from eesd.model.hub import find_head, find_model
+
+Options = Mapping[str, Any]
+"""Options of an export by their names in :class:`~eesd.export.make.Choices`; None: the default."""
+
+
+def engine_directory(model: str, options: Options, cache_dir: Path | None) -> Path:
+    """The engine directory of a model. What is shown of its export goes to stderr.
+
+    Args:
+        model: Directory, GGUF file, Hugging Face id or short name.
+        options: Options of the export.
+        cache_dir: The cache; None: this user's.
+
+    Raises:
+        EESDError: The model cannot be found, or there is no place for a cache.
+        SystemExit: The model cannot be exported. The process that tried has said why.
+    """
+    directory = cache.cache_directory(cache_dir)
+    place = _place(directory, model, options)
+    if not _is_whole(place):
+        directory.mkdir(parents=True, exist_ok=True)
+        _run(command_of(place, model, options))
+    cache.note_use(place)
+    return place
+
+
+def command_of(place: Path, model: str, options: Options) -> list[str]:
+    """The command line of the process that exports."""
+    return [sys.executable, "-m", "eesd.export.prepare", json.dumps([str(place), model, dict(options)])]
+
+
+def _run(command: list[str]) -> None:
+    sys.stdout.flush()
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2) as process:
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()  # it deletes what it has written
+            raise
+    if code:
+        sys.exit(code if code > 0 else 128 - code)
+
+
+@cli.command()
+@click.argument("request")
+def main(request: str) -> None:
+    """Export a model into the cache for the command that started this one."""
+    text, model, options = json.loads(request)
+    place = Path(text)
+    remove_leftovers(place.parent)
+    with turn(place, lambda: _say(f"Another process exports {model}; waiting for it.")):
+        if not _is_whole(place):
+            _export(place, model, options)
+
+
+def _export(place: Path, model: str, options: Options) -> None:
+    kept = cache.discard(place) if place.exists() else ""  # it is damaged, or of somebody else
+    if kept:
+        raise EESDError(f"{place} cannot be used, and is not replaced: {kept}; move it away.")
+
+    def finish(directory: Path) -> None:
+        if _place(place.parent, model, options) != place:
+            raise EESDError(f"The files of {model} changed while it was exported; start again when they no longer change.")
+        cache.mark(directory, place, model, options)
+
+    _say(f"Exporting {model} to {place}. Later starts use it from there.")
+    make_engines(Choices(model, plans=torch_sees_gpu(), **options), place, _say, lambda step: _say(f"{step} ..."), finish)
+
+
+def _place(directory: Path, model: str, options: Options) -> Path:
+    """Where the engine directory lies. A model or head that is named by an id is fetched."""
+    head = options["exit_head"]
+    try:
+        found = None if head is None or head in NOT_STORED else find_head(head)
+        return cache.place_of(directory, model, find_model(model), options, found)
+    except ImportError as error:
+        raise EESDError(f"Fetching needs {error.name}; install it with: pip install 'eesd[export]'.") from None
+
+
+def _is_whole(place: Path) -> bool:
+    """Whether the engine directory is there, with all of its files."""
+    try:
+        return cache.is_marked(place) and bool(load_manifest(place))
+    except EESDError:
+        return False
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+if __name__ == "__main__":
+    main()

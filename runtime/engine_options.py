@@ -1,0 +1,61 @@
+"""Which engine directory a command runs: a given one, or that of a model, which is exported when it is first asked for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eesd.common import cli
+from eesd.common.errors import EESDError
+from eesd.common.manifest import MAX_SLOTS
+from eesd.common.weights import DTYPES, QUANTIZED
+
+MODEL = (
+    "Model directory, GGUF file, Hugging Face id, or name such as llama-70b. The first start exports it into a cache; later "
+    "ones find it there."
+)
+AS_EXPORT = "With --model: as in eesd-export."
+CACHE = "Directory of the cache.  [default: EESD_CACHE_DIR, else the user's]"
+EXPORT_OPTIONS = ("exit_head", "exit_layer", "dtype", "quantize", "max_seq_len")
+Command = Callable[..., None]
+
+
+def engine_options(command: Command) -> Command:
+    """The options that say which engine directory to run; see :func:`engine_dir_of`."""
+    options = (
+        click.option("--model", type=cli.NAME, help=MODEL),
+        click.option("--exit-head", type=cli.NAME, help=AS_EXPORT),
+        click.option("--exit-layer", type=click.IntRange(1, 10_000), help=AS_EXPORT),
+        click.option("--dtype", type=click.Choice(DTYPES), help=AS_EXPORT),
+        click.option("--quantize", type=click.Choice((*QUANTIZED, "none", "keep")), help=AS_EXPORT),
+        click.option("--max-seq-len", type=click.IntRange(2, MAX_SLOTS), help=AS_EXPORT),
+        click.option("--cache-dir", type=cli.PATH, envvar="EESD_CACHE_DIR", metavar="DIR", help=CACHE),
+        click.option("--engine-dir", type=cli.PATH, help="Directory made by eesd-export, in place of --model."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def engine_dir_of(options: dict[str, Any]) -> Path:
+    """The engine directory that the options of a command name. That of a model is made if it is not in the cache.
+
+    Raises:
+        EESDError: They name none or two, or the model cannot be exported.
+    """
+    directory: Path | None = options["engine_dir"]
+    model: str | None = options["model"]
+    given = {name: options[name] for name in EXPORT_OPTIONS}
+    if directory is not None and model is not None:
+        raise EESDError("--model and --engine-dir each say what runs; give one of them.")
+    if directory is not None:
+        other = next((name for name, value in given.items() if value is not None), None)
+        if other is not None:
+            raise EESDError(f"--{other.replace('_', '-')} is for --model, and --engine-dir is exported already; leave it out.")
+        return directory
+    if model is None:
+        raise EESDError("There is no model: give --model NAME, or --engine-dir DIR of a directory made by eesd-export.")
+    from eesd.export.prepare import engine_directory
+
+    return engine_directory(model, given, options["cache_dir"])

@@ -1,0 +1,61 @@
+"""One process after another makes a file or directory; the others wait, and then find it there."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from eesd.common.files import Claim, try_lock
+
+if sys.platform != "win32":
+    import fcntl
+
+_KEY = "0" * 16
+"""Stands in place of a writer's random key: this lock is the same one for all processes."""
+
+
+@contextmanager
+def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
+    """Hold the lock of a path while the block runs. Gives whether this process holds it.
+
+    The operating system frees the lock when a process ends, however it ends. The lock file lies beside ``target``. Its name is
+    one of :mod:`eesd.common.files`, which removes what a killed process left. Where there are no locks, as on Windows, nobody
+    waits.
+
+    Args:
+        target: What is made. Its directory exists.
+        waits: Called once before this process waits for another one. None: it does not wait, and may not hold the lock.
+    """
+    path = Claim(target, _KEY).lock
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        try:
+            if try_lock(file) is False:
+                if waits is None:
+                    yield False
+                    return
+                waits()
+                waits = _nothing
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_named(file, path):  # else the process before deleted the file, and a third one may have made another
+                try:
+                    yield True
+                finally:
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
+                return
+        finally:
+            os.close(file)
+
+
+def _nothing() -> None:
+    """Nobody is told twice."""
+
+
+def _is_named(file: int, path: Path) -> bool:
+    """Whether an open file is the one that has this name."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
