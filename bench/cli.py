@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from eesd.bench.measure.fresh_starts import measure_starts, read_prompts
 from eesd.bench.measure.results import Result, read_json, refuse_existing
 from eesd.bench.measure.resumable import measure_engine, run_with_progress
 from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.replay.costs import COST_MODELS
+from eesd.bench.replay.fresh_starts import measure_starts, read_prompts
 from eesd.bench.replay.round_log import replay_rounds
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, run_simulation
 from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts, table

@@ -250,6 +250,11 @@ def choose_quantization(
     if link_weights and {layers, head} - {None, "none"}:
         raise EESDError("--link-weights uses the weights as they are, and --quantize changes them; give one of the two.")
     head = head or layers
+    if whole and draft == "none":
+        raise EESDError(
+            "--quantize-draft none leaves the draft as slow as the whole model that it is; leave the option out, or give "
+            "--exit-head none to draft from the text alone."
+        )
     if draft is None and whole:
         draft = None if layers == "int8" and dtype == "float32" else "int4"  # the CPU reads the upper half of 8 bits
     elif draft is None:

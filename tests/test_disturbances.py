@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from support.harness import Harness
 
 from eesd.bench.cli import main
-from eesd.bench.measure.fresh_starts import read_prompts
 from eesd.bench.replay.costs import BUNDLED, FOUR_BIT, CallCosts
+from eesd.bench.replay.fresh_starts import read_prompts
 from eesd.bench.replay.machine import Machine, burst, decode
 from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts
 from eesd.bench.replay.streams import SyntheticStream

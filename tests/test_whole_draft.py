@@ -177,6 +177,7 @@ def test_without_bits_to_save_the_text_drafts(model: Path, tmp_path: Path, optio
     ("options", "words"),
     [
         (("--exit-head", "quantized", "--quantize", "int4"), ("4 bits", "--exit-head DIR")),
+        (("--exit-head", "quantized", "--quantize-draft", "none"), ("--quantize-draft none", "--exit-head none")),
         (("--exit-head", "quantized", "--exit-layer", 1), ("no exit layer", "leave --exit-layer out")),
         (("--exit-head", "quantized", "--stages", 2), ("--stages", "all layers")),
     ],

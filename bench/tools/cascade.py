@@ -14,8 +14,8 @@ from typing import NamedTuple
 import click
 import numpy as np
 
-from eesd.bench.measure.fresh_starts import read_prompts
 from eesd.bench.measure.stats import bootstrap_ratio
+from eesd.bench.replay.fresh_starts import read_prompts
 from eesd.bench.replay.traces import ChainDrafter
 from eesd.common import cli
 from eesd.common.errors import EESDError
