@@ -1,7 +1,7 @@
 """How large the core is: what ``runtime.llm`` and the batch import, directly or through others. ``make lint`` runs this file.
 
-A reader of a request's way from prompt to tokens meets these files. They must not become more without anybody's noticing: who
-needs more raises a budget here, in the same change.
+A reader of a request's way from prompt to tokens meets these files. The budgets only fall: a change that adds lines takes as many
+away elsewhere.
 """
 
 import sys
@@ -16,7 +16,7 @@ DEVICES = (
     *(f"runtime.decoding.{name}" for name in ("device_sampler", "device_rejection")),
 )
 """Where the code for devices begins."""
-BUDGETS = {"without devices": (11690, 62), "with devices": (17660, 90)}
+BUDGETS = {"without devices": (11360, 60), "with devices": (17330, 88)}
 """Most lines and files."""
 
 
