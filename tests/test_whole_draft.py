@@ -17,6 +17,7 @@ from eesd.common.weights import is_linear
 from eesd.export.cli import main as export_main
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.base import Call, Engine, StepOutputs
+from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import LLM, Speculation, load
 
 PROMPT = np.random.default_rng(5).integers(3, 90, 24).tolist()
@@ -117,6 +118,14 @@ def test_what_a_cancelled_draft_wrote_is_never_seen(plans: Path, backend: str) -
         followed = llm.with_speculation(None).generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
     assert followed == plain
     assert llm.with_speculation(None).generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens == plain
+
+
+def test_slots_that_are_not_cleared_are_noticed(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "missing", lambda: "left out")
+    test_what_a_cancelled_draft_wrote_is_never_seen(plans, "ort")
+    monkeypatch.setattr(HostKVCache, "clear", lambda *_: None)
+    with pytest.raises((AssertionError, EESDError)):
+        test_what_a_cancelled_draft_wrote_is_never_seen(plans, "ort")
 
 
 class Cancelling:

@@ -1,7 +1,7 @@
 """How large the core is: what ``runtime.llm`` and the batch import, directly or through others. ``make lint`` runs this file.
 
-A reader of a request's way from prompt to tokens meets these files. The budgets only fall: a change that adds lines takes as many
-away elsewhere.
+A reader of a request's way from prompt to tokens meets these files. The budgets only fall: a change that adds lines takes
+as many away elsewhere.
 """
 
 import sys
