@@ -15,7 +15,7 @@ import numpy as np
 from eesd.common.geometry import state_caches
 from eesd.common.machine import cores
 from eesd.common.manifest import GraphInfo, Manifest
-from eesd.common.weights import BITS, EMBEDDINGS, HEAD_TABLES, ROTARY_TABLES, StoredWeight
+from eesd.common.weights import BITS, EMBEDDINGS, HEAD_TABLES, LM_HEAD, ROTARY_TABLES, StoredWeight
 from eesd.export.memory import is_split, rank_bytes, slot_bytes
 from eesd.runtime.engines.operator_graph import halved_weights
 
@@ -172,9 +172,8 @@ def operations_of_node(manifest: Manifest, graph: GraphInfo, ranks: int = 1) -> 
 
 def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
     """The weights that a pass reads whole."""
-    weights, tied = manifest.weights_of(graph), manifest.geometry.tied_embeddings
-    is_head = graph == manifest.verify[-1] or (graph == manifest.draft and not manifest.exit_head.own_lm_head)
-    if not (tied and is_head):
+    weights, head = manifest.weights_of(graph), graph in (manifest.draft, manifest.verify[-1])
+    if not head or any(name.endswith(LM_HEAD) for name in weights):  # else the table is the LM head
         weights.pop(EMBEDDINGS, None)
     return [weight for name, weight in weights.items() if name not in (*ROTARY_TABLES, *HEAD_TABLES)]
 

@@ -40,18 +40,18 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("own", "draft"), [(False, "none"), (False, "int4"), (True, "none")])
 def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
-    family_dir: Callable[[str], Path], tmp_path: Path, own: bool
+    family_dir: Callable[[str], Path], tmp_path: Path, own: bool, draft: str
 ) -> None:
-    """Tied embeddings are the LM head of verify, and of a draft without one of its own."""
+    """Tied embeddings are the LM head of verify, and of a draft without one of its own. A copy in 4 bits is one of its own."""
     model = family_dir("llama-tied")
     head = trained_head(model, tmp_path / "head", 1, own)
-    manifest = load_manifest(export_engine(model, tmp_path / "plans", "--exit-head", head))
+    manifest = load_manifest(export_engine(model, tmp_path / "plans", "--exit-head", head, "--quantize-draft", draft))
     geometry, weights = manifest.geometry, manifest.weights_of(manifest.draft)
     stored = sum(weight.nbytes for name, weight in weights.items() if name not in ROTARY_TABLES)
     table = geometry.vocab_size * geometry.hidden_size * 4
-    assert bytes_of_pass(manifest, manifest.draft, 0) == stored - own * table
+    assert bytes_of_pass(manifest, manifest.draft, 0) == stored - (own or draft == "int4") * table
 
 
 @pytest.fixture(scope="module")
