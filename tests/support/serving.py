@@ -86,7 +86,7 @@ def served(
     service = Service(eesd.load(engine, plain_content=plain_content), batch)
     app = make_app(service, options)
     bound = bind("127.0.0.1", 0)
-    thread = threading.Thread(target=serve, args=(app, bound, lambda: None))
+    thread = threading.Thread(target=serve, args=(app, bound))
     thread.start()
     try:
         eventually(lambda: _listens(bound.getsockname()))
