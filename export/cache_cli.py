@@ -40,7 +40,7 @@ def show(cache_dir: Path | None) -> None:
 @main.command()
 @click.argument("names", nargs=-1, type=cli.NAME)
 @click.option("--all", "everything", is_flag=True, help="Remove all of them.")
-@click.option("--older-than", type=cli.Number(0, 100_000), metavar="DAYS", help="Remove what was not used for so many days.")
+@click.option("--older-than", type=cli.Number(0, 100_000), metavar="DAYS", help="Remove directories without use for DAYS days.")
 @_place
 def clean(names: Sequence[str], everything: bool, older_than: float | None, cache_dir: Path | None) -> None:
     """Remove the directories with these NAMES, as eesd-cache list shows them.

@@ -36,7 +36,7 @@ MOST_PROMPTS = 40
 FULL_SIZE = 1_000_000_000
 """Bytes of a model's weights. Larger ones write after fewer prompts, in proportion."""
 PART = 4
-"""One of so many prompts is held out."""
+"""Every fourth prompt is held out."""
 LEAST_TEXTS = 4
 """Held-out texts from which on there is an interval of confidence."""
 SLOTS_PER_TEXT = 512
@@ -87,7 +87,7 @@ def calibrate_draft(directory: Path, manifest: Manifest, wanted: bool | None) ->
 
 
 def prompts_for(size: int) -> int:
-    """Prompts for a model of so many bytes: a function of nothing else, so that the same model gets the same prior."""
+    """Number of prompts for a model of ``size`` bytes. It depends on nothing else: the same model gets the same prior."""
     return PART * max(round(MOST_PROMPTS / PART * min(1.0, FULL_SIZE / size)), 1)
 
 

@@ -134,13 +134,17 @@ def early_exit(checkpoint: Checkpoint, layer: int) -> Head:
 
 def whole_model(checkpoint: Checkpoint) -> Head:
     """The whole model as the draft of itself: all layers, its own final norm and LM head, with weights of fewer bits."""
-    layers = checkpoint.geometry.num_layers
-    return _models_own(checkpoint, ExitConfig(layer=layers, blocks=0, base=checkpoint.fingerprint(), trained=True))
+    return _models_own(checkpoint, untrained_draft(checkpoint.geometry, True, checkpoint.fingerprint()))
 
 
 def no_head(checkpoint: Checkpoint) -> Head:
     """A place holder, which has no weights of its own: nothing drafts but the text."""
-    return _models_own(checkpoint, ExitConfig(layer=1, blocks=0, base=checkpoint.fingerprint()))
+    return _models_own(checkpoint, untrained_draft(checkpoint.geometry, False, checkpoint.fingerprint()))
+
+
+def untrained_draft(geometry: Geometry, whole: bool, base: str = "") -> ExitConfig:
+    """The configuration of the ``whole`` model as the draft, or of the place holder where nothing but the text drafts."""
+    return ExitConfig(geometry.num_layers if whole else 1, blocks=0, base=base, trained=whole)
 
 
 def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:

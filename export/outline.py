@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from eesd.common.errors import EESDError
-from eesd.common.geometry import ExitConfig, Geometry, draft_caches, draft_columns, exit_caches
+from eesd.common.geometry import Geometry, draft_caches, draft_columns, exit_caches
 from eesd.common.manifest import (
     DEFAULT_SLOTS,
     DEFAULT_TOP_K,
@@ -13,7 +13,7 @@ from eesd.common.manifest import (
     Manifest,
 )
 from eesd.common.weights import DTYPES, Quantization, is_linear, layer_shapes
-from eesd.export.engine_dir import stored_head
+from eesd.export.engine_dir import stored_head, untrained_draft
 from eesd.export.make import choose_quantization, most_have_few_bits
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import ModelConfig, load_config
@@ -60,7 +60,7 @@ def outlined(name: str) -> Manifest:
     if head is None:
         few = most_have_few_bits(geometry, quantization)
         quantization = replace(quantization, draft=None) if few else quantization
-        head = ExitConfig(1, blocks=0) if few else ExitConfig(geometry.num_layers, blocks=0, trained=True)
+        head = untrained_draft(geometry, not few)
     return Manifest(
         format_version=FORMAT_VERSION,
         model=path.name,

@@ -27,7 +27,7 @@ Options = Mapping[str, Any]
 
 
 def engine_directory(model: str, options: Options, cache_dir: Path | None) -> Path:
-    """The engine directory of a model. What is shown of its export goes to stderr.
+    """The engine directory of a model. The export writes its messages to stderr.
 
     Args:
         model: Directory, GGUF file, Hugging Face id or short name.

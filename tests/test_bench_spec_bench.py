@@ -118,7 +118,7 @@ def test_the_rounding_of_a_draft_is_that_of_its_bits(text_model: Path, quantized
 
 
 def test_fresh_processes_count_what_their_first_rounds_accept(quantized_engine: Path, questions: Path) -> None:
-    """At counted costs nothing depends on the machine: whatever the prompt, the whole model in 4 bits is not shut out."""
+    """At counted costs nothing depends on the machine. The whole model in 4 bits drafts after every prompt."""
     given = (
         "--engine-dir",
         quantized_engine,

@@ -74,7 +74,7 @@ def test_the_prior_predicts_held_out_text(calibrated: tuple[Path, str]) -> None:
 def test_the_same_model_gets_the_same_prior(
     model: Path, calibrated: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the clock says."""
+    """The prior does not depend on the clock."""
     ticks = count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks) ** 2))
     succeed(main, *command(model, tmp_path / "again", "--calibrate"))

@@ -269,7 +269,7 @@ def test_first_slots_are_aligned_parts_of_all_slots(slots: int, expected: tuple[
 
 @pytest.mark.usefixtures("installed")
 def test_a_plan_of_other_slots_is_refused(staged: Callable[[int], Path], tmp_path: Path) -> None:
-    """It would have no room behind the text for the nodes that pad a round."""
+    """The nodes that pad a round would have no room after the text."""
     directory = shutil.copytree(staged(1), tmp_path / "plans")
     plan = directory / "verify.plan"
     plan.write_text(plan.read_text().replace('"slots": 112', '"slots":  96'))

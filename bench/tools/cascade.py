@@ -48,7 +48,7 @@ class Scheme(NamedTuple):
 
 
 def cost(row: Sequence[Position], scheme: Scheme, costs: tuple[float, ...], ideal: bool) -> float:
-    """Plain steps that a prompt's tokens take. ``ideal``: each level drafts exactly what is right, whatever the scheme says."""
+    """Plain steps that a prompt's tokens take. ``ideal``: each level drafts exactly the right tokens, not the scheme's."""
     head, quantized, more_quantized, more_verify = costs
     total, at = 0.0, 0
     while at < len(row):

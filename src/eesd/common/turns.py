@@ -24,7 +24,7 @@ def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
     waits.
 
     Args:
-        target: What is made. Its directory exists.
+        target: The file or directory that the process makes. Its parent exists.
         waits: Called once before this process waits for another one. None: it does not wait, and may not hold the lock.
     """
     path = Claim(target, _KEY).lock
@@ -50,7 +50,7 @@ def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
 
 
 def _nothing() -> None:
-    """Nobody is told twice."""
+    """Takes the place of ``waits`` after its only call."""
 
 
 def _is_named(file: int, path: Path) -> bool:
